@@ -1,0 +1,120 @@
+# Everything a person runs from a checkout. `make` alone lists it.
+#
+# Every target that needs Python makes .venv first, from requirements/cpu.lock or gpu.lock, and again when the lock or
+# pyproject.toml changes. An install that was cut off is continued by the next make.
+
+# A run file, and more arguments for `train`, `test`, `up` and `down`.
+RUNFILE ?= examples/arithmetic.toml
+ARGS ?=
+# A Python 3.11-3.14. Empty: the first one found.
+PYTHON ?=
+PYTHONS := python3.11 python3 python3.12 python3.13 python3.14
+# cpu or gpu. Empty: what .venv was made for, else gpu where nvidia-smi lists one.
+MILLRACE_DEVICE ?=
+# Where torch's +cpu build comes from if pip, as it is configured here, does not offer it.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# Where `make lock` finds that build.
+CPU_LOCK_ARGS ?= --index $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match
+
+INSTALLED := .venv/.installed
+LOG := .venv/install.log
+MADE_FOR := $(shell cat .venv/.device 2>/dev/null)
+DEVICE := $(or $(MILLRACE_DEVICE),$(MADE_FOR),$(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
+ifeq ($(filter cpu gpu,$(DEVICE)),)
+$(error MILLRACE_DEVICE is "$(DEVICE)": it can be cpu or gpu)
+endif
+
+FIRST_INSTALL := $(if $(filter cpu,$(DEVICE)),3–4 minutes and 4.7 GB,several minutes) the first time
+PIP_INSTALL := .venv/bin/python -m pip install --no-deps --no-input --disable-pip-version-check --progress-bar off
+
+.ONESHELL:
+.SHELLFLAGS := -euc
+.DEFAULT_GOAL := help
+.PHONY: help train test lint up down lock clean FORCE
+
+help: ## this list
+	@echo "Millrace: make TARGET [VARIABLE=value ...]"
+	awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-6s %s\n", $$1, $$2 }' Makefile
+
+train: $(INSTALLED) ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="more arguments"
+	.venv/bin/millrace train $(RUNFILE) $(ARGS)
+
+test: $(INSTALLED) ## run the tests: ARGS="-k name" or any other pytest arguments
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: $(INSTALLED) ## ruff and mypy
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+up: $(INSTALLED) ## start the Prefect and MLflow services and a worker
+	.venv/bin/millrace up $(ARGS)
+
+down: ## stop what `make up` started
+	@if [ -x .venv/bin/millrace ]; then
+	    .venv/bin/millrace down $(ARGS)
+	else
+	    echo "Nothing to stop: there is no .venv here."
+	fi
+
+lock: ## resolve requirements/*.lock again (requirements/README.md): LOCK_ARGS="--upgrade"
+	@CPU_LOCK_ARGS="$(CPU_LOCK_ARGS)" LOCK_ARGS="$(LOCK_ARGS)" requirements/build_lock.sh
+
+clean: ## remove .venv and caches; runs and their data stay
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The two builds of vLLM share one folder, so a .venv for the other device is made anew.
+ifneq ($(DEVICE),$(MADE_FOR))
+$(INSTALLED): FORCE
+endif
+
+$(INSTALLED): requirements/$(DEVICE).lock pyproject.toml
+	@fail() { printf '%s\n' "$$@" >&2; exit 1; }
+	pip_failed() {
+	    grep -E '^ *(ERROR|error|[A-Za-z]+Error):' $(LOG) >&2 || tail -n 5 $(LOG) >&2
+	    fail "Installing stopped here; the whole log is $(LOG). The next make continues from this point."
+	}
+	[ "$$(uname -s)" = Linux ] || fail "Millrace installs on Linux (vLLM's wheels are for Linux only): use a container or WSL."
+	if [ -n "$(MADE_FOR)" ] && [ "$(MADE_FOR)" != $(DEVICE) ]; then
+	    echo "Removing the .venv made for $(MADE_FOR): this one is for $(DEVICE)."
+	    rm -rf .venv
+	fi
+
+	if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+	    python= without_venv=
+	    for candidate in $(or $(PYTHON),$(PYTHONS)); do
+	        "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null || continue
+	        if "$$candidate" -c 'import ensurepip, venv' 2>/dev/null; then python=$$candidate; break; fi
+	        without_venv=$$candidate
+	    done
+	    if [ -z "$$python" ] && [ -n "$$without_venv" ]; then
+	        fail "$$without_venv cannot make virtual environments (it has no ensurepip)." \
+	            "On Debian or Ubuntu: sudo apt install python3-venv. Or name another: make PYTHON=/path/to/python3.11"
+	    fi
+	    [ -n "$$python" ] || fail "Millrace needs Python 3.11 to 3.14; tried: $(or $(PYTHON),$(PYTHONS))." \
+	        "Install one (Debian or Ubuntu: sudo apt install python3 python3-venv), or name it: make PYTHON=/path/to/python3.11"
+	    echo "[1/3] creating .venv with $$python"
+	    "$$python" -m venv --clear .venv
+	fi
+	echo $(DEVICE) >.venv/.device
+
+	# pip writes INSTALLER near the end of a package: without it the package was cut off and pip would take it for whole.
+	for package in .venv/lib/python3*/site-packages/*.dist-info; do
+	    [ -f "$$package/INSTALLER" ] || rm -rf "$$package"
+	done
+
+	torch=$$(sed -n 's/^\(torch==[^ ;]*\).*/\1/p' requirements/$(DEVICE).lock)
+	: >$(LOG)
+	case $$torch in *+cpu)
+	    echo "[2/3] installing $$torch (190 MB)"
+	    $(PIP_INSTALL) "$$torch" >>$(LOG) 2>&1 ||
+	        $(PIP_INSTALL) --index-url $(TORCH_CPU_INDEX) "$$torch" >>$(LOG) 2>&1 || {
+	        echo "Neither pip's own index nor TORCH_CPU_INDEX gave $$torch. Pass TORCH_CPU_INDEX=URL, or put its wheel" \
+	            "into a folder and pass PIP_FIND_LINKS=folder." >&2
+	        pip_failed
+	    }
+	esac
+	echo "[3/3] installing $$(grep -c == requirements/$(DEVICE).lock) packages ($(FIRST_INSTALL); tail -f $(LOG) shows them)"
+	$(PIP_INSTALL) -r requirements/$(DEVICE).lock >>$(LOG) 2>&1 || pip_failed
+	$(PIP_INSTALL) --no-build-isolation -e . >>$(LOG) 2>&1 || pip_failed
+	touch $@

@@ -1,0 +1,172 @@
+"""The training flow: GRPO as a loop over durable records.
+
+    produce ─▶ shard in the log ─▶ next_batch ─▶ train_step ─▶ publish ─▶ the next tokens come from the new policy
+       └── runs beside the loop; with max_staleness = 0 it waits for `publish`, with more it runs ahead ──┘
+
+| who | waits for |
+|---|---|
+| produce | room by the admission formula: a newer policy, or a rejected group |
+| next_batch | enough committed groups within the staleness bound |
+| publish | an evaluation that is running on the loaded version |
+| evaluate, track | nobody waits for them but the end of the flow |
+
+Killed at any point, the same call continues from the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from prefect import flow
+
+from flows.config import RunConfig, Settings, make_config
+from tasks.base_model import provide_base_model
+from tasks.preflight import check_run
+from tasks.rollout import collect_shard, evaluate_policy, publish_policy, start_rollout_worker
+from tasks.session import TrainingSession, training_session
+from tasks.track import track
+from tasks.train import next_batch, start_trainer, train_step
+
+
+@flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
+async def train_grpo(
+    workflow: str = "examples.arithmetic:Arithmetic",
+    run: str = "arithmetic",
+    store: str = "",
+    tracking: str = "",
+    model: str = "",
+    dataset: str = "",
+    steps: int = 100,
+    batch_size: int = 64,
+    n_samples: int = 8,
+    max_staleness: int = 0,
+    learning_rate: float = 1e-6,
+    seed: int = 0,
+    settings: Settings = Settings(),  # noqa: B008 - Prefect shows the default in the form
+) -> dict[str, Any]:
+    """Train a policy by GRPO; starting a run again continues it.
+
+    Args:
+        workflow: What to train on: package.module:Class or path/to/file.py:Class.
+        run: Name of the run. Starting it again continues it.
+        store: A folder, file:///… or s3://bucket/prefix. Empty: .millrace/store.
+        tracking: MLflow tracking URI. Empty: a SQLite database in .millrace.
+        model: Hugging Face id or folder. Empty: make a tiny one from the workflow's demonstrations.
+        dataset: Handed to the workflow: a file, a folder with one file per split, or a Hugging Face id.
+        steps: Optimizer steps in all.
+        batch_size: Prompt groups trained per step.
+        n_samples: Attempts per prompt, the group size.
+        max_staleness: How many policy versions a trained token may be behind. 0 is synchronous training.
+        learning_rate: Peak learning rate of AdamW.
+        seed: Seeds prompt order, sampling, mini-batches and the base model made here.
+        settings: Everything else, one block per part.
+    """
+    config = make_config(
+        {
+            **settings.model_dump(),
+            **dict(workflow=workflow, run=run, store=store, tracking=tracking, model=model, dataset=dataset),
+            **dict(steps=steps, batch_size=batch_size, n_samples=n_samples, max_staleness=max_staleness),
+            **dict(learning_rate=learning_rate, seed=seed),
+        },
+        source="flow parameters",
+    )
+    check_run(
+        workflow=config.workflow,
+        dataset=config.dataset,
+        model=config.model,
+        store=config.store,
+        evaluation_split=config.evaluation.split,
+    )
+    async with training_session(
+        store=config.store, tracking=config.tracking, run_id=config.run, config=config.model_dump(mode="json")
+    ) as session:
+        await start(session, config)
+        await train(session, config)
+        return {"run": config.run, "step": session.log.state.step, **session.log.state.counters()}
+
+
+async def start(session: TrainingSession, config: RunConfig) -> None:
+    """Base policy first, then engine and trainer at the same time."""
+    await provide_base_model(
+        session,
+        model=config.model,
+        workflow=config.workflow,
+        dataset=config.dataset,
+        seed=config.seed,
+        warmup=config.warmup.model_dump(),
+    )
+    starting_rollouts = start_rollout_worker(
+        session,
+        workflow=config.workflow,
+        dataset=config.dataset,
+        engine=config.engine,
+        rollout=config.rollout,
+        sampling=config.sampling,
+        n_samples=config.n_samples,
+        batch_size=config.batch_size,
+        max_staleness=config.max_staleness,
+        steps=config.steps,
+        seed=config.seed,
+    )
+    starting_trainer = start_trainer(
+        session,
+        settings=config.train,
+        learning_rate=config.learning_rate,
+        temperature=config.sampling.temperature,
+        max_staleness=config.max_staleness,
+        seed=config.seed,
+    )
+    await asyncio.gather(starting_rollouts, starting_trainer)
+
+
+async def train(session: TrainingSession, config: RunConfig) -> None:
+    """The loop. `produce` runs beside it; evaluation and tracking never hold it up."""
+    async with asyncio.TaskGroup() as beside:
+        beside.create_task(evaluate_if_due(session, config))
+        tracking = beside.create_task(track(session))
+        producing = beside.create_task(produce(session))
+        round_started = time.time()
+        while session.log.state.step < config.steps:
+            claim = await next_batch(
+                session,
+                batch_size=config.batch_size,
+                max_staleness=config.max_staleness,
+                stale_policy=config.train.stale_policy,
+                min_usable=config.rollout.min_usable,
+                stall_timeout=config.rollout.stall_timeout,
+            )
+            step = await train_step(session, claim=claim, round_started=round_started)
+            round_started = time.time()
+            await publish_policy(session, policy=step.policy)
+            beside.create_task(evaluate_if_due(session, config))
+            if tracking.done():
+                tracking = beside.create_task(track(session))
+        producing.cancel()
+    await track(session)
+
+
+async def produce(session: TrainingSession) -> None:
+    """Collect shard after shard; each is one task run. Ends when it is cancelled."""
+    number = session.log.state.entries
+    await session.rollout.call("refresh")
+    while True:
+        await session.rollout.call("wait_for_work")
+        await collect_shard(session, number=number)
+        number += 1
+
+
+def is_due(step: int, config: RunConfig) -> bool:
+    """Evaluate before the first step, every `evaluation.every` steps, and after the last one."""
+    every = config.evaluation.every
+    return every > 0 and (step % every == 0 or step == config.steps)
+
+
+async def evaluate_if_due(session: TrainingSession, config: RunConfig) -> None:
+    """Evaluate the live policy unless its score is in the log already."""
+    state = session.log.state
+    assert state.live is not None
+    version = state.live.version
+    if is_due(state.step, config) and version not in {evaluation.version for evaluation in state.evaluations}:
+        await evaluate_policy(session, version=version, settings=config.evaluation)

@@ -1,0 +1,61 @@
+"""Environment variables every Millrace process starts with: where state lives, no telemetry, quiet servers.
+
+In: the state folder (`MILLRACE_HOME`, by default `.millrace` in the working directory). Out: `os.environ` with
+defaults filled in; what the user has set is kept. Call it before importing Prefect, Ray, MLflow or vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+TELEMETRY_OFF = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+def home() -> Path:
+    """The folder that holds runs, databases and logs unless the run file says otherwise."""
+    return Path(os.environ.get("MILLRACE_HOME", ".millrace")).resolve()
+
+
+def store_uri(store: str) -> str:
+    """The run file's `store`, or the default one; a path becomes absolute, because workers start elsewhere."""
+    if "://" in store:
+        return store
+    return (Path(store).expanduser().resolve() if store else home() / "store").as_uri()
+
+
+def tracking_uri(tracking: str) -> str:
+    """The run file's `tracking`, or a SQLite database in the state folder."""
+    return tracking or f"sqlite:///{home() / 'mlflow.db'}"
+
+
+def prepare_environment() -> Path:
+    """Fill in the defaults and return the state folder."""
+    folder = home()
+    defaults = {
+        **TELEMETRY_OFF,
+        "MILLRACE_HOME": str(folder),
+        "PREFECT_HOME": str(folder / "prefect"),
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
+        "PREFECT_CLI_COLORS": "false",
+        "PREFECT_LOGGING_LEVEL": "WARNING",
+        "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "millrace",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+    return folder

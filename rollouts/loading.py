@@ -1,0 +1,70 @@
+"""User code by import path: `package.module:Name` or `path/to/file.py:Name`.
+
+In: such a path. Out: the object. And back: a path under which a child process finds the same object.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def load_object(path: str) -> Any:
+    """Import what `path` names.
+
+    Raises `ValueError` with the fix when the form is wrong, the module or the name is missing.
+    """
+    module_path, separator, name = path.rpartition(":")
+    if not separator or not name:
+        raise ValueError(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
+    try:
+        module = (
+            _load_file(Path(module_path))
+            if module_path.endswith(".py")
+            else importlib.import_module(module_path)
+        )
+    except (ModuleNotFoundError, FileNotFoundError) as error:
+        raise ValueError(
+            f"{path!r} cannot be imported: {error}; run from the folder that holds it"
+        ) from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{module_path} has no {name!r}; it has {_public_names(module)}")
+        found = getattr(found, part)
+    return found
+
+
+def absolute_path(path: str) -> str:
+    """The same import path for a process with another working directory."""
+    module_path, _, name = path.rpartition(":")
+    return f"{Path(module_path).resolve()}:{name}" if module_path.endswith(".py") else path
+
+
+def path_of(target: Any) -> str:
+    """The import path under which another process can load a module-level function or class."""
+    module = sys.modules[target.__module__]
+    file = getattr(module, "__millrace_file__", None)
+    return f"{file or target.__module__}:{target.__qualname__}"
+
+
+def _load_file(path: Path) -> Any:
+    path = path.resolve()
+    if not path.exists():
+        raise FileNotFoundError(f"no file {path}")
+    name = f"millrace_file_{path.stem}_{abs(hash(str(path)))}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        module.__millrace_file__ = str(path)  # type: ignore[attr-defined]
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+def _public_names(module: Any) -> str:
+    return ", ".join(sorted(name for name in vars(module) if name[0].isupper())) or "no classes"

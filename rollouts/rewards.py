@@ -1,0 +1,214 @@
+r"""Rewards for answers that can be checked: text in, 1.0 or 0.0 out.
+
+In: a model's reply and the reference answer, both plain text. Out: a float. The functions are pure,
+raise nothing for any two strings and use no signals, so they run in any thread or process.
+
+    reply ──final_answer──> "1234.50" ──┐
+                                        ├─ same number, exactly? ──> 1.0 or 0.0
+    answer ─final_answer──> "1234.5"  ──┘
+
+The final answer is the first of these that holds something readable; within each, the last one wins:
+
+1. `#### 18`, GSM8K's own mark. The line must open with the answer: `#### Step 2` is a heading.
+2. `\boxed{18}`
+3. a phrase: `the answer is 18`, or one of the labels `Answer: 18`, `Final answer = 18` and, at the start of
+   a line, `A: 18`; after a label only the bare answer and a unit, as working often follows there
+4. the text's last number
+"""
+
+import re
+from fractions import Fraction
+
+_TAIL_CHARACTERS = 20_000  # answers come last; a runaway reply must not cost more than a long one
+_REGION_CHARACTERS = 200  # how far after its mark an answer may reach
+_MARKS_TRIED = 20  # a reply can be nothing but marks
+_NUMBER_CHARACTERS = 100  # Python refuses to read numbers of more than 4,300 digits
+_EXPRESSION_CHARACTERS = 60  # what math-verify compares in well under a second
+
+# Every repetition is bounded or possessive (`++`), so matching takes linear time.
+_NUMBER = re.compile(
+    r"""(?<!\w)(?<!\d\.)                                      # not the 2 of CO2, not the 5 of 1.5
+    (?P<sign>[-+]?)
+    (?P<value>(?:\d{1,3}(?:,\d{3}){1,9}+(?!\d)|\d++)(?:\.\d++)?|\.\d++)
+    (?:[ ]?/[ ]?(?P<divisor>[1-9]\d*+)                        # 3/4
+      |[ ](?P<top>\d++)/(?P<bottom>[1-9]\d*+))?               # 2 1/2 is two and a half
+    (?:[ ](?P<scale>thousand|million|billion)\b)?""",
+    re.VERBOSE,
+)
+_SCALES = {None: 1, "thousand": 10**3, "million": 10**6, "billion": 10**9}
+
+_HASHES = re.compile(r"#{4,}+")
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{")
+_PHRASE = re.compile(
+    r"""\b(?i:answer)\b[^.:=\n\d]{0,60}?\b(?:is|be|equals)\b
+    |(?P<label>\b(?i:answer)\b[^\w.\n]{0,6}[:=\n]|^[ *]{0,8}A:)""",
+    re.VERBOSE | re.MULTILINE,
+)
+_NUMBERED_HEADING = re.compile(r"\d++[.)] +[A-Za-z]")  # `#### 3. Add the eggs`
+_ASIDE = re.compile(r"[A-Za-z]{2}.*?(?:[(;]|, )|because|since|where")
+_GOES_ON = re.compile(r"\s*+(?:[\\^*/×÷+]|-\s*+\d)|\(")  # the number was only the start of a sum
+_SUM = re.compile(
+    r"(?:\\(?:[dtc]?frac|sqrt|cdot|times|div|pi)(?![a-z])|,(?=\d{3})|\.(?=\d)|[\d +*/×÷^(){}-])++"
+)
+
+_SMALL_POWER = re.compile(r"\d ?\^ ?(?:\{-?\d{1,2}\}|-?\d{1,2}(?!\d))(?! ?\^)")
+
+# A number's LaTeX and Markdown dress, in the order it is taken off.
+_DRESS = [
+    (re.compile(r"<<[^<>]*+>>"), ""),  # GSM8K's calculator notes: $<<9*2=18>>18
+    (re.compile(r"[−–‐‑]|\\textminus"), "-"),
+    (re.compile(r"\\approx|≈"), "="),
+    (re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ","),  # 1\,234
+    (re.compile(r"-(?:\\?\$|[£€])"), "-"),  # -$5 is a negative number
+    (re.compile(r"\\(?:(?:text|math)(?:bf|it|rm)?|mbox|f?box(?:ed)?|left|right|quad)(?![A-Za-z])"), " "),
+    (re.compile(r"\\[()\[\],;:! \\]|\\?\$|[£€`]|__|(?<!\d)\*\*|\*\*(?!\d)"), " "),
+    (re.compile(r"\\%"), "%"),
+]
+_FRACTION = re.compile(r"\\[dtc]?frac ?(?:\{(-?\d+)\}|(\d)) ?(?:\{([1-9]\d*)\}|([1-9]))")
+
+
+def gsm8k(reply: str, answer: str) -> float:
+    r"""1.0 when `reply` and `answer` end in the same number, else 0.0.
+
+    `answer` is a GSM8K reference solution ("... #### 1,234") or the bare answer ("1234").
+    Numbers are compared as exact fractions: 3/4 is 0.75, but 0.333 is not 1/3. A percent or currency
+    sign and a unit are ignored, because GSM8K's answers leave them out: 50% is 50, never 0.5.
+    What is no plain number (`2\sqrt{81}`) goes to math-verify, which agrees to 6 decimals.
+
+    Errors: none. A reply or an `answer` without an answer in it scores 0.0.
+
+    >>> gsm8k("So she makes $18.", "She makes 9 * 2 = <<9*2=18>>18 dollars.\n#### 18")
+    1.0
+    >>> gsm8k("I cannot tell.", "18")
+    0.0
+    """
+    found, expected = final_answer(reply), final_answer(answer)
+    if found is None or expected is None:
+        return 0.0
+    if found == expected:
+        return 1.0
+    found_value, expected_value = _fraction(found), _fraction(expected)
+    if found_value is not None and expected_value is not None:
+        return float(found_value == expected_value)
+    return float(
+        _same_expression(
+            found if found_value is None else str(found_value),
+            expected if expected_value is None else str(expected_value),
+        )
+    )
+
+
+def exact(reply: str, answer: str) -> float:
+    """1.0 when the two texts are equal but for the white space around them, else 0.0. Raises nothing.
+
+    >>> exact(" Paris\\n", "Paris")
+    1.0
+    >>> exact("paris", "Paris")
+    0.0
+    """
+    return float(reply.strip() == answer.strip())
+
+
+def final_answer(text: str) -> str | None:
+    r"""The answer that `text` ends in, or None when it holds none; the module says which one is taken.
+
+    A number comes back without commas, currency, percent sign and unit, a sum or a LaTeX expression as
+    written. Only the last 20,000 characters are read, and 200 after each mark. Raises nothing.
+
+    >>> final_answer("#### $1,234.50"), final_answer(r"Thus $\boxed{\dfrac34}$"), final_answer("Hello.")
+    ('1234.50', '3/4', None)
+    >>> final_answer("The answer is 18. I checked it 2 times.")
+    '18'
+    """
+    text = text[-_TAIL_CHARACTERS:]
+    for mark in reversed(list(_HASHES.finditer(text))[-_MARKS_TRIED:]):
+        region = _first_line(text, mark.end())
+        if not _NUMBERED_HEADING.match(region) and (answer := _leading_answer(region)):
+            return answer
+    for mark in reversed(list(_BOX.finditer(text))[-_MARKS_TRIED:]):
+        region = _undress(_inside_braces(text, mark.end()))
+        if answer := _leading_answer(region) or _last_number(region):
+            return answer
+    for mark in reversed(list(_PHRASE.finditer(text))[-_MARKS_TRIED:]):
+        sentence = re.split(r"\.\s", _first_line(text, mark.end()))[0]
+        if mark["label"]:
+            # Base models write their whole working after `A:`, so only a line that is the answer counts.
+            answer = _leading_answer(sentence) if len(sentence.split()) <= 4 and "=" not in sentence else None
+        else:
+            answer = _leading_answer(sentence) or _last_number(sentence)
+        if answer:
+            return answer
+    text = _undress(text).strip(" \n.")
+    bare = len(text) <= _REGION_CHARACTERS and _SUM.fullmatch(text)  # nothing but "1 234" or "2\sqrt{3}"
+    return _leading_answer(text) if bare else _last_number(text)
+
+
+def _first_line(text: str, start: int) -> str:
+    region = _undress(text[start : start + _REGION_CHARACTERS]).lstrip(" \t\r\n*:_")
+    return region.split("\n")[0]
+
+
+def _inside_braces(text: str, start: int) -> str:
+    """What stands between the brace that ends at `start` and its partner; "" when that is missing."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", text[start : start + _REGION_CHARACTERS]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return text[start : start + brace.start()]
+    return ""
+
+
+def _undress(text: str) -> str:
+    for pattern, replacement in _DRESS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _plain_fractions(text: str) -> str:
+    text = re.sub(r"(?<=\d) ?(?=\\[dtc]?frac)", " ", text)  # 2\frac{1}{2} is two and a half
+    return _FRACTION.sub(r"\1\2/\3\4", text)
+
+
+def _leading_answer(region: str) -> str | None:
+    """The number or sum that `region` opens with, past an `x =` or a worked `9 * 2 =`."""
+    left, equals, right = region.rpartition("=")
+    if equals and not _ASIDE.search(left):
+        region = right
+    region = region.strip(" \n.,;:*_~'\"")
+    # Spaces group thousands only here: in running text "3 100 dollar bills" are two numbers.
+    region = re.sub(r"(?<![\d.,])\d{1,3}(?: \d{3}){1,9}+(?![\d/])", lambda m: m[0].replace(" ", ","), region)
+    plain = _plain_fractions(region).lstrip("{[( ")
+    number = _NUMBER.match(plain)
+    if number and not _GOES_ON.match(plain, number.end()):
+        return number.group().replace(",", "")
+    if re.search(r"\d", region) and _SUM.fullmatch(region):
+        return region
+    return number.group().replace(",", "") if number else None
+
+
+def _last_number(text: str) -> str | None:
+    numbers = list(_NUMBER.finditer(_plain_fractions(text)))
+    return numbers[-1].group().replace(",", "") if numbers else None
+
+
+def _fraction(answer: str) -> Fraction | None:
+    number = _NUMBER.fullmatch(answer)
+    if number is None or len(answer) > _NUMBER_CHARACTERS:
+        return None
+    value = Fraction(number["value"]) / int(number["divisor"] or 1)
+    value += Fraction(int(number["top"] or 0), int(number["bottom"] or 1))
+    return (-value if number["sign"] == "-" else value) * _SCALES[number["scale"]]
+
+
+def _same_expression(found: str, expected: str) -> bool:
+    from math_verify import parse, verify
+
+    # math-verify's own time limit is a signal, which works in main threads only. So what could run for long
+    # (10^{10^{10}}, a bracket to the 99th) never gets there, nor brackets whose partner it would guess.
+    for expression in (found, expected):
+        balanced = all(expression.count(a) == expression.count(b) for a, b in ("()", "{}"))
+        too_powerful = "**" in expression or "^" in _SMALL_POWER.sub("", expression)
+        if len(expression) > _EXPRESSION_CHARACTERS or not balanced or too_powerful:
+            return False
+    parsed = [parse(f"${expression}$", parsing_timeout=None) for expression in (expected, found)]
+    return bool(verify(parsed[0], parsed[1], timeout_seconds=None))

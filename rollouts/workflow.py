@@ -1,0 +1,65 @@
+"""What a user writes: one class that lists problems and plays one attempt.
+
+In: a `RolloutTask` and a `Chat`. Out: a `Score`. Grouping, retries, tokens, versions and storage are not its business.
+`examples/arithmetic.py` is a whole one.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollouts.chat import Chat
+from storage.records import Message, RolloutTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """How good one attempt was."""
+
+    reward: float | None
+    """Null means not applicable: the attempt is not trained and enters no mean."""
+    parts: dict[str, float | None] = field(default_factory=dict)
+    """Named components, for people and for later re-weighting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkflowContext:
+    """Where the running attempt stands."""
+
+    is_eval: bool
+    task_id: str
+    attempt: int
+
+
+_CONTEXT: contextvars.ContextVar[WorkflowContext] = contextvars.ContextVar("workflow_context")
+
+
+def workflow_context() -> WorkflowContext:
+    """The context of the attempt that runs this code; `LookupError` outside of one."""
+    return _CONTEXT.get()
+
+
+def set_workflow_context(context: WorkflowContext) -> None:
+    """Called by the executor at the start of an attempt's own asyncio task."""
+    _CONTEXT.set(context)
+
+
+class RolloutWorkflow:
+    """Subclass this. `dataset` is the run file's `dataset` value, null when it has none."""
+
+    def __init__(self, dataset: str | None = None) -> None:
+        self.dataset = dataset
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        """The problems of a split (`train`, `test`, …), in a fixed order, ids unique."""
+        raise NotImplementedError
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        """Play one attempt. Raise for a fault of the environment; score low for a fault of the policy."""
+        raise NotImplementedError
+
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
+        """Example conversations for warming up a model made from scratch; only needed for that."""
+        raise NotImplementedError(f"{type(self).__name__} has no demonstrations to warm up a base model with")

@@ -1,0 +1,63 @@
+"""Digests of files and folders, so that what is read is what was written.
+
+In: bytes or a folder. Out: sha256 hex, and `digest.json`, written last into a folder to mark it complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+DIGEST_FILE = "digest.json"
+
+
+class DigestMismatch(Exception):
+    """A file is not what its digest says; the message names it."""
+
+
+def sha256_of(data: bytes) -> str:
+    """Hex sha256 of some bytes."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of_json(value: Any) -> str:
+    """Hex sha256 of a JSON value with sorted keys."""
+    return sha256_of(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+
+
+def sha256_of_file(path: Path) -> str:
+    """Hex sha256 of a file, read in blocks."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def seal_folder(folder: Path) -> str:
+    """Write `digest.json` for a finished folder; returns the digest of its safetensors weights."""
+    files = {path.name: sha256_of_file(path) for path in _payload(folder)}
+    weights = sha256_of_json(
+        {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
+    )
+    (folder / DIGEST_FILE).write_text(json.dumps({"weights_sha256": weights, "files": files}, indent=1))
+    return weights
+
+
+def verify_folder(folder: Path) -> str:
+    """Check every file of a sealed folder; returns the weights digest.
+
+    Raises `DigestMismatch` when the seal is missing (a half-written folder) or a file differs.
+    """
+    seal = folder / DIGEST_FILE
+    if not seal.exists():
+        raise DigestMismatch(f"{folder} has no {DIGEST_FILE}: it was never finished")
+    content = json.loads(seal.read_text())
+    for name, digest in content["files"].items():
+        path = folder / name
+        if not path.exists() or sha256_of_file(path) != digest:
+            raise DigestMismatch(f"{path} differs from its digest in {DIGEST_FILE}")
+    return str(content["weights_sha256"])
+
+
+def _payload(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != DIGEST_FILE]

@@ -1,0 +1,193 @@
+"""MLflow as a view of the run's log: metrics, model versions, aliases and the shards behind each version.
+
+In: a run's log. Out: an MLflow run and a registered model that say the same. The log is the outbox: `sync` replays
+whatever MLflow has not seen, so an outage is caught up by the next call and a deleted database is rebuilt.
+The cursor is a tag of the MLflow run, written in the same call as the metrics it covers.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from storage.digests import sha256_of_json
+from storage.records import Alias, Evaluation, LogEntry, Policy, Registration, Step, to_json
+from storage.run_log import RunLog
+from storage.runs import run_config
+
+_CURSOR = "millrace.synced_entries"
+
+
+class Registry:
+    """One run's mirror in MLflow. `model_name` is the registered model, named after the run."""
+
+    def __init__(self, log: RunLog, *, tracking_uri: str, experiment: str = "millrace") -> None:
+        import mlflow
+
+        self._log = log
+        self._client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        self._experiment = experiment
+        self._run_id: str | None = None
+        self.model_name = log.run_id
+
+    def sync(self) -> list[Registration]:
+        """Bring MLflow up to the log's state; returns what became registered. Calling it again changes nothing.
+
+        Raises whatever MLflow raises when it cannot be reached; what was not sent is sent by a later call.
+        """
+        run_id = self._ensure_run()
+        cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
+        registered = []
+        for entry in self._log.entries[cursor:]:
+            match entry.body:
+                case Policy() as policy:
+                    registered.append(self._register(run_id, policy, step=None))
+                case Step() as step:
+                    self._log_shards(run_id, step)
+                    registered.append(self._register(run_id, step.policy, step=step))
+                case Alias() as alias:
+                    version = self._find_version(run_id, alias.version)
+                    assert version is not None, "the log names a policy before its alias"
+                    self._client.set_registered_model_alias(self.model_name, alias.name, version)
+                case _:
+                    pass
+            self._log_metrics(run_id, entry)
+        return registered
+
+    def _ensure_run(self) -> str:
+        """The MLflow run that mirrors this one, made at the first call."""
+        from mlflow.exceptions import RestException
+
+        if self._run_id is not None:
+            return self._run_id
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = (
+            experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        )
+        identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
+        wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
+        found = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1)
+        if found:
+            self._run_id = str(found[0].info.run_id)
+            return self._run_id
+        config = run_config(self._log)
+        tags = {**identity, "millrace.config_sha256": sha256_of_json(config)}
+        run = self._client.create_run(experiment_id, run_name=self._log.run_id, tags=tags)
+        for key, value in _flatten(config).items():
+            self._client.log_param(run.info.run_id, key, value)
+        try:
+            self._client.get_registered_model(self.model_name)
+        except RestException:
+            self._client.create_registered_model(self.model_name, tags=identity)
+        self._run_id = str(run.info.run_id)
+        return self._run_id
+
+    def _log_metrics(self, run_id: str, entry: LogEntry) -> None:
+        """Metrics of one entry, and the cursor behind it, in one call."""
+        from mlflow.entities import Metric, RunTag
+
+        values: dict[str, float] = {}
+        step = 0
+        match entry.body:
+            case Step() as body:
+                values, step = {f"train/{key}": value for key, value in body.metrics.items()}, body.claim.step
+            case Evaluation() as body:
+                values, step = {f"eval/{body.split}/score": body.score}, body.version
+            case _:
+                pass
+        timestamp = int(entry.written_at * 1000)
+        metrics = [Metric(key, value, timestamp, step) for key, value in values.items()]
+        self._client.log_batch(run_id, metrics=metrics, tags=[RunTag(_CURSOR, str(entry.number + 1))])
+
+    def _log_shards(self, run_id: str, step: Step) -> None:
+        """The step's shards as a logged dataset input, so that MLflow shows what a version was trained on."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(
+            name=f"step-{step.claim.step}",
+            digest=dataset_digest(step),
+            source_type="millrace_shards",
+            source=json.dumps(self._shards_of(step)),
+        )
+        self._client.log_inputs(
+            run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
+        )
+
+    def _shards_of(self, step: Step) -> list[dict[str, Any]]:
+        shards = self._log.state.shards
+        return [
+            {
+                "id": shard_id,
+                "uri": f"{self._log.store.uri}/{self._log.shard_key(shard_id)}",
+                "sha256": digest,
+                "num_rows": shards[shard_id].num_rows,
+                "groups": [g.group_id for g in step.claim.trained if g.shard_id == shard_id],
+            }
+            for shard_id, digest in step.shard_sha256.items()
+        ]
+
+    def _register(self, run_id: str, policy: Policy, *, step: Step | None) -> Registration:
+        version = self._find_version(run_id, policy.version)
+        if version is None:
+            tags = {
+                "millrace.run_id": self._log.run_id,
+                "millrace.version": str(policy.version),
+                "millrace.parent": "" if policy.parent is None else str(policy.parent),
+                "millrace.weights_sha256": policy.weights_sha256,
+                "millrace.config_sha256": sha256_of_json(run_config(self._log)),
+                "millrace.code_version": self._log.state.sessions[-1].code_version,
+            }
+            if step is not None:
+                shards = [
+                    {key: shard[key] for key in ("id", "sha256", "num_rows")}
+                    for shard in self._shards_of(step)
+                ]
+                tags["millrace.step"] = str(step.claim.step)
+                tags["millrace.dataset_digest"] = dataset_digest(step)
+                tags["millrace.shards"] = json.dumps(shards)[:5000]
+                tags["millrace.groups"] = json.dumps(
+                    {
+                        name: len(groups)
+                        for name, groups in to_json(step.claim).items()
+                        if isinstance(groups, list)
+                    }
+                )
+            created = self._client.create_model_version(
+                name=self.model_name,
+                source=f"{self._log.store.uri}/{policy.path}",
+                run_id=run_id,
+                tags=tags,
+                description=f"policy version {policy.version} of run {self._log.run_id}",
+                await_creation_for=0,
+            )
+            version = str(created.version)
+        return Registration(version=policy.version, model_name=self.model_name, registry_version=version)
+
+    def _find_version(self, run_id: str, policy_version: int) -> str | None:
+        wanted = f"name = '{self.model_name}' and run_id = '{run_id}' and tags.`millrace.version` = '{policy_version}'"
+        found = self._client.search_model_versions(wanted, max_results=1)
+        return str(found[0].version) if found else None
+
+
+def dataset_digest(step: Step) -> str:
+    """Short digest of the exact groups and shard files a step trained on (MLflow allows 36 characters)."""
+    return sha256_of_json([step.shard_sha256, to_json(step.claim.trained)])[:32]
+
+
+def prepare_database(tracking_uri: str) -> float:
+    """Reach the tracking server, creating a fresh database's tables once before several processes use it.
+
+    Returns the seconds it took; raises what MLflow raises when it cannot be reached.
+    """
+    import mlflow
+
+    started = time.perf_counter()
+    mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
+    return time.perf_counter() - started
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key, inner in value.items() for k, v in _flatten(inner, f"{prefix}{key}.").items()}
+    return {prefix[:-1]: str(value)[:6000]}

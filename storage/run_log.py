@@ -1,0 +1,275 @@
+"""The run's log and its fold: what is true about a run, and the only place that says so.
+
+In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, the fold of all of them.
+
+    append(record) ── refresh the fold ── is it already there? ──yes──▶ done (a retried call is a no-op)
+                                       └─ does it still fit?   ──no───▶ Conflict
+                                       └─ put_if_absent(next number) ──lost──▶ refresh, try again
+
+Conservation law, true after every entry:
+submitted = trained + filtered + stale + failed + pending, counted in prompt groups.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from storage.object_store import ObjectStore
+from storage.records import (
+    ENTRY_KINDS,
+    Alias,
+    ClaimedGroup,
+    Entry,
+    Evaluation,
+    GroupSummary,
+    LogEntry,
+    Policy,
+    Quarantine,
+    Registration,
+    Session,
+    Shard,
+    Step,
+    from_json,
+    to_json,
+)
+
+OUTCOMES = ("trained", "filtered", "stale", "failed")
+_KIND_OF = {record: kind for kind, record in ENTRY_KINDS.items()}
+
+
+class Conflict(Exception):
+    """Somebody else committed first and this entry no longer fits; nothing was written."""
+
+
+class LogDamaged(Exception):
+    """The log contradicts itself; the message names the entry."""
+
+
+@dataclass
+class RunState:
+    """The fold of a log. Built by `apply` alone; read by everybody."""
+
+    entries: int = 0
+    """Entries folded so far; the next entry's number."""
+    started_at: float = 0.0
+    """Unix seconds of the first entry."""
+    sessions: list[Session] = field(default_factory=list)
+    shards: dict[str, Shard] = field(default_factory=dict)
+    groups: dict[str, GroupSummary] = field(default_factory=dict)
+    shard_of: dict[str, str] = field(default_factory=dict)
+    """Group id → shard id."""
+    pending: dict[str, None] = field(default_factory=dict)
+    """Ids of committed groups no step has taken, in commit order (a dict as an ordered set)."""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """Group id → one of `OUTCOMES`, once a step has passed over it."""
+    positions: set[int] = field(default_factory=set)
+    """Places of the prompt order that are committed and not lost."""
+    retries: Counter[int] = field(default_factory=Counter)
+    """How often a position was lost to a damaged shard and has to run again."""
+    steps: list[Step] = field(default_factory=list)
+    policies: dict[int, Policy] = field(default_factory=dict)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    aliases: dict[str, Alias] = field(default_factory=dict)
+    registrations: dict[int, Registration] = field(default_factory=dict)
+    """Policy version → its place in the model registry."""
+    quarantined: dict[str, str] = field(default_factory=dict)
+    """Shard id → reason."""
+
+    @property
+    def step(self) -> int:
+        """Committed optimizer steps."""
+        return len(self.steps)
+
+    @property
+    def live(self) -> Policy | None:
+        """The newest policy; null before the base model is committed."""
+        return self.policies[max(self.policies)] if self.policies else None
+
+    @property
+    def pending_accepted(self) -> int:
+        """Groups ready to be claimed."""
+        return sum(1 for group_id in self.pending if self.groups[group_id].accepted)
+
+    def counters(self) -> dict[str, int]:
+        """The conservation law's terms, in prompt groups; `quarantined` counts shards and stands outside it."""
+        outcomes = Counter(self.outcomes.values())
+        terms = {name: outcomes[name] for name in OUTCOMES}
+        return {
+            "submitted": len(self.groups),
+            **terms,
+            "pending": len(self.pending),
+            "quarantined": len(self.quarantined),
+        }
+
+    def check(self) -> None:
+        """Raise `LogDamaged` unless every submitted group is in exactly one state."""
+        if (
+            self.outcomes.keys() & self.pending.keys()
+            or self.outcomes.keys() | self.pending.keys() != self.groups.keys()
+        ):
+            raise LogDamaged(f"conservation law broken: {self.counters()}")
+
+    def holds(self, body: Entry) -> bool:
+        """True when the log already says this, so that appending it again is a no-op."""
+        match body:
+            case Session():
+                return any(session.id == body.id for session in self.sessions)
+            case Shard():
+                return body.id in self.shards
+            case Step():
+                return any(step.policy.path == body.policy.path for step in self.steps)
+            case Policy():
+                return self.policies.get(body.version) == body
+            case Evaluation():
+                return any(e.shard_id == body.shard_id for e in self.evaluations)
+            case Alias():
+                return self.aliases.get(body.name) == body
+            case Registration():
+                return self.registrations.get(body.version) == body
+            case Quarantine():
+                return body.shard_id in self.quarantined
+
+    def fits(self, body: Entry) -> None:
+        """Raise `Conflict` when `body` contradicts what is already committed."""
+        match body:
+            case Shard():
+                taken = sorted(
+                    g.position for g in body.groups if not body.is_eval and g.position in self.positions
+                )
+                if taken:
+                    raise Conflict(f"shard {body.id}: prompt positions {taken} are already committed")
+            case Step(claim=claim, policy=policy):
+                if claim.step != self.step + 1:
+                    raise Conflict(
+                        f"step {claim.step} does not follow step {self.step}: another trainer is working on this run; "
+                        "stop one of them, or use another `run` id"
+                    )
+                if policy.version in self.policies:
+                    raise Conflict(f"policy version {policy.version} is already published")
+                lost = [g.group_id for g in _claimed(body) if g.group_id not in self.pending]
+                if lost:
+                    raise Conflict(f"step {claim.step} claims groups that are not pending: {lost[:5]}")
+            case Policy() if body.version in self.policies:
+                raise Conflict(f"policy version {body.version} is already published")
+            case Quarantine() if body.shard_id not in self.shards:
+                raise Conflict(f"shard {body.shard_id} is not in this log")
+            case _:
+                pass
+
+    def apply(self, entry: LogEntry) -> None:
+        """Fold one entry in. Raises `LogDamaged` where it contradicts the ones before."""
+        if entry.number != self.entries:
+            raise LogDamaged(f"log entry {entry.number} follows {self.entries - 1}")
+        try:
+            self.fits(entry.body)
+        except Conflict as error:
+            raise LogDamaged(f"log entry {entry.number}: {error}") from error
+        if not self.entries:
+            self.started_at = entry.written_at
+        self.entries += 1
+        match entry.body:
+            case Session() as session:
+                self.sessions.append(session)
+            case Shard() as shard:
+                self.shards[shard.id] = shard
+                if not shard.is_eval:
+                    for group in shard.groups:
+                        self.groups[group.id] = group
+                        self.shard_of[group.id] = shard.id
+                        self.pending[group.id] = None
+                        self.positions.add(group.position)
+            case Step() as step:
+                for outcome, groups in _by_outcome(step):
+                    for claimed in groups:
+                        del self.pending[claimed.group_id]
+                        self.outcomes[claimed.group_id] = outcome
+                self.steps.append(step)
+                self.policies[step.policy.version] = step.policy
+            case Policy() as policy:
+                self.policies[policy.version] = policy
+            case Evaluation() as evaluation:
+                self.evaluations.append(evaluation)
+            case Alias() as alias:
+                self.aliases[alias.name] = alias
+            case Registration() as registration:
+                self.registrations[registration.version] = registration
+            case Quarantine(shard_id=shard_id, reason=reason):
+                self.quarantined[shard_id] = reason
+                # What no step has used is lost with the file, so its prompts run again under new group ids.
+                for group in self.shards[shard_id].groups:
+                    if group.id in self.pending:
+                        del self.pending[group.id], self.groups[group.id], self.shard_of[group.id]
+                        self.positions.discard(group.position)
+                        self.retries[group.position] += 1
+
+
+class RunLog:
+    """A run's log in a store. Not thread-safe; every process opens its own."""
+
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self.store = store
+        self.run_id = run_id
+        self.prefix = f"runs/{run_id}"
+        self.state = RunState()
+        self.entries: list[LogEntry] = []
+
+    def key(self, relative: str) -> str:
+        """Store key of something inside this run."""
+        return f"{self.prefix}/{relative}"
+
+    def refresh(self) -> RunState:
+        """Fold in whatever was committed since the last look. Reads numbers upwards; never lists."""
+        while (entry := self._read(self.state.entries)) is not None:
+            self.state.apply(entry)
+            self.entries.append(entry)
+        self.state.check()
+        return self.state
+
+    def append(self, body: Entry) -> RunState:
+        """Commit one record; returns the fold that contains it.
+
+        Raises `Conflict` when it no longer fits. Appending what the log already holds changes nothing.
+        """
+        while True:
+            state = self.refresh()
+            if state.holds(body):
+                return state
+            state.fits(body)
+            document = {
+                "number": state.entries,
+                "kind": _KIND_OF[type(body)],
+                "written_at": time.time(),
+                "body": to_json(body),
+            }
+            data = json.dumps(document, separators=(",", ":")).encode()
+            self.store.put_if_absent(self._entry_key(state.entries), data)
+
+    def shard_key(self, shard_id: str) -> str:
+        """Store key of a shard's file."""
+        return self.key(f"shards/{shard_id}.arrow")
+
+    def _entry_key(self, number: int) -> str:
+        return self.key(f"log/{number:020d}.json")
+
+    def _read(self, number: int) -> LogEntry | None:
+        try:
+            data = self.store.get(self._entry_key(number))
+        except FileNotFoundError:
+            return None
+        try:
+            document = json.loads(data)
+            body = from_json(ENTRY_KINDS[document["kind"]], document["body"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise LogDamaged(f"{self.store.uri}/{self._entry_key(number)} cannot be read: {error}") from error
+        return LogEntry(number=number, kind=document["kind"], written_at=document["written_at"], body=body)
+
+
+def _by_outcome(step: Step) -> list[tuple[str, list[ClaimedGroup]]]:
+    return [(outcome, getattr(step.claim, outcome)) for outcome in OUTCOMES]
+
+
+def _claimed(step: Step) -> list[ClaimedGroup]:
+    return [group for _, groups in _by_outcome(step) for group in groups]

@@ -1,0 +1,114 @@
+"""Creating, finding and resuming runs in a store.
+
+In: a store, a run id and the run's configuration as JSON. Out: `run.json`, frozen, and the run's log.
+One trainer per run: the log fences every step, and a lock says so before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from storage.digests import sha256_of, sha256_of_json
+from storage.object_store import LocalStore, ObjectStore
+from storage.run_log import RunLog
+
+MAY_CHANGE = frozenset({"steps", "tracking", "store"})
+"""Configuration keys that do not change what a committed step means, so a resumed run may set them anew."""
+
+
+class RunExists(ValueError):
+    """The run id is taken by a run with another configuration."""
+
+
+class RunBusy(RuntimeError):
+    """Another process is training this run."""
+
+
+def create_run(store: ObjectStore, run_id: str, config: dict[str, Any]) -> RunLog:
+    """Create the run, or open it again when its configuration is the same.
+
+    Raises `RunExists` naming the keys that differ and a free run id, `ValueError` for an unusable id.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
+        raise ValueError(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
+    frozen = {key: value for key, value in config.items() if key not in MAY_CHANGE}
+    document = {"run_id": run_id, "config": frozen, "config_sha256": sha256_of_json(frozen)}
+    key = f"runs/{run_id}/run.json"
+    if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
+        existing = json.loads(store.get(key))
+        if existing["config_sha256"] != document["config_sha256"]:
+            keys = ", ".join(_differences(existing["config"], frozen))
+            raise RunExists(
+                f"run {run_id!r} in {store.uri} was started with another configuration; these keys differ: {keys}. "
+                f"Put them back to continue it, or start a new one with run = {_free_id(store, run_id)!r}"
+            )
+    return open_run(store, run_id)
+
+
+def open_run(store: ObjectStore, run_id: str) -> RunLog:
+    """The log of an existing run, folded. Raises `FileNotFoundError` listing the runs that exist."""
+    if not store.exists(f"runs/{run_id}/run.json"):
+        known = ", ".join(store.names("runs")) or "none yet"
+        raise FileNotFoundError(f"no run {run_id!r} in {store.uri}; runs there: {known}")
+    log = RunLog(store, run_id)
+    log.refresh()
+    return log
+
+
+def run_config(log: RunLog) -> dict[str, Any]:
+    """The run's frozen configuration."""
+    config: dict[str, Any] = json.loads(log.store.get(log.key("run.json")))["config"]
+    return config
+
+
+@contextlib.contextmanager
+def trainer_lock(log: RunLog) -> Iterator[None]:
+    """Hold the right to train this run on this machine; the kernel frees it however the process ends.
+
+    Raises `RunBusy` naming the holder. On S3 the lock covers one machine; between machines the log
+    refuses the second trainer at its first step.
+    """
+    if isinstance(log.store, LocalStore):
+        path = log.store.root / log.key("trainer.lock")
+    else:
+        path = (
+            Path(tempfile.gettempdir())
+            / f"millrace-{sha256_of(f'{log.store.uri}/{log.run_id}'.encode())[:16]}.lock"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunBusy(
+                f"run {log.run_id!r} is being trained by process {file.read().strip() or '?'}; "
+                "wait for it, stop it, or use another `run` id"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ, as `key (old → new)`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [line for k in keys for line in _differences(old.get(k), new.get(k), f"{prefix}{k}.")]
+    return [] if old == new else [f"{prefix[:-1]} ({old!r} → {new!r})"]
+
+
+def _free_id(store: ObjectStore, run_id: str) -> str:
+    number = 2
+    while store.exists(f"runs/{run_id}-{number}/run.json"):
+        number += 1
+    return f"{run_id}-{number}"

@@ -1,0 +1,84 @@
+"""Prefect task: policy version 0, downloaded, copied or made.
+
+In: a session and the model settings. Out: the base policy, in the store and in the run's log.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from rollouts.loading import load_object
+from storage.digests import DIGEST_FILE, sha256_of_json, verify_folder
+from storage.object_store import open_store
+from storage.records import Policy
+from tasks.session import TrainingSession
+
+logger = logging.getLogger("millrace.base_model")
+
+DEMONSTRATIONS = 50_000
+
+
+@task(name="base-model", retries=1, cache_policy=NO_CACHE, persist_result=False)
+async def provide_base_model(
+    session: TrainingSession, *, model: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]
+) -> Policy:
+    """Version 0 of the run. A model made or copied once is found again by every later run in the store."""
+    log = session.log
+    if 0 in log.state.policies:
+        return log.state.policies[0]
+    if model:
+        key = f"models/{Path(model).name}-{sha256_of_json(model)[:8]}"
+    else:
+        key = f"models/warmup-{sha256_of_json([workflow, dataset, seed, warmup])[:12]}"
+    if not log.store.exists(f"{key}/{DIGEST_FILE}"):
+        if model:
+            logger.info("fetching model %s", model)
+            await session.fleet.run(
+                "fetch-model", "tasks.base_model:store_model", model=model, store=log.store.uri, key=key
+            )
+        else:
+            logger.info(
+                "no model given: making a tiny one from %s's demonstrations (about half a minute)", workflow
+            )
+            await session.fleet.run(
+                "warmup",
+                "tasks.base_model:make_model",
+                store=log.store.uri,
+                key=key,
+                workflow=workflow,
+                dataset=dataset,
+                seed=seed,
+                warmup=warmup,
+            )
+    digest = verify_folder(log.store.fetch_folder(key, session.cache))
+    policy = Policy(version=0, path=key, weights_sha256=digest, parent=None)
+    log.append(policy)
+    return policy
+
+
+def make_model(
+    *, store: str, key: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]
+) -> None:
+    """Warm up a model on the workflow's demonstrations and put it into the store. Runs in a process of its own."""
+    from trainers.warmup import make_base_model
+
+    demonstrations = load_object(workflow)(dataset or None).demonstrations(DEMONSTRATIONS, seed)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "model"
+        make_base_model(folder, demonstrations, seed=seed, **warmup)
+        open_store(store).put_folder(folder, key, last=DIGEST_FILE)
+
+
+def store_model(*, model: str, store: str, key: str) -> None:
+    """Put a local model folder, or a hub model, into the store. Runs in a process of its own."""
+    from trainers.fetch import fetch_model
+
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = fetch_model(model, Path(scratch) / "model")
+        open_store(store).put_folder(folder, key, last=DIGEST_FILE)

@@ -1,0 +1,50 @@
+"""Everything that can be found wrong in a second, before anything heavy starts.
+
+In: the values of a run's configuration. Out: nothing, or a `ValueError` that names the thing and the fix.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from infra.environment import store_uri
+from rollouts.loading import load_object
+from rollouts.workflow import RolloutWorkflow
+from storage.object_store import open_store, probe
+
+
+def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation_split: str) -> bool:
+    """Load the workflow and its data, look for the model, write to the store.
+
+    Returns True when the store keeps several writers apart (`storage.object_store.probe`). Raises `ValueError`
+    (also as `storage.object_store.StoreError`) for the first thing that will not work.
+    """
+    workflow_class = load_object(workflow)
+    if not (isinstance(workflow_class, type) and issubclass(workflow_class, RolloutWorkflow)):
+        raise ValueError(f"workflow = {workflow!r} is not a subclass of rollouts.workflow.RolloutWorkflow")
+    loaded = workflow_class(dataset or None)
+    for split in dict.fromkeys(["train", evaluation_split]):
+        if not loaded.tasks(split):
+            raise ValueError(
+                f"{workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
+            )
+    if model:
+        check_model(model)
+    else:
+        loaded.demonstrations(1, seed=0)
+    return probe(open_store(store_uri(store)))
+
+
+def check_model(model: str) -> None:
+    """Raise `ValueError` unless `model` is a model folder or looks like a hub id."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).exists()]
+        if missing or not list(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}"
+            )
+    elif model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise ValueError(
+            f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
+        )

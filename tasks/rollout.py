@@ -1,0 +1,128 @@
+"""Prefect tasks around the rollout worker: start it, let it produce a shard, evaluate, publish a policy to it.
+
+In: a session. Out: small records; trajectories themselves go from the worker to the store.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from rollouts.config import EngineSettings, EvaluationSettings, RolloutSettings, SamplingSettings
+from rollouts.executor import Limits
+from rollouts.loading import absolute_path
+from storage.digests import sha256_of_json
+from storage.records import Alias, Evaluation, Policy, Sampling, Shard
+from storage.runs import run_config
+from tasks.session import ROLLOUT, TrainingSession
+
+logger = logging.getLogger("millrace.rollout")
+
+ROLLOUT_ALIAS = "rollout"
+
+
+@task(name="start-rollout-worker", cache_policy=NO_CACHE, persist_result=False)
+async def start_rollout_worker(
+    session: TrainingSession,
+    *,
+    workflow: str,
+    dataset: str,
+    engine: EngineSettings,
+    rollout: RolloutSettings,
+    sampling: SamplingSettings,
+    n_samples: int,
+    batch_size: int,
+    max_staleness: int,
+    steps: int,
+    seed: int,
+) -> None:
+    """Load the live policy into an engine. Production starts with the first `produce`."""
+    logger.info("starting the inference engine")
+    limits = Limits(
+        n_samples=n_samples,
+        batch_size=batch_size,
+        max_staleness=max_staleness,
+        total_groups=steps * batch_size,
+        **rollout.model_dump(include={f.name for f in dataclasses.fields(Limits)}),
+    )
+    arguments = {
+        "store_uri": session.log.store.uri,
+        "run_id": session.log.run_id,
+        "name": ROLLOUT,
+        "workflow": absolute_path(workflow),
+        "dataset": dataset or None,
+        "engine": engine,
+        "limits": limits,
+        "sampling": Sampling(**sampling.model_dump()),
+        "reward_timeout": rollout.reward_timeout,
+        "reward_processes": rollout.reward_processes,
+        "seed": seed,
+        "code_version": session.log.state.sessions[-1].code_version,
+        "config_sha256": sha256_of_json(run_config(session.log)),
+        "cache": str(session.cache),
+    }
+    await session.host(ROLLOUT, "rollouts.worker:RolloutWorker", arguments=arguments)
+    checksum = await session.rollout.call("start")
+    live = session.log.refresh().live
+    assert live is not None, "the base policy comes first"
+    recorded = session.log.state.aliases.get(ROLLOUT_ALIAS)
+    if recorded is not None and recorded.version == live.version and recorded.checksum != checksum:
+        logger.warning(
+            "the engine's checksum of policy %d differs from the one recorded before", live.version
+        )
+    session.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=checksum))
+    logger.info("engine serves policy %d", live.version)
+
+
+@task(name="collect", task_run_name="collect-{number}", cache_policy=NO_CACHE, persist_result=False)
+async def collect_shard(session: TrainingSession, *, number: int) -> dict[str, Any] | None:
+    """One committed shard: its id, rows and tokens; null when nothing could run."""
+    shard: Shard | None = await session.rollout.call("collect")
+    session.arrivals.set()
+    if shard is None:
+        return None
+    return {
+        "shard": shard.id,
+        "rows": shard.num_rows,
+        "tokens": shard.num_tokens,
+        "groups": len(shard.groups),
+    }
+
+
+@task(
+    name="evaluate",
+    task_run_name="evaluate-{version}",
+    retries=1,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def evaluate_policy(
+    session: TrainingSession, *, version: int, settings: EvaluationSettings
+) -> Evaluation:
+    """Held-out score of the version that is loaded; a later publication waits for it, training does not."""
+    evaluation: Evaluation = await session.rollout.call("evaluate", **settings.model_dump(exclude={"every"}))
+    logger.info(
+        "policy %d: held-out %.3f on %d tasks", evaluation.version, evaluation.score, evaluation.num_tasks
+    )
+    return evaluation
+
+
+@task(
+    name="publish",
+    task_run_name="publish-{policy.version}",
+    retries=2,
+    retry_delay_seconds=1,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def publish_policy(session: TrainingSession, *, policy: Policy) -> None:
+    """Swap the engine's weights under its running requests and move the alias `rollout`."""
+    started = time.perf_counter()
+    checksum = await session.rollout.call("publish", policy)
+    session.log.append(Alias(name=ROLLOUT_ALIAS, version=policy.version, checksum=checksum))
+    session.publish_seconds = time.perf_counter() - started

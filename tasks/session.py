@@ -1,0 +1,100 @@
+"""One start of a run: the log it folds, the workers it holds, and what has to be tidied up at the end.
+
+In: the run's settings. Out: a `TrainingSession` that the flow's tasks share. Nothing here outlives the process:
+what must survive is in the run's log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import uuid
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from infra.environment import home, store_uri, tracking_uri
+from infra.fleet import Fleet, Hosted
+from infra.memory import PeakMemory
+from storage.object_store import open_store
+from storage.records import Session
+from storage.run_log import RunLog
+from storage.runs import create_run, trainer_lock
+
+logger = logging.getLogger("millrace.session")
+
+ROLLOUT, TRAINER = "rollout-0", "trainer-0"
+
+
+class TrainingSession:
+    """What the tasks of one flow run share. A plain object on purpose: Prefect would walk into a dataclass."""
+
+    def __init__(
+        self, *, log: RunLog, fleet: Fleet, memory: PeakMemory, session_id: str, tracking: str
+    ) -> None:
+        self.log = log
+        self.fleet = fleet
+        self.memory = memory
+        self.session_id = session_id
+        self.tracking = tracking
+        self.cache = home() / "cache"
+        self.arrivals = asyncio.Event()
+        """Set whenever this session's own producer has committed a shard."""
+        self.publish_seconds = 0.0
+        """How long the last publication took."""
+        self._hosted: dict[str, Hosted] = {}
+
+    async def host(self, name: str, path: str, *, arguments: dict[str, Any]) -> Hosted:
+        """Start a worker in a process of its own and remember it as `rollout` or `trainer`."""
+        hosted = await self.fleet.host(name, path, arguments=arguments, num_gpus=self.fleet.gpus_per_worker)
+        self._hosted[name] = hosted
+        return hosted
+
+    @property
+    def rollout(self) -> Hosted:
+        """The rollout worker, once started."""
+        return self._hosted[ROLLOUT]
+
+    @property
+    def trainer(self) -> Hosted:
+        """The trainer, once started."""
+        return self._hosted[TRAINER]
+
+
+@contextlib.asynccontextmanager
+async def training_session(
+    *, store: str, tracking: str, run_id: str, config: dict[str, Any]
+) -> AsyncIterator[TrainingSession]:
+    """Create or reopen a run, take its trainer lock, and start the fleet.
+
+    Raises `storage.runs.RunExists`, `storage.runs.RunBusy` and `storage.object_store.StoreError` before anything
+    heavy starts.
+    """
+    log = create_run(open_store(store_uri(store)), run_id, config)
+    with trainer_lock(log), PeakMemory() as memory:
+        session = Session(id=uuid.uuid4().hex[:12], code_version=code_version())
+        log.append(session)
+        if log.state.step:
+            logger.info("continuing run %s after step %d", run_id, log.state.step)
+        async with Fleet(log_folder=home() / "logs" / run_id) as fleet:
+            yield TrainingSession(
+                log=log, fleet=fleet, memory=memory, session_id=session.id, tracking=tracking_uri(tracking)
+            )
+
+
+def code_version() -> str:
+    """The commit of this checkout, with `+changes` when it has uncommitted ones; the package version elsewhere."""
+    folder = Path(__file__).parent
+    try:
+        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
+        return commit + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return version("millrace")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

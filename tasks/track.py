@@ -1,0 +1,42 @@
+"""Prefect task: bring MLflow up to the run's log. MLflow may be down; then a later call catches up.
+
+In: a session. Out: how many policy versions became visible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from storage.records import Registration
+from storage.registry import Registry
+from storage.runs import open_run
+from tasks.session import TrainingSession
+
+logger = logging.getLogger("millrace.track")
+
+
+@task(name="track", cache_policy=NO_CACHE, persist_result=False)
+async def track(session: TrainingSession) -> int:
+    """Log new metrics, versions, lineage and aliases; an outage is a warning, never an error."""
+    registered = await asyncio.to_thread(_sync, session)
+    for registration in registered:
+        session.log.append(registration)
+    return len(registered)
+
+
+def _sync(session: TrainingSession) -> list[Registration]:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        # A log of its own: folding is not thread-safe, and this runs beside the round.
+        log = open_run(session.log.store, session.log.run_id)
+        return Registry(log, tracking_uri=session.tracking).sync()
+    except (MlflowException, OSError) as error:
+        logger.warning(
+            "MLflow at %s cannot be reached; the log keeps everything for later: %s", session.tracking, error
+        )
+        return []

@@ -1,0 +1,142 @@
+"""Prefect tasks around the trainer worker: start it, choose the next batch, take one optimizer step.
+
+In: a session. Out: the claim and the committed step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from storage.claims import StalePolicy, next_claim
+from storage.records import Claim, Quarantine, Step
+from storage.shards import DamagedShard, read_shard
+from tasks.session import TRAINER, TrainingSession
+from trainers.config import TrainSettings
+
+logger = logging.getLogger("millrace.train")
+
+
+class Stalled(RuntimeError):
+    """No shard was committed for too long; the message says what was waited for."""
+
+
+@task(name="start-trainer", cache_policy=NO_CACHE, persist_result=False)
+async def start_trainer(
+    session: TrainingSession,
+    *,
+    settings: TrainSettings,
+    learning_rate: float,
+    temperature: float,
+    max_staleness: int,
+    seed: int,
+) -> None:
+    """Load the policy and resume the optimizer, re-training recorded steps where no state was saved since."""
+    arguments = {
+        "store_uri": session.log.store.uri,
+        "run_id": session.log.run_id,
+        "settings": settings,
+        "learning_rate": learning_rate,
+        "temperature": temperature,
+        "max_staleness": max_staleness,
+        "seed": seed,
+        "cache": str(session.cache),
+    }
+    trainer = await session.host(TRAINER, "trainers.worker:TrainerWorker", arguments=arguments)
+    replayed = await trainer.call("start")
+    if replayed:
+        logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
+
+
+@task(name="next-batch", cache_policy=NO_CACHE, persist_result=False)
+async def next_batch(
+    session: TrainingSession,
+    *,
+    batch_size: int,
+    max_staleness: int,
+    stale_policy: StalePolicy,
+    min_usable: int,
+    stall_timeout: float,
+) -> Claim:
+    """Wait until enough groups are committed and claim them. Damaged shards are quarantined on the way.
+
+    Raises `Stalled` after `stall_timeout` seconds without a new log entry.
+    """
+    log = session.log
+    last_progress, last_entries = time.monotonic(), -1
+    while True:
+        session.arrivals.clear()
+        state = log.refresh()
+        claim = next_claim(
+            state,
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            stale_policy=stale_policy,
+            min_usable=min_usable,
+        )
+        if claim is not None:
+            damaged = _first_damaged(session, claim)
+            if damaged is None:
+                return claim
+            logger.warning("%s: quarantined, its prompts run again", damaged)
+            log.append(Quarantine(shard_id=damaged.shard_id, reason=damaged.reason))
+            await session.rollout.call("refresh")
+            continue
+        if state.entries != last_entries:
+            last_progress, last_entries = time.monotonic(), state.entries
+        waited = time.monotonic() - last_progress
+        if waited > stall_timeout:
+            raise Stalled(
+                f"no progress for {waited:.0f} s: {state.pending_accepted} of {batch_size} groups are ready for step "
+                f"{state.step + 1}; its log is {session.rollout.log_file}"
+            )
+        try:
+            # Our own producer sets the event; a producer on another machine is seen by the next look at the log.
+            async with asyncio.timeout(1.0):
+                await session.arrivals.wait()
+        except TimeoutError:
+            continue
+
+
+@task(
+    name="train",
+    task_run_name="train-{claim.step}",
+    retries=1,
+    retry_delay_seconds=1,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def train_step(session: TrainingSession, *, claim: Claim, round_started: float) -> Step:
+    """One optimizer step on a claim: new policy in the store, step in the log."""
+    shards = session.log.state.shards
+    consumed = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in claim.trained)]
+    phases = {
+        f"{phase}_seconds": sum(shard.seconds.get(phase, 0.0) for shard in consumed)
+        for phase in ("generate", "reward", "commit")
+    }
+    step: Step = await session.trainer.call(
+        "train_step",
+        claim,
+        round_started=round_started,
+        extra_metrics={
+            **phases,
+            "publish_seconds": session.publish_seconds,
+            "peak_memory_bytes": float(session.memory.peak_bytes),
+        },
+        session_id=session.session_id,
+    )
+    session.log.refresh()
+    return step
+
+
+def _first_damaged(session: TrainingSession, claim: Claim) -> DamagedShard | None:
+    for shard_id in dict.fromkeys(group.shard_id for group in claim.trained):
+        try:
+            read_shard(session.log, session.log.state.shards[shard_id])
+        except DamagedShard as error:
+            return error
+    return None

@@ -1,0 +1,129 @@
+"""A base model made on the spot: the stand-in for a download where no model hub is reachable.
+
+In: demonstrations (chat conversations). Out: a folder in HF layout with a tiny Qwen2-architecture model and a
+character tokenizer, taught by supervised training to a middling level that reinforcement learning then lifts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from storage.digests import seal_folder
+from storage.records import Message
+
+logger = logging.getLogger("millrace.warmup")
+
+_SPECIAL = ["<pad>", "<end>", "<user>", "<assistant>"]
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<end>"
+    "{% else %}<user>{{ message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+_IGNORED = -100  # torch's label for positions without a loss
+
+
+def make_base_model(
+    folder: Path,
+    demonstrations: Sequence[Sequence[Message]],
+    *,
+    hidden_size: int,
+    num_layers: int,
+    num_steps: int,
+    batch_size: int,
+    learning_rate: float,
+    seed: int,
+) -> float:
+    """Train a model from scratch on the last message of each demonstration; returns the final loss (nats per token).
+
+    The folder holds config, weights (float32), tokenizer and `digest.json`.
+    """
+    torch.manual_seed(seed)
+    tokenizer = character_tokenizer(
+        {character for chat in demonstrations for m in chat for character in m.content}
+    )
+    input_ids, labels = _tensors(tokenizer, demonstrations)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=4 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=max(1, hidden_size // 32),
+        num_key_value_heads=max(1, hidden_size // 32),
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    started = time.perf_counter()
+    loss = torch.tensor(torch.inf)
+    for step in range(1, num_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * min(1.0, step / 50)
+        rows = torch.randint(len(input_ids), (batch_size,))
+        logits = model(input_ids=input_ids[rows]).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[rows][:, 1:].flatten(), ignore_index=_IGNORED
+        )
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 100 == 0 or step == num_steps:
+            seconds = time.perf_counter() - started
+            logger.info("base model: step %d of %d, loss %.3f, %.0f s", step, num_steps, float(loss), seconds)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    seal_folder(folder)
+    return float(loss)
+
+
+def character_tokenizer(characters: set[str]) -> PreTrainedTokenizerFast:
+    """One token per character, and special tokens for the two speakers and the end of a reply."""
+    vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *sorted(characters)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<end>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    fast.chat_template = _CHAT_TEMPLATE
+    return fast
+
+
+def _tensors(
+    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Sequence[Message]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded input ids and labels, each of shape [demonstrations, longest]; only the last reply has labels."""
+
+    def render(chats: list[list[dict[str, str]]], prompt: bool) -> list[list[int]]:
+        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=prompt, tokenize=False)
+        return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+    chats = [[{"role": m.role, "content": m.content} for m in chat] for chat in demonstrations]
+    whole = render(chats, False)
+    prompts = render([chat[:-1] for chat in chats], True)
+    longest = max(map(len, whole))
+    input_ids = torch.full((len(whole), longest), tokenizer.pad_token_id)
+    labels = torch.full((len(whole), longest), _IGNORED)
+    for row, (ids, prompt) in enumerate(zip(whole, prompts, strict=True)):
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        labels[row, len(prompt) : len(ids)] = torch.tensor(ids[len(prompt) :])
+    return input_ids, labels

@@ -1,0 +1,191 @@
+"""The trainer worker: claimed shards in, the next policy and a committed step out.
+
+    Claim ─▶ read shards (digests checked) ─▶ Samples ─▶ Trainer.step ─▶ policies/<v>-<attempt>/ ─▶ `Step` log entry
+
+A plain class: `infra/` may host it in another process, tests call it directly. Starting it resumes the run: the last
+saved state, then the recorded steps since then, from their recorded shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from storage.digests import DIGEST_FILE
+from storage.object_store import open_store
+from storage.records import Claim, Policy, Step
+from storage.run_log import RunLog
+from storage.runs import open_run
+from storage.shards import read_shard
+from trainers.checkpoint import load_state, save_policy, save_state
+from trainers.config import TrainSettings
+from trainers.samples import Samples, gather_samples
+from trainers.trainer import Trainer
+
+logger = logging.getLogger("millrace.trainer")
+
+PHASES = ("generate", "reward", "commit", "train", "save", "publish")
+"""What a round's wall-clock is spent on; each is a metric `<phase>_seconds` of the step."""
+
+
+class TrainerWorker:
+    """Trains one run. Call `start` first."""
+
+    def __init__(
+        self,
+        *,
+        store_uri: str,
+        run_id: str,
+        settings: TrainSettings,
+        learning_rate: float,
+        temperature: float,
+        max_staleness: int,
+        seed: int,
+        cache: str,
+    ) -> None:
+        self._store_uri = store_uri
+        self._run_id = run_id
+        self._settings = settings
+        self._learning_rate = learning_rate
+        self._temperature = temperature
+        self._max_staleness = max_staleness
+        self._seed = seed
+        self._cache = Path(cache)
+        self._unsaved: tuple[Claim, dict[str, float]] | None = None
+
+    def start(self) -> int:
+        """Load the run's base policy, resume its optimizer, and return the number of steps re-trained on the way."""
+        torch.manual_seed(self._seed)
+        self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
+        state = self._log.state
+        self._base_folder = self._fetch(state.policies[0].path)
+        self._trainer = Trainer(
+            self._base_folder,
+            self._settings,
+            learning_rate=self._learning_rate,
+            temperature=self._temperature,
+            seed=self._seed,
+        )
+        self._dtype = _stored_dtype(self._base_folder)
+        saved = [step for step in state.steps if step.state_path is not None]
+        resume_from = 0
+        if saved:
+            assert saved[-1].state_path is not None
+            folder = self._fetch(saved[-1].state_path)
+            resume_from = load_state(self._trainer.model, self._trainer.optimizer, folder)
+        for step in state.steps[resume_from:]:
+            self._train(step.claim)
+        if len(state.steps) > resume_from:
+            self._check_replay(state.steps[-1])
+        return len(state.steps) - resume_from
+
+    def train_step(
+        self, claim: Claim, *, extra_metrics: dict[str, float], round_started: float, session_id: str
+    ) -> Step:
+        """Train on a claim, publish the policy's files and commit the step.
+
+        Raises `storage.shards.DamagedShard` before any weight changes, `storage.run_log.Conflict` when another
+        trainer committed this step first. Called again for a step it has committed, it returns that step.
+        """
+        done = [step for step in self._log.refresh().steps if step.claim == claim]
+        if done:
+            return done[0]
+        started = time.perf_counter()
+        if self._unsaved is None or self._unsaved[0] != claim:
+            self._unsaved = (claim, self._train(claim))
+        # A retry after a failed save must not train the same claim a second time.
+        metrics = self._unsaved[1]
+        trained = time.perf_counter()
+        version, attempt = claim.base_version + 1, uuid.uuid4().hex[:8]
+        keep_state = claim.step % self._settings.checkpoint_every == 0
+        state_path = self._log.key(f"state/{claim.step}-{attempt}") if keep_state else None
+        policy_path = self._log.key(f"policies/{version}-{attempt}")
+        with self._writing(policy_path) as folder:
+            digest = save_policy(self._trainer.model, self._base_folder, folder, dtype=self._dtype)
+        if state_path is not None:
+            with self._writing(state_path) as folder:
+                save_state(self._trainer.model, self._trainer.optimizer, folder, step=claim.step)
+        finished = time.perf_counter()
+        phases = {**extra_metrics, "train_seconds": trained - started, "save_seconds": finished - trained}
+        round_seconds = time.time() - round_started
+        busy_seconds = sum(phases[f"{phase}_seconds"] for phase in PHASES)
+        step = Step(
+            claim=claim,
+            policy=Policy(
+                version=version, path=policy_path, weights_sha256=digest, parent=claim.base_version
+            ),
+            shard_sha256={g.shard_id: self._log.state.shards[g.shard_id].sha256 for g in claim.trained},
+            metrics={
+                **metrics,
+                **phases,
+                "round_seconds": round_seconds,
+                # Generation may run beside training; then the phases overlap and nothing is idle.
+                "idle_seconds": max(0.0, round_seconds - busy_seconds),
+                "tokens_per_second": metrics["trained_tokens"] / round_seconds,
+            },
+            state_path=state_path,
+            session_id=session_id,
+        )
+        self._log.append(step)
+        self._unsaved = None
+        return step
+
+    def close(self) -> None:
+        """Nothing to release: what matters is in the store."""
+
+    def _train(self, claim: Claim) -> dict[str, float]:
+        return self._trainer.step(
+            self._samples(claim),
+            step=claim.step,
+            base_version=claim.base_version,
+            max_staleness=self._max_staleness,
+        )
+
+    def _samples(self, claim: Claim) -> Samples:
+        shards = self._log.state.shards
+        shard_ids = dict.fromkeys(group.shard_id for group in claim.trained)
+        return gather_samples(
+            claim.trained, {name: read_shard(self._log, shards[name]) for name in shard_ids}
+        )
+
+    def _check_replay(self, step: Step) -> None:
+        """Compare the re-trained weights with the recorded digest; say so where hardware made them differ."""
+        with tempfile.TemporaryDirectory() as scratch:
+            digest = save_policy(
+                self._trainer.model, self._base_folder, Path(scratch) / "policy", dtype=self._dtype
+            )
+        if digest != step.policy.weights_sha256:
+            logger.warning(
+                "re-training up to step %d gave weights %s…, recorded were %s…: other hardware or thread count?",
+                step.claim.step,
+                digest[:12],
+                step.policy.weights_sha256[:12],
+            )
+
+    def _fetch(self, path: str) -> Path:
+        return self._log.store.fetch_folder(path, self._cache)
+
+    @contextlib.contextmanager
+    def _writing(self, path: str) -> Iterator[Path]:
+        """A temporary folder whose files go to the store when the block ends well, the seal last."""
+        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
+            yield Path(scratch) / "content"
+            self._log.store.put_folder(Path(scratch) / "content", path, last=DIGEST_FILE)
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """The type the base model's weights are stored in; later policies keep it."""
+    from safetensors import safe_open
+
+    file = next(iter(sorted(folder.glob("*.safetensors"))))
+    with safe_open(str(file), framework="pt") as weights:
+        dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
