@@ -6,10 +6,12 @@ runs, so that `millrace --help` is instant.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from cli.errors import explained
 from infra.environment import prepare_environment
@@ -26,6 +28,8 @@ Overrides = Annotated[
     typer.Argument(help="Settings over the run file's, as key=value: steps=50 train.scale=none"),
 ]
 
+StoreOption = Annotated[str, typer.Option(help="Where the runs are; by default .millrace/store.")]
+
 
 @app.callback()
 def main() -> None:
@@ -39,6 +43,26 @@ def train(run_file: Path, overrides: Overrides = None) -> None:
         from cli.training import train_run
 
         train_run(run_file, parse_overrides(overrides))
+
+
+@app.command()
+def status(
+    run: str,
+    store: StoreOption = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """A run in numbers, read from its log alone."""
+    with explained():
+        from cli.status import print_status, run_status
+        from infra.environment import store_uri
+        from storage.object_store import open_store
+        from storage.runs import open_run
+
+        numbers = run_status(open_run(open_store(store_uri(store)), run))
+        if as_json:
+            typer.echo(json.dumps(numbers, indent=2))
+        else:
+            print_status(numbers, Console(highlight=False))
 
 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:

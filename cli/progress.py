@@ -1,19 +1,156 @@
+"""What a person watches while a run trains: a row per round, read from the run's log.
+
+In: a store and a run. Out: lines on the terminal. Because only the log is read, the view is the same whoever trains.
+"""
+
 from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.status import Status
+
+from cli.status import run_status
+from flows.config import RunConfig
+from infra.environment import home
+from storage.object_store import open_store
+from storage.records import Evaluation, LogEntry, Policy, Session, Step
+from storage.runs import open_run
+
+PHASES = ("generate", "reward", "commit", "train", "save", "publish", "idle")
+HEADER = (
+    f"{'step':>9}  {'reward':>6}  {'held-out':>8}  {'staleness':>9}  {'tokens/s':>8}  {'round':>6}   "
+    "time: generate reward commit train publish idle"
+)
 
 
 class Follower:
-    def __init__(self, *a):
-        pass
+    """A thread that prints what is new in a run's log; use it as a context manager."""
 
-    def __enter__(self):
+    def __init__(self, store_uri: str, config: RunConfig, console: Console) -> None:
+        self._log = open_run(open_store(store_uri), config.run)
+        self._shown = self._log.state.entries
+        self._steps = config.steps
+        self._console = console
+        self._status = Status("starting", console=console)
+        self._warmup_log = home() / "logs" / config.run / "warmup.log"
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
+        self._score: float | None = None
+        self._header_shown = False
+
+    def __enter__(self) -> Follower:
+        if self._shown:
+            self._console.print(f"continuing run [bold]{self._log.run_id}[/] at step {self._log.state.step}")
+            scores = self._log.state.evaluations
+            self._score = scores[-1].score if scores else None
+        self._status.start()
+        self._thread.start()
         return self
 
-    def __exit__(self, *a):
-        pass
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._show_new()
+        self._status.stop()
 
-    def catch_up(self):
-        pass
+    def _follow(self) -> None:
+        while not self._stop.wait(0.5):
+            self._show_new()
+
+    def _show_new(self) -> None:
+        self._log.refresh()
+        for entry in self._log.entries[self._shown :]:
+            self._show(entry)
+        self._shown = len(self._log.entries)
+        self._status.update(self._stage())
+
+    def _stage(self) -> str:
+        state = self._log.state
+        if state.live is None:
+            return last_line(self._warmup_log, "base model") or "preparing the base model"
+        if state.step >= self._steps:
+            return "finishing: last evaluation, MLflow, Prefect history"
+        return f"step {state.step + 1} of {self._steps}: {state.pending_accepted} groups ready"
+
+    def _show(self, entry: LogEntry) -> None:
+        match entry.body:
+            case Session() as session:
+                self._console.print(
+                    f"[dim]run {self._log.run_id}, session {session.id}, code {session.code_version}[/]"
+                )
+            case Policy() as policy:
+                self._console.print(f"[dim]base policy {policy.weights_sha256[:12]} at {policy.path}[/]")
+            case Evaluation() as evaluation:
+                self._score = evaluation.score
+                failed = f", {evaluation.num_failed} failed" if evaluation.num_failed else ""
+                self._console.print(
+                    f"[bold cyan]policy {evaluation.version}: held-out {evaluation.score:.3f}[/] "
+                    f"[dim]on {evaluation.num_tasks} tasks{failed}, {evaluation.seconds:.1f} s[/]"
+                )
+            case Step() as step:
+                if not self._header_shown:
+                    self._console.print(f"[bold]{HEADER}[/]")
+                    self._header_shown = True
+                self._console.print(self._row(step))
+            case _:
+                pass
+
+    def _row(self, step: Step) -> str:
+        metrics = step.metrics
+        score = "-" if self._score is None else f"{self._score:.3f}"
+        staleness = f"{metrics['staleness_mean']:.2f} ≤{metrics['staleness_max']:.0f}"
+        return (
+            f"{step.claim.step:>4}/{self._steps:<4}  {metrics['reward']:>6.3f}  {score:>8}  {staleness:>9}  "
+            f"{metrics['tokens_per_second']:>8.0f}  {metrics['round_seconds']:>5.1f}s         {time_split(metrics)}"
+        )
 
 
-def print_ending(*a):
-    pass
+def time_split(metrics: dict[str, float]) -> str:
+    """Where a round's time went, in per cent of its wall-clock; phases that overlap add up to more than 100."""
+    seconds = {phase: metrics.get(f"{phase}_seconds", 0.0) for phase in PHASES}
+    seconds["publish"] += seconds.pop("save")
+    return " ".join(f"{100 * value / max(metrics['round_seconds'], 1e-9):>5.0f}%" for value in seconds.values())
+
+
+def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: Path) -> None:
+    """Accuracy before and after, where everything is, and what to try next."""
+    log = open_run(open_store(store_uri), config.run)
+    status = run_status(log)
+
+    def score(key: str) -> str:
+        return "-" if status[key] is None else f"{status[key]:.3f}"
+
+    memory = status["peak_memory_bytes"] / 2**30
+    console.print(
+        Panel(
+            f"held-out accuracy  [bold]{score('accuracy_before')} → {score('accuracy_after')}[/]   "
+            f"after {status['step']} steps, {status['wall_seconds']:.0f} s, at most {memory:.1f} GiB\n"
+            f"run      {store_uri}/runs/{config.run}\n"
+            f"shards   {store_uri}/runs/{config.run}/shards  ({status['shards']} files, {status['trajectories']} trajectories)\n"
+            f"model    {status['policy']}\n"
+            f"MLflow   {status['mlflow_model']} version {status['mlflow_version']}",
+            title=f"run {config.run}",
+            expand=False,
+        ),
+        soft_wrap=True,
+    )
+    console.print(
+        "next:\n"
+        f"  millrace status {config.run}                 the run in numbers; --json for scripts\n"
+        f"  millrace traj show {config.run} --worst      read the worst trajectory, with reward and versions\n"
+        f"  millrace eval {config.run} --version 0       score another policy version\n"
+        f"  millrace train {run_file} run={config.run}-async max_staleness=2\n"
+        "  make up                                     Prefect and MLflow in the browser, with this run's history",
+        highlight=False,
+    )
+
+
+def last_line(file: Path, word: str) -> str | None:
+    """The end of a log file's last line that contains `word`, from there on; null without one."""
+    if not file.exists():
+        return None
+    found = [line for line in file.read_text(errors="replace").splitlines() if word in line]
+    return found[-1][found[-1].index(word) :] if found else None

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cli.errors import console
+from rich.console import Console
+from rich.logging import RichHandler
+
 from cli.progress import Follower, print_ending
-from flows.config import RunConfig, load_run_file
+from cli.services import use_running_services
+from flows.config import RunConfig, Settings, load_run_file
 from infra.environment import store_uri
 from storage.object_store import open_store
 from storage.runs import create_run, trainer_lock
+
+Result = TypeVar("Result")
 
 
 def train_run(run_file: Path, overrides: dict[str, Any]) -> None:
     """Train until the run's last step. Raises what `cli.errors.explained` knows how to say."""
     config = load_run_file(run_file, overrides)
     check_before_anything_starts(config)
-    with Follower(store_uri(config.store), config, console) as follower:
-        asyncio.run(_train_and_drain(config))
-        follower.catch_up()
+    console = Console(highlight=False)
+    with Follower(store_uri(config.store), config, console):
+        run_flow(_train(config), console)
     print_ending(store_uri(config.store), config, console, run_file)
 
 
@@ -40,19 +46,57 @@ def check_before_anything_starts(config: RunConfig) -> None:
         store=config.store,
         evaluation_split=config.evaluation.split,
     )
-    with trainer_lock(
-        create_run(open_store(store_uri(config.store)), config.run, config.model_dump(mode="json"))
-    ):
+    with trainer_lock(create_run(open_store(store_uri(config.store)), config.run, config.model_dump(mode="json"))):
         pass
 
 
-async def _train_and_drain(config: RunConfig) -> None:
+def run_flow(flow: Awaitable[Result], console: Console) -> Result:
+    """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on."""
+    use_running_services()
+    ours = logging.getLogger("millrace")
+    ours.setLevel(logging.INFO)
+    handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, log_time_format="%X")
+    handler.setLevel(logging.INFO)
+    ours.addHandler(handler)
+    return asyncio.run(_awaited(flow))
+
+
+async def _awaited(flow: Awaitable[Result]) -> Result:
+    # Prefect attaches a console handler of its own at import; ours is enough.
+    logging.getLogger("millrace").propagate = False
+    result = await flow
+    await drain_history()
+    return result
+
+
+async def _train(config: RunConfig) -> None:
     from flows.train_grpo import train_grpo
 
-    logging.getLogger("prefect").setLevel(logging.WARNING)
-    knobs = {
-        name: getattr(config, name)
-        for name in RunConfig.model_fields
-        if name not in type(config.settings).model_fields
-    }
+    knobs = {name: getattr(config, name) for name in RunConfig.model_fields if name not in Settings.model_fields}
     await train_grpo(**knobs, settings=config.settings)
+
+
+async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 20.0) -> None:
+    """Wait until Prefect's server has taken in every task run it was told about.
+
+    The in-process server dies with us, and what it has queued dies with it; so look until the counts stand still.
+    """
+    from prefect import get_client
+
+    deadline = asyncio.get_running_loop().time() + at_most_seconds
+    seen, since = -1, asyncio.get_running_loop().time()
+    async with get_client() as client:
+        while (now := asyncio.get_running_loop().time()) < deadline:
+            runs = await client.read_task_runs(limit=200)
+            unfinished = [run for run in runs if run.state is None or not run.state.is_final()]
+            count = await _count_task_runs(client)
+            if count != seen or unfinished:
+                seen, since = count, now
+            elif now - since >= quiet_seconds:
+                return
+            await asyncio.sleep(0.25)
+
+
+async def _count_task_runs(client: Any) -> int:
+    response = await client.request("POST", "/task_runs/count", json={})
+    return int(response.json())

@@ -1,4 +1,4 @@
-"""Add two numbers below 100. The base model learnt from careless sums that often drop the carry; RL teaches it to carry.
+"""Add two numbers below 100. The base model learnt from careless sums that drop the carry; RL teaches it to carry.
 
 In: nothing, the problems are made here. Out: 9,800 problems to train on, 200 held out, reward 1 for the exact sum.
 """
@@ -20,13 +20,13 @@ CARELESS = 0.6
 
 
 class Arithmetic(RolloutWorkflow):
-    """`37+45=` is to be answered by `82`."""
+    """`37+05=` is to be answered by `42`."""
 
     def tasks(self, split: str) -> Sequence[RolloutTask]:
         pairs = [(a, b) for a in range(100) for b in range(100)]
         random.Random(1).shuffle(pairs)
         chosen = pairs[:HELD_OUT] if split == "test" else pairs[HELD_OUT:]
-        return [RolloutTask(id=f"{a}+{b}", prompt=f"{a}+{b}=", answer=str(a + b)) for a, b in chosen]
+        return [RolloutTask(id=f"{a}+{b}", prompt=f"{a:02d}+{b:02d}=", answer=str(a + b)) for a, b in chosen]
 
     async def run(self, task: RolloutTask, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)

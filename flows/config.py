@@ -92,9 +92,7 @@ class RunConfig(Settings):
                 f"engine.max_model_len = {self.engine.max_model_len}; lower the one or raise the other"
             )
         if self.rollout.drop_uniform_groups and self.n_samples < 2:
-            problems.append(
-                "rollout.drop_uniform_groups with n_samples = 1 rejects every group; raise n_samples"
-            )
+            problems.append("rollout.drop_uniform_groups with n_samples = 1 rejects every group; raise n_samples")
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -142,9 +140,7 @@ def _explain(problem: Any, document: dict[str, Any]) -> str:
             model = model.model_fields[part].annotation
         nearest = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
         known = ", ".join(model.model_fields)
-        return f"{key}: no such key" + (
-            f"; did you mean {nearest[0]!r}?" if nearest else f"; there are: {known}"
-        )
+        return f"{key}: no such key" + (f"; did you mean {nearest[0]!r}?" if nearest else f"; there are: {known}")
     if problem["type"] == "missing":
         return f"{key}: must be set"
     message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")

@@ -24,8 +24,8 @@ from prefect import flow
 from flows.config import RunConfig, Settings, make_config
 from tasks.base_model import provide_base_model
 from tasks.preflight import check_run
-from tasks.rollout import collect_shard, evaluate_policy, publish_policy, start_rollout_worker
-from tasks.session import TrainingSession, training_session
+from tasks.rollout import collect_shard, evaluate_policy, mark_served, publish_policy, start_rollout_worker
+from tasks.session import RunSession, training_session
 from tasks.track import track
 from tasks.train import next_batch, start_trainer, train_step
 
@@ -87,7 +87,7 @@ async def train_grpo(
         return {"run": config.run, "step": session.log.state.step, **session.log.state.counters()}
 
 
-async def start(session: TrainingSession, config: RunConfig) -> None:
+async def start(session: RunSession, config: RunConfig) -> None:
     """Base policy first, then engine and trainer at the same time."""
     await provide_base_model(
         session,
@@ -118,10 +118,11 @@ async def start(session: TrainingSession, config: RunConfig) -> None:
         max_staleness=config.max_staleness,
         seed=config.seed,
     )
-    await asyncio.gather(starting_rollouts, starting_trainer)
+    checksum, _ = await asyncio.gather(starting_rollouts, starting_trainer)
+    mark_served(session, checksum=checksum)
 
 
-async def train(session: TrainingSession, config: RunConfig) -> None:
+async def train(session: RunSession, config: RunConfig) -> None:
     """The loop. `produce` runs beside it; evaluation and tracking never hold it up."""
     async with asyncio.TaskGroup() as beside:
         beside.create_task(evaluate_if_due(session, config))
@@ -147,7 +148,7 @@ async def train(session: TrainingSession, config: RunConfig) -> None:
     await track(session)
 
 
-async def produce(session: TrainingSession) -> None:
+async def produce(session: RunSession) -> None:
     """Collect shard after shard; each is one task run. Ends when it is cancelled."""
     number = session.log.state.entries
     await session.rollout.call("refresh")
@@ -163,7 +164,7 @@ def is_due(step: int, config: RunConfig) -> bool:
     return every > 0 and (step % every == 0 or step == config.steps)
 
 
-async def evaluate_if_due(session: TrainingSession, config: RunConfig) -> None:
+async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:
     """Evaluate the live policy unless its score is in the log already."""
     state = session.log.state
     assert state.live is not None

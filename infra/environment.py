@@ -54,7 +54,8 @@ def prepare_environment() -> Path:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        # Engine and trainer share the cores: a thread that waits must sleep, not spin on the core another one needs.
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)

@@ -82,13 +82,11 @@ class Fleet:
         if "RAY_ADDRESS" not in os.environ:
             options |= {
                 "include_dashboard": False,
-                "num_cpus": max(
-                    4, os.cpu_count() or 1
-                ),  # slots, not cores: workers mostly wait for each other
+                "num_cpus": max(4, os.cpu_count() or 1),  # slots, not cores: workers mostly wait for each other
                 "object_store_memory": 128 * 2**20,
                 "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
             }
-        await asyncio.to_thread(ray.init, **options)
+        ray.init(**options)  # on the main thread, where Ray may install its SIGTERM handler
         self.num_gpus = ray.cluster_resources().get("GPU", 0.0)
         return self
 
@@ -115,11 +113,7 @@ class Fleet:
         import ray
 
         log_file = str(self._log_folder / f"{name}.log")
-        return (
-            await ray.remote(_run_function)
-            .options(num_cpus=1, max_retries=0)
-            .remote(path, arguments, log_file)
-        )
+        return await ray.remote(_run_function).options(num_cpus=1, max_retries=0).remote(path, arguments, log_file)
 
     async def __aexit__(self, *_: object) -> None:
         import ray
@@ -149,6 +143,4 @@ def _redirect_output(log_file: str) -> None:
     os.dup2(descriptor, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)

@@ -92,7 +92,8 @@ lock() { # device, more arguments for uv, then the locks whose versions to keep
         cat "$work/missing.txt" >&2
         exit 1
     fi
-    cp "$work/$device.lock" "requirements/$device.lock"
+    # An untouched file keeps its time, so make does not install it again.
+    cmp -s "$work/$device.lock" "requirements/$device.lock" || cp "$work/$device.lock" "requirements/$device.lock"
     echo "requirements/$device.lock: $(grep -c '==' "requirements/$device.lock") packages"
 }
 

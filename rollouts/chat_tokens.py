@@ -18,9 +18,7 @@ class ChatTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
-            raise ValueError(
-                "the model's tokenizer has no chat template; use an instruction-tuned model or add one"
-            )
+            raise ValueError("the model's tokenizer has no chat template; use an instruction-tuned model or add one")
         self._tokenizer = tokenizer
         self.end_id: int = tokenizer.eos_token_id
         self.tokenizer_sha256 = sha256_of_json(tokenizer.get_vocab())
@@ -47,9 +45,7 @@ class ChatTokens:
         before = self._render(stand_in, add_generation_prompt=False)
         after = self._render([*stand_in, *messages], add_generation_prompt=True)
         end = len(before) - 1 - before[::-1].index(self.end_id)  # the reply's own end token
-        assert after[: end + 1] == before[: end + 1], (
-            "the chat template rewrites history; it cannot be continued"
-        )
+        assert after[: end + 1] == before[: end + 1], "the chat template rewrites history; it cannot be continued"
         return after[end + 1 :] if last_sampled == self.end_id else after[end:]
 
     def text(self, token_ids: Sequence[int]) -> str:

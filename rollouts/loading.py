@@ -21,15 +21,9 @@ def load_object(path: str) -> Any:
     if not separator or not name:
         raise ValueError(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
     try:
-        module = (
-            _load_file(Path(module_path))
-            if module_path.endswith(".py")
-            else importlib.import_module(module_path)
-        )
+        module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(
-            f"{path!r} cannot be imported: {error}; run from the folder that holds it"
-        ) from error
+        raise ValueError(f"{path!r} cannot be imported: {error}; run from the folder that holds it") from error
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):

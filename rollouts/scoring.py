@@ -59,9 +59,7 @@ class RewardPool:
             _kill(child)
             child = None
             self.num_killed += 1
-            raise RewardTimeout(
-                f"{path_of(reward)} took more than {self._timeout:g} s and was killed"
-            ) from None
+            raise RewardTimeout(f"{path_of(reward)} took more than {self._timeout:g} s and was killed") from None
         except BaseException:
             # Cancelled in the middle of a conversation: the child's next line would answer the wrong question.
             _kill(child)

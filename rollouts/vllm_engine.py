@@ -66,9 +66,7 @@ class VllmEngine:
         )
         final = None
         try:
-            async for output in self._llm.generate(
-                TokensPrompt(prompt_token_ids=prompt_ids), parameters, request_id
-            ):
+            async for output in self._llm.generate(TokensPrompt(prompt_token_ids=prompt_ids), parameters, request_id):
                 final = output
         except (EngineDeadError, EngineGenerateError, ValueError) as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
@@ -93,9 +91,7 @@ class VllmEngine:
             try:
                 checksum = await self._reload(folder)
                 await self._llm.update_weight_version(str(version))
-            except (
-                Exception
-            ) as error:  # whatever vLLM raised, the old weights are put back before anybody hears of it
+            except Exception as error:  # whatever vLLM raised, the old weights are put back before anybody hears of it
                 await self._reload(self._folder)
                 raise EngineError(
                     f"policy {version} from {folder} was not loaded, the old one serves: {error}"

@@ -90,11 +90,17 @@ class RolloutWorker:
         self._log_lock = asyncio.Lock()
         self._version_pin = asyncio.Lock()
 
-    async def start(self) -> str:
-        """Load the live policy and begin to produce; returns the engine's weight checksum."""
+    async def start(self, version: int | None = None) -> str:
+        """Load a policy version, the live one by default; returns the engine's weight checksum.
+
+        Raises `ValueError` for a version the run does not have.
+        """
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
-        policy = self._log.state.live
-        assert policy is not None, "the base policy is committed before workers start"
+        policies = self._log.state.policies
+        wanted = max(policies) if version is None else version
+        if wanted not in policies:
+            raise ValueError(f"run {self._run_id!r} has no policy version {wanted}; it has 0 to {max(policies)}")
+        policy = policies[wanted]
         folder = self._policy_folder(policy)
         self._tokens = ChatTokens.load(folder)
         self._workflow: RolloutWorkflow = load_object(self._workflow_path)(self._dataset)
@@ -107,9 +113,7 @@ class RolloutWorker:
             engine=self._engine,
             tokens=self._tokens,
             rewards=self._rewards,
-            prompts=PromptStream(
-                self._workflow.tasks("train"), seed=self._seed, committed=self._log.state.positions
-            ),
+            prompts=PromptStream(self._workflow.tasks("train"), seed=self._seed, committed=self._log.state.positions),
             limits=self._limits,
             sampling=self._sampling,
             max_model_len=self._engine_settings.max_model_len,
@@ -169,17 +173,13 @@ class RolloutWorker:
         async with self._version_pin:
             version = self._version
             groups = await self._executor.evaluate(tasks, n_samples=n_samples, sampling=sampling, position=-1)
-        versions = {
-            v for g in groups for t in g.trajectories for turn in t.turns for v in turn.weight_versions
-        }
+        versions = {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.weight_versions}
         assert versions <= {version}, f"evaluation of policy {version} has tokens of {versions}"
         attempts = [trajectory for group in groups for trajectory in group.trajectories]
         usable = [trajectory for group in groups for trajectory in group.usable]
         async with self._log_lock:
             shard_id = f"eval{version}-{self._name}-{uuid.uuid4().hex[:8]}"
-            shard = await asyncio.to_thread(
-                self._commit, shard_id, groups, sampling, time.time() - started, True
-            )
+            shard = await asyncio.to_thread(self._commit, shard_id, groups, sampling, time.time() - started, True)
             evaluation = Evaluation(
                 version=version,
                 split=split,

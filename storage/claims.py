@@ -27,9 +27,7 @@ def next_claim(
     """
     live = state.live
     assert live is not None, "a run has its base policy before anything is claimed"
-    claim = Claim(
-        step=state.step + 1, base_version=live.version, trained=[], stale=[], filtered=[], failed=[]
-    )
+    claim = Claim(step=state.step + 1, base_version=live.version, trained=[], stale=[], filtered=[], failed=[])
     for group_id in state.pending:
         group = state.groups[group_id]
         lag = live.version - group.head_version

@@ -36,9 +36,7 @@ def sha256_of_file(path: Path) -> str:
 def seal_folder(folder: Path) -> str:
     """Write `digest.json` for a finished folder; returns the digest of its safetensors weights."""
     files = {path.name: sha256_of_file(path) for path in _payload(folder)}
-    weights = sha256_of_json(
-        {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
-    )
+    weights = sha256_of_json({name: digest for name, digest in files.items() if name.endswith(".safetensors")})
     (folder / DIGEST_FILE).write_text(json.dumps({"weights_sha256": weights, "files": files}, indent=1))
     return weights
 

@@ -93,9 +93,7 @@ class LocalStore:
 
     def names(self, prefix: str) -> list[str]:
         folder = self._path(prefix)
-        return (
-            sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
-        )
+        return sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
 
     def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
         for file in _last_after_others(folder, last):
@@ -177,9 +175,7 @@ def open_store(uri: str) -> ObjectStore:
     if parsed.scheme in ("", "file"):
         path = parsed.path if parsed.scheme else uri
         return LocalStore(Path(path).expanduser().resolve())
-    raise StoreError(
-        f"store {uri!r}: unknown scheme {parsed.scheme!r}; use a folder, file:///… or s3://bucket/prefix"
-    )
+    raise StoreError(f"store {uri!r}: unknown scheme {parsed.scheme!r}; use a folder, file:///… or s3://bucket/prefix")
 
 
 def probe(store: ObjectStore) -> bool:

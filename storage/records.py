@@ -419,10 +419,10 @@ def from_json(kind: Any, value: Any) -> Any:
     return value
 
 
-_HINTS: dict[type, dict[str, Any]] = {}
+_HINTS: dict[Any, dict[str, Any]] = {}
 
 
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     """Resolved annotations, cached: resolving them dominates reading a long log."""
     if kind not in _HINTS:
         _HINTS[kind] = typing.get_type_hints(kind)

@@ -57,14 +57,10 @@ class Registry:
 
     def _ensure_run(self) -> str:
         """The MLflow run that mirrors this one, made at the first call."""
-        from mlflow.exceptions import RestException
-
         if self._run_id is not None:
             return self._run_id
         experiment = self._client.get_experiment_by_name(self._experiment)
-        experiment_id = (
-            experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
-        )
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
         identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
         found = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1)
@@ -76,9 +72,7 @@ class Registry:
         run = self._client.create_run(experiment_id, run_name=self._log.run_id, tags=tags)
         for key, value in _flatten(config).items():
             self._client.log_param(run.info.run_id, key, value)
-        try:
-            self._client.get_registered_model(self.model_name)
-        except RestException:
+        if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
             self._client.create_registered_model(self.model_name, tags=identity)
         self._run_id = str(run.info.run_id)
         return self._run_id
@@ -110,9 +104,7 @@ class Registry:
             source_type="millrace_shards",
             source=json.dumps(self._shards_of(step)),
         )
-        self._client.log_inputs(
-            run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])]
-        )
+        self._client.log_inputs(run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
     def _shards_of(self, step: Step) -> list[dict[str, Any]]:
         shards = self._log.state.shards
@@ -139,19 +131,12 @@ class Registry:
                 "millrace.code_version": self._log.state.sessions[-1].code_version,
             }
             if step is not None:
-                shards = [
-                    {key: shard[key] for key in ("id", "sha256", "num_rows")}
-                    for shard in self._shards_of(step)
-                ]
+                shards = [{key: shard[key] for key in ("id", "sha256", "num_rows")} for shard in self._shards_of(step)]
                 tags["millrace.step"] = str(step.claim.step)
                 tags["millrace.dataset_digest"] = dataset_digest(step)
                 tags["millrace.shards"] = json.dumps(shards)[:5000]
                 tags["millrace.groups"] = json.dumps(
-                    {
-                        name: len(groups)
-                        for name, groups in to_json(step.claim).items()
-                        if isinstance(groups, list)
-                    }
+                    {name: len(groups) for name, groups in to_json(step.claim).items() if isinstance(groups, list)}
                 )
             created = self._client.create_model_version(
                 name=self.model_name,

@@ -136,9 +136,7 @@ class RunState:
         """Raise `Conflict` when `body` contradicts what is already committed."""
         match body:
             case Shard():
-                taken = sorted(
-                    g.position for g in body.groups if not body.is_eval and g.position in self.positions
-                )
+                taken = sorted(g.position for g in body.groups if not body.is_eval and g.position in self.positions)
                 if taken:
                     raise Conflict(f"shard {body.id}: prompt positions {taken} are already committed")
             case Step(claim=claim, policy=policy):

@@ -79,10 +79,7 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
     if isinstance(log.store, LocalStore):
         path = log.store.root / log.key("trainer.lock")
     else:
-        path = (
-            Path(tempfile.gettempdir())
-            / f"millrace-{sha256_of(f'{log.store.uri}/{log.run_id}'.encode())[:16]}.lock"
-        )
+        path = Path(tempfile.gettempdir()) / f"millrace-{sha256_of(f'{log.store.uri}/{log.run_id}'.encode())[:16]}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+") as file:
         try:

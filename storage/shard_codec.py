@@ -148,9 +148,7 @@ def encode_shard(
         for name, dtype in _TOKEN_COLUMNS.items()
     }
     columns = [
-        token_columns[f.name]
-        if f.name in token_columns
-        else pa.array([row[f.name] for row in rows], type=f.type)
+        token_columns[f.name] if f.name in token_columns else pa.array([row[f.name] for row in rows], type=f.type)
         for f in SCHEMA
     ]
     table = pa.Table.from_arrays(columns, schema=SCHEMA)
@@ -264,7 +262,7 @@ _TOKEN_COLUMNS: dict[str, type] = {
 
 def _ragged(rows: Sequence[Sequence[Any]], dtype: type, list_type: pa.DataType) -> pa.Array:
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int32)
-    parts = [np.asarray(row, dtype=dtype) for row in rows]
+    parts: list[np.ndarray] = [np.asarray(row, dtype=dtype) for row in rows]
     values = np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
     return pa.ListArray.from_arrays(offsets, pa.array(values, type=list_type.value_type), type=list_type)
 

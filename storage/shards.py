@@ -75,9 +75,7 @@ def read_shard(log: RunLog, shard: Shard) -> pa.Table:
     except FileNotFoundError:
         raise DamagedShard(shard.id, "the file is missing") from None
     if sha256_of(data) != shard.sha256:
-        raise DamagedShard(
-            shard.id, f"its sha256 differs from the log's ({len(data)} of {shard.num_bytes} bytes)"
-        )
+        raise DamagedShard(shard.id, f"its sha256 differs from the log's ({len(data)} of {shard.num_bytes} bytes)")
     try:
         table = decode_shard(data, name=shard.id)
     except BadShard as error:

@@ -17,7 +17,7 @@ from rollouts.loading import load_object
 from storage.digests import DIGEST_FILE, sha256_of_json, verify_folder
 from storage.object_store import open_store
 from storage.records import Policy
-from tasks.session import TrainingSession
+from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.base_model")
 
@@ -26,7 +26,7 @@ DEMONSTRATIONS = 50_000
 
 @task(name="base-model", retries=1, cache_policy=NO_CACHE, persist_result=False)
 async def provide_base_model(
-    session: TrainingSession, *, model: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]
+    session: RunSession, *, model: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]
 ) -> Policy:
     """Version 0 of the run. A model made or copied once is found again by every later run in the store."""
     log = session.log
@@ -43,9 +43,7 @@ async def provide_base_model(
                 "fetch-model", "tasks.base_model:store_model", model=model, store=log.store.uri, key=key
             )
         else:
-            logger.info(
-                "no model given: making a tiny one from %s's demonstrations (about half a minute)", workflow
-            )
+            logger.info("no model given: making a tiny one from %s's demonstrations (about half a minute)", workflow)
             await session.fleet.run(
                 "warmup",
                 "tasks.base_model:make_model",
@@ -62,9 +60,7 @@ async def provide_base_model(
     return policy
 
 
-def make_model(
-    *, store: str, key: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]
-) -> None:
+def make_model(*, store: str, key: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]) -> None:
     """Warm up a model on the workflow's demonstrations and put it into the store. Runs in a process of its own."""
     from trainers.warmup import make_base_model
 

@@ -25,9 +25,7 @@ def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation
     loaded = workflow_class(dataset or None)
     for split in dict.fromkeys(["train", evaluation_split]):
         if not loaded.tasks(split):
-            raise ValueError(
-                f"{workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
-            )
+            raise ValueError(f"{workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`")
     if model:
         check_model(model)
     else:
@@ -41,9 +39,7 @@ def check_model(model: str) -> None:
     if folder.is_dir():
         missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).exists()]
         if missing or not list(folder.glob("*.safetensors")):
-            raise ValueError(
-                f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}"
-            )
+            raise ValueError(f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}")
     elif model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise ValueError(
             f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"

@@ -19,7 +19,7 @@ from rollouts.loading import absolute_path
 from storage.digests import sha256_of_json
 from storage.records import Alias, Evaluation, Policy, Sampling, Shard
 from storage.runs import run_config
-from tasks.session import ROLLOUT, TrainingSession
+from tasks.session import ROLLOUT, RunSession
 
 logger = logging.getLogger("millrace.rollout")
 
@@ -28,7 +28,7 @@ ROLLOUT_ALIAS = "rollout"
 
 @task(name="start-rollout-worker", cache_policy=NO_CACHE, persist_result=False)
 async def start_rollout_worker(
-    session: TrainingSession,
+    session: RunSession,
     *,
     workflow: str,
     dataset: str,
@@ -40,8 +40,13 @@ async def start_rollout_worker(
     max_staleness: int,
     steps: int,
     seed: int,
-) -> None:
-    """Load the live policy into an engine. Production starts with the first `produce`."""
+    name: str = "rollout-0",
+    version: int | None = None,
+) -> str:
+    """Load a policy, the live one by default, into an engine; returns the checksum of the weights it holds.
+
+    Nothing is produced before the worker is told to look at the log.
+    """
     logger.info("starting the inference engine")
     limits = Limits(
         n_samples=n_samples,
@@ -53,7 +58,7 @@ async def start_rollout_worker(
     arguments = {
         "store_uri": session.log.store.uri,
         "run_id": session.log.run_id,
-        "name": ROLLOUT,
+        "name": name,
         "workflow": absolute_path(workflow),
         "dataset": dataset or None,
         "engine": engine,
@@ -66,21 +71,24 @@ async def start_rollout_worker(
         "config_sha256": sha256_of_json(run_config(session.log)),
         "cache": str(session.cache),
     }
-    await session.host(ROLLOUT, "rollouts.worker:RolloutWorker", arguments=arguments)
-    checksum = await session.rollout.call("start")
+    worker = await session.host(ROLLOUT, "rollouts.worker:RolloutWorker", name=name, arguments=arguments)
+    checksum: str = await worker.call("start", version)
+    return checksum
+
+
+def mark_served(session: RunSession, *, checksum: str) -> None:
+    """Put the alias `rollout` on the live policy; warn where an engine held other weights under the same version."""
     live = session.log.refresh().live
     assert live is not None, "the base policy comes first"
     recorded = session.log.state.aliases.get(ROLLOUT_ALIAS)
     if recorded is not None and recorded.version == live.version and recorded.checksum != checksum:
-        logger.warning(
-            "the engine's checksum of policy %d differs from the one recorded before", live.version
-        )
+        logger.warning("the engine's checksum of policy %d differs from the one recorded before", live.version)
     session.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=checksum))
-    logger.info("engine serves policy %d", live.version)
+    logger.info("the engine serves policy %d", live.version)
 
 
 @task(name="collect", task_run_name="collect-{number}", cache_policy=NO_CACHE, persist_result=False)
-async def collect_shard(session: TrainingSession, *, number: int) -> dict[str, Any] | None:
+async def collect_shard(session: RunSession, *, number: int) -> dict[str, Any] | None:
     """One committed shard: its id, rows and tokens; null when nothing could run."""
     shard: Shard | None = await session.rollout.call("collect")
     session.arrivals.set()
@@ -101,14 +109,9 @@ async def collect_shard(session: TrainingSession, *, number: int) -> dict[str, A
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-async def evaluate_policy(
-    session: TrainingSession, *, version: int, settings: EvaluationSettings
-) -> Evaluation:
+async def evaluate_policy(session: RunSession, *, version: int | None, settings: EvaluationSettings) -> Evaluation:
     """Held-out score of the version that is loaded; a later publication waits for it, training does not."""
     evaluation: Evaluation = await session.rollout.call("evaluate", **settings.model_dump(exclude={"every"}))
-    logger.info(
-        "policy %d: held-out %.3f on %d tasks", evaluation.version, evaluation.score, evaluation.num_tasks
-    )
     return evaluation
 
 
@@ -120,7 +123,7 @@ async def evaluate_policy(
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-async def publish_policy(session: TrainingSession, *, policy: Policy) -> None:
+async def publish_policy(session: RunSession, *, policy: Policy) -> None:
     """Swap the engine's weights under its running requests and move the alias `rollout`."""
     started = time.perf_counter()
     checksum = await session.rollout.call("publish", policy)

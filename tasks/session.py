@@ -1,6 +1,6 @@
 """One start of a run: the log it folds, the workers it holds, and what has to be tidied up at the end.
 
-In: the run's settings. Out: a `TrainingSession` that the flow's tasks share. Nothing here outlives the process:
+In: the run's settings. Out: a `RunSession` that the flow's tasks share. Nothing here outlives the process:
 what must survive is in the run's log.
 """
 
@@ -16,30 +16,28 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from infra.environment import home, store_uri, tracking_uri
+from infra.environment import home, prepare_environment, store_uri, tracking_uri
 from infra.fleet import Fleet, Hosted
 from infra.memory import PeakMemory
 from storage.object_store import open_store
 from storage.records import Session
 from storage.run_log import RunLog
-from storage.runs import create_run, trainer_lock
+from storage.runs import create_run, open_run, run_config, trainer_lock
 
 logger = logging.getLogger("millrace.session")
 
-ROLLOUT, TRAINER = "rollout-0", "trainer-0"
+ROLLOUT, TRAINER = "rollout", "trainer"
 
 
-class TrainingSession:
+class RunSession:
     """What the tasks of one flow run share. A plain object on purpose: Prefect would walk into a dataclass."""
 
-    def __init__(
-        self, *, log: RunLog, fleet: Fleet, memory: PeakMemory, session_id: str, tracking: str
-    ) -> None:
+    def __init__(self, *, log: RunLog, fleet: Fleet, memory: PeakMemory, session_id: str, tracking: str) -> None:
         self.log = log
         self.fleet = fleet
         self.memory = memory
         self.session_id = session_id
-        self.tracking = tracking
+        self.tracking = tracking_uri(tracking)
         self.cache = home() / "cache"
         self.arrivals = asyncio.Event()
         """Set whenever this session's own producer has committed a shard."""
@@ -47,10 +45,10 @@ class TrainingSession:
         """How long the last publication took."""
         self._hosted: dict[str, Hosted] = {}
 
-    async def host(self, name: str, path: str, *, arguments: dict[str, Any]) -> Hosted:
-        """Start a worker in a process of its own and remember it as `rollout` or `trainer`."""
+    async def host(self, role: str, path: str, *, name: str, arguments: dict[str, Any]) -> Hosted:
+        """Start a worker in a process of its own and remember it under its role."""
         hosted = await self.fleet.host(name, path, arguments=arguments, num_gpus=self.fleet.gpus_per_worker)
-        self._hosted[name] = hosted
+        self._hosted[role] = hosted
         return hosted
 
     @property
@@ -67,12 +65,13 @@ class TrainingSession:
 @contextlib.asynccontextmanager
 async def training_session(
     *, store: str, tracking: str, run_id: str, config: dict[str, Any]
-) -> AsyncIterator[TrainingSession]:
+) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and start the fleet.
 
     Raises `storage.runs.RunExists`, `storage.runs.RunBusy` and `storage.object_store.StoreError` before anything
     heavy starts.
     """
+    prepare_environment()
     log = create_run(open_store(store_uri(store)), run_id, config)
     with trainer_lock(log), PeakMemory() as memory:
         session = Session(id=uuid.uuid4().hex[:12], code_version=code_version())
@@ -80,9 +79,22 @@ async def training_session(
         if log.state.step:
             logger.info("continuing run %s after step %d", run_id, log.state.step)
         async with Fleet(log_folder=home() / "logs" / run_id) as fleet:
-            yield TrainingSession(
-                log=log, fleet=fleet, memory=memory, session_id=session.id, tracking=tracking_uri(tracking)
-            )
+            yield RunSession(log=log, fleet=fleet, memory=memory, session_id=session.id, tracking=tracking)
+
+
+@contextlib.asynccontextmanager
+async def reading_session(*, store: str, tracking: str, run_id: str) -> AsyncIterator[RunSession]:
+    """Open an existing run beside whoever trains it; nothing is locked. Raises `FileNotFoundError` for an unknown run."""
+    prepare_environment()
+    log = open_run(open_store(store_uri(store)), run_id)
+    with PeakMemory() as memory:
+        async with Fleet(log_folder=home() / "logs" / run_id) as fleet:
+            yield RunSession(log=log, fleet=fleet, memory=memory, session_id="", tracking=tracking)
+
+
+def saved_config(session: RunSession) -> dict[str, Any]:
+    """The run's configuration as it was frozen, `steps` and the places of store and tracking left out."""
+    return run_config(session.log)
 
 
 def code_version() -> str:

@@ -14,13 +14,13 @@ from prefect.cache_policies import NO_CACHE
 from storage.records import Registration
 from storage.registry import Registry
 from storage.runs import open_run
-from tasks.session import TrainingSession
+from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.track")
 
 
 @task(name="track", cache_policy=NO_CACHE, persist_result=False)
-async def track(session: TrainingSession) -> int:
+async def track(session: RunSession) -> int:
     """Log new metrics, versions, lineage and aliases; an outage is a warning, never an error."""
     registered = await asyncio.to_thread(_sync, session)
     for registration in registered:
@@ -28,7 +28,7 @@ async def track(session: TrainingSession) -> int:
     return len(registered)
 
 
-def _sync(session: TrainingSession) -> list[Registration]:
+def _sync(session: RunSession) -> list[Registration]:
     from mlflow.exceptions import MlflowException
 
     try:

@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from storage.claims import StalePolicy, next_claim
 from storage.records import Claim, Quarantine, Step
 from storage.shards import DamagedShard, read_shard
-from tasks.session import TRAINER, TrainingSession
+from tasks.session import TRAINER, RunSession
 from trainers.config import TrainSettings
 
 logger = logging.getLogger("millrace.train")
@@ -27,7 +27,7 @@ class Stalled(RuntimeError):
 
 @task(name="start-trainer", cache_policy=NO_CACHE, persist_result=False)
 async def start_trainer(
-    session: TrainingSession,
+    session: RunSession,
     *,
     settings: TrainSettings,
     learning_rate: float,
@@ -46,7 +46,7 @@ async def start_trainer(
         "seed": seed,
         "cache": str(session.cache),
     }
-    trainer = await session.host(TRAINER, "trainers.worker:TrainerWorker", arguments=arguments)
+    trainer = await session.host(TRAINER, "trainers.worker:TrainerWorker", name="trainer-0", arguments=arguments)
     replayed = await trainer.call("start")
     if replayed:
         logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
@@ -54,7 +54,7 @@ async def start_trainer(
 
 @task(name="next-batch", cache_policy=NO_CACHE, persist_result=False)
 async def next_batch(
-    session: TrainingSession,
+    session: RunSession,
     *,
     batch_size: int,
     max_staleness: int,
@@ -110,7 +110,7 @@ async def next_batch(
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-async def train_step(session: TrainingSession, *, claim: Claim, round_started: float) -> Step:
+async def train_step(session: RunSession, *, claim: Claim, round_started: float) -> Step:
     """One optimizer step on a claim: new policy in the store, step in the log."""
     shards = session.log.state.shards
     consumed = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in claim.trained)]
@@ -133,7 +133,7 @@ async def train_step(session: TrainingSession, *, claim: Claim, round_started: f
     return step
 
 
-def _first_damaged(session: TrainingSession, claim: Claim) -> DamagedShard | None:
+def _first_damaged(session: RunSession, claim: Claim) -> DamagedShard | None:
     for shard_id in dict.fromkeys(group.shard_id for group in claim.trained):
         try:
             read_shard(session.log, session.log.state.shards[shard_id])

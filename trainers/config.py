@@ -47,13 +47,15 @@ class WarmupSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    hidden_size: int = Field(default=64, ge=16)
+    hidden_size: int = Field(default=128, ge=32)
     """Width of the model."""
     num_layers: int = Field(default=2, ge=1)
     """Depth of the model."""
-    num_steps: int = Field(default=700, ge=1)
-    """Supervised updates on the workflow's demonstrations."""
-    batch_size: int = Field(default=256, ge=1)
+    target_loss: float = Field(default=0.23, gt=0)
+    """Stop when the mean loss of the last 20 updates is below this (nats per token)."""
+    num_steps: int = Field(default=2000, ge=1)
+    """Stop after this many supervised updates in any case."""
+    batch_size: int = Field(default=128, ge=1)
     """Demonstrations per update."""
-    learning_rate: float = Field(default=3e-3, gt=0)
+    learning_rate: float = Field(default=2e-3, gt=0)
     """Peak learning rate of the supervised updates."""

@@ -51,9 +51,7 @@ def load_model(folder: Path) -> PolicyModel:
 
     Raises `OSError` when the folder is no HF model, `ValueError` for an architecture without decoder layers.
     """
-    causal_lm = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=torch.float32, attn_implementation="sdpa"
-    )
+    causal_lm = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="sdpa")
     if not hasattr(getattr(causal_lm, "model", None), "layers"):
         raise ValueError(f"{folder}: {type(causal_lm).__name__} has no decoder layers under .model.layers")
     causal_lm.config.use_cache = False

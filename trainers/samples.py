@@ -42,9 +42,7 @@ class Samples:
 
     def rows(self, wanted: np.ndarray) -> Samples:
         """A subset of rows, in the order given."""
-        tokens = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in wanted]).astype(
-            np.int64
-        )
+        tokens = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in wanted]).astype(np.int64)
         lengths = np.diff(self.offsets)[wanted]
         return Samples(
             input_ids_T=self.input_ids_T[tokens],

@@ -78,15 +78,11 @@ class Trainer:
             group["lr"] = self._learning_rate * min(1.0, step / max(1, settings.warmup_steps))
         advantages_B, reward_metrics = self._advantages(samples)
         lag_T = np.where(samples.mask_T, base_version - samples.versions_T, 0)
-        trained_T = (
-            samples.mask_T & (lag_T <= max_staleness) if settings.stale_policy == "mask" else samples.mask_T
-        )
+        trained_T = samples.mask_T & (lag_T <= max_staleness) if settings.stale_policy == "mask" else samples.mask_T
         proximal_T = self._current_logprobs(samples) if settings.stale_policy == "correct" else None
         totals: dict[str, float] = {}
         grad_norms = []
-        order = np.random.Generator(np.random.PCG64([self._seed, step])).permutation(
-            np.unique(samples.groups_B)
-        )
+        order = np.random.Generator(np.random.PCG64([self._seed, step])).permutation(np.unique(samples.groups_B))
         for groups in np.array_split(order, settings.num_minibatches):
             rows = np.flatnonzero(np.isin(samples.groups_B, groups))
             sums, grad_norm = self._update(samples, rows, advantages_B, trained_T, proximal_T)
@@ -189,9 +185,7 @@ class Trainer:
         )
         return logprobs, entropy
 
-    def _packs(
-        self, samples: Samples, rows: np.ndarray, advantages_B: np.ndarray, trained_T: np.ndarray
-    ) -> list[Pack]:
+    def _packs(self, samples: Samples, rows: np.ndarray, advantages_B: np.ndarray, trained_T: np.ndarray) -> list[Pack]:
         """This rank's packs. All ranks get equally many, so that their collectives stay in step."""
         lengths = np.diff(samples.offsets)[rows]
         packs = pack_rows(lengths, budget=self._settings.tokens_per_microbatch)
@@ -202,9 +196,7 @@ class Trainer:
         silent = np.zeros_like(trained_T)
         return built + [self._pack(samples, rows[packs[0]], advantages_B, silent) for _ in range(idle_rounds)]
 
-    def _pack(
-        self, samples: Samples, rows: np.ndarray, advantages_B: np.ndarray, trained_T: np.ndarray
-    ) -> Pack:
+    def _pack(self, samples: Samples, rows: np.ndarray, advantages_B: np.ndarray, trained_T: np.ndarray) -> Pack:
         tokens = _tokens_of(samples, rows)
         lengths = np.diff(samples.offsets)[rows]
         is_last = np.zeros(len(tokens), dtype=bool)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def make_base_model(
     *,
     hidden_size: int,
     num_layers: int,
+    target_loss: float,
     num_steps: int,
     batch_size: int,
     learning_rate: float,
@@ -44,12 +46,12 @@ def make_base_model(
 ) -> float:
     """Train a model from scratch on the last message of each demonstration; returns the final loss (nats per token).
 
+    Training ends at `target_loss`, a mean over the last 20 updates, or after `num_steps`.
+
     The folder holds config, weights (float32), tokenizer and `digest.json`.
     """
     torch.manual_seed(seed)
-    tokenizer = character_tokenizer(
-        {character for chat in demonstrations for m in chat for character in m.content}
-    )
+    tokenizer = character_tokenizer({character for chat in demonstrations for m in chat for character in m.content})
     input_ids, labels = _tensors(tokenizer, demonstrations)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -67,7 +69,7 @@ def make_base_model(
     model = Qwen2ForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
     started = time.perf_counter()
-    loss = torch.tensor(torch.inf)
+    recent: deque[float] = deque(maxlen=20)
     for step in range(1, num_steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, step / 50)
@@ -80,16 +82,19 @@ def make_base_model(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 100 == 0 or step == num_steps:
+        recent.append(float(loss.detach()))
+        mean_loss = sum(recent) / len(recent)
+        done = step == num_steps or (len(recent) == recent.maxlen and mean_loss <= target_loss)
+        if step % 100 == 0 or done:
             seconds = time.perf_counter() - started
-            logger.info("base model: step %d of %d, loss %.3f, %.0f s", step, num_steps, float(loss), seconds)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+            logger.info("base model: step %d of at most %d, loss %.3f, %.0f s", step, num_steps, mean_loss, seconds)
+        if done:
+            break
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     seal_folder(folder)
-    return float(loss)
+    return mean_loss
 
 
 def character_tokenizer(characters: set[str]) -> PreTrainedTokenizerFast:

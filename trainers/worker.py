@@ -118,9 +118,7 @@ class TrainerWorker:
         busy_seconds = sum(phases[f"{phase}_seconds"] for phase in PHASES)
         step = Step(
             claim=claim,
-            policy=Policy(
-                version=version, path=policy_path, weights_sha256=digest, parent=claim.base_version
-            ),
+            policy=Policy(version=version, path=policy_path, weights_sha256=digest, parent=claim.base_version),
             shard_sha256={g.shard_id: self._log.state.shards[g.shard_id].sha256 for g in claim.trained},
             metrics={
                 **metrics,
@@ -151,16 +149,12 @@ class TrainerWorker:
     def _samples(self, claim: Claim) -> Samples:
         shards = self._log.state.shards
         shard_ids = dict.fromkeys(group.shard_id for group in claim.trained)
-        return gather_samples(
-            claim.trained, {name: read_shard(self._log, shards[name]) for name in shard_ids}
-        )
+        return gather_samples(claim.trained, {name: read_shard(self._log, shards[name]) for name in shard_ids})
 
     def _check_replay(self, step: Step) -> None:
         """Compare the re-trained weights with the recorded digest; say so where hardware made them differ."""
         with tempfile.TemporaryDirectory() as scratch:
-            digest = save_policy(
-                self._trainer.model, self._base_folder, Path(scratch) / "policy", dtype=self._dtype
-            )
+            digest = save_policy(self._trainer.model, self._base_folder, Path(scratch) / "policy", dtype=self._dtype)
         if digest != step.policy.weights_sha256:
             logger.warning(
                 "re-training up to step %d gave weights %s…, recorded were %s…: other hardware or thread count?",

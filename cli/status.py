@@ -1,0 +1,65 @@
+"""`millrace status`: what a run's log says, and nothing else: no MLflow, no Prefect, no torch.
+
+In: a run's log. Out: a dictionary of plain numbers, or the same as a table.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from storage.records import Session
+from storage.run_log import RunLog
+
+
+def run_status(log: RunLog) -> dict[str, Any]:
+    """The run in numbers; null where it has none yet. Accuracies are held-out scores, 0 to 1."""
+    state = log.state
+    live = state.live
+    evaluations = sorted(state.evaluations, key=lambda evaluation: evaluation.version)
+    registration = state.registrations.get(live.version) if live else None
+    return {
+        "run": log.run_id,
+        "store": log.store.uri,
+        "step": state.step,
+        "weight_version": live.version if live else None,
+        "weights_sha256": live.weights_sha256 if live else None,
+        "policy": f"{log.store.uri}/{live.path}" if live else None,
+        "accuracy_before": evaluations[0].score if evaluations else None,
+        "accuracy_after": evaluations[-1].score if evaluations else None,
+        "wall_seconds": round(wall_seconds(log), 1),
+        "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
+        "mlflow_model": registration.model_name if registration else None,
+        "mlflow_version": registration.registry_version if registration else None,
+        "sessions": len(state.sessions),
+        "shards": len(state.shards),
+        "trajectories": sum(shard.num_rows for shard in state.shards.values() if not shard.is_eval),
+        **state.counters(),
+    }
+
+
+def wall_seconds(log: RunLog) -> float:
+    """Time the run was being worked on: from each session's start to its last entry, summed over sessions."""
+    total, started, last = 0.0, None, 0.0
+    for entry in log.entries:
+        if isinstance(entry.body, Session):
+            total += last - started if started is not None else 0.0
+            started = entry.written_at
+        last = entry.written_at
+    return total + (last - started if started is not None else 0.0)
+
+
+def print_status(status: dict[str, Any], console: Console) -> None:
+    """The same for people."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in status.items():
+        if key == "peak_memory_bytes":
+            key, value = "peak memory", f"{value / 2**30:.2f} GiB"
+        elif isinstance(value, float):
+            value = f"{value:.3f}" if "accuracy" in key else f"{value:.1f}"
+        table.add_row(f"[dim]{key.replace('_', ' ')}[/]", "-" if value is None else str(value))
+    console.print(table)
+    groups = "submitted = trained + filtered + stale + failed + pending"
+    console.print(f"[dim]prompt groups: {groups}[/]")

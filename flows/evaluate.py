@@ -1,0 +1,64 @@
+"""The evaluation flow: one policy version, held-out tasks, a score in the run's log.
+
+In: a run and a version. Out: the score. It runs on an engine of its own, beside a training that goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.config import make_config
+from tasks.rollout import evaluate_policy, start_rollout_worker
+from tasks.session import reading_session, saved_config
+from tasks.track import track
+
+
+@flow(name="evaluate", flow_run_name="{run}", persist_result=False)
+async def evaluate(
+    run: str = "arithmetic",
+    store: str = "",
+    tracking: str = "",
+    version: int | None = None,
+    split: str = "",
+    num_tasks: int = 0,
+    n_samples: int = 0,
+    temperature: float | None = None,
+) -> dict[str, Any]:
+    """Score one policy version of a run on held-out tasks.
+
+    Args:
+        run: Name of the run.
+        store: Where the run is. Empty: .millrace/store.
+        tracking: MLflow tracking URI. Empty: a SQLite database in .millrace.
+        version: Policy version. Empty: the newest.
+        split: Split of the workflow. Empty: the run's own evaluation split.
+        num_tasks: At most this many problems. 0: as the run evaluates.
+        n_samples: Attempts per problem. 0: as the run evaluates.
+        temperature: 0 is greedy. Empty: as the run evaluates.
+    """
+    async with reading_session(store=store, tracking=tracking, run_id=run) as session:
+        config = make_config(saved_config(session), source=f"run {run}")
+        wanted = {"split": split or None, "num_tasks": num_tasks or None, "n_samples": n_samples or None}
+        changes = {key: value for key, value in (wanted | {"temperature": temperature}).items() if value is not None}
+        await start_rollout_worker(
+            session,
+            workflow=config.workflow,
+            dataset=config.dataset,
+            engine=config.engine,
+            rollout=config.rollout,
+            sampling=config.sampling,
+            n_samples=config.n_samples,
+            batch_size=config.batch_size,
+            max_staleness=config.max_staleness,
+            steps=config.steps,
+            seed=config.seed,
+            name="evaluator-0",
+            version=version,
+        )
+        evaluation = await evaluate_policy(
+            session, version=version, settings=config.evaluation.model_copy(update=changes)
+        )
+        await track(session)
+        return {"run": run, "version": evaluation.version, "split": evaluation.split, "score": evaluation.score}
