@@ -17,6 +17,7 @@ MENDABLE = (ValueError, FileNotFoundError, PermissionError)
 def mendable_types() -> tuple[type[BaseException], ...]:
     """All such errors; imported late, because storage is not needed to print a usage message."""
     from infra.fleet import WorkerDied
+    from infra.services import ServiceFailed
     from rollouts.executor import NothingAccepted, WrongWorkflow
     from storage.object_store import StoreError
     from storage.run_log import Conflict, LogDamaged
@@ -32,6 +33,7 @@ def mendable_types() -> tuple[type[BaseException], ...]:
         NothingAccepted,
         WrongWorkflow,
         WorkerDied,
+        ServiceFailed,
         Stalled,
     )
 

@@ -129,7 +129,8 @@ def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: 
             f"held-out accuracy  [bold]{score('accuracy_before')} → {score('accuracy_after')}[/]   "
             f"after {status['step']} steps, {status['wall_seconds']:.0f} s, at most {memory:.1f} GiB\n"
             f"run      {store_uri}/runs/{config.run}\n"
-            f"shards   {store_uri}/runs/{config.run}/shards  ({status['shards']} files, {status['trajectories']} trajectories)\n"
+            f"shards   {store_uri}/runs/{config.run}/shards\n"
+            f"         {status['shards']} files, {status['trajectories']} training trajectories\n"
             f"model    {status['policy']}\n"
             f"MLflow   {status['mlflow_model']} version {status['mlflow_version']}",
             title=f"run {config.run}",

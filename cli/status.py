@@ -54,6 +54,8 @@ def wall_seconds(log: RunLog) -> float:
 def print_status(status: dict[str, Any], console: Console) -> None:
     """The same for people."""
     table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column()
+    table.add_column(overflow="fold")
     for key, value in status.items():
         if key == "peak_memory_bytes":
             key, value = "peak memory", f"{value / 2**30:.2f} GiB"

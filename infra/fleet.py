@@ -80,6 +80,7 @@ class Fleet:
             "configure_logging": False,
         }
         if "RAY_ADDRESS" not in os.environ:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default for local clusters, said aloud
             options |= {
                 "include_dashboard": False,
                 "num_cpus": max(4, os.cpu_count() or 1),  # slots, not cores: workers mostly wait for each other

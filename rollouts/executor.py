@@ -184,11 +184,11 @@ class Executor:
         """One sentence on where the executor stands."""
         accepted = sum(group.accepted for group in self._finished)
         rejected = len(self._finished) - accepted
-        return (
+        sentence = (
             f"{accepted} of {self._limits.batch_size} accepted, {rejected} rejected, {len(self._running)} running, "
-            f"{self._in_a_row} without acceptance in a row"
-            + (f"; last error: {self._last_error}" if self._last_error else "")
+            f"{self._in_a_row} in a row without acceptance"
         )
+        return f"{sentence}; last error: {self._last_error}" if self._last_error else sentence
 
     def _flush_due(self, version: int) -> bool:
         if self._failure is not None:

@@ -84,7 +84,10 @@ async def training_session(
 
 @contextlib.asynccontextmanager
 async def reading_session(*, store: str, tracking: str, run_id: str) -> AsyncIterator[RunSession]:
-    """Open an existing run beside whoever trains it; nothing is locked. Raises `FileNotFoundError` for an unknown run."""
+    """Open an existing run beside whoever trains it; nothing is locked.
+
+    Raises `FileNotFoundError` for an unknown run.
+    """
     prepare_environment()
     log = open_run(open_store(store_uri(store)), run_id)
     with PeakMemory() as memory:

@@ -1,0 +1,196 @@
+"""The long-running services of one machine: Prefect server, MLflow server, a Prefect worker.
+
+In: a state folder. Out: detached processes, and `services.json` that names exactly those, by pid and start time, so
+that `stop_services` can never hit a process that merely inherited a pid.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+POOL = "local"
+
+
+class ServiceFailed(RuntimeError):
+    """A service did not come up; the message names its log."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """One running process."""
+
+    name: str
+    pid: int
+    started_at: float
+    """As the kernel tells it, to recognise the process again."""
+    url: str = ""
+
+    def process(self) -> psutil.Process | None:
+        """The process, or null when it has ended."""
+        try:
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.started_at) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return None
+        return process if same else None
+
+
+def running_services(home: Path) -> dict[str, Service]:
+    """The services of this state folder that are alive, by name."""
+    file = home / "services.json"
+    if not file.exists():
+        return {}
+    services = [Service(**record) for record in json.loads(file.read_text())]
+    return {service.name: service for service in services if service.process() is not None}
+
+
+def start_services(home: Path, project: Path, *, tracking: str, announce: Callable[[str], None]) -> dict[str, Service]:
+    """Start what is not running yet, deploy `prefect.yaml`, and return all services.
+
+    Raises `ServiceFailed` when one does not answer in time; what was started before it is stopped again.
+    """
+    services = running_services(home)
+    logs = home / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        if "prefect" not in services:
+            announce("starting the Prefect server")
+            port = free_port(4200)
+            services["prefect"] = _start(
+                "prefect",
+                ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+                logs,
+                url=f"http://127.0.0.1:{port}",
+            )
+        if "mlflow" not in services:
+            announce("starting the MLflow server")
+            port = free_port(5000)
+            services["mlflow"] = _start(
+                "mlflow",
+                ["-m", "mlflow", "server", "--backend-store-uri", tracking, "--host", "127.0.0.1", "--port", str(port)]
+                + ["--workers", "1", "--default-artifact-root", str(home / "mlartifacts")],
+                logs,
+                url=f"http://127.0.0.1:{port}",
+                extra={"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            )
+        _wait_until_up(services["prefect"], "/api/health", logs)
+        api = {"PREFECT_API_URL": f"{services['prefect'].url}/api"}
+        if "worker" not in services:
+            announce("deploying prefect.yaml and starting a worker")
+            _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], project, logs, api)
+            _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], project, logs, api)
+            worker = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+            settings = {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_WORKER_HEARTBEAT_SECONDS": "10"}
+            services["worker"] = _start("worker", worker, logs, extra={**api, **settings})
+        _wait_until_up(services["mlflow"], "/health", logs)
+    except BaseException:
+        _save(home, services)
+        stop_services(home)
+        raise
+    _save(home, services)
+    return services
+
+
+def stop_services(home: Path) -> list[str]:
+    """Stop exactly what `start_services` started, children included; returns the names."""
+    stopped = []
+    for name, service in running_services(home).items():
+        process = service.process()
+        if process is None:
+            continue
+        family = [process, *process.children(recursive=True)]
+        for member in family:
+            _signal(member, signal.SIGTERM)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        for member in alive:
+            _signal(member, signal.SIGKILL)
+        psutil.wait_procs(alive, timeout=5)
+        stopped.append(name)
+    (home / "services.json").unlink(missing_ok=True)
+    return stopped
+
+
+def free_port(preferred: int) -> int:
+    """`preferred` if nobody listens there, else one the kernel picks."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ServiceFailed("no free TCP port on 127.0.0.1")
+
+
+def _start(
+    name: str, arguments: list[str], logs: Path, *, url: str = "", extra: dict[str, str] | None = None
+) -> Service:
+    with open(logs / f"{name}.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **(extra or {})},
+            start_new_session=True,  # it outlives this command and the terminal
+            restore_signals=True,
+        )
+    return Service(name=name, pid=process.pid, started_at=psutil.Process(process.pid).create_time(), url=url)
+
+
+def _run(arguments: list[str], project: Path, logs: Path, extra: dict[str, str]) -> None:
+    """Run a Prefect command to its end."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=project,
+        env={**os.environ, **extra},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+    with open(logs / "deploy.log", "a") as log:
+        log.write(done.stdout + done.stderr)
+    if done.returncode:
+        raise ServiceFailed(
+            f"`prefect {' '.join(arguments[2:])}` failed, see {logs / 'deploy.log'}:\n{done.stderr[-800:]}"
+        )
+
+
+def _wait_until_up(service: Service, path: str, logs: Path, *, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if service.process() is None:
+            raise ServiceFailed(f"{service.name} ended while starting, see {logs / f'{service.name}.log'}")
+        try:
+            with urllib.request.urlopen(service.url + path, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)  # polling a port: nothing would wake us
+    raise ServiceFailed(f"{service.name} did not answer within {timeout:.0f} s, see {logs / f'{service.name}.log'}")
+
+
+def _save(home: Path, services: dict[str, Service]) -> None:
+    temporary = home / "services.json.tmp"
+    temporary.write_text(json.dumps([asdict(service) for service in services.values()], indent=1))
+    os.replace(temporary, home / "services.json")
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # it was faster
