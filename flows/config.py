@@ -65,7 +65,7 @@ class RunConfig(Settings):
     """How many policy versions a trained token may be behind (η). 0 is synchronous training."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seeds prompt order, sampling, mini-batches and the base model made here."""
 
     @model_validator(mode="after")
@@ -119,6 +119,8 @@ def load_run_file(path: Path, overrides: dict[str, Any] | None = None) -> RunCon
         target = document
         for table in tables:
             target = target.setdefault(table, {})
+            if not isinstance(target, dict):
+                raise ConfigError(f"{path}: cannot set {key}, because {table} is no table but {target!r}")
         target[name] = value
     return make_config(document, source=str(path))
 

@@ -145,7 +145,7 @@ async def train(session: RunSession, config: RunConfig) -> None:
             if tracking.done():
                 tracking = beside.create_task(track(session))
         producing.cancel()
-    await track(session)
+    await track(session, finished=True)
 
 
 async def produce(session: RunSession) -> None:

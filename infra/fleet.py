@@ -11,15 +11,19 @@ Nothing outside this module knows that Ray exists.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib
 import inspect
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("millrace.fleet")
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class WorkerDied(RuntimeError):
@@ -53,6 +57,7 @@ class _Host:
     """Runs inside the actor: builds the plain object there and forwards calls to it."""
 
     def __init__(self, path: str, arguments: dict[str, Any], log_file: str) -> None:
+        _die_with_parent()
         _redirect_output(log_file)
         module, _, name = path.partition(":")
         self._target = getattr(importlib.import_module(module), name)(**arguments)
@@ -80,7 +85,8 @@ class Fleet:
             "configure_logging": False,
         }
         if "RAY_ADDRESS" not in os.environ:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default for local clusters, said aloud
+            # A cluster of our own makes its own token; the warning that says so is of no use to anybody.
+            logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
             options |= {
                 "include_dashboard": False,
                 "num_cpus": max(4, os.cpu_count() or 1),  # slots, not cores: workers mostly wait for each other
@@ -129,9 +135,15 @@ class Fleet:
 
 
 def _run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:
+    _die_with_parent()
     _redirect_output(log_file)
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def _die_with_parent() -> None:
+    """Be killed when the raylet dies: a killed run must not leave a worker behind that still holds memory or commits."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _redirect_output(log_file: str) -> None:

@@ -157,7 +157,7 @@ def _run(arguments: list[str], project: Path, logs: Path, extra: dict[str, str])
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=project,
-        env={**os.environ, **extra},
+        env={**os.environ, **extra, "PWD": str(project)},
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -166,7 +166,7 @@ def _run(arguments: list[str], project: Path, logs: Path, extra: dict[str, str])
         log.write(done.stdout + done.stderr)
     if done.returncode:
         raise ServiceFailed(
-            f"`prefect {' '.join(arguments[2:])}` failed, see {logs / 'deploy.log'}:\n{done.stderr[-800:]}"
+            f"`prefect {' '.join(arguments[2:])}` failed, see {logs / 'deploy.log'}:\n{(done.stdout + done.stderr)[-800:]}"
         )
 
 

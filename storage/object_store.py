@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlparse
+from urllib.parse import unquote, urlparse
 
 
 class StoreError(Exception):
@@ -167,13 +167,15 @@ class S3Store:
 def open_store(uri: str) -> ObjectStore:
     """Open a store by URI.
 
-    Raises `StoreError` for a scheme other than `file`, `s3` or a plain path.
+    Raises `StoreError` for a scheme other than `file`, `s3` or a plain path, and for a `file` URI that names a host.
     """
     parsed = urlparse(uri)
     if parsed.scheme == "s3":
         return S3Store(uri)
+    if parsed.scheme == "file" and parsed.netloc:
+        raise StoreError(f"store {uri!r}: {parsed.netloc!r} would be a host; a file URI has three slashes: file:///…")
     if parsed.scheme in ("", "file"):
-        path = parsed.path if parsed.scheme else uri
+        path = unquote(parsed.path) if parsed.scheme else uri  # `LocalStore.uri` quotes spaces and the like
         return LocalStore(Path(path).expanduser().resolve())
     raise StoreError(f"store {uri!r}: unknown scheme {parsed.scheme!r}; use a folder, file:///… or s3://bucket/prefix")
 
@@ -188,7 +190,7 @@ def probe(store: ObjectStore) -> bool:
     try:
         first = store.put_if_absent(key, b"1")
         second = store.put_if_absent(key, b"2")
-    except OSError as error:
+    except Exception as error:  # botocore's own errors (no endpoint, no credentials) are no OSError
         hint = "choose another `store` or make it writable"
         if isinstance(store, S3Store):
             hint = "check that the bucket exists, the endpoint and the AWS credentials"

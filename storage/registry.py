@@ -31,8 +31,10 @@ class Registry:
         self._run_id: str | None = None
         self.model_name = log.run_id
 
-    def sync(self) -> list[Registration]:
+    def sync(self, *, finished: bool = False) -> list[Registration]:
         """Bring MLflow up to the log's state; returns what became registered. Calling it again changes nothing.
+
+        `finished` also ends the MLflow run, until a later sync of a continued run opens it again.
 
         Raises whatever MLflow raises when it cannot be reached; what was not sent is sent by a later call.
         """
@@ -53,6 +55,10 @@ class Registry:
                 case _:
                     pass
             self._log_metrics(run_id, entry)
+        if finished:
+            self._client.set_terminated(run_id)
+        else:
+            self._client.update_run(run_id, status="RUNNING")
         return registered
 
     def _ensure_run(self) -> str:

@@ -15,7 +15,9 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from storage.object_store import ObjectStore
 from storage.records import (
@@ -135,10 +137,14 @@ class RunState:
     def fits(self, body: Entry) -> None:
         """Raise `Conflict` when `body` contradicts what is already committed."""
         match body:
-            case Shard():
-                taken = sorted(g.position for g in body.groups if not body.is_eval and g.position in self.positions)
-                if taken:
+            case Shard(is_eval=False, groups=groups):
+                if taken := _taken([group.position for group in groups], self.positions):
                     raise Conflict(f"shard {body.id}: prompt positions {taken} are already committed")
+                if taken := _taken([group.id for group in groups], self.groups):
+                    raise Conflict(
+                        f"shard {body.id}: groups {taken[:5]} are already committed at other positions; "
+                        "the data set has changed under this run"
+                    )
             case Step(claim=claim, policy=policy):
                 if claim.step != self.step + 1:
                     raise Conflict(
@@ -147,9 +153,10 @@ class RunState:
                     )
                 if policy.version in self.policies:
                     raise Conflict(f"policy version {policy.version} is already published")
-                lost = [g.group_id for g in _claimed(body) if g.group_id not in self.pending]
+                counts = Counter(group.group_id for group in _claimed(body))
+                lost = [group_id for group_id, count in counts.items() if count > 1 or group_id not in self.pending]
                 if lost:
-                    raise Conflict(f"step {claim.step} claims groups that are not pending: {lost[:5]}")
+                    raise Conflict(f"step {claim.step} claims groups twice, or that are not pending: {lost[:5]}")
             case Policy() if body.version in self.policies:
                 raise Conflict(f"policy version {body.version} is already published")
             case Quarantine() if body.shard_id not in self.shards:
@@ -243,7 +250,8 @@ class RunLog:
                 "body": to_json(body),
             }
             data = json.dumps(document, separators=(",", ":")).encode()
-            self.store.put_if_absent(self._entry_key(state.entries), data)
+            if self.store.put_if_absent(self._entry_key(state.entries), data):
+                return self.refresh()
 
     def shard_key(self, shard_id: str) -> str:
         """Store key of a shard's file."""
@@ -260,13 +268,18 @@ class RunLog:
         try:
             document = json.loads(data)
             body = from_json(ENTRY_KINDS[document["kind"]], document["body"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise LogDamaged(f"{self.store.uri}/{self._entry_key(number)} cannot be read: {error}") from error
-        return LogEntry(number=number, kind=document["kind"], written_at=document["written_at"], body=body)
+            return LogEntry(number=number, kind=document["kind"], written_at=document["written_at"], body=body)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LogDamaged(f"{self.store.uri}/{self._entry_key(number)} cannot be read: {error!r}") from error
 
 
 def _by_outcome(step: Step) -> list[tuple[str, list[ClaimedGroup]]]:
     return [(outcome, getattr(step.claim, outcome)) for outcome in OUTCOMES]
+
+
+def _taken(wanted: Iterable[Any], known: Container[Any]) -> list[Any]:
+    """What of `wanted` is known already, or in there twice."""
+    return sorted(value for value, count in Counter(wanted).items() if count > 1 or value in known)
 
 
 def _claimed(step: Step) -> list[ClaimedGroup]:

@@ -20,21 +20,21 @@ logger = logging.getLogger("millrace.track")
 
 
 @task(name="track", cache_policy=NO_CACHE, persist_result=False)
-async def track(session: RunSession) -> int:
+async def track(session: RunSession, *, finished: bool = False) -> int:
     """Log new metrics, versions, lineage and aliases; an outage is a warning, never an error."""
-    registered = await asyncio.to_thread(_sync, session)
+    registered = await asyncio.to_thread(_sync, session, finished)
     for registration in registered:
         session.log.append(registration)
     return len(registered)
 
 
-def _sync(session: RunSession) -> list[Registration]:
+def _sync(session: RunSession, finished: bool) -> list[Registration]:
     from mlflow.exceptions import MlflowException
 
     try:
         # A log of its own: folding is not thread-safe, and this runs beside the round.
         log = open_run(session.log.store, session.log.run_id)
-        return Registry(log, tracking_uri=session.tracking).sync()
+        return Registry(log, tracking_uri=session.tracking).sync(finished=finished)
     except (MlflowException, OSError) as error:
         logger.warning(
             "MLflow at %s cannot be reached; the log keeps everything for later: %s", session.tracking, error

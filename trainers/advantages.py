@@ -40,11 +40,7 @@ def group_advantages(
 
     count_G = per_group(known_B.to(values_B.dtype))
     mean_G = per_group(values_B) / count_G.clamp(min=1)
-    centred_B = torch.where(known_B, values_B - mean_G[group_B], 0.0)
-    if scale == "none":
-        return centred_B
-    variance_G = per_group(centred_B**2) / (count_G - ddof).clamp(min=1)
-    # Equal rewards leave rounding noise behind the centring; dividing it by eps would invent a preference.
+    # Equal rewards leave rounding noise behind the centring; dividing it by eps, or by Adam, would invent a preference.
     low_G = torch.full((num_groups,), torch.inf, dtype=values_B.dtype).scatter_reduce(
         0, group_B, torch.where(known_B, values_B, torch.inf), "amin"
     )
@@ -52,4 +48,8 @@ def group_advantages(
         0, group_B, torch.where(known_B, values_B, -torch.inf), "amax"
     )
     differs_B = (high_G > low_G)[group_B]
+    centred_B = torch.where(known_B & differs_B, values_B - mean_G[group_B], 0.0)
+    if scale == "none":
+        return centred_B
+    variance_G = per_group(centred_B**2) / (count_G - ddof).clamp(min=1)
     return torch.where(differs_B, centred_B / (variance_G.sqrt()[group_B] + eps), 0.0)

@@ -47,8 +47,8 @@ class WarmupSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    hidden_size: int = Field(default=128, ge=32)
-    """Width of the model."""
+    hidden_size: int = Field(default=128, ge=32, multiple_of=32)
+    """Width of the model: attention heads of 32."""
     num_layers: int = Field(default=2, ge=1)
     """Depth of the model."""
     target_loss: float = Field(default=0.23, gt=0)

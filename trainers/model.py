@@ -49,7 +49,8 @@ class PolicyModel(nn.Module):
 def load_model(folder: Path) -> PolicyModel:
     """A policy folder as a float32 module with exact (SDPA) attention, on the CPU.
 
-    Raises `OSError` when the folder is no HF model, `ValueError` for an architecture without decoder layers.
+    Raises `OSError` or `ValueError` when the folder is no HF model, `ValueError` for an architecture without
+    decoder layers.
     """
     causal_lm = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32, attn_implementation="sdpa")
     if not hasattr(getattr(causal_lm, "model", None), "layers"):

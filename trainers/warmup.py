@@ -101,7 +101,7 @@ def character_tokenizer(characters: set[str]) -> PreTrainedTokenizerFast:
     """One token per character, and special tokens for the two speakers and the end of a reply."""
     vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *sorted(characters)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # `.` leaves out newlines
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -21,7 +21,7 @@ import torch
 from storage.digests import DIGEST_FILE
 from storage.object_store import open_store
 from storage.records import Claim, Policy, Step
-from storage.run_log import RunLog
+from storage.run_log import Conflict, RunLog
 from storage.runs import open_run
 from storage.shards import read_shard
 from trainers.checkpoint import load_state, save_policy, save_state
@@ -59,6 +59,8 @@ class TrainerWorker:
         self._seed = seed
         self._cache = Path(cache)
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
+        self._newest: Claim | None = None  # in the weights; null for the base policy's
+        self._halfway = False  # an update was begun and not finished
 
     def start(self) -> int:
         """Load the run's base policy, resume its optimizer, and return the number of steps re-trained on the way."""
@@ -80,6 +82,7 @@ class TrainerWorker:
             assert saved[-1].state_path is not None
             folder = self._fetch(saved[-1].state_path)
             resume_from = load_state(self._trainer.model, self._trainer.optimizer, folder)
+            self._newest = saved[-1].claim
         for step in state.steps[resume_from:]:
             self._train(step.claim)
         if len(state.steps) > resume_from:
@@ -92,13 +95,20 @@ class TrainerWorker:
         """Train on a claim, publish the policy's files and commit the step.
 
         Raises `storage.shards.DamagedShard` before any weight changes, `storage.run_log.Conflict` when another
-        trainer committed this step first. Called again for a step it has committed, it returns that step.
+        trainer committed this step, or one before it, first. Called again for a step it has committed, it returns
+        that step.
         """
-        done = [step for step in self._log.refresh().steps if step.claim == claim]
+        steps = self._log.refresh().steps
+        done = [step for step in steps if step.claim == claim]
         if done:
             return done[0]
         started = time.perf_counter()
         if self._unsaved is None or self._unsaved[0] != claim:
+            if self._halfway or self._newest != (steps[-1].claim if steps else None):
+                raise Conflict(
+                    f"step {claim.step}: the trainer's weights are not policy version {claim.base_version}; an update "
+                    "broke off, or another trainer is working on this run. Stop the other one and start this run again"
+                )
             self._unsaved = (claim, self._train(claim))
         # A retry after a failed save must not train the same claim a second time.
         metrics = self._unsaved[1]
@@ -139,12 +149,16 @@ class TrainerWorker:
         """Nothing to release: what matters is in the store."""
 
     def _train(self, claim: Claim) -> dict[str, float]:
-        return self._trainer.step(
-            self._samples(claim),
+        samples = self._samples(claim)
+        self._halfway = True
+        metrics = self._trainer.step(
+            samples,
             step=claim.step,
             base_version=claim.base_version,
             max_staleness=self._max_staleness,
         )
+        self._halfway, self._newest = False, claim
+        return metrics
 
     def _samples(self, claim: Claim) -> Samples:
         shards = self._log.state.shards

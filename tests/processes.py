@@ -1,0 +1,74 @@
+"""Code that tests run in other processes; nothing here imports pytest, so a child starts in a tenth of a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from storage.object_store import open_store
+from storage.records import Session
+from storage.run_log import RunLog
+from storage.runs import RunBusy, open_run, trainer_lock
+
+_barrier: Any = None
+
+
+def run_together(function: Callable[..., Any], num_processes: int, *arguments: Any) -> list[Any]:
+    """Results of `function(rank, *arguments)` in as many fresh processes; `meet()` holds each until all are there."""
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(num_processes)
+    with context.Pool(num_processes, initializer=_remember, initargs=(barrier,)) as pool:
+        calls = [pool.apply_async(function, (rank, *arguments)) for rank in range(num_processes)]
+        return [call.get(timeout=120) for call in calls]
+
+
+def meet() -> None:
+    """Wait until every process of `run_together` is here."""
+    _barrier.wait(timeout=60)
+
+
+def race_for_keys(rank: int, uri: str, num_keys: int) -> list[int]:
+    """Which keys this process won; all of them reach for the same key at the same moment."""
+    store = open_store(uri)
+    won = []
+    for key in range(num_keys):
+        meet()
+        if store.put_if_absent(f"race/{key}", str(rank).encode()):
+            won.append(key)
+    return won
+
+
+def append_sessions(rank: int, uri: str, run_id: str, num_entries: int) -> None:
+    """Append this process's sessions to a run's log."""
+    log = RunLog(open_store(uri), run_id)
+    meet()
+    for number in range(num_entries):
+        log.append(Session(id=f"{rank}.{number}", code_version=""))
+
+
+def try_trainer_lock(uri: str, run_id: str) -> str:
+    """Why the lock was refused; empty when it was given."""
+    try:
+        with trainer_lock(open_run(open_store(uri), run_id)):
+            return ""
+    except RunBusy as error:
+        return str(error)
+
+
+def hold_trainer_lock(uri: str, run_id: str, held: Path) -> None:
+    """Take the lock, say so by making the file `held`, and die by kill −9 once that file is gone."""
+    with trainer_lock(open_run(open_store(uri), run_id)):
+        held.write_text(str(os.getpid()))
+        while held.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _remember(barrier: Any) -> None:
+    global _barrier
+    _barrier = barrier

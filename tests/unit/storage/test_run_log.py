@@ -1,0 +1,376 @@
+"""The log is the truth: its fold conserves every group, a retry changes nothing, and of two rivals one is refused."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from storage.claims import next_claim
+from storage.records import (
+    Alias,
+    Entry,
+    Evaluation,
+    GroupSummary,
+    Policy,
+    Quarantine,
+    Registration,
+    Session,
+    Step,
+)
+from storage.run_log import OUTCOMES, Conflict, LogDamaged, RunLog
+from tests.builders import BASE, MemoryStore, a_claim, a_log, a_shard, a_step, a_summary, local_store
+from tests.processes import append_sessions, run_together
+
+
+def _with_groups(num_groups: int = 4, **fields: Any) -> RunLog:
+    """A log with one shard `s0` of groups at positions 0, 1, …: three entries."""
+    log = a_log()
+    log.append(a_shard("s0", [a_summary(position, **fields) for position in range(num_groups)]))
+    return log
+
+
+def _evaluation(shard_id: str = "e0") -> Evaluation:
+    return Evaluation(version=0, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id=shard_id, seconds=1.0)
+
+
+def test_the_fold_tells_what_is_pending_what_is_done_and_what_is_live():
+    log = _with_groups(4)
+    claim = a_claim(log.state, trained=["0.task1"], filtered=["0.task0"], failed=["0.task3"])
+    state = log.append(a_step(log.state, claim))
+    log.append(Alias(name="rollout", version=1, checksum="sum"))
+    log.append(Registration(version=1, model_name="run", registry_version="7"))
+    log.append(_evaluation())
+    assert list(state.pending) == ["0.task2"] and state.pending_accepted == 1
+    assert state.outcomes == {"0.task1": "trained", "0.task0": "filtered", "0.task3": "failed"}
+    assert state.positions == {0, 1, 2, 3}
+    assert state.live is not None and state.live.version == 1 and state.step == 1
+    assert state.shard_of["0.task2"] == "s0"
+    assert state.aliases["rollout"].version == 1
+    assert state.registrations[1].registry_version == "7"
+    assert [evaluation.score for evaluation in state.evaluations] == [0.5]
+    assert state.counters() == {
+        "submitted": 4,
+        "trained": 1,
+        "filtered": 1,
+        "stale": 0,
+        "failed": 1,
+        "pending": 1,
+        "quarantined": 0,
+    }
+
+
+def test_another_process_folds_the_same_state():
+    log = _with_groups(2)
+    log.append(a_step(log.state, trained=["0.task0"]))
+    again = RunLog(log.store, "run")
+    assert again.refresh() == log.state
+    assert [entry.number for entry in again.entries] == list(range(log.state.entries))
+    assert log.state.started_at == log.entries[0].written_at
+
+
+def test_evaluation_groups_are_never_claimable():
+    log = a_log()
+    state = log.append(a_shard("e0", [a_summary(-1, group_id="eval0.task0")], is_eval=True))
+    assert "e0" in state.shards
+    assert not state.pending and not state.groups and not state.positions
+
+
+def test_quarantine_gives_pending_prompts_back_and_keeps_what_was_trained():
+    log = _with_groups(3)
+    log.append(a_step(log.state, trained=["0.task1"]))
+    state = log.append(Quarantine(shard_id="s0", reason="its sha256 differs"))
+    assert state.quarantined == {"s0": "its sha256 differs"}
+    assert state.positions == {1} and not state.pending
+    assert state.retries == Counter({0: 1, 2: 1})
+    assert state.counters()["submitted"] == state.counters()["trained"] == 1
+    state = log.append(a_shard("s1", [a_summary(0, group_id="0.task0.retry1")]))
+    assert state.positions == {0, 1} and list(state.pending) == ["0.task0.retry1"]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        Session(id="second", code_version="c0de"),
+        a_shard("s1", [a_summary(9)]),
+        _evaluation(),
+        Alias(name="rollout", version=0, checksum="sum"),
+        Registration(version=0, model_name="run", registry_version="1"),
+        Quarantine(shard_id="s0", reason="cut off"),
+        BASE,
+        "step",
+    ],
+    ids=lambda entry: type(entry).__name__,
+)
+def test_a_retried_append_is_a_no_op(entry: Entry | str):
+    log = _with_groups()
+    body = a_step(log.state, trained=["0.task0"]) if isinstance(entry, str) else entry
+    once = log.append(body).entries
+    assert log.append(body).entries == once
+    # The same call from a process that died in between and knows nothing yet.
+    assert RunLog(log.store, "run").append(body).entries == once
+
+
+def test_a_retried_step_is_recognised_by_its_policy_even_when_its_clock_differs():
+    log = _with_groups()
+    step = a_step(log.state, trained=["0.task0"])
+    log.append(step)
+    slower = Step(**{**vars(step), "metrics": {"loss": 0.5, "seconds": 9.0}})
+    assert log.append(slower).steps == [step]
+
+
+def test_appends_from_four_processes_are_dense_and_each_is_there_once(tmp_path: Path):
+    store = local_store(tmp_path)
+    log = a_log(store)
+    before = log.state.entries
+    run_together(append_sessions, 4, store.uri, "run", 25)
+    state = log.refresh()
+    added = Counter(session.id for session in state.sessions)
+    assert added == Counter({"first": 1, **{f"{rank}.{number}": 1 for rank in range(4) for number in range(25)}})
+    assert store.names("runs/run/log") == [f"{number:020d}.json" for number in range(before + 100)]
+
+
+class _Racing(MemoryStore):
+    """Lets a rival commit in the instant before or after our next entry."""
+
+    def __init__(self, log: RunLog, *, before: Entry | None = None, after: Entry | None = None) -> None:
+        super().__init__()
+        self.files = log.store.files  # type: ignore[attr-defined]
+        self.before, self.after = before, after
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        before, after, self.before, self.after = self.before, self.after, None, None
+        if before is not None:
+            RunLog(self, "run").append(before)
+        won = super().put_if_absent(key, data)
+        if after is not None:
+            RunLog(self, "run").append(after)
+        return won
+
+
+def test_a_lost_race_reads_the_winner_and_takes_the_next_number():
+    store = _Racing(a_log(), before=Session(id="rival", code_version=""))
+    state = RunLog(store, "run").append(Session(id="ours", code_version=""))
+    assert [session.id for session in state.sessions] == ["first", "rival", "ours"]
+
+
+def test_an_entry_that_is_overtaken_at_once_is_not_written_again():
+    store = _Racing(a_log(), after=Alias(name="rollout", version=0, checksum="rival"))
+    state = RunLog(store, "run").append(Alias(name="rollout", version=0, checksum="ours"))
+    assert state.entries == 4
+    assert state.aliases["rollout"].checksum == "rival"
+
+
+def test_a_second_trainer_is_refused_at_its_first_step():
+    log = _with_groups()
+    rival = RunLog(log.store, "run")
+    rival.refresh()
+    late = a_step(rival.state, trained=["0.task1"], attempt="rival")
+    log.append(a_step(log.state, trained=["0.task0"]))
+    entries = log.state.entries
+    with pytest.raises(Conflict, match="another trainer"):
+        rival.append(late)
+    assert log.refresh().entries == entries
+    assert rival.state == log.state
+
+
+def test_a_step_cannot_take_what_is_not_pending():
+    log = _with_groups()
+    log.append(a_step(log.state, trained=["0.task0"], stale=["0.task1"]))
+    for group_id in ("0.task0", "0.task1", "0.nonsense"):
+        claim = a_claim(log.state, trained=["0.task2"], failed=[group_id])
+        with pytest.raises(Conflict, match=f"not pending.*{group_id}"):
+            log.append(a_step(log.state, claim))
+
+
+def test_a_step_cannot_take_a_group_twice():
+    log = _with_groups()
+    with pytest.raises(Conflict, match=r"twice.*0\.task0"):
+        log.append(a_step(log.state, a_claim(log.state, trained=["0.task0"], stale=["0.task0"])))
+    assert log.refresh().step == 0
+
+
+def test_a_prompt_position_is_committed_once():
+    log = _with_groups(2)
+    with pytest.raises(Conflict, match=r"positions \[1\] are already committed"):
+        log.append(a_shard("s1", [a_summary(1, group_id="0.other"), a_summary(2)]))
+    assert log.refresh().positions == {0, 1}
+
+
+def test_a_group_is_committed_once():
+    """A data set that changed under the run puts a known task at a free position."""
+    log = _with_groups(2)
+    with pytest.raises(Conflict, match=r"0\.task0"):
+        log.append(a_shard("s1", [a_summary(7, group_id="0.task0")]))
+    with pytest.raises(Conflict, match=r"0\.task8"):
+        log.append(a_shard("s2", [a_summary(8), a_summary(9, group_id="0.task8")]))
+    with pytest.raises(Conflict, match=r"\[8\]"):
+        log.append(a_shard("s3", [a_summary(8), a_summary(8, group_id="0.task9")]))
+    assert RunLog(log.store, "run").refresh().counters()["submitted"] == 2
+
+
+def test_a_version_is_published_once():
+    log = _with_groups()
+    other = Policy(version=0, path="models/other", weights_sha256="1" * 64, parent=None)
+    with pytest.raises(Conflict, match="version 0 is already published"):
+        log.append(other)
+    step = a_step(log.state, trained=["0.task0"])
+    log.append(Policy(version=1, path="elsewhere", weights_sha256="1" * 64, parent=0))
+    with pytest.raises(Conflict, match="version 1 is already published"):
+        log.append(step)
+
+
+def test_only_a_known_shard_is_quarantined():
+    with pytest.raises(Conflict, match="s9 is not in this log"):
+        _with_groups().append(Quarantine(shard_id="s9", reason=""))
+
+
+_SESSION = {"number": 3, "kind": "session", "written_at": 1.0, "body": {"id": "x", "code_version": ""}}
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b'{"number": 3, "kind": "sess',
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        json.dumps({**_SESSION, "kind": "colour"}).encode(),
+        json.dumps({**_SESSION, "body": {"id": "x"}}).encode(),
+        json.dumps({**_SESSION, "body": []}).encode(),
+        json.dumps({key: value for key, value in _SESSION.items() if key != "written_at"}).encode(),
+        json.dumps({**_SESSION, "kind": "step", "body": {"claim": [], "metrics": []}}).encode(),
+        json.dumps({**_SESSION, "kind": "shard", "body": {"seconds": []}}).encode(),
+    ],
+)
+def test_a_broken_entry_is_damage_and_named(document: bytes):
+    log = _with_groups()
+    log.store.put("runs/run/log/00000000000000000003.json", document)
+    with pytest.raises(LogDamaged, match="00000000000000000003.json"):
+        log.refresh()
+
+
+def test_an_entry_that_contradicts_the_ones_before_is_damage():
+    log = _with_groups()
+    log.append(a_step(log.state, trained=["0.task0"]))
+    log.store.put("runs/run/log/00000000000000000004.json", log.store.get("runs/run/log/00000000000000000003.json"))
+    with pytest.raises(LogDamaged, match="log entry 4: step 1 does not follow step 1"):
+        log.refresh()
+
+
+def test_a_fold_that_lost_a_group_is_damage():
+    log = _with_groups()
+    del log.state.pending["0.task2"]
+    with pytest.raises(LogDamaged, match="conservation law"):
+        log.state.check()
+
+
+class ConservationLaw(RuleBasedStateMachine):
+    """Any order of shards, steps, quarantines, retries and late readers: every group is in exactly one state.
+
+    The model is a dictionary: group id → its state, kept by these rules and never read from the log.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = a_log()
+        self.late_reader = RunLog(self.log.store, "run")
+        self.states: dict[str, str] = {}
+        self.shards: dict[str, list[str]] = {}
+        self.position_of: dict[str, int] = {}
+        self.lost: list[int] = []
+        self.retries: Counter[int] = Counter()
+        self.next_position = 0
+        self.last: Entry = BASE
+
+    def _append(self, body: Entry) -> None:
+        self.log.append(body)
+        self.last = body
+
+    def _new_group(self, rewards: list[float | None], accepted: bool) -> GroupSummary:
+        if self.lost:
+            position = self.lost.pop(0)
+        else:
+            position, self.next_position = self.next_position, self.next_position + 1
+        retry = f".retry{self.retries[position]}" if self.retries[position] else ""
+        versions = {"version": self.log.state.step}
+        group_id = f"0.task{position}{retry}"
+        self.position_of[group_id] = position
+        return a_summary(position, group_id=group_id, rewards=rewards, accepted=accepted, **versions)
+
+    groups = st.lists(st.tuples(st.lists(st.sampled_from([1.0, 0.0, None]), min_size=3, max_size=3), st.booleans()))
+
+    @rule(wanted=groups)
+    def commit_a_shard(self, wanted: list[tuple[list[float | None], bool]]) -> None:
+        groups = [self._new_group(rewards, accepted) for rewards, accepted in wanted]
+        shard_id = f"s{self.log.state.entries}"
+        self._append(a_shard(shard_id, groups))
+        self.shards[shard_id] = [group.id for group in groups]
+        self.states |= {group.id: "pending" for group in groups}
+
+    @rule(batch_size=st.integers(1, 4), max_staleness=st.integers(0, 2))
+    def take_a_step(self, batch_size: int, max_staleness: int) -> None:
+        claim = next_claim(
+            self.log.state,
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            stale_policy="strict",
+            min_usable=2,
+        )
+        if claim is None:
+            return
+        self._append(a_step(self.log.state, claim))
+        for outcome in OUTCOMES:
+            for claimed in getattr(claim, outcome):
+                assert self.states[claimed.group_id] == "pending"
+                self.states[claimed.group_id] = outcome
+
+    @precondition(lambda self: self.shards)
+    @rule(choice=st.randoms())
+    def lose_a_shard(self, choice: Any) -> None:
+        shard_id = choice.choice(sorted(self.shards))
+        self._append(Quarantine(shard_id=shard_id, reason="lost"))
+        for group_id in self.shards.pop(shard_id):
+            if self.states[group_id] == "pending":
+                del self.states[group_id]
+                self.lost.append(self.position_of[group_id])
+                self.retries[self.position_of[group_id]] += 1
+
+    @rule()
+    def score_an_evaluation(self) -> None:
+        self._append(a_shard(f"e{self.log.state.entries}", [a_summary(-1, group_id="eval.task0")], is_eval=True))
+
+    @rule()
+    def retry_the_last_append(self) -> None:
+        entries = self.log.state.entries
+        assert RunLog(self.log.store, "run").append(self.last).entries == entries
+
+    @rule()
+    def read_late(self) -> None:
+        assert self.late_reader.refresh() == self.log.state
+
+    @invariant()
+    def every_group_is_in_exactly_one_state(self) -> None:
+        state = self.log.state
+        counters = state.counters()
+        assert counters["submitted"] == sum(counters[name] for name in (*OUTCOMES, "pending"))
+        assert {**state.outcomes, **dict.fromkeys(state.pending, "pending")} == self.states
+        assert len(state.outcomes) + len(state.pending) == len(self.states)
+        assert state.positions == {self.position_of[group_id] for group_id in self.states}
+        assert state.retries == self.retries
+
+    def teardown(self) -> None:
+        assert RunLog(self.log.store, "run").refresh() == self.log.state
+
+
+test_the_conservation_law_holds_after_any_entries = ConservationLaw.TestCase
+test_the_conservation_law_holds_after_any_entries.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None
+)

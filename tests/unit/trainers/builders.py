@@ -1,0 +1,205 @@
+"""Tiny inputs for trainer tests: a random 2-layer model, rows of tokens, and a run whose shards are made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from storage.digests import DIGEST_FILE, seal_folder, verify_folder
+from storage.object_store import LocalStore
+from storage.records import Message, Policy, RolloutGroup, RolloutTask, Sampling, Shard, Trajectory, Turn
+from storage.run_log import RunLog
+from storage.runs import create_run
+from storage.shard_codec import Provenance
+from storage.shards import commit_shard
+from trainers.config import TrainSettings
+from trainers.distributed import full
+from trainers.samples import Samples
+from trainers.trainer import Trainer
+from trainers.warmup import character_tokenizer
+
+CHARACTERS = "0123456789+="
+NO_CLIPPING = 1e9
+"""A gradient norm no test reaches, so that `gradients` are those of the loss."""
+
+
+def tiny_model(folder: Path, *, seed: int = 0, tied: bool = True, init_range: float = 0.2) -> Path:
+    """A sealed folder with a random model of 2 layers and the character tokenizer.
+
+    `init_range` is ten times the usual one: next to a nearly uniform model, a wrong mask would go unseen.
+    """
+    torch.manual_seed(seed)
+    tokenizer = character_tokenizer(set(CHARACTERS))
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        initializer_range=init_range,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    seal_folder(folder)
+    return folder
+
+
+def load_causal_lm(folder: Path) -> torch.nn.Module:
+    """The model as transformers alone loads it: the reference for everything packed, chunked and sharded."""
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+
+
+def logprobs_alone(causal_lm: torch.nn.Module, input_ids: Sequence[int], *, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probability of every token after the first, from one sequence in one plain forward pass; shape [T − 1]."""
+    ids = torch.tensor(list(input_ids))
+    log_p = (causal_lm(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)
+    return log_p[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One attempt of one turn."""
+
+    prompt: list[int]
+    reply: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    reward: float
+    group: int
+    attempt: int
+
+
+def random_rows(
+    folder: Path, *, num_groups: int = 4, attempts: int = 3, seed: int = 0, noise: float = 0.3, temperature: float = 1.0
+) -> list[Row]:
+    """Attempts of uneven length, as if sampled by a policy that differs from the folder's by `noise` per token."""
+    draw = np.random.default_rng(seed)
+    causal_lm = load_causal_lm(folder)
+    rows = []
+    for group in range(num_groups):
+        prompt = draw.integers(4, 16, size=draw.integers(2, 6)).tolist()
+        for attempt in range(attempts):
+            reply = draw.integers(1, 16, size=draw.integers(1, 9)).tolist()
+            with torch.no_grad():
+                exact = logprobs_alone(causal_lm, prompt + reply, temperature=temperature)[len(prompt) - 1 :].numpy()
+            rows.append(
+                Row(
+                    prompt=prompt,
+                    reply=reply,
+                    logprobs=np.minimum(exact + noise * draw.standard_normal(len(reply)), -1e-4).tolist(),
+                    versions=[0] * len(reply),
+                    reward=float(draw.random()),
+                    group=group,
+                    attempt=attempt,
+                )
+            )
+    return rows
+
+
+def samples_of(rows: Sequence[Row]) -> Samples:
+    """The flat arrays `gather_samples` would make of these rows."""
+    lengths = [len(row.prompt) + len(row.reply) for row in rows]
+    _, attempts_B = np.unique([(row.group, row.attempt) for row in rows], axis=0, return_inverse=True)
+    return Samples(
+        input_ids_T=np.concatenate([row.prompt + row.reply for row in rows]).astype(np.int64),
+        mask_T=np.concatenate([[False] * len(row.prompt) + [True] * len(row.reply) for row in rows]),
+        logprobs_T=np.concatenate([[0.0] * len(row.prompt) + row.logprobs for row in rows]).astype(np.float32),
+        versions_T=np.concatenate([[-1] * len(row.prompt) + row.versions for row in rows]).astype(np.int32),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        attempts_B=attempts_B.reshape(-1),
+        groups_B=np.array([row.group for row in rows], dtype=np.int32),
+        rewards_B=np.array([row.reward for row in rows], dtype=np.float32),
+    )
+
+
+def trainer_of(
+    folder: Path, *, learning_rate: float = 1e-3, temperature: float = 1.0, seed: int = 0, **settings: object
+) -> Trainer:
+    """A trainer on the CPU that does not clip gradients unless told to."""
+    chosen = TrainSettings.model_validate({"device": "cpu", "max_grad_norm": NO_CLIPPING, **settings})
+    return Trainer(folder, chosen, learning_rate=learning_rate, temperature=temperature, seed=seed)
+
+
+def take_step(trainer: Trainer, samples: Samples, *, step: int = 1, max_staleness: int = 0) -> dict[str, float]:
+    """One optimizer step on a policy whose version is the number of steps before."""
+    return trainer.step(samples, step=step, base_version=step - 1, max_staleness=max_staleness)
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Whole parameters by name, copied."""
+    return {name: full(parameter).clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Whole gradients of the last mini-batch by parameter name, copied."""
+    return {name: full(p.grad).clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+
+
+def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest absolute difference of any two elements; keys must agree."""
+    assert a.keys() == b.keys() and a
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def new_run(root: Path, model: Path) -> RunLog:
+    """A run in a fresh store under `root` whose base policy is a copy of the folder `model`."""
+    store = LocalStore(root / "store")
+    log = create_run(store, "run", {})
+    store.put_folder(model, "models/tiny", last=DIGEST_FILE)
+    log.append(Policy(version=0, path="models/tiny", weights_sha256=verify_folder(model), parent=None))
+    return log
+
+
+def group_of(rows: Sequence[Row], *, position: int) -> RolloutGroup:
+    """The rows as the attempts of one group."""
+    prompt = f"prompt {position}"
+    return RolloutGroup(
+        id=f"0.{prompt}",
+        task=RolloutTask(id=prompt, prompt=prompt),
+        position=position,
+        epoch=0,
+        expected=len(rows),
+        trajectories=[
+            Trajectory(
+                attempt=row.attempt,
+                turns=[
+                    Turn(
+                        context_ids=row.prompt,
+                        sampled_ids=row.reply,
+                        logprobs=row.logprobs,
+                        weight_versions=row.versions,
+                        finish_reason="stop",
+                    )
+                ],
+                messages=[Message(role="user", content=prompt)],
+                status="ok",
+                reward=row.reward,
+            )
+            for row in rows
+        ],
+    )
+
+
+def commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup]) -> Shard:
+    """Write the groups as one shard of the run."""
+    provenance = Provenance(
+        run_id=log.run_id,
+        shard_id=shard_id,
+        producer="test",
+        tokenizer_sha256="",
+        chat_template_sha256="",
+        config_sha256="",
+        code_version="",
+    )
+    return commit_shard(log, groups, provenance=provenance, sampling=Sampling())

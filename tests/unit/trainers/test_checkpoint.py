@@ -1,0 +1,131 @@
+"""What is saved loads elsewhere, and a resumed optimizer takes the very step an uninterrupted one takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from storage.digests import DIGEST_FILE, DigestMismatch, verify_folder
+from tests.unit.trainers.builders import (
+    largest_difference,
+    load_causal_lm,
+    logprobs_alone,
+    random_rows,
+    samples_of,
+    take_step,
+    tiny_model,
+    trainer_of,
+    weights,
+)
+from trainers.checkpoint import load_state, save_policy, save_state
+from trainers.packing import block_causal_mask, position_ids
+from trainers.samples import Samples
+
+_SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def samples(tiny_folder: Path) -> Samples:
+    return samples_of(random_rows(tiny_folder))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_policy_folder_loads_in_transformers_with_the_same_logprobs(
+    tmp_path: Path, tied: bool, samples: Samples
+) -> None:
+    base = tiny_model(tmp_path / "base", tied=tied)
+    trainer = trainer_of(base)
+    take_step(trainer, samples)
+    digest = save_policy(trainer.model, base, tmp_path / "policy", dtype=torch.float32)
+    assert verify_folder(tmp_path / "policy") == digest != verify_folder(base)
+
+    ids, length = torch.tensor(_SEQUENCE), [len(_SEQUENCE)]
+    with torch.no_grad():
+        expected, _ = trainer.model(ids, ids.roll(-1), position_ids(length), block_causal_mask(length), 1.0)
+        found = logprobs_alone(load_causal_lm(tmp_path / "policy"), _SEQUENCE)
+        before = logprobs_alone(load_causal_lm(base), _SEQUENCE)
+    torch.testing.assert_close(found, expected[:-1], atol=1e-6, rtol=0)
+    assert (found - before).abs().max() > 1e-4
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy").encode("1+2=") == AutoTokenizer.from_pretrained(
+        base
+    ).encode("1+2=")
+
+
+def test_a_saved_policy_holds_exactly_the_base_models_tensors(tmp_path: Path, tiny_folder: Path) -> None:
+    # An untrained policy saved in the base's own type is the base: same tensors, same values.
+    trainer = trainer_of(tiny_folder)
+    save_policy(trainer.model, tiny_folder, tmp_path / "policy", dtype=torch.float32)
+    base, saved = load_causal_lm(tiny_folder).state_dict(), load_causal_lm(tmp_path / "policy").state_dict()
+    assert largest_difference(base, saved) == 0
+
+
+def test_equal_weights_have_equal_digests_and_others_do_not(
+    tmp_path: Path, tiny_folder: Path, samples: Samples
+) -> None:
+    def digest_after(num_steps: int, name: str) -> str:
+        trainer = trainer_of(tiny_folder)
+        for step in range(1, num_steps + 1):
+            take_step(trainer, samples, step=step)
+        return save_policy(trainer.model, tiny_folder, tmp_path / name, dtype=torch.float32)
+
+    assert digest_after(1, "a") == digest_after(1, "b") != digest_after(2, "c")
+
+
+def test_weights_keep_the_type_they_are_asked_to_have(tmp_path: Path, tiny_folder: Path) -> None:
+    save_policy(trainer_of(tiny_folder).model, tiny_folder, tmp_path / "policy", dtype=torch.bfloat16)
+    from safetensors.torch import load_file
+
+    assert {t.dtype for t in load_file(tmp_path / "policy" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("save_after", [0, 2])
+def test_a_resumed_step_equals_the_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, tiny_folder: Path, samples: Samples, save_after: int
+) -> None:
+    steady = trainer_of(tiny_folder, weight_decay=0.1, num_minibatches=2)
+    for step in range(1, save_after + 1):
+        take_step(steady, samples, step=step)
+    save_state(steady.model, steady.optimizer, tmp_path / "state", step=save_after)
+    drawn = torch.rand(4)
+    metrics = [take_step(steady, samples, step=save_after + i) for i in (1, 2)]
+
+    resumed = trainer_of(tiny_folder, weight_decay=0.1, num_minibatches=2)
+    assert load_state(resumed.model, resumed.optimizer, tmp_path / "state") == save_after
+    assert torch.equal(torch.rand(4), drawn)
+    assert [take_step(resumed, samples, step=save_after + i) for i in (1, 2)] == metrics
+    assert largest_difference(weights(resumed), weights(steady)) == 0
+
+
+def _no_seal(folder: Path) -> None:
+    (folder / DIGEST_FILE).unlink()
+
+
+def _cut_off(folder: Path) -> None:
+    content = (folder / "state.safetensors").read_bytes()
+    (folder / "state.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def _missing_file(folder: Path) -> None:
+    (folder / "state.json").unlink()
+
+
+def _another_step(folder: Path) -> None:
+    (folder / "state.json").write_text(json.dumps({"step": 7}))
+
+
+@pytest.mark.parametrize("damage", [_no_seal, _cut_off, _missing_file, _another_step])
+def test_a_half_written_or_altered_state_is_refused_and_nothing_changes(
+    tmp_path: Path, tiny_folder: Path, samples: Samples, damage: object
+) -> None:
+    trainer = trainer_of(tiny_folder)
+    take_step(trainer, samples)
+    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=1)
+    damage(tmp_path / "state")  # type: ignore[operator]
+    fresh = trainer_of(tiny_folder)
+    before = weights(fresh)
+    with pytest.raises(DigestMismatch):
+        load_state(fresh.model, fresh.optimizer, tmp_path / "state")
+    assert largest_difference(weights(fresh), before) == 0
+    assert not fresh.optimizer.state

@@ -1,0 +1,229 @@
+"""A step is the paper's update, however it is cut into micro-batches, and the same every time."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.trainers.builders import (
+    Row,
+    gradients,
+    largest_difference,
+    load_causal_lm,
+    logprobs_alone,
+    random_rows,
+    samples_of,
+    take_step,
+    trainer_of,
+    weights,
+)
+from trainers.samples import Samples
+
+_CAP = 1.25
+
+
+@pytest.fixture(scope="module")
+def rows(tiny_folder: Path) -> list[Row]:
+    return random_rows(tiny_folder)
+
+
+@pytest.fixture(scope="module")
+def samples(rows: list[Row]) -> Samples:
+    return samples_of(rows)
+
+
+def _reference_loss(
+    folder: Path, rows: list[Row], *, temperature: float = 1.0, correct: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of GRPO written down naively: one sequence at a time, in transformers' own model."""
+    causal_lm = load_causal_lm(folder)
+    denominator = sum(len(row.reply) for row in rows)
+    total = torch.zeros(())
+    for row in rows:
+        siblings = [other.reward for other in rows if other.group == row.group]
+        advantage = (row.reward - np.mean(siblings)) / (np.std(siblings, ddof=1) + 1e-4)
+        new = logprobs_alone(causal_lm, row.prompt + row.reply, temperature=temperature)[len(row.prompt) - 1 :]
+        old = torch.tensor(row.logprobs)
+        weight = (new.detach() - old).exp().clamp(max=_CAP) if correct else torch.ones_like(old)
+        ratio = (new - (new.detach() if correct else old)).exp()
+        total = total + (weight * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)).sum()
+    loss = -total / denominator
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in causal_lm.named_parameters()}
+
+
+def _without_prefix(gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("causal_lm."): gradient for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_loss_and_gradient_equal_a_naive_implementation(tiny_folder: Path, temperature: float) -> None:
+    rows = random_rows(tiny_folder, temperature=temperature)
+    loss, expected = _reference_loss(tiny_folder, rows, temperature=temperature)
+    trainer = trainer_of(tiny_folder, temperature=temperature)
+    metrics = take_step(trainer, samples_of(rows))
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert largest_difference(_without_prefix(gradients(trainer)), expected) < 1e-6
+    assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(float((g**2).sum()) for g in expected.values())), rel=1e-5)
+    assert 0 < metrics["clip_fraction"] < 1  # both branches of the clip were taken
+
+
+def test_micro_batches_of_32_and_of_4096_tokens_give_the_same_step(tiny_folder: Path, samples: Samples) -> None:
+    small, large = (trainer_of(tiny_folder, tokens_per_microbatch=tokens) for tokens in (32, 4096))
+    metrics = [take_step(trainer, samples) for trainer in (small, large)]
+    assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-7)
+    assert largest_difference(gradients(small), gradients(large)) < 1e-6
+    assert largest_difference(weights(small), weights(large)) < 1e-6
+
+
+def test_the_order_of_groups_in_the_claim_does_not_matter(tiny_folder: Path, rows: list[Row], samples: Samples) -> None:
+    one, other = trainer_of(tiny_folder), trainer_of(tiny_folder)
+    take_step(one, samples)
+    take_step(other, samples_of(rows[::-1]))
+    assert largest_difference(gradients(one), gradients(other)) < 1e-6
+
+
+@pytest.mark.parametrize("stale_policy", ["strict", "correct"])
+def test_the_same_inputs_give_bit_identical_weights(tiny_folder: Path, samples: Samples, stale_policy: str) -> None:
+    found = []
+    for _ in range(2):
+        trainer = trainer_of(tiny_folder, num_minibatches=2, tokens_per_microbatch=32, stale_policy=stale_policy)
+        metrics = [take_step(trainer, samples, step=step) for step in (1, 2)]
+        found.append((metrics, weights(trainer)))
+    assert found[0][0] == found[1][0]
+    assert largest_difference(found[0][1], found[1][1]) == 0
+
+
+def test_the_seed_and_the_step_choose_the_mini_batches(tiny_folder: Path, samples: Samples) -> None:
+    def after(seed: int, step: int) -> dict[str, torch.Tensor]:
+        trainer = trainer_of(tiny_folder, num_minibatches=2, seed=seed)
+        take_step(trainer, samples, step=step)
+        return weights(trainer)
+
+    reference = after(0, 1)
+    assert any(largest_difference(reference, after(seed, 1)) > 0 for seed in range(1, 4))
+    assert any(largest_difference(reference, after(0, step)) > 0 for step in range(2, 5))
+
+
+def test_mini_batches_train_every_token_once(tiny_folder: Path, samples: Samples) -> None:
+    metrics = take_step(trainer_of(tiny_folder, num_minibatches=3), samples)
+    assert metrics["trained_tokens"] == samples.mask_T.sum()
+    assert metrics["trained_rows"] == samples.num_rows
+
+
+def _aged(rows: list[Row], is_stale: list[list[bool]]) -> list[Row]:
+    """Rows of version 2 whose stale tokens are of version 0."""
+    return [
+        dataclasses.replace(row, versions=[0 if stale else 2 for stale in flags])
+        for row, flags in zip(rows, is_stale, strict=True)
+    ]
+
+
+def _first_half_stale(rows: list[Row]) -> list[list[bool]]:
+    return [[index < len(row.reply) // 2 for index in range(len(row.reply))] for row in rows]
+
+
+def test_masked_tokens_leave_no_gradient(tiny_folder: Path, rows: list[Row]) -> None:
+    is_stale = _first_half_stale(rows)
+    wild = [
+        dataclasses.replace(row, logprobs=[-9.0 if s else p for s, p in zip(flags, row.logprobs, strict=True)])
+        for row, flags in zip(rows, is_stale, strict=True)
+    ]
+    found = []
+    for variant in (rows, wild):
+        trainer = trainer_of(tiny_folder, stale_policy="mask")
+        found.append((take_step(trainer, samples_of(_aged(variant, is_stale)), step=3, max_staleness=1), trainer))
+    assert largest_difference(gradients(found[0][1]), gradients(found[1][1])) == 0
+    num_stale, num_tokens = sum(map(sum, is_stale)), sum(map(len, is_stale))
+    assert found[0][0]["trained_tokens"] == num_tokens - num_stale
+    assert found[0][0]["masked_stale_fraction"] == pytest.approx(num_stale / num_tokens)
+    assert found[0][0]["staleness_max"] == 2
+    assert found[0][0]["staleness_mean"] == pytest.approx(2 * num_stale / num_tokens)
+
+
+def test_masking_does_not_make_the_remaining_tokens_louder(tiny_folder: Path, rows: list[Row]) -> None:
+    is_stale = _first_half_stale(rows)
+    masked, never_sampled = trainer_of(tiny_folder, stale_policy="mask"), trainer_of(tiny_folder)
+    take_step(masked, samples_of(_aged(rows, is_stale)), step=3, max_staleness=1)
+    samples = samples_of(rows)
+    fresh_T = samples.mask_T & ~np.concatenate(
+        [[False] * len(row.prompt) + flags for row, flags in zip(rows, is_stale, strict=True)]
+    )
+    take_step(never_sampled, dataclasses.replace(samples, mask_T=fresh_T))
+    # The same tokens are trained; the second one divides by their number alone.
+    share = fresh_T.sum() / samples.mask_T.sum()
+    expected = {name: gradient * share for name, gradient in gradients(never_sampled).items()}
+    assert largest_difference(gradients(masked), expected) < 1e-6
+
+
+@pytest.mark.parametrize("stale_policy", ["strict", "mask"])
+def test_tokens_within_the_bound_are_all_trained(tiny_folder: Path, rows: list[Row], stale_policy: str) -> None:
+    aged = samples_of(_aged(rows, _first_half_stale(rows)))
+    metrics = take_step(trainer_of(tiny_folder, stale_policy=stale_policy), aged, step=3, max_staleness=2)
+    assert metrics["trained_tokens"] == aged.mask_T.sum()
+    assert metrics["masked_stale_fraction"] == 0
+
+
+def test_correct_weighs_every_token_by_its_capped_importance(tiny_folder: Path, rows: list[Row]) -> None:
+    loss, expected = _reference_loss(tiny_folder, rows, correct=True)
+    trainer = trainer_of(tiny_folder, stale_policy="correct", importance_cap=_CAP, tokens_per_microbatch=32)
+    metrics = take_step(trainer, samples_of(rows))
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert largest_difference(_without_prefix(gradients(trainer)), expected) < 1e-6
+    assert metrics["clip_fraction"] == 0  # the clip is around the weights the step began with
+
+
+def test_correct_clips_around_the_start_of_the_step_in_every_mini_batch(tiny_folder: Path, rows: list[Row]) -> None:
+    # The same group twice, one optimizer update each: the second sees weights that moved.
+    twice = [*rows[:3], *(dataclasses.replace(row, group=1) for row in rows[:3])]
+    trainer = trainer_of(tiny_folder, stale_policy="correct", num_minibatches=2, learning_rate=0.05)
+    assert take_step(trainer, samples_of(twice))["clip_fraction"] > 0
+
+
+def test_a_forked_attempt_counts_once_in_its_group(tiny_folder: Path, rows: list[Row]) -> None:
+    first, second, third = (dataclasses.replace(row, reward=r) for row, r in zip(rows[:3], (1, 0, 0), strict=True))
+    samples = samples_of([first, first, second, third])  # two rows of one attempt
+    advantages, metrics = trainer_of(tiny_folder, scale="none")._advantages(samples)
+    assert advantages.tolist() == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
+    assert metrics["reward"] == pytest.approx(1 / 3)
+
+
+def test_groups_with_equal_rewards_give_no_gradient_and_are_counted(tiny_folder: Path, rows: list[Row]) -> None:
+    equal = [dataclasses.replace(row, reward=0.1) for row in rows]
+    trainer = trainer_of(tiny_folder, scale="none")
+    before = weights(trainer)
+    metrics = take_step(trainer, samples_of(equal))
+    assert metrics["fraction_groups_without_signal"] == 1.0
+    assert metrics["grad_norm"] == 0.0
+    assert largest_difference(weights(trainer), before) == 0
+
+
+def test_the_learning_rate_warms_up_linearly(tiny_folder: Path, samples: Samples) -> None:
+    trainer = trainer_of(tiny_folder, learning_rate=1e-3, warmup_steps=4)
+    start = weights(trainer)
+    rates = [take_step(trainer, samples, step=1)["learning_rate"]]
+    # Adam's first update is the learning rate times the gradient's sign.
+    assert largest_difference(weights(trainer), start) == pytest.approx(0.25e-3, rel=1e-2)
+    rates += [take_step(trainer, samples, step=step)["learning_rate"] for step in range(2, 7)]
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3, 1e-3])
+
+
+def test_without_warm_up_the_first_step_is_at_full_rate(tiny_folder: Path, samples: Samples) -> None:
+    assert take_step(trainer_of(tiny_folder, learning_rate=1e-3), samples)["learning_rate"] == 1e-3
+
+
+def test_the_gradient_norm_is_clipped_and_reported_unclipped(tiny_folder: Path, samples: Samples) -> None:
+    free, clipped = trainer_of(tiny_folder), trainer_of(tiny_folder, max_grad_norm=0.01)
+    norm = take_step(free, samples)["grad_norm"]
+    assert take_step(clipped, samples)["grad_norm"] == pytest.approx(norm)
+    clipped_norm = np.sqrt(sum(float((g**2).sum()) for g in gradients(clipped).values()))
+    assert norm > 0.01 and clipped_norm == pytest.approx(0.01, rel=1e-3)
+
+
+def test_bfloat16_computes_roughly_the_same_gradient_on_float32_weights(tiny_folder: Path, samples: Samples) -> None:
+    exact, rough = trainer_of(tiny_folder), trainer_of(tiny_folder, dtype="bfloat16")
+    norms = [take_step(trainer, samples)["grad_norm"] for trainer in (exact, rough)]
+    assert norms[1] == pytest.approx(norms[0], rel=0.1)
+    assert {tensor.dtype for tensor in weights(rough).values()} == {torch.float32}

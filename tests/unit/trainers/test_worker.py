@@ -1,0 +1,245 @@
+"""The worker commits a step once, resumes to the same weights, and never trains on weights the log does not name."""
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+from pytest import LogCaptureFixture
+
+from storage.claims import next_claim
+from storage.digests import verify_folder
+from storage.object_store import LocalStore, open_store
+from storage.records import Claim, Step
+from storage.run_log import Conflict, RunLog
+from storage.runs import open_run
+from storage.shards import DamagedShard
+from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows
+from trainers.config import TrainSettings
+from trainers.worker import PHASES, TrainerWorker
+
+_BATCH = 2
+
+
+@pytest.fixture
+def log(tmp_path: Path, tiny_folder: Path) -> RunLog:
+    """A run with three shards of two groups each: enough for three steps."""
+    log = new_run(tmp_path, tiny_folder)
+    rows = random_rows(tiny_folder, num_groups=6)
+    groups = [group_of([row for row in rows if row.group == p], position=p) for p in range(6)]
+    for number in range(3):
+        commit(log, f"shard-{number}", groups[2 * number : 2 * number + 2])
+    return log
+
+
+def _worker(log: RunLog, tmp_path: Path, *, learning_rate: float = 1e-3, **settings: object) -> TrainerWorker:
+    return TrainerWorker(
+        store_uri=log.store.uri,
+        run_id=log.run_id,
+        settings=TrainSettings.model_validate({"device": "cpu", **settings}),
+        learning_rate=learning_rate,
+        temperature=1.0,
+        max_staleness=8,
+        seed=0,
+        cache=str(tmp_path / "cache"),
+    )
+
+
+def _claim(log: RunLog, *, batch_size: int = _BATCH) -> Claim:
+    claim = next_claim(log.refresh(), batch_size=batch_size, max_staleness=8, stale_policy="strict", min_usable=2)
+    assert claim is not None
+    return claim
+
+
+def _train(worker: TrainerWorker, claim: Claim) -> Step:
+    phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
+    return worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id="session")
+
+
+def _train_steps(worker: TrainerWorker, log: RunLog, count: int) -> list[Step]:
+    return [_train(worker, _claim(log)) for _ in range(count)]
+
+
+def test_a_step_is_committed_with_its_policy_and_digests(log: RunLog, tmp_path: Path) -> None:
+    worker = _worker(log, tmp_path)
+    assert worker.start() == 0
+    claim = _claim(log)
+    step = _train(worker, claim)
+
+    state = log.refresh()
+    assert state.steps == [step] and step.claim == claim and step.session_id == "session"
+    assert state.live == step.policy and (step.policy.version, step.policy.parent) == (1, 0)
+    assert state.counters() == {
+        "submitted": 6, "trained": 2, "filtered": 0, "stale": 0, "failed": 0, "pending": 4, "quarantined": 0
+    }  # fmt: skip
+    assert step.shard_sha256 == {"shard-0": state.shards["shard-0"].sha256}
+    folder = open_store(log.store.uri).fetch_folder(step.policy.path, tmp_path)
+    assert verify_folder(folder) == step.policy.weights_sha256 != state.policies[0].weights_sha256
+    load_causal_lm(folder)
+    assert {f"{phase}_seconds" for phase in PHASES} < step.metrics.keys()
+    assert step.metrics["trained_tokens"] > 0 and step.metrics["tokens_per_second"] > 0
+    assert step.state_path is None  # checkpoint_every is 10
+
+
+def test_the_same_claim_again_returns_the_same_step_and_trains_nothing(log: RunLog, tmp_path: Path) -> None:
+    worker, once = _worker(log, tmp_path), _worker(log, tmp_path)
+    worker.start()
+    claim = _claim(log)
+    first = _train(worker, claim)
+    assert _train(worker, claim) == first
+    assert log.refresh().steps == [first]
+
+    # Had it trained twice, the next step would not be the one a worker makes that resumes after the first.
+    once.start()
+    second = _claim(log)
+    expected = _train(once, second)
+    assert expected.policy.weights_sha256 == _digest_of(worker, second)
+
+
+def _digest_of(worker: TrainerWorker, claim: Claim) -> str:
+    """What this worker's weights are after training on a claim, without committing it."""
+    import tempfile
+
+    import torch
+
+    from trainers.checkpoint import save_policy
+
+    worker._train(claim)
+    with tempfile.TemporaryDirectory() as scratch:
+        return save_policy(
+            worker._trainer.model, worker._base_folder, Path(scratch) / "policy", dtype=torch.float32
+        )
+
+
+def test_a_retry_after_a_failed_save_does_not_train_the_claim_twice(
+    log: RunLog, tmp_path: Path, tiny_folder: Path
+) -> None:
+    worker, twin = _worker(log, tmp_path), _worker(log, tmp_path)
+    worker.start(), twin.start()
+    claim = _claim(log)
+    blocker = tmp_path / "store" / log.key("policies")
+    blocker.write_text("a file where the folder should be")
+    with pytest.raises(OSError):
+        _train(worker, claim)
+    assert log.refresh().steps == []
+    blocker.unlink()
+    assert _train(worker, claim).policy.weights_sha256 == _digest_of(twin, claim)
+
+
+@pytest.mark.parametrize(("checkpoint_every", "replayed"), [(10, 2), (2, 0)])
+def test_a_fresh_worker_resumes_to_the_same_weights(
+    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, checkpoint_every: int, replayed: int
+) -> None:
+    steady = _worker(log, tmp_path, checkpoint_every=checkpoint_every, num_minibatches=2)
+    steady.start()
+    steps = _train_steps(steady, log, 2)
+    assert [step.state_path is not None for step in steps] == [False, checkpoint_every == 2]
+
+    resumed = _worker(log, tmp_path, checkpoint_every=checkpoint_every, num_minibatches=2)
+    with caplog.at_level(logging.WARNING):
+        assert resumed.start() == replayed
+    assert not caplog.records
+    third = _claim(log)
+    assert _train(resumed, third).policy.weights_sha256 == _digest_of(steady, third)
+
+
+def test_a_resume_starts_at_the_last_saved_state(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
+    steady = _worker(log, tmp_path, checkpoint_every=2)
+    steady.start()
+    steps = _train_steps(steady, log, 3)
+    assert [step.state_path is not None for step in steps] == [False, True, False]
+    with caplog.at_level(logging.WARNING):
+        assert _worker(log, tmp_path, checkpoint_every=2).start() == 1
+    assert not caplog.records  # the re-trained digest is the recorded one
+
+
+def test_a_resume_that_gives_other_weights_says_so(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
+    first = _worker(log, tmp_path)
+    first.start()
+    _train_steps(first, log, 1)
+    with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
+        _worker(log, tmp_path, learning_rate=2e-3).start()
+    assert "re-training up to step 1 gave weights" in caplog.text
+
+
+def test_the_trainer_that_commits_second_gets_a_conflict(log: RunLog, tmp_path: Path) -> None:
+    first, second = _worker(log, tmp_path), _worker(log, tmp_path)
+    first.start(), second.start()
+    claim, other = _claim(log, batch_size=2), _claim(log, batch_size=3)
+    committed = _train(first, claim)
+    with pytest.raises(Conflict, match="another trainer"):
+        _train(second, other)
+    assert log.refresh().steps == [committed]
+
+
+def test_a_trainer_that_missed_a_step_does_not_train_the_next_one(log: RunLog, tmp_path: Path) -> None:
+    first, second = _worker(log, tmp_path), _worker(log, tmp_path)
+    first.start(), second.start()
+    committed = _train(first, _claim(log))
+    # Its weights are still the base policy's: a step made from them would be recorded as made from version 1.
+    with pytest.raises(Conflict, match="not policy version 1"):
+        _train(second, _claim(log))
+    assert log.refresh().steps == [committed]
+    assert second.start() == 1
+    assert _train(second, _claim(log)).policy.version == 2
+
+
+def test_after_an_update_that_broke_off_nothing_is_trained_until_a_restart(log: RunLog, tmp_path: Path) -> None:
+    # Three mini-batches of two groups: the last one is empty and breaks, when two updates are done already.
+    worker = _worker(log, tmp_path, num_minibatches=3)
+    worker.start()
+    with pytest.raises(ValueError):
+        _train(worker, _claim(log))
+    with pytest.raises(Conflict, match="broke off"):
+        _train(worker, _claim(log))
+    assert log.refresh().steps == []
+
+
+def test_a_damaged_shard_is_found_before_any_weight_changes(log: RunLog, tmp_path: Path) -> None:
+    worker = _worker(log, tmp_path)
+    worker.start()
+    claim = _claim(log, batch_size=4)  # two shards, the second one damaged
+    assert isinstance(log.store, LocalStore)
+    path = log.store.root / log.shard_key("shard-1")
+    intact = path.read_bytes()
+    path.write_bytes(intact[:-100] + bytes(100))
+    before = {name: tensor.clone() for name, tensor in _weights(worker).items()}
+    with pytest.raises(DamagedShard, match="shard-1"):
+        _train(worker, claim)
+    assert log.refresh().steps == []
+    assert all((before[name] == tensor).all() for name, tensor in _weights(worker).items())
+    # Nothing was lost: a claim on what is whole trains.
+    assert _train(worker, _claim(log)).claim.step == 1
+
+
+def _weights(worker: TrainerWorker) -> dict:
+    from tests.unit.trainers.builders import weights
+
+    return weights(worker._trainer)
+
+
+def test_policies_keep_the_type_of_the_base_models_weights(tmp_path: Path, tiny_folder: Path) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoTokenizer
+
+    from storage.digests import seal_folder
+
+    base = tmp_path / "bfloat16"
+    load_causal_lm(tiny_folder).to(torch.bfloat16).save_pretrained(base)
+    AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(base)
+    seal_folder(base)
+    log = new_run(tmp_path, base)
+    rows = random_rows(tiny_folder, num_groups=2)
+    commit(log, "shard", [group_of([row for row in rows if row.group == p], position=p) for p in range(2)])
+    worker = _worker(log, tmp_path)
+    worker.start()
+    step = _train(worker, _claim(log))
+    tensors = load_file(log.store.fetch_folder(step.policy.path, tmp_path) / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_a_resume_with_a_lost_log_is_an_error(tmp_path: Path, tiny_folder: Path) -> None:
+    log = new_run(tmp_path, tiny_folder)
+    with pytest.raises(FileNotFoundError):
+        open_run(log.store, "another")
