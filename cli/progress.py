@@ -19,10 +19,12 @@ from storage.object_store import open_store
 from storage.records import Evaluation, LogEntry, Policy, Session, Step
 from storage.runs import open_run
 
-PHASES = ("generate", "reward", "commit", "train", "save", "publish", "idle")
 HEADER = (
-    f"{'step':>9}  {'reward':>6}  {'held-out':>8}  {'staleness':>9}  {'tokens/s':>8}  {'round':>6}   "
-    "time: generate reward commit train publish idle"
+    f"{'step':>8} {'reward':>6} {'held-out':>8} {'staleness':>10} {'tokens/s':>8} {'round':>6} "
+    f"{'gen':>4} {'rew':>4} {'com':>4} {'tra':>4} {'pub':>4} {'idle':>4}"
+)
+LEGEND = (
+    "time in % of the round: generate, reward, commit, train and save, publish, idle; overlapping phases exceed 100"
 )
 
 
@@ -92,27 +94,29 @@ class Follower:
                 )
             case Step() as step:
                 if not self._header_shown:
-                    self._console.print(f"[bold]{HEADER}[/]")
+                    self._console.print(f"[dim]{LEGEND}[/]")
+                    self._console.print(f"[bold]{HEADER}[/]", soft_wrap=True)
                     self._header_shown = True
-                self._console.print(self._row(step))
+                self._console.print(self._row(step), soft_wrap=True)
             case _:
                 pass
 
     def _row(self, step: Step) -> str:
         metrics = step.metrics
         score = "-" if self._score is None else f"{self._score:.3f}"
-        staleness = f"{metrics['staleness_mean']:.2f} ≤{metrics['staleness_max']:.0f}"
+        staleness = f"{metrics['staleness_mean']:.1f} max {metrics['staleness_max']:.0f}"
         return (
-            f"{step.claim.step:>4}/{self._steps:<4}  {metrics['reward']:>6.3f}  {score:>8}  {staleness:>9}  "
-            f"{metrics['tokens_per_second']:>8.0f}  {metrics['round_seconds']:>5.1f}s         {time_split(metrics)}"
+            f"{f'{step.claim.step}/{self._steps}':>8} {metrics['reward']:>6.3f} {score:>8} {staleness:>10} "
+            f"{metrics['tokens_per_second']:>8.0f} {metrics['round_seconds']:>5.1f}s {time_split(metrics)}"
         )
 
 
 def time_split(metrics: dict[str, float]) -> str:
     """Where a round's time went, in per cent of its wall-clock; phases that overlap add up to more than 100."""
-    seconds = {phase: metrics.get(f"{phase}_seconds", 0.0) for phase in PHASES}
-    seconds["publish"] += seconds.pop("save")
-    return " ".join(f"{100 * value / max(metrics['round_seconds'], 1e-9):>5.0f}%" for value in seconds.values())
+    seconds = {phase: metrics[f"{phase}_seconds"] for phase in ("generate", "reward", "commit")}
+    seconds["train"] = metrics["train_seconds"] + metrics["save_seconds"]
+    seconds |= {phase: metrics[f"{phase}_seconds"] for phase in ("publish", "idle")}
+    return " ".join(f"{100 * value / max(metrics['round_seconds'], 1e-9):>3.0f}%" for value in seconds.values())
 
 
 def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: Path) -> None:
@@ -138,14 +142,15 @@ def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: 
         ),
         soft_wrap=True,
     )
+    command = ".venv/bin/millrace"
     console.print(
         "next:\n"
-        f"  millrace status {config.run}                 the run in numbers; --json for scripts\n"
-        f"  millrace traj show {config.run} --worst      read the worst trajectory, with reward and versions\n"
-        f"  millrace eval {config.run} --version 0       score another policy version\n"
-        f"  millrace train {run_file} run={config.run}-async max_staleness=2\n"
-        "  make up                                     Prefect and MLflow in the browser, with this run's history",
-        highlight=False,
+        f"  {command} status {config.run}              [dim]# the run in numbers; --json for scripts[/]\n"
+        f"  {command} traj show {config.run} --worst   [dim]# the worst trajectories, with reward and versions[/]\n"
+        f"  {command} eval {config.run} --version 0    [dim]# score another policy version[/]\n"
+        f"  {command} train {run_file} run={config.run}-async max_staleness=2\n"
+        "  make up                                   [dim]# Prefect and MLflow in the browser, with this history[/]",
+        soft_wrap=True,
     )
 
 

@@ -142,7 +142,7 @@ def _run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:
 
 
 def _die_with_parent() -> None:
-    """Be killed when the raylet dies: a killed run must not leave a worker behind that still holds memory or commits."""
+    """Be killed when the raylet dies: a killed run must leave no worker behind that holds memory or commits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

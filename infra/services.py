@@ -165,9 +165,8 @@ def _run(arguments: list[str], project: Path, logs: Path, extra: dict[str, str])
     with open(logs / "deploy.log", "a") as log:
         log.write(done.stdout + done.stderr)
     if done.returncode:
-        raise ServiceFailed(
-            f"`prefect {' '.join(arguments[2:])}` failed, see {logs / 'deploy.log'}:\n{(done.stdout + done.stderr)[-800:]}"
-        )
+        command, output = " ".join(arguments[2:]), (done.stdout + done.stderr)[-800:]
+        raise ServiceFailed(f"`prefect {command}` failed, see {logs / 'deploy.log'}:\n{output}")
 
 
 def _wait_until_up(service: Service, path: str, logs: Path, *, timeout: float = 120) -> None:

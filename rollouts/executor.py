@@ -196,12 +196,8 @@ class Executor:
         if not self._finished:
             return not self._running and self.room <= 0
         limits = self._limits
-        size = sum(
-            len(turn.context_ids) + len(turn.sampled_ids)
-            for g in self._finished
-            for t in g.trajectories
-            for turn in t.turns
-        )
+        turns = [turn for group in self._finished for t in group.trajectories for turn in t.turns]
+        size = sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)
         return (
             sum(group.accepted for group in self._finished) >= limits.batch_size
             or size * 13 >= limits.shard_bytes  # int32 id + float32 logprob + int32 version + bool mask
@@ -306,8 +302,8 @@ class Executor:
                 returned = await self._workflow.run(task, chat)
             if not isinstance(returned, Score):
                 raise WrongWorkflow(
-                    f"{type(self._workflow).__name__}.run returned {type(returned).__name__}; one call plays one attempt "
-                    "and returns one Score. Grouping is `n_samples` in the run file"
+                    f"{type(self._workflow).__name__}.run returned {type(returned).__name__}; one call plays one "
+                    "attempt and returns one Score. Grouping is `n_samples` in the run file"
                 )
             score, status = returned, "truncated" if chat.cut_off else "ok"
         except WrongWorkflow:

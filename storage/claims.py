@@ -44,5 +44,7 @@ def next_claim(
             outcome, reason = claim.trained, ""
         outcome.append(ClaimedGroup(shard_id=state.shard_of[group_id], group_id=group_id, reason=reason))
         if len(claim.trained) == batch_size:
+            # Groups finish in any order; trained in prompt order, the same groups give bit-identical weights.
+            claim.trained.sort(key=lambda claimed: state.groups[claimed.group_id].position)
             return claim
     return None

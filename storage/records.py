@@ -147,7 +147,7 @@ class Trajectory:
     @property
     def usable(self) -> bool:
         """True when this attempt may be trained on."""
-        return self.status in TRAINABLE_STATUSES and self.reward is not None and bool(self.turns)
+        return self.status in TRAINABLE_STATUSES and self.reward is not None and any(t.sampled_ids for t in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,7 @@ class Claim:
     base_version: int
     """The policy version being trained."""
     trained: list[ClaimedGroup]
-    """In claim order."""
+    """In prompt order."""
     stale: list[ClaimedGroup]
     """Over the staleness bound under `strict`."""
     filtered: list[ClaimedGroup]

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from storage.digests import sha256_of_json
-from storage.records import Alias, Evaluation, LogEntry, Policy, Registration, Step, to_json
+from storage.records import Alias, Evaluation, LogEntry, Policy, Registration, Session, Step, to_json
 from storage.run_log import RunLog
 from storage.runs import run_config
 
@@ -41,13 +41,18 @@ class Registry:
         run_id = self._ensure_run()
         cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
         registered = []
+        seen = [entry.body for entry in self._log.entries[:cursor]]
+        # What made a version is the session before it, which need not be the one that tells MLflow.
+        code_version = next((body.code_version for body in reversed(seen) if isinstance(body, Session)), "")
         for entry in self._log.entries[cursor:]:
             match entry.body:
+                case Session() as session:
+                    code_version = session.code_version
                 case Policy() as policy:
-                    registered.append(self._register(run_id, policy, step=None))
+                    registered.append(self._register(run_id, policy, step=None, code_version=code_version))
                 case Step() as step:
                     self._log_shards(run_id, step)
-                    registered.append(self._register(run_id, step.policy, step=step))
+                    registered.append(self._register(run_id, step.policy, step=step, code_version=code_version))
                 case Alias() as alias:
                     version = self._find_version(run_id, alias.version)
                     assert version is not None, "the log names a policy before its alias"
@@ -125,7 +130,7 @@ class Registry:
             for shard_id, digest in step.shard_sha256.items()
         ]
 
-    def _register(self, run_id: str, policy: Policy, *, step: Step | None) -> Registration:
+    def _register(self, run_id: str, policy: Policy, *, step: Step | None, code_version: str) -> Registration:
         version = self._find_version(run_id, policy.version)
         if version is None:
             tags = {
@@ -134,7 +139,7 @@ class Registry:
                 "millrace.parent": "" if policy.parent is None else str(policy.parent),
                 "millrace.weights_sha256": policy.weights_sha256,
                 "millrace.config_sha256": sha256_of_json(run_config(self._log)),
-                "millrace.code_version": self._log.state.sessions[-1].code_version,
+                "millrace.code_version": code_version,
             }
             if step is not None:
                 shards = [{key: shard[key] for key in ("id", "sha256", "num_rows")} for shard in self._shards_of(step)]

@@ -15,7 +15,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.records import NOT_SAMPLED, GroupSummary, RolloutGroup, Sampling, Trajectory, Turn, to_json
+from storage.records import (
+    NOT_SAMPLED,
+    TRAINABLE_STATUSES,
+    GroupSummary,
+    RolloutGroup,
+    Sampling,
+    Trajectory,
+    Turn,
+    to_json,
+)
 
 SCHEMA_VERSION = 1
 
@@ -116,7 +125,9 @@ def summarise(group: RolloutGroup) -> GroupSummary:
     failures: dict[str, int] = {}
     for trajectory in group.trajectories:
         if not trajectory.usable:
-            status = trajectory.status if trajectory.status not in ("ok", "truncated") else "no_reward"
+            status = trajectory.status
+            if status in TRAINABLE_STATUSES:
+                status = "no_reward" if trajectory.reward is None else "no_tokens"
             failures[status] = failures.get(status, 0) + 1
     return GroupSummary(
         id=group.id,
@@ -189,7 +200,7 @@ def decode_shard(data: bytes, *, name: str) -> pa.Table:
     if missing:
         raise BadShard(f"shard {name}: columns {missing} are missing")
     check(table, name=name)
-    if metadata[b"content_sha256"].decode() != content_sha256(table):
+    if metadata.get(b"content_sha256", b"").decode() != content_sha256(table):
         raise BadShard(f"shard {name}: the token columns differ from content_sha256 in its metadata")
     return table
 
@@ -268,10 +279,12 @@ def _ragged(rows: Sequence[Sequence[Any]], dtype: type, list_type: pa.DataType) 
 
 
 def _sequence_turns(trajectory: Trajectory) -> list[list[Turn]]:
+    """The attempt's turns by training sequence; a sequence in which nothing was sampled trains nothing."""
     sequences: dict[int, list[Turn]] = {}
     for turn in trajectory.turns:
         sequences.setdefault(turn.sequence_idx, []).append(turn)
-    return [sequences[index] for index in sorted(sequences)]
+    ordered = [sequences[index] for index in sorted(sequences)]
+    return [turns for turns in ordered if any(turn.sampled_ids for turn in turns)]
 
 
 def _rows(group: RolloutGroup, sampling: Sampling, is_eval: bool, worker_id: str) -> Iterable[dict[str, Any]]:

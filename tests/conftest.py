@@ -1,29 +1,106 @@
-"""What several test folders share: no telemetry, and the character tokenizer of the models made here."""
+"""Fixtures several folders of tests share: a tiny base model, one set of services, runs of the real command."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from infra.environment import TELEMETRY_OFF
-from rollouts.chat_tokens import ChatTokens
 
-os.environ.update(TELEMETRY_OFF)
+PROJECT = Path(__file__).resolve().parent.parent
+MILLRACE = Path(sys.executable).parent / "millrace"
+SCRIPTED = PROJECT / "tests" / "flows" / "scripted.toml"
+
+
+def pytest_configure() -> None:
+    os.environ.update(TELEMETRY_OFF)
 
 
 @pytest.fixture(scope="session")
-def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the tokenizer of digits, `+` and `=`; making it imports torch, so it is made once."""
-    from trainers.warmup import character_tokenizer
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An arithmetic base model after two supervised steps: the right shape, and knowing nothing."""
+    from examples.arithmetic import Arithmetic
+    from trainers.warmup import make_base_model
 
-    folder = tmp_path_factory.mktemp("tokenizer")
-    character_tokenizer(set("0123456789+=")).save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("base") / "tiny"
+    make_base_model(
+        folder,
+        Arithmetic().demonstrations(200, seed=0),
+        hidden_size=32,
+        num_layers=2,
+        target_loss=0.1,
+        num_steps=2,
+        batch_size=16,
+        learning_rate=1e-3,
+        seed=0,
+    )
     return folder
 
 
+class Home:
+    """A state folder of its own, and the real command run against it."""
+
+    def __init__(self, path: Path, prefect_api: str) -> None:
+        self.path = path
+        self.environment = {**os.environ, "MILLRACE_HOME": str(path), "PREFECT_API_URL": prefect_api, "COLUMNS": "200"}
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start `millrace …` in a process group of its own."""
+        log = open(self.path / "output.txt", "a")  # noqa: SIM115 - the child keeps it
+        return subprocess.Popen(
+            [str(MILLRACE), *arguments],
+            env=self.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=PROJECT,
+        )
+
+    def run(self, *arguments: str, check: bool = True, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+        """Run `millrace …` to its end."""
+        done = subprocess.run(
+            [str(MILLRACE), *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            cwd=PROJECT,
+            timeout=timeout,
+        )
+        assert not check or done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{self.worker_logs()}"
+        return done
+
+    def status(self, run: str) -> dict[str, object]:
+        """`millrace status --json`."""
+        return dict(json.loads(self.run("status", run, "--json").stdout))
+
+    def worker_logs(self) -> str:
+        """The end of every worker's log, for a failing test's message."""
+        return "\n".join(f"== {f}\n{f.read_text()[-2000:]}" for f in self.path.glob("logs/*/*.log"))
+
+
 @pytest.fixture(scope="session")
-def tokens(tokenizer_folder: Path) -> ChatTokens:
-    """Ids: 0 pad, 1 end, 2 user, 3 assistant, 4 `+`, 5–14 the digits, 15 `=`."""
-    return ChatTokens.load(tokenizer_folder)
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Prefect server, MLflow server and worker, started as `make up` does and stopped at the end."""
+    home = tmp_path_factory.mktemp("services")
+    environment = {**os.environ, "MILLRACE_HOME": str(home)}
+    environment.pop("PREFECT_API_URL", None)
+    up = subprocess.run(
+        [str(MILLRACE), "up"], env=environment, capture_output=True, text=True, cwd=PROJECT, timeout=200
+    )
+    assert up.returncode == 0, up.stdout + up.stderr
+    services = {service["name"]: service for service in json.loads((home / "services.json").read_text())}
+    yield f"{services['prefect']['url']}/api"
+    subprocess.run([str(MILLRACE), "down"], env=environment, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def home(tmp_path: Path, prefect_api: str) -> Home:
+    """A fresh state folder, reporting to the shared Prefect server."""
+    return Home(tmp_path, prefect_api)

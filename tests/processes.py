@@ -51,7 +51,7 @@ def append_sessions(rank: int, uri: str, run_id: str, num_entries: int) -> None:
         log.append(Session(id=f"{rank}.{number}", code_version=""))
 
 
-def try_trainer_lock(uri: str, run_id: str) -> str:
+def try_trainer_lock(rank: int, uri: str, run_id: str) -> str:
     """Why the lock was refused; empty when it was given."""
     try:
         with trainer_lock(open_run(open_store(uri), run_id)):

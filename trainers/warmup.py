@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from storage.digests import seal_folder
 from storage.records import Message
@@ -97,24 +97,27 @@ def make_base_model(
     return mean_loss
 
 
-def character_tokenizer(characters: set[str]) -> PreTrainedTokenizerFast:
-    """One token per character, and special tokens for the two speakers and the end of a reply."""
-    vocabulary = {token: index for index, token in enumerate([*_SPECIAL, *sorted(characters)])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # `.` leaves out newlines
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+def character_tokenizer(characters: set[str]) -> Qwen2Tokenizer:
+    """One token per character (outside ASCII per byte), and special tokens for the two speakers and a reply's end.
+
+    It is a `Qwen2Tokenizer` without merges because AutoTokenizer makes one of whatever stands beside a Qwen2 model.
+    Characters it does not know are dropped.
+    """
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    symbols = {symbol for character in characters for symbol in to_bytes.pre_tokenize_str(character)[0][0]}
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate([*_SPECIAL, *sorted(symbols)])},
+        unk_token="<pad>",
         pad_token="<pad>",
         eos_token="<end>",
         additional_special_tokens=["<user>", "<assistant>"],
     )
-    fast.chat_template = _CHAT_TEMPLATE
-    return fast
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
 
 
 def _tensors(
-    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[Sequence[Message]]
+    tokenizer: Qwen2Tokenizer, demonstrations: Sequence[Sequence[Message]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded input ids and labels, each of shape [demonstrations, longest]; only the last reply has labels."""
 

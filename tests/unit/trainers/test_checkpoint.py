@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from storage.digests import DIGEST_FILE, DigestMismatch, verify_folder
@@ -75,8 +76,6 @@ def test_equal_weights_have_equal_digests_and_others_do_not(
 
 def test_weights_keep_the_type_they_are_asked_to_have(tmp_path: Path, tiny_folder: Path) -> None:
     save_policy(trainer_of(tiny_folder).model, tiny_folder, tmp_path / "policy", dtype=torch.bfloat16)
-    from safetensors.torch import load_file
-
     assert {t.dtype for t in load_file(tmp_path / "policy" / "model.safetensors").values()} == {torch.bfloat16}
 
 

@@ -109,7 +109,7 @@ def test_loss_and_gradient_equal_numpy_and_finite_differences() -> None:
     loss = clip_loss(**tensors, denominator=17.0, clip_low=0.2, clip_high=0.28).loss
     loss.backward()
     start = tensors["logprobs_T"].detach().numpy()
-    assert float(loss) == pytest.approx(_numpy_loss(start, tensors, 17.0), abs=1e-12)
+    assert loss.item() == pytest.approx(_numpy_loss(start, tensors, 17.0), abs=1e-12)
     for token in range(len(tokens)):
         bump = np.zeros(len(tokens))
         bump[token] = 1e-6

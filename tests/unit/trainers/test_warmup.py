@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from storage.digests import verify_folder
 from storage.records import Message
+from trainers.config import WarmupSettings
 from trainers.model import load_model
 from trainers.warmup import _tensors, character_tokenizer, make_base_model
 
@@ -20,10 +21,18 @@ def _chat(prompt: str, reply: str) -> list[Message]:
 _SUMS = [_chat(f"{a}+{b}=", str(a + b)) for a in range(5) for b in range(5)]
 
 
-def _make(folder: Path, *, num_steps: int = 3, target_loss: float = 0.01, seed: int = 0, num_layers: int = 2) -> float:
+def _make(
+    folder: Path,
+    *,
+    demonstrations: list[list[Message]] = _SUMS,
+    num_steps: int = 3,
+    target_loss: float = 0.01,
+    seed: int = 0,
+    num_layers: int = 2,
+) -> float:
     return make_base_model(
         folder,
-        _SUMS,
+        demonstrations,
         hidden_size=32,
         num_layers=num_layers,
         target_loss=target_loss,
@@ -71,12 +80,34 @@ def test_a_conversation_goes_through_the_chat_template_and_back() -> None:
     assert ids[: len(prompt)] == prompt and ids[-1] == tokenizer.eos_token_id
 
 
-@given(st.text(alphabet=" \n\t.,'!?0123abcé½½漢🙂", max_size=20))
-def test_any_text_of_known_characters_is_one_token_a_character_and_comes_back(text: str) -> None:
-    tokenizer = character_tokenizer(set(" \n\t.,'!?0123abcé½½漢🙂"))
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert len(ids) == len(text)
-    assert tokenizer.decode(ids) == text
+_ALPHABET = " \n\t.,'!?0123abcé½漢🙂"
+_LETTERS = character_tokenizer(set(_ALPHABET))
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
+    """A base model's tokenizer as everybody else gets it: AutoTokenizer looks at the model beside it."""
+    folder = tmp_path_factory.mktemp("letters") / "model"
+    _make(folder, num_steps=1, demonstrations=[_chat(_ALPHABET, "a")])
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@given(text=st.text(alphabet=_ALPHABET, max_size=20))
+def test_any_text_of_known_characters_comes_back_from_the_saved_tokenizer_too(
+    reloaded: PreTrainedTokenizerFast, text: str
+) -> None:
+    ids = _LETTERS(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert _LETTERS.decode(ids) == text
+    assert reloaded(text, add_special_tokens=False)["input_ids"] == ids
+    assert reloaded.decode(ids) == text
+
+
+def test_the_saved_tokenizer_has_the_same_vocabulary_and_no_id_beyond_the_embeddings(
+    reloaded: PreTrainedTokenizerFast,
+) -> None:
+    assert reloaded.get_vocab() == _LETTERS.get_vocab()
+    assert sorted(reloaded.get_vocab().values()) == list(range(4 + len(set(_ALPHABET.encode()))))
 
 
 def test_only_the_last_reply_is_learnt() -> None:
@@ -90,7 +121,5 @@ def test_only_the_last_reply_is_learnt() -> None:
 
 @pytest.mark.parametrize("hidden_size", [33, 48, 100])
 def test_a_width_the_heads_cannot_share_is_refused_at_once(hidden_size: int) -> None:
-    from trainers.config import WarmupSettings
-
     with pytest.raises(ValueError, match="multiple of 32"):
         WarmupSettings(hidden_size=hidden_size)

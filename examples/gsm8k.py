@@ -1,0 +1,35 @@
+"""Grade-school maths, one turn: think, then give the final answer after ####.
+
+In: `dataset`, JSONL or Parquet with `question` and `answer` (GSM8K's layout), split by file. Out: reward 1 for the
+right final number, 0 for a wrong one or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollouts.chat import Chat
+from rollouts.datasets import read_dataset
+from rollouts.rewards import gsm8k
+from rollouts.scoring import score
+from rollouts.workflow import RolloutWorkflow, Score
+from storage.records import RolloutTask
+
+INSTRUCTION = "Think step by step. Write the final answer as a number after ####."
+
+
+class Gsm8k(RolloutWorkflow):
+    """Needs `dataset` in the run file: a folder with train and test files, or a hub id such as openai/gsm8k."""
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        if self.dataset is None:
+            raise ValueError("dataset must be set: a folder with train.jsonl and test.jsonl, or openai/gsm8k")
+        rows = read_dataset(self.dataset, split, required=["question", "answer"])
+        return [
+            RolloutTask(id=f"{split}-{number}", prompt=row["question"], answer=row["answer"])
+            for number, row in enumerate(rows)
+        ]
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        reply = await chat.ask(f"{task.prompt}\n{INSTRUCTION}")
+        return await score(gsm8k, reply, task.answer)

@@ -1,0 +1,61 @@
+"""kill -9 of the whole process group, again and again, and the run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from storage.object_store import LocalStore
+from storage.run_log import RunLog, RunState
+from tests.conftest import SCRIPTED, Home
+
+KILLS = 10
+STEPS = 12
+
+
+def _state(home: Home, run: str) -> RunState:
+    """The fold of the log as it stands; `refresh` checks the conservation law."""
+    log = RunLog(LocalStore(home.path / "store"), run)
+    return log.refresh()
+
+
+def _kill_after_entries(home: Home, process: subprocess.Popen[str], run: str, entries: int, moment: float) -> bool:
+    """Kill the group `moment` seconds after the log reaches `entries`; False when the run ended before."""
+    deadline = time.monotonic() + 240
+    while _state(home, run).entries < entries:
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, f"no progress: {_state(home, run).counters()}\n{home.worker_logs()}"
+        time.sleep(0.02)
+    time.sleep(moment)  # the random moment itself
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return True
+
+
+def test_ten_kills_lose_nothing_and_change_nothing(home: Home, base_model: Path) -> None:
+    arguments = ["train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0"]
+    home.run(*arguments, "run=undisturbed")
+    draw = random.Random(7)
+    committed: set[str] = set()
+    kills = 0
+    for _ in range(KILLS):
+        process = home.start(*arguments, "run=killed")
+        target = _state(home, "killed").entries + draw.randint(1, 5)
+        kills += _kill_after_entries(home, process, "killed", target, draw.uniform(0, 0.3))
+        state = _state(home, "killed")
+        assert committed <= state.groups.keys(), "a committed group was lost"
+        committed = set(state.groups)
+        assert state.step <= STEPS
+    assert kills == KILLS, home.worker_logs()
+    home.run(*arguments, "run=killed")
+    killed, undisturbed = _state(home, "killed"), _state(home, "undisturbed")
+    assert killed.step == STEPS and killed.positions == set(range(4 * STEPS)), "a prompt was skipped"
+    prompts = [killed.groups[g.group_id].prompt_id for step in killed.steps for g in step.claim.trained]
+    assert len(prompts) == len(set(prompts)) == 4 * STEPS, "a prompt was trained twice"
+    assert killed.live is not None and undisturbed.live is not None
+    assert killed.live.weights_sha256 == undisturbed.live.weights_sha256

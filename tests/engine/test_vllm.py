@@ -1,0 +1,60 @@
+"""The real engine: versions, logprobs, swaps under running requests; and a whole run on it, killed once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.object_store import LocalStore
+from storage.run_log import RunLog
+from tests.conftest import PROJECT, Home
+
+pytestmark = pytest.mark.engine
+
+ARITHMETIC = PROJECT / "examples" / "arithmetic.toml"
+
+
+def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path) -> None:
+    """vLLM starts child processes by re-importing `__main__`, so it gets a process that is not pytest."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.check_engine", str(base_model), str(tmp_path)],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "all checks passed" in done.stdout
+
+
+def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: Home, base_model: Path) -> None:
+    arguments = ["train", str(ARITHMETIC), f"model={base_model}", "steps=4", "batch_size=8", "evaluation.num_tasks=16"]
+    arguments += ["train.checkpoint_every=2", "evaluation.every=2"]
+    process = home.start(*arguments)
+    log = RunLog(LocalStore(home.path / "store"), "arithmetic")
+    deadline = time.monotonic() + 240
+    while log.refresh().step < 1:
+        assert process.poll() is None, (home.path / "output.txt").read_text() + home.worker_logs()
+        assert time.monotonic() < deadline, home.worker_logs()
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], f"left behind: {alive}"
+    committed = set(log.refresh().groups)
+    home.run(*arguments)
+    state = log.refresh()
+    assert committed <= state.groups.keys()
+    assert state.step == 4 and state.positions == set(range(32))
+    assert [evaluation.version for evaluation in state.evaluations] == [0, 2, 4]
+    # The engine computes what the trainer computes: the gap is rounding, not another policy.
+    assert all(step.metrics["logprob_gap"] < 0.2 for step in state.steps)

@@ -1,0 +1,162 @@
+"""Whole runs through the real command, with a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from storage.object_store import LocalStore
+from storage.run_log import RunLog
+from storage.runs import open_run
+from storage.shards import read_shard
+from tests.conftest import SCRIPTED, Home
+
+
+def _log(home: Home, run: str = "scripted") -> RunLog:
+    return open_run(LocalStore(home.path / "store"), run)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, base_model: Path) -> Home:
+    """One finished run, read by several tests."""
+    home = Home(tmp_path_factory.mktemp("finished"), prefect_api)
+    home.run("train", str(SCRIPTED), f"model={base_model}")
+    return home
+
+
+def test_a_run_trains_every_prompt_once_and_says_so(finished: Home) -> None:
+    status = finished.status("scripted")
+    assert status["step"] == status["weight_version"] == 6
+    assert status["submitted"] == status["trained"] == 24
+    assert status["pending"] == status["stale"] == status["filtered"] == status["failed"] == 0
+    assert status["accuracy_before"] is not None and status["accuracy_after"] is not None
+    assert status["mlflow_model"] == "scripted" and status["mlflow_version"] == "7"
+    assert _log(finished).state.positions == set(range(24))
+
+
+def test_synchronous_training_uses_only_tokens_of_the_policy_being_trained(finished: Home) -> None:
+    log = _log(finished)
+    for step in log.state.steps:
+        for claimed in step.claim.trained:
+            group = log.state.groups[claimed.group_id]
+            assert group.head_version == group.tail_version == step.claim.base_version
+
+
+def test_evaluation_rows_are_kept_apart_and_of_one_version(finished: Home) -> None:
+    log = _log(finished)
+    assert [evaluation.version for evaluation in log.state.evaluations] == [0, 3, 6]
+    for evaluation in log.state.evaluations:
+        shard = log.state.shards[evaluation.shard_id]
+        assert shard.is_eval and shard.head_version == shard.tail_version == evaluation.version
+        assert all(row["is_eval"] for row in read_shard(log, shard).to_pylist())
+
+
+def test_a_model_version_leads_to_the_shards_its_step_consumed(finished: Home) -> None:
+    import mlflow
+
+    client = mlflow.MlflowClient(f"sqlite:///{finished.path / 'mlflow.db'}")
+    version = client.get_model_version_by_alias("scripted", "rollout")
+    step = _log(finished).state.steps[-1]
+    assert version.tags["millrace.step"] == "6" and version.tags["millrace.parent"] == "5"
+    assert version.tags["millrace.weights_sha256"] == step.policy.weights_sha256
+    assert {s["id"]: s["sha256"] for s in json.loads(version.tags["millrace.shards"])} == step.shard_sha256
+    inputs = client.get_run(version.run_id).inputs.dataset_inputs
+    source = next(i.dataset.source for i in inputs if i.dataset.digest == version.tags["millrace.dataset_digest"])
+    assert [shard["sha256"] for shard in json.loads(source)] == list(step.shard_sha256.values())
+
+
+def test_a_finished_run_started_again_does_nothing_more(finished: Home) -> None:
+    before = _log(finished).state
+    finished.run("train", str(SCRIPTED), *_model_of(finished))
+    after = _log(finished).state
+    assert after.step == before.step and after.shards.keys() == before.shards.keys()
+
+
+def _model_of(home: Home) -> list[str]:
+    config = json.loads((home.path / "store/runs/scripted/run.json").read_text())["config"]
+    return [f"model={config['model']}"]
+
+
+def test_another_configuration_under_the_same_run_id_is_refused(finished: Home) -> None:
+    done = finished.run("train", str(SCRIPTED), *_model_of(finished), "batch_size=8", check=False)
+    assert done.returncode == 2
+    assert "batch_size (4 → 8)" in done.stderr and "scripted-2" in done.stderr
+
+
+def test_a_trajectory_is_shown_with_reward_and_versions(finished: Home) -> None:
+    shown = finished.run("traj", "show", "scripted", "--worst").stdout
+    assert "reward 0 (exact 0)" in shown and "user" in shown and "@" in shown
+
+
+def test_runs_that_overlap_training_and_rollouts_stay_within_the_bound(home: Home, base_model: Path) -> None:
+    home.run("train", str(SCRIPTED), f"model={base_model}", "max_staleness=2", "steps=8")
+    log = _log(home)
+    assert log.state.step == 8
+    lags = [step.metrics["staleness_max"] for step in log.state.steps]
+    assert max(lags) <= 2
+    assert log.state.counters()["trained"] == 32
+
+
+def test_a_damaged_shard_is_quarantined_and_its_prompts_run_again(home: Home, base_model: Path) -> None:
+    home.run("train", str(SCRIPTED), f"model={base_model}", "steps=2")
+    log = _log(home)
+    pending = RunLog(log.store, "scripted")
+    pending.refresh()
+    # A shard that was committed, and then rotted before any step could use it.
+    victim = _commit_one_more_shard(home)
+    path = home.path / "store" / log.shard_key(victim)
+    path.write_bytes(path.read_bytes()[:-40])
+    home.run("train", str(SCRIPTED), f"model={base_model}", "steps=4")
+    state = _log(home).state
+    assert victim in state.quarantined and "sha256 differs" in state.quarantined[victim]
+    assert state.step == 4 and state.positions == set(range(16))
+    assert sum(".retry1" in group_id for group_id in state.groups) == 4
+
+
+def _commit_one_more_shard(home: Home) -> str:
+    """Copy the last training shard's rows under the next four prompts."""
+    from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+    from storage.shard_codec import Provenance
+    from storage.shards import commit_shard
+
+    log = _log(home)
+    groups = []
+    for position in range(8, 12):
+        turn = Turn(
+            context_ids=[2, 5], sampled_ids=[6, 1], logprobs=[-1.0, -1.0], weight_versions=[2, 2], finish_reason="stop"
+        )
+        attempts = [
+            Trajectory(attempt=i, turns=[turn], messages=[], status="ok", reward=float(i % 2)) for i in range(4)
+        ]
+        groups.append(
+            RolloutGroup(
+                id=f"0.by-hand-{position}",
+                task=RolloutTask(id=f"by-hand-{position}", prompt=""),
+                position=position,
+                epoch=0,
+                expected=4,
+                trajectories=attempts,
+            )
+        )
+    provenance = Provenance(
+        run_id="scripted",
+        shard_id="by-hand",
+        producer="test",
+        tokenizer_sha256="",
+        chat_template_sha256="",
+        config_sha256="",
+        code_version="",
+    )
+    commit_shard(log, groups, provenance=provenance, sampling=Sampling())
+    return "by-hand"
+
+
+def test_two_trainers_of_one_run_the_second_is_refused(home: Home, base_model: Path) -> None:
+    from storage.runs import trainer_lock
+
+    home.run("train", str(SCRIPTED), f"model={base_model}", "steps=1")
+    with trainer_lock(_log(home)):
+        done = home.run("train", str(SCRIPTED), f"model={base_model}", "steps=2", check=False)
+    assert done.returncode == 2 and "is being trained by process" in done.stderr

@@ -1,0 +1,173 @@
+"""A run file that cannot work is refused before anything starts, in a sentence that says what to change."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from flows.config import ConfigError, RunConfig, Settings, load_run_file, make_config
+
+_ROOT = Path(__file__).parents[3]
+
+
+def _config(**keys: Any) -> RunConfig:
+    return make_config({"workflow": "examples.arithmetic:Arithmetic", **keys}, source="run.toml")
+
+
+def _error(**keys: Any) -> str:
+    """What the user reads, without the first line, which names the file."""
+    with pytest.raises(ConfigError) as raised:
+        _config(**keys)
+    first, *rest = str(raised.value).split("\n")
+    assert first == "run.toml:"
+    return "\n".join(line.strip() for line in rest)
+
+
+def _file(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_only_the_workflow_must_be_set() -> None:
+    assert _config().n_samples == 8
+    with pytest.raises(ConfigError, match="workflow: must be set"):
+        make_config({}, source="run.toml")
+
+
+def test_an_unknown_key_suggests_the_nearest_one() -> None:
+    assert _error(batchsize=3) == "batchsize: no such key; did you mean 'batch_size'?"
+    assert _error(train={"scal": "std"}) == "train.scal: no such key; did you mean 'scale'?"
+    assert _error(trian={}) == "trian: no such key; did you mean 'train'?"
+
+
+def test_an_unknown_key_far_from_all_others_lists_those_there_are() -> None:
+    assert _error(sampling={"zzz": 1}) == "sampling.zzz: no such key; there are: temperature, max_tokens"
+
+
+def test_several_errors_come_at_once() -> None:
+    lines = _error(batchsize=3, learning_rate=-1.0, train={"scal": "std", "clip_low": 2}, max_staleness=-1)
+    assert [line.partition(":")[0] for line in lines.split("\n")] == [
+        "train.clip_low = 2",
+        "train.scal",
+        "max_staleness = -1",
+        "learning_rate = -1.0",
+        "batchsize",
+    ]
+
+
+def test_several_settings_that_do_not_fit_together_come_at_once() -> None:
+    lines = _error(n_samples=1, batch_size=1, train={"num_minibatches": 2}, rollout={"drop_uniform_groups": True})
+    assert len(lines.split("\n")) == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"max_staleness": -1}, "max_staleness = -1: Input should be greater than or equal to 0"),
+        ({"seed": -1}, "seed = -1: Input should be greater than or equal to 0"),
+        ({"learning_rate": 0}, "learning_rate = 0: Input should be greater than 0"),
+        ({"train": {"scale": "sdt"}}, "train.scale = 'sdt': Input should be 'std' or 'none'"),
+        ({"steps": "many"}, "steps = 'many': Input should be a valid integer"),
+        ({"train": 5}, "train = 5: Input should be a valid dictionary or instance of TrainSettings"),
+        ({"n_samples": 1, "rollout": {"min_usable": 1}}, "use n_samples of 2 or more"),
+        ({"n_samples": 2, "rollout": {"min_usable": 3}}, "rollout.min_usable = 3 is above n_samples = 2"),
+        ({"batch_size": 2, "train": {"num_minibatches": 3}}, "train.num_minibatches = 3 is above batch_size = 2"),
+        ({"sampling": {"max_tokens": 64}, "engine": {"max_model_len": 64}}, "leaves no room for a prompt"),
+        (
+            {
+                "n_samples": 1,
+                "train": {"scale": "none"},
+                "rollout": {"min_usable": 1, "drop_uniform_groups": True},
+            },
+            "rejects every group; raise n_samples",
+        ),
+    ],
+)
+def test_a_value_that_cannot_work_is_named_with_what_to_do(keys: dict[str, Any], sentence: str) -> None:
+    assert sentence in _error(**keys)
+    assert len(_error(**keys).split("\n")) == 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"n_samples": 1, "train": {"scale": "none"}, "rollout": {"min_usable": 1}},
+        {"n_samples": 2, "rollout": {"min_usable": 2}},
+        {"batch_size": 2, "train": {"num_minibatches": 2}},
+        {"sampling": {"max_tokens": 63}, "engine": {"max_model_len": 64}},
+        {"steps": 0},
+        {"engine": {"vllm": {"anything": {"goes": 1}}}},
+    ],
+)
+def test_the_nearest_value_that_can_work_is_accepted(keys: dict[str, Any]) -> None:
+    _config(**keys)
+
+
+def test_bad_toml_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.toml is not valid TOML: .*line 2"):
+        load_run_file(_file(tmp_path, 'workflow = "a"\nsteps = = 3\n'))
+    with pytest.raises(ConfigError, match=r"no run file .*missing\.toml"):
+        load_run_file(tmp_path / "missing.toml")
+
+
+def test_the_error_of_a_file_names_the_file(tmp_path: Path) -> None:
+    path = _file(tmp_path, 'workflow = "a:B"\nstep = 3\n')
+    with pytest.raises(ConfigError) as raised:
+        load_run_file(path)
+    assert str(raised.value) == f"{path}:\n  step: no such key; did you mean 'steps'?"
+
+
+def test_dotted_overrides_reach_into_tables_that_are_there_or_not(tmp_path: Path) -> None:
+    path = _file(tmp_path, 'workflow = "a:B"\nsteps = 3\n[train]\nclip_low = 0.1\n')
+    overrides = {"steps": 5, "train.scale": "none", "engine.vllm.dtype": "float32"}
+    config = load_run_file(path, overrides)
+    assert (config.steps, config.train.scale, config.train.clip_low) == (5, "none", 0.1)
+    assert config.engine.vllm == {"dtype": "float32"}
+
+
+def test_a_bad_override_is_an_error_like_any_other(tmp_path: Path) -> None:
+    path = _file(tmp_path, 'workflow = "a:B"\nsteps = 3\n')
+    with pytest.raises(ConfigError, match=r"train\.scal: no such key; did you mean 'scale'\?"):
+        load_run_file(path, {"train.scal": "none"})
+    with pytest.raises(ConfigError, match="cannot set steps.more, because steps is no table but 3"):
+        load_run_file(path, {"steps.more": 1})
+
+
+def test_settings_are_the_tables_without_the_common_knobs() -> None:
+    config = _config(train={"clip_low": 0.1}, evaluation={"every": 3})
+    assert config.settings == Settings.model_validate({"train": {"clip_low": 0.1}, "evaluation": {"every": 3}})
+    again = _config(**config.settings.model_dump())
+    assert again == config
+
+
+def test_every_example_is_a_valid_run_file() -> None:
+    run_files = sorted((_ROOT / "examples").glob("*.toml"))
+    assert run_files
+    for path in run_files:
+        load_run_file(path)
+
+
+def _settings_classes(model: type[BaseModel]) -> list[type[BaseModel]]:
+    inner = [field.annotation for field in model.model_fields.values()]
+    nested = [kind for kind in inner if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return [model, *(found for kind in nested for found in _settings_classes(kind))]
+
+
+_CLASSES = _settings_classes(RunConfig)
+
+
+def test_there_is_one_settings_class_per_table() -> None:
+    assert len(_CLASSES) == 1 + len(Settings.model_fields)
+
+
+@pytest.mark.parametrize("model", [*_CLASSES, Settings], ids=lambda model: model.__name__)
+def test_every_field_has_a_help_text_and_no_class_takes_unknown_keys(model: type[BaseModel]) -> None:
+    assert model.model_config["extra"] == "forbid"
+    assert [name for name, field in model.model_fields.items() if not field.description] == []
+
+
+def test_the_form_shows_the_help_texts() -> None:
+    schema = Settings.model_json_schema()
+    assert schema["$defs"]["TrainSettings"]["properties"]["scale"]["description"].startswith("Divide a group's")

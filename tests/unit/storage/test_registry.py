@@ -1,0 +1,183 @@
+"""MLflow shows what the log says: every version, and which shards made it; and it can be made anew from the log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.digests import sha256_of_json
+from storage.records import Alias, Evaluation, Session
+from storage.registry import Registry, dataset_digest, prepare_database
+from storage.run_log import RunLog
+from storage.runs import create_run, run_config
+from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
+
+CONFIG = {"seed": 0, "train": {"scale": "std"}}
+
+
+@dataclass
+class _Mirror:
+    """A run of two steps, made by two sessions, and the database it was synced into."""
+
+    log: RunLog
+    tracking: str
+    registered: list[Any]
+    client: Any
+
+    def versions(self) -> dict[str, Any]:
+        """Model versions by our own version number."""
+        found = self.client.search_model_versions("name = 'run'")
+        return {version.tags["millrace.version"]: version for version in found}
+
+    def run(self) -> Any:
+        experiment = self.client.get_experiment_by_name("millrace")
+        [run] = self.client.search_runs([experiment.experiment_id])
+        return run
+
+    def everything(self) -> list[Any]:
+        """All that was sent, without MLflow's own ids and clocks."""
+        run = self.run()
+        return [
+            run.data.tags["millrace.synced_entries"],
+            run.data.params,
+            {
+                key: [(m.step, m.value, m.timestamp) for m in self.client.get_metric_history(run.info.run_id, key)]
+                for key in run.data.metrics
+            },
+            {number: (version.tags, version.source) for number, version in self.versions().items()},
+            sorted((i.dataset.name, i.dataset.digest, i.dataset.source) for i in run.inputs.dataset_inputs),
+            self.client.get_model_version_by_alias("run", "rollout").tags["millrace.version"],
+        ]
+
+
+def _two_steps(log: RunLog) -> None:
+    log.append(Session(id="first", code_version="c0de1"))
+    log.append(BASE)
+    log.append(a_shard("s0", [a_summary(0), a_summary(1), a_summary(2, accepted=False)]))
+    log.append(a_step(log.state, a_claim(log.state, trained=["0.task0"])))
+    log.append(Alias(name="rollout", version=1, checksum="sum1"))
+    log.append(Session(id="second", code_version="c0de2"))
+    log.append(a_shard("s1", [a_summary(3, version=1)]))
+    log.append(a_step(log.state, a_claim(log.state, trained=["0.task1", "0.task3"], filtered=["0.task2"])))
+    log.append(Evaluation(version=1, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id="e0", seconds=1.0))
+    log.append(Alias(name="rollout", version=2, checksum="sum2"))
+
+
+def _sync(log: RunLog, database: Path) -> _Mirror:
+    from mlflow import MlflowClient
+
+    tracking = f"sqlite:///{database}"
+    assert prepare_database(tracking) > 0
+    registered = Registry(log, tracking_uri=tracking).sync()
+    client = MlflowClient(tracking_uri=tracking, registry_uri=tracking)
+    return _Mirror(log=log, tracking=tracking, registered=registered, client=client)
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Mirror]:
+    folder = tmp_path_factory.mktemp("registry")
+    log = create_run(local_store(folder / "with space"), "run", CONFIG)
+    _two_steps(log)
+    yield _sync(log, folder / "mlflow.db")
+
+
+def test_every_policy_is_a_model_version_that_points_into_the_store(mirror: _Mirror):
+    versions = mirror.versions()
+    assert sorted(versions) == ["0", "1", "2"]
+    assert versions["0"].source == f"{mirror.log.store.uri}/models/base"
+    assert versions["2"].source == f"{mirror.log.store.uri}/runs/run/policies/2-a"
+    assert {version.run_id for version in versions.values()} == {mirror.run().info.run_id}
+    assert [(r.version, r.model_name) for r in mirror.registered] == [(0, "run"), (1, "run"), (2, "run")]
+    assert {str(r.version): r.registry_version for r in mirror.registered} == {
+        number: str(version.version) for number, version in versions.items()
+    }
+
+
+def test_a_version_says_what_made_it(mirror: _Mirror):
+    tags = mirror.versions()["2"].tags
+    step = mirror.log.state.steps[1]
+    assert tags["millrace.run_id"] == "run" and tags["millrace.step"] == "2"
+    assert tags["millrace.parent"] == "1" and mirror.versions()["0"].tags["millrace.parent"] == ""
+    assert tags["millrace.weights_sha256"] == step.policy.weights_sha256
+    assert tags["millrace.config_sha256"] == sha256_of_json(run_config(mirror.log))
+    assert json.loads(tags["millrace.shards"]) == [
+        {"id": "s0", "sha256": "f" * 64, "num_rows": 6},
+        {"id": "s1", "sha256": "f" * 64, "num_rows": 2},
+    ]
+    assert json.loads(tags["millrace.groups"]) == {"trained": 2, "stale": 0, "filtered": 1, "failed": 0}
+    assert tags["millrace.dataset_digest"] == dataset_digest(step)
+
+
+def test_a_version_names_the_code_of_the_session_that_made_it(mirror: _Mirror):
+    codes = {number: version.tags["millrace.code_version"] for number, version in mirror.versions().items()}
+    assert codes == {"0": "c0de1", "1": "c0de1", "2": "c0de2"}
+
+
+def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
+    inputs = {item.dataset.name: item for item in mirror.run().inputs.dataset_inputs}
+    assert sorted(inputs) == ["step-1", "step-2"]
+    dataset = inputs["step-2"].dataset
+    assert dataset.digest == dataset_digest(mirror.log.state.steps[1]) and len(dataset.digest) <= 36
+    assert [(tag.key, tag.value) for tag in inputs["step-2"].tags] == [("mlflow.data.context", "training")]
+    assert json.loads(dataset.source) == [
+        {
+            "id": shard_id,
+            "uri": f"{mirror.log.store.uri}/runs/run/shards/{shard_id}.arrow",
+            "sha256": "f" * 64,
+            "num_rows": num_rows,
+            "groups": groups,
+        }
+        for shard_id, num_rows, groups in [("s0", 6, ["0.task1"]), ("s1", 2, ["0.task3"])]
+    ]
+
+
+def test_other_groups_of_the_same_shards_are_another_dataset(mirror: _Mirror):
+    first, second = mirror.log.state.steps
+    assert dataset_digest(first) == dataset_digest(first) != dataset_digest(second)
+
+
+def test_the_alias_names_the_version_that_serves(mirror: _Mirror):
+    version = mirror.client.get_model_version_by_alias("run", "rollout")
+    assert version.tags["millrace.version"] == "2"
+
+
+def test_configuration_and_metrics_are_shown(mirror: _Mirror):
+    run = mirror.run()
+    assert run.data.params == {"seed": "0", "train.scale": "std"}
+    history = mirror.client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
+    assert run.data.metrics["eval/test/score"] == 0.5
+    assert run.data.tags["millrace.store"] == mirror.log.store.uri
+
+
+def test_syncing_again_adds_nothing_not_even_from_another_process(mirror: _Mirror):
+    before = mirror.everything()
+    assert Registry(mirror.log, tracking_uri=mirror.tracking).sync() == []
+    assert mirror.everything() == before
+
+
+def test_a_sync_that_died_before_its_cursor_is_repeated_without_doubles(mirror: _Mirror):
+    before = mirror.everything()
+    mirror.client.set_tag(mirror.run().info.run_id, "millrace.synced_entries", "3")
+    again = Registry(mirror.log, tracking_uri=mirror.tracking).sync()
+    assert [registration.version for registration in again] == [1, 2]
+    assert mirror.everything() == before
+
+
+def test_a_deleted_database_is_made_anew_from_the_log(mirror: _Mirror, tmp_path: Path):
+    again = _sync(mirror.log, tmp_path / "fresh.db")
+    assert [registration.version for registration in again.registered] == [0, 1, 2]
+    assert again.everything() == mirror.everything()
+
+
+def test_what_comes_later_is_added(mirror: _Mirror, tmp_path: Path):
+    mirror.log.append(a_shard("s2", [a_summary(4, version=2)]))
+    mirror.log.append(a_step(mirror.log.state, trained=["0.task4"]))
+    added = Registry(mirror.log, tracking_uri=mirror.tracking).sync()
+    assert [registration.version for registration in added] == [3]
+    assert sorted(mirror.versions()) == ["0", "1", "2", "3"]
