@@ -17,11 +17,12 @@ def load_object(path: str) -> Any:
 
     Raises `ValueError` with the fix when the form is wrong, the module or the name is missing.
     """
-    module_path, separator, name = path.rpartition(":")
-    if not separator or not name:
+    module_path, _, name = path.rpartition(":")
+    is_file = module_path.endswith(".py")
+    if not module_path or not name or (module_path.startswith(".") and not is_file):
         raise ValueError(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
     try:
-        module = _load_file(Path(module_path)) if module_path.endswith(".py") else importlib.import_module(module_path)
+        module = _load_file(Path(module_path)) if is_file else importlib.import_module(module_path)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(f"{path!r} cannot be imported: {error}; run from the folder that holds it") from error
     found: Any = module
@@ -56,7 +57,11 @@ def _load_file(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         module.__millrace_file__ = str(path)  # type: ignore[attr-defined]
         sys.modules[name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]  # half a module would hide the error from the next call
+            raise
     return sys.modules[name]
 
 

@@ -23,7 +23,7 @@ from rollouts.workflow import Score
 
 
 class RewardFailed(Exception):
-    """The reward function raised, or its process died; the message carries its own words."""
+    """The reward function raised, returned no reward, or its process died; the message carries its own words."""
 
 
 class RewardTimeout(Exception):
@@ -44,7 +44,8 @@ class RewardPool:
     async def score(self, reward: Callable[..., Any], *arguments: Any) -> Score:
         """Call `reward(*arguments)` in a child.
 
-        Raises `RewardTimeout` past the deadline and `RewardFailed` when it raises or its process dies.
+        Raises `RewardTimeout` past the deadline and `RewardFailed` when it raises, returns something that is no
+        reward, or its process dies.
         """
         request = json.dumps({"function": path_of(reward), "arguments": arguments}).encode() + b"\n"
         child = await self._slots.get()
@@ -55,6 +56,9 @@ class RewardPool:
             child.stdin.write(request)
             async with asyncio.timeout(self._timeout):
                 line = await child.stdout.readline()
+            if not line:  # Replaced at once: until its status arrives a dead child looks like an idle one.
+                _kill(child)
+                child = None
         except TimeoutError:
             _kill(child)
             child = None
@@ -72,7 +76,11 @@ class RewardPool:
         answer = json.loads(line)
         if "error" in answer:
             raise RewardFailed(f"{path_of(reward)}: {answer['error']}")
-        return _as_score(answer["value"], name=reward.__name__)
+        try:
+            return _as_score(answer["value"], name=reward.__name__)
+        except (TypeError, ValueError) as error:
+            returned = f"{path_of(reward)} returned {answer['value']!r}"
+            raise RewardFailed(f"{returned}; return a finite number, None or a dictionary of them") from error
 
     async def close(self) -> None:
         """Kill the children."""
@@ -134,4 +142,6 @@ def _number(value: Any) -> float | None:
     """None and NaN both mean not applicable."""
     if value is None or math.isnan(float(value)):
         return None
+    if math.isinf(float(value)):
+        raise ValueError("an infinite reward leaves no finite mean")
     return float(value)

@@ -17,6 +17,7 @@ from storage.run_log import RunLog
 from storage.runs import run_config
 
 _CURSOR = "millrace.synced_entries"
+_LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
 
 
 class Registry:
@@ -32,7 +33,7 @@ class Registry:
         self.model_name = log.run_id
 
     def sync(self, *, finished: bool = False) -> list[Registration]:
-        """Bring MLflow up to the log's state; returns what became registered. Calling it again changes nothing.
+        """Bring MLflow up to the log's state; returns the versions the log does not know as registered yet.
 
         `finished` also ends the MLflow run, until a later sync of a continued run opens it again.
 
@@ -40,7 +41,8 @@ class Registry:
         """
         run_id = self._ensure_run()
         cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
-        registered = []
+        if cursor == 0:
+            self._log_config(run_id)
         seen = [entry.body for entry in self._log.entries[:cursor]]
         # What made a version is the session before it, which need not be the one that tells MLflow.
         code_version = next((body.code_version for body in reversed(seen) if isinstance(body, Session)), "")
@@ -49,10 +51,10 @@ class Registry:
                 case Session() as session:
                     code_version = session.code_version
                 case Policy() as policy:
-                    registered.append(self._register(run_id, policy, step=None, code_version=code_version))
+                    self._register(run_id, policy, step=None, code_version=code_version)
                 case Step() as step:
                     self._log_shards(run_id, step)
-                    registered.append(self._register(run_id, step.policy, step=step, code_version=code_version))
+                    self._register(run_id, step.policy, step=step, code_version=code_version)
                 case Alias() as alias:
                     version = self._find_version(run_id, alias.version)
                     assert version is not None, "the log names a policy before its alias"
@@ -64,7 +66,7 @@ class Registry:
             self._client.set_terminated(run_id)
         else:
             self._client.update_run(run_id, status="RUNNING")
-        return registered
+        return self._unannounced(run_id)
 
     def _ensure_run(self) -> str:
         """The MLflow run that mirrors this one, made at the first call."""
@@ -78,15 +80,21 @@ class Registry:
         if found:
             self._run_id = str(found[0].info.run_id)
             return self._run_id
-        config = run_config(self._log)
-        tags = {**identity, "millrace.config_sha256": sha256_of_json(config)}
-        run = self._client.create_run(experiment_id, run_name=self._log.run_id, tags=tags)
-        for key, value in _flatten(config).items():
-            self._client.log_param(run.info.run_id, key, value)
+        # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
         if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
             self._client.create_registered_model(self.model_name, tags=identity)
+        run = self._client.create_run(experiment_id, run_name=self._log.run_id, tags=identity)
         self._run_id = str(run.info.run_id)
         return self._run_id
+
+    def _log_config(self, run_id: str) -> None:
+        """The run's configuration as parameters; logging the same again changes nothing."""
+        from mlflow.entities import Param, RunTag
+
+        config = run_config(self._log)
+        parameters = [Param(key, value) for key, value in _flatten(config).items()]
+        tags = [RunTag("millrace.config_sha256", sha256_of_json(config))]
+        self._client.log_batch(run_id, params=parameters, tags=tags)
 
     def _log_metrics(self, run_id: str, entry: LogEntry) -> None:
         """Metrics of one entry, and the cursor behind it, in one call."""
@@ -130,35 +138,44 @@ class Registry:
             for shard_id, digest in step.shard_sha256.items()
         ]
 
-    def _register(self, run_id: str, policy: Policy, *, step: Step | None, code_version: str) -> Registration:
-        version = self._find_version(run_id, policy.version)
-        if version is None:
-            tags = {
-                "millrace.run_id": self._log.run_id,
-                "millrace.version": str(policy.version),
-                "millrace.parent": "" if policy.parent is None else str(policy.parent),
-                "millrace.weights_sha256": policy.weights_sha256,
-                "millrace.config_sha256": sha256_of_json(run_config(self._log)),
-                "millrace.code_version": code_version,
-            }
-            if step is not None:
-                shards = [{key: shard[key] for key in ("id", "sha256", "num_rows")} for shard in self._shards_of(step)]
-                tags["millrace.step"] = str(step.claim.step)
-                tags["millrace.dataset_digest"] = dataset_digest(step)
-                tags["millrace.shards"] = json.dumps(shards)[:5000]
-                tags["millrace.groups"] = json.dumps(
-                    {name: len(groups) for name, groups in to_json(step.claim).items() if isinstance(groups, list)}
-                )
-            created = self._client.create_model_version(
-                name=self.model_name,
-                source=f"{self._log.store.uri}/{policy.path}",
-                run_id=run_id,
-                tags=tags,
-                description=f"policy version {policy.version} of run {self._log.run_id}",
-                await_creation_for=0,
-            )
-            version = str(created.version)
-        return Registration(version=policy.version, model_name=self.model_name, registry_version=version)
+    def _register(self, run_id: str, policy: Policy, *, step: Step | None, code_version: str) -> None:
+        """Make the policy a version of the registered model, with tags that lead back; a second call does nothing."""
+        if self._find_version(run_id, policy.version) is not None:
+            return
+        tags = {
+            "millrace.run_id": self._log.run_id,
+            "millrace.version": str(policy.version),
+            "millrace.parent": "" if policy.parent is None else str(policy.parent),
+            "millrace.weights_sha256": policy.weights_sha256,
+            "millrace.config_sha256": sha256_of_json(run_config(self._log)),
+            "millrace.code_version": code_version,
+        }
+        if step is not None:
+            shards = [{key: shard[key] for key in ("id", "sha256", "num_rows")} for shard in self._shards_of(step)]
+            outcomes = {name: len(groups) for name, groups in to_json(step.claim).items() if isinstance(groups, list)}
+            tags["millrace.step"] = str(step.claim.step)
+            tags["millrace.dataset_digest"] = dataset_digest(step)
+            tags["millrace.groups"] = json.dumps(outcomes)
+            if len(listed := json.dumps(shards)) <= _LONGEST_TAG:
+                tags["millrace.shards"] = listed  # longer lists are in the dataset input alone
+        self._client.create_model_version(
+            name=self.model_name,
+            source=f"{self._log.store.uri}/{policy.path}",
+            run_id=run_id,
+            tags=tags,
+            description=f"policy version {policy.version} of run {self._log.run_id}",
+            await_creation_for=0,
+        )
+
+    def _unannounced(self, run_id: str) -> list[Registration]:
+        """Versions that MLflow has and the log does not say so, also those of a session that died in between."""
+        missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
+        found = {policy_version: self._find_version(run_id, policy_version) for policy_version in sorted(missing)}
+        return [
+            Registration(version=policy_version, model_name=self.model_name, registry_version=version)
+            for policy_version, version in found.items()
+            if version is not None
+        ]
 
     def _find_version(self, run_id: str, policy_version: int) -> str | None:
         wanted = f"name = '{self.model_name}' and run_id = '{run_id}' and tags.`millrace.version` = '{policy_version}'"

@@ -37,6 +37,6 @@ def _sync(session: RunSession, finished: bool) -> list[Registration]:
         return Registry(log, tracking_uri=session.tracking).sync(finished=finished)
     except (MlflowException, OSError) as error:
         logger.warning(
-            "MLflow at %s cannot be reached; the log keeps everything for later: %s", session.tracking, error
+            "MLflow at %s did not take everything in; the log keeps it for later: %s", session.tracking, error
         )
         return []

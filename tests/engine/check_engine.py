@@ -43,7 +43,7 @@ async def check(base: Path, scratch: Path) -> None:
     tokens = ChatTokens.load(base)
     prompt = tokens.prompt([Message(role="user", content="37+05=")])
     engine = VllmEngine(
-        max_model_len=512,
+        max_model_len=256,
         seed=0,
         clear_cache_on_reload=True,
         arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 8},
@@ -57,7 +57,7 @@ async def check(base: Path, scratch: Path) -> None:
 
         other = other_policy(base, scratch / "other")
         # Forbid the end token's early arrival by sampling long and hot, so that the swap falls inside replies.
-        long = Sampling(max_tokens=400, temperature=1.5)
+        long = Sampling(max_tokens=240, temperature=1.5)
         running = [asyncio.create_task(engine.generate(prompt, sampling=long, request_id=f"l{i}")) for i in range(8)]
         await asyncio.wait(running, timeout=0.3)
         second = await engine.load_policy(other, 4)

@@ -1,0 +1,90 @@
+"""User code loads by path, in any process; a path that does not says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollouts.loading import absolute_path, load_object, path_of
+from rollouts.rewards import exact
+from rollouts.workflow import RolloutWorkflow
+
+FILE = """
+class Game:
+    class Board:
+        size = 9
+
+def reward(reply):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "game.py").write_text(FILE)
+    return tmp_path / "game.py"
+
+
+def test_a_module_a_file_and_a_nested_name_load(file: Path):
+    assert load_object("rollouts.workflow:RolloutWorkflow") is RolloutWorkflow
+    assert load_object(f"{file}:Game.Board").size == 9
+
+
+def test_a_file_is_loaded_once(file: Path):
+    assert load_object(f"{file}:Game") is load_object(f"{file}:Game")
+
+
+def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "game.py").write_text("class Game:\n    pass\n")
+    assert load_object(f"{file}:Game") is not load_object(f"{tmp_path}/other/game.py:Game")
+
+
+def test_another_process_finds_the_same_object_by_its_path(file: Path):
+    reward = load_object(f"{file}:reward")
+    assert path_of(reward) == f"{file}:reward"
+    assert path_of(exact) == "rollouts.rewards:exact"
+    code = f"from rollouts.loading import load_object; print(load_object({path_of(reward)!r})('x'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout == "1.0\n"
+
+
+def test_a_relative_file_becomes_absolute_and_a_module_stays(monkeypatch: pytest.MonkeyPatch, file: Path):
+    monkeypatch.chdir(file.parent)
+    assert absolute_path("game.py:Game") == f"{file}:Game"
+    assert absolute_path("rollouts.workflow:RolloutWorkflow") == "rollouts.workflow:RolloutWorkflow"
+
+
+@pytest.mark.parametrize("path", ["", "rollouts.workflow", "rollouts.workflow:", ":Name", ".py", ".sibling:Name"])
+def test_what_is_no_import_path_says_how_one_looks(path: str):
+    with pytest.raises(ValueError, match="write package.module:Name or path/to/file.py:Name"):
+        load_object(path)
+
+
+@pytest.mark.parametrize("path", ["no.such.module:Name", "examples.nothing:Name", "/no/such/file.py:Name"])
+def test_a_missing_module_or_file_is_named_with_the_likely_reason(path: str):
+    with pytest.raises(ValueError, match="cannot be imported.*run from the folder that holds it"):
+        load_object(path)
+
+
+def test_a_missing_name_lists_what_there_is(file: Path):
+    with pytest.raises(ValueError, match="has no 'Chess'; it has Game"):
+        load_object(f"{file}:Chess")
+
+
+def test_an_error_in_the_users_file_is_raised_as_it_is_every_time(file: Path):
+    file.write_text("BOARD = 1 / 0\nclass Game:\n    pass\n")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            load_object(f"{file}:Game")
+    file.write_text(FILE)
+    assert load_object(f"{file}:Game.Board").size == 9
+
+
+def test_a_library_the_users_file_lacks_is_named(file: Path):
+    file.write_text("import no_such_library\n")
+    with pytest.raises(ValueError, match="No module named 'no_such_library'"):
+        load_object(f"{file}:Game")

@@ -1,0 +1,177 @@
+"""Rewards run in real child processes: no answer, however bad, freezes the pool or is taken for another's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.loading import load_object
+from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout, score, set_reward_pool
+from rollouts.workflow import Score
+from tests.unit.rollouts.reward_functions import (
+    dying,
+    failing,
+    for_ever,
+    length,
+    noisy,
+    nothing,
+    parts,
+    process_id,
+    slow,
+    wrong_type,
+)
+
+
+def _with_pool(play: Callable[[RewardPool], Awaitable[Any]], *, num_processes: int = 1, timeout: float = 30.0) -> Any:
+    async def inside() -> Any:
+        async with RewardPool(num_processes=num_processes, timeout=timeout) as pool:
+            return await play(pool)
+
+    return asyncio.run(inside())
+
+
+def _scores(*calls: tuple[Any, ...], num_processes: int = 1, timeout: float = 30.0) -> list[Score | BaseException]:
+    """What each of some calls, all made at once, comes to."""
+
+    async def play(pool: RewardPool) -> list[Score | BaseException]:
+        return await asyncio.gather(*(pool.score(*call) for call in calls), return_exceptions=True)
+
+    return _with_pool(play, num_processes=num_processes, timeout=timeout)
+
+
+def test_a_number_is_the_reward_and_its_only_part():
+    assert _scores((length, "four")) == [Score(reward=4.0, parts={"length": 4.0})]
+
+
+def test_named_parts_are_kept_and_their_sum_is_the_reward():
+    [scored] = _scores((parts, ""))
+    assert scored == Score(reward=0.75, parts={"right": 1.0, "format": -0.25, "style": None, "speed": None})
+
+
+@pytest.mark.parametrize("nothingness", ["none", "nan", "empty", "no parts"])
+def test_not_applicable_is_null_and_never_zero(nothingness: str):
+    [scored] = _scores((nothing, nothingness))
+    assert isinstance(scored, Score) and scored.reward is None
+
+
+def test_a_reward_that_raises_says_so_in_its_own_words_and_the_process_goes_on():
+    before, failed, after = _scores((process_id, ""), (failing, "x"), (process_id, ""))
+    assert isinstance(failed, RewardFailed)
+    assert "reward_functions:failing: KeyError: 'x'" in str(failed)
+    assert before == after
+
+
+@pytest.mark.parametrize("kind", ["list", "text", "object", "part", "infinity"])
+def test_a_reward_of_the_wrong_type_has_failed(kind: str):
+    [failed] = _scores((wrong_type, kind))
+    assert isinstance(failed, RewardFailed) and "wrong_type" in str(failed)
+
+
+def test_an_endless_reward_is_killed_and_the_pool_goes_on():
+    async def play(pool: RewardPool) -> None:
+        first = await pool.score(process_id, "")
+        with pytest.raises(RewardTimeout, match="for_ever took more than 2 s and was killed"):
+            await pool.score(for_ever, "")
+        assert pool.num_killed == 1
+        await _ended(first.reward)
+        second = await pool.score(process_id, "")
+        assert second.reward != first.reward
+
+    _with_pool(play, timeout=2.0)
+
+
+def test_a_reward_that_kills_its_process_fails_alone():
+    died, *others = _scores((dying, ""), *[(length, "four")] * 4)
+    assert isinstance(died, RewardFailed) and "its process died" in str(died)
+    assert others == [Score(reward=4.0, parts={"length": 4.0})] * 4
+
+
+def test_what_a_reward_prints_is_no_answer():
+    assert _scores((noisy, ""), (noisy, ""), (length, "four")) == [
+        Score(reward=1.0, parts={"noisy": 1.0}),
+        Score(reward=1.0, parts={"noisy": 1.0}),
+        Score(reward=4.0, parts={"length": 4.0}),
+    ]
+
+
+def test_answers_go_to_the_questions_they_belong_to():
+    scored = _scores(*[(length, "x" * n) for n in range(30)], num_processes=2)
+    assert [s.reward for s in scored if isinstance(s, Score)] == list(range(30))
+
+
+def test_a_cancelled_call_leaves_no_answer_behind_for_the_next():
+    async def play(pool: RewardPool) -> None:
+        await pool.score(length, "")
+        waiting = asyncio.create_task(pool.score(slow, 0.2))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await pool.score(length, "four")).reward == 4.0
+
+    _with_pool(play)
+
+
+def test_as_many_processes_as_asked_for_are_used_and_kept():
+    async def play(pool: RewardPool) -> None:
+        started = time.monotonic()
+        scored = await asyncio.gather(*(pool.score(slow, 0.5) for _ in range(2)))
+        ids = {(await pool.score(process_id, "")).reward for _ in range(4)}
+        assert len(ids) == 2 and time.monotonic() - started < 20
+        assert [s.reward for s in scored] == [0.5, 0.5]
+
+    _with_pool(play, num_processes=2)
+
+
+def test_long_and_foreign_texts_pass():
+    text = 'ü"\n\\🙂' * 100_000
+    assert _scores((length, text)) == [Score(reward=float(len(text)), parts={"length": float(len(text))})]
+
+
+def test_closing_the_pool_ends_its_processes():
+    async def play() -> None:
+        async with RewardPool(num_processes=2, timeout=30) as pool:
+            scored = await asyncio.gather(*(pool.score(process_id, "") for _ in range(2)))
+        for one in scored:
+            await _ended(one.reward)
+
+    asyncio.run(play())
+
+
+def test_a_function_of_the_users_file_is_found_by_the_child(tmp_path: Path):
+    (tmp_path / "my_rewards.py").write_text("def shout(reply):\n    return float(reply.isupper())\n")
+    shout = load_object(f"{tmp_path}/my_rewards.py:shout")
+    assert _scores((shout, "YES")) == [Score(reward=1.0, parts={"shout": 1.0})]
+
+
+def test_a_function_no_other_process_can_find_fails_with_the_reason():
+    def local(reply: str) -> float:
+        return 1.0
+
+    [failed] = _scores((local, ""))
+    assert isinstance(failed, RewardFailed) and "local" in str(failed)
+
+
+def test_a_workflow_scores_through_the_pool_of_its_attempt():
+    async def play(pool: RewardPool) -> Score:
+        set_reward_pool(pool)
+        return await score(length, "four")
+
+    assert _with_pool(play).reward == 4.0
+
+
+async def _ended(process: float | None) -> None:
+    """Wait until a process has ended, at most 10 seconds."""
+    for _ in range(500):
+        try:
+            os.kill(int(process or 0), 0)
+        except ProcessLookupError:
+            return
+        await asyncio.sleep(0.02)
+    pytest.fail(f"process {process} is still there")
