@@ -255,11 +255,14 @@ class Executor:
         is_eval: bool,
     ) -> RolloutGroup:
         queued_at = time.time()
-        async with asyncio.TaskGroup() as attempts:
-            started = [
-                attempts.create_task(self._attempt(task, group_id, attempt, sampling, is_eval))
-                for attempt in range(n_samples)
-            ]
+        try:
+            async with asyncio.TaskGroup() as attempts:
+                started = [
+                    attempts.create_task(self._attempt(task, group_id, attempt, sampling, is_eval))
+                    for attempt in range(n_samples)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # only `WrongWorkflow` leaves an attempt, and one says it all
         trajectories = [attempt.result() for attempt in started]
         group = RolloutGroup(
             id=group_id,

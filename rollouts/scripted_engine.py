@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollouts.engine import EngineError, Generation
-from storage.digests import verify_folder
+from storage.digests import DigestMismatch, verify_folder
 from storage.records import Sampling
 
 Reply = Callable[[list[int], str], list[int]]
@@ -57,7 +57,7 @@ class ScriptedEngine:
     async def load_policy(self, folder: Path, version: int) -> str:
         try:
             checksum = verify_folder(folder)
-        except (OSError, ValueError) as error:
+        except (DigestMismatch, OSError, ValueError) as error:
             raise EngineError(f"policy {version} from {folder} was not loaded: {error}") from error
         self.version = version
         return checksum

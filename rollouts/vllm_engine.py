@@ -1,6 +1,6 @@
 """vLLM's AsyncLLM behind the `Engine` protocol: the same code on CUDA and on the CPU build.
 
-    load_policy:  pause(keep) ─▶ reload_weights ─▶ checksum ─▶ update_weight_version ─▶ resume (always)
+    load_policy:  pause(keep) ─▶ reload_policy ─▶ checksum ─▶ update_weight_version ─▶ resume (always)
 
 In-flight requests are frozen over the swap and go on; each finished output carries per-token version spans.
 """
@@ -29,6 +29,7 @@ class VllmEngine:
             "skip_tokenizer_init": True,  # we send and receive token ids; text is chat_tokens' business
             "logprobs_mode": "processed_logprobs",  # after temperature, top-k, top-p: what was really sampled from
             "disable_log_stats": True,
+            "worker_extension_cls": "rollouts.vllm_worker.ReloadExtension",
             **arguments,
         }
         self._clear_cache = clear_cache_on_reload
@@ -107,7 +108,7 @@ class VllmEngine:
             self._llm = None
 
     async def _reload(self, folder: Path) -> str:
-        await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        await self._llm.collective_rpc("reload_policy", args=(str(folder),))
         return await self._read_checksum()
 
     async def _read_checksum(self) -> str:

@@ -135,19 +135,28 @@ class RolloutWorker:
         started = time.time()
         groups = await self._executor.prepare_batch()
         finished = time.time()
-        while groups:
-            shard_id = f"{self._log.state.step:06d}-{self._name}-{uuid.uuid4().hex[:8]}"
-            async with self._log_lock:
+        async with self._log_lock:
+            while groups:
+                shard_id = f"{self._log.state.step:06d}-{self._name}-{uuid.uuid4().hex[:8]}"
                 try:
                     shard = await asyncio.to_thread(
                         self._commit, shard_id, groups, self._sampling, finished - started, False
                     )
-                    self._executor.mark_committed()
-                    return shard
                 except Conflict:
                     # A producer that was given up for dead came back and committed some of these prompts first.
                     taken = self._log.state.positions
-                    groups = [group for group in groups if group.position not in taken]
+                    left = [group for group in groups if group.position not in taken]
+                    if len(left) == len(groups):
+                        raise
+                    groups, dropped = left, True
+                else:
+                    self._executor.mark_committed()
+                    if dropped:
+                        self._rebase()
+                    return shard
+            if dropped:
+                self._executor.mark_committed()
+                self._rebase()
         return None
 
     async def publish(self, policy: Policy) -> str:

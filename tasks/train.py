@@ -21,6 +21,10 @@ from trainers.config import TrainSettings
 logger = logging.getLogger("millrace.train")
 
 
+SUSPICIOUS_GAP = 0.1
+"""Nats per token; bfloat16 rounding stays an order of magnitude below."""
+
+
 class Stalled(RuntimeError):
     """No shard was committed for too long; the message says what was waited for."""
 
@@ -130,6 +134,13 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
         session_id=session.session_id,
     )
     session.log.refresh()
+    if step.metrics["staleness_max"] == 0 and step.metrics["engine_gap"] > SUSPICIOUS_GAP:
+        logger.warning(
+            "step %d: engine and trainer differ by %.2f nats per token on the same policy; "
+            "the engine may hold other weights",
+            claim.step,
+            step.metrics["engine_gap"],
+        )
     return step
 
 

@@ -81,11 +81,15 @@ class Trainer:
         trained_T = samples.mask_T & (lag_T <= max_staleness) if settings.stale_policy == "mask" else samples.mask_T
         proximal_T = self._current_logprobs(samples) if settings.stale_policy == "correct" else None
         totals: dict[str, float] = {}
-        grad_norms = []
+        grad_norms: list[float] = []
+        engine_gap = 0.0
         order = np.random.Generator(np.random.PCG64([self._seed, step])).permutation(np.unique(samples.groups_B))
         for groups in np.array_split(order, settings.num_minibatches):
             rows = np.flatnonzero(np.isin(samples.groups_B, groups))
             sums, grad_norm = self._update(samples, rows, advantages_B, trained_T, proximal_T)
+            gap = sums.pop("logprob_gap") / max(1.0, sums["tokens"])
+            # Before the first update the trainer holds the very weights that sampled, so what differs is the engine.
+            engine_gap = gap if not grad_norms else engine_gap
             grad_norms.append(grad_norm)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
         num_trained = max(1.0, totals.pop("tokens"))
@@ -93,6 +97,7 @@ class Trainer:
             "loss": totals.pop("loss") / settings.num_minibatches,
             **{key: value / num_trained for key, value in totals.items()},
             **reward_metrics,
+            "engine_gap": engine_gap,
             "grad_norm": float(np.mean(grad_norms)),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "trained_tokens": num_trained,

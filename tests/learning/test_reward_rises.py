@@ -92,5 +92,5 @@ def test_reward_rises(tmp_path: Path, scale: str) -> None:
     assert np.mean(rewards[:3]) < 0.3
     assert np.mean(rewards[-3:]) > 0.8
     # Sampled from the very weights that are trained: the trainer's log-probabilities are the sampler's.
-    assert max(step.metrics["logprob_gap"] for step in steps) < 1e-5
+    assert max(step.metrics["engine_gap"] for step in steps) < 1e-5
     assert log.refresh().counters()["trained"] == _STEPS * len(_PROMPTS)

@@ -213,7 +213,7 @@ moves = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(moves=moves, replies=st.lists(st.lists(st.integers(4, 15), min_size=1, max_size=4), min_size=6, max_size=6))
 def test_any_conversation_is_a_shard_that_trains_every_sampled_token_once(
     tokens: ChatTokens, moves: list[tuple[str, str]], replies: list[list[int]]
@@ -242,7 +242,6 @@ def test_any_conversation_is_a_shard_that_trains_every_sampled_token_once(
     # Whatever was forked away, the last row is the conversation as it stands.
     assert rows[-1]["input_ids"] == _closed(tokens, chat)
     assert sum(message.is_completion for message in chat.recorded) == len(moves)
-    assert len(chat.recorded) == 2 * len(moves)
 
 
 def _closed(tokens: ChatTokens, chat: Chat) -> list[int]:

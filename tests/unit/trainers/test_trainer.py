@@ -65,7 +65,7 @@ def test_loss_and_gradient_equal_a_naive_implementation(tiny_folder: Path, tempe
     trainer = trainer_of(tiny_folder, temperature=temperature)
     metrics = take_step(trainer, samples_of(rows))
     assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
-    assert largest_difference(_without_prefix(gradients(trainer)), expected) < 1e-6
+    assert largest_difference(_without_prefix(gradients(trainer)), expected) < 3e-6
     assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(float((g**2).sum()) for g in expected.values())), rel=1e-5)
     assert 0 < metrics["clip_fraction"] < 1  # both branches of the clip were taken
 
@@ -76,6 +76,17 @@ def test_micro_batches_of_32_and_of_4096_tokens_give_the_same_step(tiny_folder: 
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-5, abs=1e-7)
     assert largest_difference(gradients(small), gradients(large)) < 1e-6
     assert largest_difference(weights(small), weights(large)) < 1e-6
+
+
+def test_a_row_that_begins_with_a_sampled_token_learns_nothing_from_the_row_before_it(
+    tiny_folder: Path, rows: list[Row]
+) -> None:
+    # Nothing predicts a first token, least of all the last one of a stranger in the same pack.
+    bare = samples_of([dataclasses.replace(row, prompt=[]) for row in rows])
+    apart, together = (trainer_of(tiny_folder, tokens_per_microbatch=tokens) for tokens in (16, 4096))
+    found = [take_step(trainer, bare) for trainer in (apart, together)]
+    assert found[0]["trained_tokens"] == found[1]["trained_tokens"] == bare.mask_T.sum() - bare.num_rows
+    assert largest_difference(gradients(apart), gradients(together)) < 1e-6
 
 
 def test_the_order_of_groups_in_the_claim_does_not_matter(tiny_folder: Path, rows: list[Row], samples: Samples) -> None:
@@ -171,7 +182,7 @@ def test_correct_weighs_every_token_by_its_capped_importance(tiny_folder: Path, 
     trainer = trainer_of(tiny_folder, stale_policy="correct", importance_cap=_CAP, tokens_per_microbatch=32)
     metrics = take_step(trainer, samples_of(rows))
     assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
-    assert largest_difference(_without_prefix(gradients(trainer)), expected) < 1e-6
+    assert largest_difference(_without_prefix(gradients(trainer)), expected) < 3e-6
     assert metrics["clip_fraction"] == 0  # the clip is around the weights the step began with
 
 

@@ -1,0 +1,112 @@
+"""The command line: overrides, errors as sentences, and what a run's log says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app, parse_overrides
+from cli.status import run_status, wall_seconds
+from storage.object_store import LocalStore
+from storage.records import Evaluation, Policy, Session
+from storage.runs import create_run
+
+PROJECT = Path(__file__).resolve().parents[3]
+
+
+def _invoke(tmp_path: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_overrides_are_toml_values_and_bare_words() -> None:
+    parsed = parse_overrides(["steps=5", "train.scale=none", "learning_rate=1e-3", "rollout.drop_uniform_groups=true"])
+    assert parsed == {
+        "steps": 5,
+        "train.scale": "none",
+        "learning_rate": 1e-3,
+        "rollout.drop_uniform_groups": True,
+    }
+
+
+def test_an_override_without_a_value_says_how_to_write_it() -> None:
+    with pytest.raises(ValueError, match="key=value"):
+        parse_overrides(["steps"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["stepz=4"], "did you mean 'steps'"),
+        (["train.scal=none"], "did you mean 'scale'"),
+        (["n_samples=1", "rollout.min_usable=1"], "n_samples of 2 or more"),
+        (["max_staleness=-1"], "max_staleness = -1"),
+        (["model=/nowhere"], "no such folder"),
+        (["workflow=examples.nothing:X"], "cannot be imported"),
+        (["workflow=examples.gsm8k:Gsm8k"], "dataset must be set"),
+        (["store=/dev/null/store"], "cannot be written"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], sentence: str
+) -> None:
+    code, output = _invoke(
+        tmp_path, "train", str(PROJECT / "examples/arithmetic.toml"), *overrides, monkeypatch=monkeypatch
+    )
+    assert code == 2 and sentence in output and "Traceback" not in output
+    assert not (tmp_path / "store" / "runs").exists(), "nothing was created"
+
+
+def test_a_data_file_with_a_broken_line_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "1+2?"}\n')
+    code, output = _invoke(
+        tmp_path, "train", str(PROJECT / "examples/gsm8k.toml"), f"dataset={data}", monkeypatch=monkeypatch
+    )
+    assert code == 2 and "line 2" in output and "'answer' missing" in output
+
+
+def test_an_unknown_run_lists_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_run(LocalStore(tmp_path / "store"), "known", {})
+    code, output = _invoke(tmp_path, "status", "unknown", monkeypatch=monkeypatch)
+    assert code == 2 and "known" in output
+
+
+def test_status_of_a_run_without_steps_has_nulls(tmp_path: Path) -> None:
+    log = create_run(LocalStore(tmp_path), "run", {})
+    status = run_status(log)
+    assert status["step"] == 0 and status["weight_version"] is None and status["accuracy_before"] is None
+
+
+def test_accuracy_before_and_after_are_the_first_and_last_version(tmp_path: Path) -> None:
+    log = create_run(LocalStore(tmp_path), "run", {})
+    log.append(Policy(version=0, path="models/x", weights_sha256="", parent=None))
+    for version, score in [(5, 0.9), (0, 0.4)]:
+        log.append(
+            Evaluation(
+                version=version,
+                split="test",
+                score=score,
+                num_tasks=1,
+                num_failed=0,
+                shard_id=f"s{version}",
+                seconds=0.0,
+            )
+        )
+    status = run_status(log)
+    assert (status["accuracy_before"], status["accuracy_after"]) == (0.4, 0.9)
+
+
+def test_wall_seconds_leave_out_the_time_between_sessions(tmp_path: Path) -> None:
+    import dataclasses
+
+    log = create_run(LocalStore(tmp_path), "run", {})
+    for name in ("a", "b"):
+        log.append(Session(id=name, code_version=""))
+        log.append(Policy(version=len(log.entries), path=name, weights_sha256="", parent=None))
+    times = [100.0, 110.0, 500.0, 505.0]
+    log.entries = [dataclasses.replace(e, written_at=t) for e, t in zip(log.entries, times, strict=True)]
+    assert wall_seconds(log) == 15.0

@@ -1,0 +1,432 @@
+"""The executor groups attempts, survives every failure of one of them, and stops exactly where admission says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.chat import Chat
+from rollouts.chat_tokens import ChatTokens
+from rollouts.engine import EngineError
+from rollouts.executor import Executor, Limits, NothingAccepted, WrongWorkflow
+from rollouts.prompts import PromptStream
+from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout
+from rollouts.scripted_engine import ScriptedEngine
+from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from storage.records import RolloutGroup, RolloutTask, Sampling
+from tests.builders import a_policy_folder
+
+Play = Callable[[RolloutTask, Chat], Awaitable[Any]]
+
+LIMITS = Limits(
+    n_samples=2,
+    batch_size=4,
+    max_staleness=0,
+    total_groups=1000,
+    max_concurrent=64,
+    min_usable=2,
+    drop_uniform_groups=False,
+    max_attempts=2,
+    attempt_timeout=10.0,
+    shard_bytes=2**20,
+    shard_seconds=10.0,
+)
+
+
+class _Workflow(RolloutWorkflow):
+    """Plays attempts by a function."""
+
+    def __init__(self, play: Play) -> None:
+        super().__init__()
+        self.run = play  # type: ignore[method-assign]
+
+
+async def _answer(task: RolloutTask, chat: Chat) -> Score:
+    """One turn; the attempt's number is its reward."""
+    await chat.ask(task.prompt)
+    return Score(reward=float(workflow_context().attempt))
+
+
+class _Bench:
+    """An executor on scripted parts."""
+
+    def __init__(
+        self,
+        tokens: ChatTokens,
+        play: Play = _answer,
+        *,
+        num_tasks: int = 100,
+        committed: Sequence[int] = (),
+        engine: ScriptedEngine | None = None,
+        max_tokens: int = 8,
+        max_model_len: int = 64,
+        **limits: Any,
+    ) -> None:
+        self.engine = engine or ScriptedEngine(lambda *_: [5, 6, 1])
+        tasks = [RolloutTask(id=f"task{index}", prompt=str(index)) for index in range(num_tasks)]
+        self.executor = Executor(
+            workflow=_Workflow(play),
+            engine=self.engine,
+            tokens=tokens,
+            rewards=RewardPool(num_processes=1, timeout=5),
+            prompts=PromptStream(tasks, seed=0, committed=set(committed)),
+            limits=replace(LIMITS, **limits),
+            sampling=Sampling(max_tokens=max_tokens),
+            max_model_len=max_model_len,
+        )
+
+    def play(self, script: Callable[[Executor], Awaitable[Any]]) -> Any:
+        async def inside() -> Any:
+            async with asyncio.timeout(30):
+                try:
+                    return await script(self.executor)
+                finally:
+                    await self.executor.close()
+
+        return asyncio.run(inside())
+
+    def one_batch(self) -> list[RolloutGroup]:
+        return self.play(lambda executor: executor.prepare_batch())
+
+
+def _only_attempt(number: int, error: BaseException | None = None, *, seconds: float = 0.0) -> Play:
+    """Attempt `number` raises, or sleeps; all others answer."""
+
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        if workflow_context().attempt == number:
+            await asyncio.sleep(seconds)
+            if error is not None:
+                raise error
+        return await _answer(task, chat)
+
+    return play
+
+
+def _positions(groups: Sequence[RolloutGroup]) -> list[int]:
+    return sorted(group.position for group in groups)
+
+
+def test_every_prompt_is_tried_n_times_and_comes_back_as_one_group(tokens: ChatTokens):
+    groups = _Bench(tokens, n_samples=3).one_batch()
+    assert _positions(groups) == [0, 1, 2, 3]
+    for group in groups:
+        assert group.id == f"0.{group.task.id}" and group.epoch == 0 and group.expected == 3
+        assert [t.attempt for t in group.trajectories] == [0, 1, 2]
+        assert [t.reward for t in group.trajectories] == [0.0, 1.0, 2.0]
+        assert {t.status for t in group.trajectories} == {"ok"} and group.accepted
+        assert group.queued_at <= group.trajectories[0].started_at <= group.trajectories[0].finished_at
+        assert group.trajectories[0].turns[0].sampled_ids == [5, 6, 1]
+        assert [message.content for message in group.trajectories[0].messages] == [group.task.prompt, "01"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "words"),
+    [
+        (KeyError("board"), "env_error", "KeyError: 'board'"),
+        (EngineError("out of memory"), "engine_error", "out of memory"),
+        (RewardFailed("f: ZeroDivisionError"), "reward_error", "ZeroDivisionError"),
+        (RewardTimeout("f took more than 1 s"), "timeout", "more than 1 s"),
+        (TimeoutError(), "timeout", "more than 10 s"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_of_eight_that_fails_leaves_seven(tokens: ChatTokens, error: BaseException, status: str, words: str):
+    groups = _Bench(tokens, _only_attempt(3, error), n_samples=8).one_batch()
+    for group in groups:
+        assert group.expected == len(group.trajectories) == 8 and group.accepted
+        assert [t.attempt for t in group.usable] == [0, 1, 2, 4, 5, 6, 7]
+        failed = group.trajectories[3]
+        assert (failed.status, failed.reward) == (status, None)
+        assert words in failed.error
+
+
+def test_an_attempt_past_its_deadline_is_a_timeout_and_keeps_nobody_waiting(tokens: ChatTokens):
+    groups = _Bench(tokens, _only_attempt(0, seconds=60), n_samples=3, attempt_timeout=0.1).one_batch()
+    assert [t.status for t in groups[0].trajectories] == ["timeout", "ok", "ok"]
+    assert groups[0].trajectories[0].error == "attempt took more than 0.1 s"
+
+
+def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        if task.id == "task3" and workflow_context().attempt > 0:
+            raise KeyError("board")
+        return await _answer(task, chat)
+
+    groups = _Bench(tokens, play, num_tasks=5, n_samples=4).one_batch()
+    [group] = [group for group in groups if group.task.id == "task3"]
+    assert not group.accepted and group.reject_reason == "1 usable of 4, 2 needed"
+    assert len(group.trajectories) == 4
+    assert sum(group.accepted for group in groups) == 4
+
+
+def test_a_null_reward_is_not_applicable_and_never_zero(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        return Score(reward=None if workflow_context().attempt == 0 else 1.0)
+
+    group = _Bench(tokens, play, n_samples=3).one_batch()[0]
+    assert group.trajectories[0].status == "ok" and len(group.usable) == 2
+
+
+def test_uniform_groups_are_dropped_only_where_asked_for(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        return Score(reward=1.0 if task.id in ("task0", "task1") else float(workflow_context().attempt))
+
+    assert all(group.accepted for group in _Bench(tokens, play, num_tasks=5).one_batch())
+    groups = _Bench(tokens, play, num_tasks=5, drop_uniform_groups=True).one_batch()
+    dropped = {group.task.id: group.reject_reason for group in groups if not group.accepted}
+    assert dropped == {"task0": "uniform reward 1", "task1": "uniform reward 1"}
+
+
+@pytest.mark.parametrize("returned", [[Score(reward=1.0)], None, 1.0], ids=["list", "nothing", "number"])
+def test_a_workflow_that_returns_anything_but_one_score_is_an_error(tokens: ChatTokens, returned: Any):
+    async def play(task: RolloutTask, chat: Chat) -> Any:
+        return returned
+
+    with pytest.raises(WrongWorkflow, match=f"returned {type(returned).__name__}; one call plays one attempt"):
+        _Bench(tokens, play).one_batch()
+
+
+def test_a_reply_cut_off_is_truncated_and_trained(tokens: ChatTokens):
+    group = _Bench(tokens, max_tokens=2).one_batch()[0]
+    assert {t.status for t in group.trajectories} == {"truncated"} and len(group.usable) == 2
+
+
+def test_a_conversation_out_of_room_ends_truncated_and_without_a_reward(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        while True:
+            await chat.ask(task.prompt)
+
+    async def script(executor: Executor) -> list[RolloutGroup]:
+        return await executor.prepare_batch()
+
+    bench = _Bench(tokens, play, max_model_len=12, max_attempts=1)
+    with pytest.raises(NothingAccepted, match="tokens of 12 are used"):
+        bench.play(script)
+
+
+def test_no_more_groups_run_at_once_than_allowed(tokens: ChatTokens):
+    engine = ScriptedEngine(lambda *_: [5, 6, 7, 8, 1], seconds_per_token=0.002)
+    groups = _Bench(tokens, engine=engine, max_concurrent=3, batch_size=12, n_samples=2).one_batch()
+    assert len(groups) == 12
+    assert engine.peak_running == 3 * 2
+
+
+def test_synchronous_training_stops_at_a_batch_until_the_next_version(tokens: ChatTokens):
+    async def script(executor: Executor) -> None:
+        first = await executor.prepare_batch()
+        executor.mark_committed()
+        assert _positions(first) == [0, 1, 2, 3] and executor.room == 0
+        assert await executor.prepare_batch() == []
+        waiting = asyncio.create_task(executor.wait_for_work())
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        executor.set_version(1, accepted=4, retries={})
+        await waiting
+        assert _positions(await executor.prepare_batch()) == [4, 5, 6, 7]
+
+    bench = _Bench(tokens)
+    bench.play(script)
+    assert bench.engine.peak_running <= 8
+
+
+@pytest.mark.parametrize("eta", [0, 1, 2])
+def test_production_runs_ahead_by_the_staleness_bound_and_no_further(tokens: ChatTokens, eta: int):
+    async def script(executor: Executor) -> None:
+        made = []
+        while groups := await executor.prepare_batch():
+            executor.mark_committed()
+            made += _positions(groups)
+        assert made == list(range((eta + 1) * 4))
+        executor.set_version(1, accepted=4 + eta * 4, retries={})
+        made = _positions(await executor.prepare_batch())
+        assert made == list(range((eta + 1) * 4, (eta + 2) * 4))
+
+    _Bench(tokens, max_staleness=eta).play(script)
+
+
+def test_after_a_resume_accepted_restarts_where_the_log_stands(tokens: ChatTokens):
+    async def script(executor: Executor) -> None:
+        # Version 3 is live and 1 group is pending: 3 · 4 + 1.
+        executor.set_version(3, accepted=13, retries={})
+        assert _positions(await executor.prepare_batch()) == [13, 14, 15]
+        executor.mark_committed()
+        assert await executor.prepare_batch() == []
+
+    _Bench(tokens, committed=range(13)).play(script)
+
+
+def test_a_rejected_group_gives_its_room_back(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        return Score(reward=1.0 if int(task.prompt) % 3 == 0 else float(workflow_context().attempt))
+
+    groups = _Bench(tokens, play, drop_uniform_groups=True).one_batch()
+    assert sum(group.accepted for group in groups) == 4
+    assert any(not group.accepted for group in groups)
+    assert _positions(groups) == list(range(len(groups)))
+
+
+def test_the_last_batch_of_a_run_is_not_overshot(tokens: ChatTokens):
+    async def script(executor: Executor) -> None:
+        groups = [group for _ in range(2) for group in await executor.prepare_batch()]
+        assert _positions(groups) == [0, 1, 2, 3, 4, 5]
+
+    _Bench(tokens, max_staleness=5, total_groups=6).play(script)
+
+
+def test_a_run_in_which_nothing_is_accepted_stops_with_a_report(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        raise KeyError("board")
+
+    with pytest.raises(NothingAccepted) as caught:
+        _Bench(tokens, play, max_attempts=2, max_concurrent=2).one_batch()
+    report = str(caught.value)
+    assert "0 of 4 accepted, 8 rejected" in report and "8 in a row without acceptance" in report
+    assert "last error: KeyError: 'board'" in report
+
+
+def test_one_accepted_group_in_between_starts_the_count_anew(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        return Score(reward=None if int(task.prompt) % 6 else float(workflow_context().attempt))
+
+    groups = _Bench(tokens, play, max_concurrent=1, num_tasks=600, max_attempts=20).one_batch()
+    assert sum(group.accepted for group in groups) == 4 and len(groups) > 8
+
+
+def test_a_data_set_smaller_than_a_batch_goes_round(tokens: ChatTokens):
+    groups = _Bench(tokens, num_tasks=3).one_batch()
+    assert _positions(groups) == [0, 1, 2, 3]
+    assert sorted(group.epoch for group in groups) == [0, 0, 0, 1]
+    assert len({group.id for group in groups}) == 4
+
+
+def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens):
+    slow = asyncio.Event()
+
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        if int(task.prompt) % 2:
+            await slow.wait()
+        return await _answer(task, chat)
+
+    async def script(executor: Executor) -> None:
+        batch = asyncio.create_task(executor.prepare_batch())
+        await asyncio.sleep(0.05)
+        assert not batch.done()
+        executor.set_version(1, accepted=4, retries={})
+        first = await batch
+        assert first and all(int(group.task.prompt) % 2 == 0 for group in first)
+        slow.set()
+
+    _Bench(tokens, play).play(script)
+
+
+@pytest.mark.parametrize("limits", [{"shard_bytes": 1}, {"shard_seconds": 0.05}], ids=["bytes", "seconds"])
+def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, limits: dict[str, Any]):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        if int(task.prompt) % 2:
+            await asyncio.sleep(60)
+        return await _answer(task, chat)
+
+    groups = _Bench(tokens, play, batch_size=16, **limits).one_batch()
+    assert 0 < len(groups) < 16
+
+
+def test_what_is_handed_out_and_not_yet_committed_still_counts(tokens: ChatTokens):
+    async def script(executor: Executor) -> None:
+        await executor.prepare_batch()
+        executor.set_version(0, accepted=0, retries={})  # somebody looked at the log before the commit
+        assert executor.room == 0
+        executor.mark_committed()
+        executor.set_version(0, accepted=4, retries={})
+        assert executor.room == 0
+
+    _Bench(tokens).play(script)
+
+
+def test_a_position_lost_with_its_shard_runs_again_under_a_new_id(tokens: ChatTokens):
+    async def script(executor: Executor) -> None:
+        await executor.prepare_batch()
+        executor.mark_committed()
+        executor.set_version(0, accepted=2, retries={1: 1, 3: 1})
+        again = await executor.prepare_batch()
+        assert _positions(again) == [1, 3]
+        assert all(group.id == f"0.{group.task.id}.retry1" for group in again)
+        executor.mark_committed()
+        executor.set_version(0, accepted=3, retries={1: 1, 3: 2})
+        [once_more] = await executor.prepare_batch()
+        assert once_more.id == f"0.{once_more.task.id}.retry2" and once_more.position == 3
+
+    _Bench(tokens).play(script)
+
+
+def test_what_is_cancelled_is_asked_again(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        await asyncio.sleep(60)
+        return Score(reward=1.0)
+
+    async def script(executor: Executor) -> None:
+        executor.set_version(0, accepted=0, retries={})
+        await asyncio.sleep(0.01)
+        await executor.close()
+        assert executor._prompts.next()[0] == 0
+
+    _Bench(tokens, play).play(script)
+
+
+def test_evaluation_is_bounded_and_touches_neither_prompts_nor_admission(tokens: ChatTokens):
+    seen = []
+
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        seen.append((workflow_context().is_eval, workflow_context().task_id))
+        return await _answer(task, chat)
+
+    async def script(executor: Executor) -> None:
+        room = executor.room
+        tasks = [RolloutTask(id=f"held{index}", prompt=str(index)) for index in range(9)]
+        sampling = Sampling(temperature=0.0, max_tokens=8)
+        groups = await executor.evaluate(tasks, n_samples=3, sampling=sampling, position=-1)
+        assert [group.task.id for group in groups] == [task.id for task in tasks]
+        assert {group.id for group in groups} == {f"eval0.held{index}" for index in range(9)}
+        assert {group.position for group in groups} == {-1}
+        assert {len(group.trajectories) for group in groups} == {3}
+        assert executor.room == room
+        assert _positions(await executor.prepare_batch()) == [0, 1, 2, 3]
+
+    bench = _Bench(tokens, play, engine=ScriptedEngine(lambda *_: [5, 1], seconds_per_token=0.002), max_concurrent=2)
+    bench.play(script)
+    assert bench.engine.peak_running == 2 * 3
+    assert seen[:27] == [(True, name) for _, name in seen[:27]] and seen[-1][0] is False
+
+
+def test_evaluation_keeps_every_group_whatever_failed(tokens: ChatTokens):
+    async def script(executor: Executor) -> list[RolloutGroup]:
+        tasks = [RolloutTask(id="held", prompt="3")]
+        return await executor.evaluate(tasks, n_samples=2, sampling=Sampling(), position=-1)
+
+    [group] = _Bench(tokens, _only_attempt(0, KeyError("board"))).play(script)
+    assert group.accepted and [t.status for t in group.trajectories] == ["env_error", "ok"]
+
+
+def test_a_policy_that_was_never_finished_leaves_the_old_one_serving(tokens: ChatTokens, tmp_path: Path):
+    a_policy_folder(tmp_path / "good")
+    a_policy_folder(tmp_path / "bad")
+    (tmp_path / "bad" / "digest.json").unlink()
+    engine = ScriptedEngine(lambda *_: [5, 1])
+
+    async def script() -> None:
+        assert await engine.load_policy(tmp_path / "good", 4)
+        with pytest.raises(EngineError, match="policy 5 .*was not loaded"):
+            await engine.load_policy(tmp_path / "bad", 5)
+        with pytest.raises(EngineError, match="policy 6 .*was not loaded"):
+            await engine.load_policy(tmp_path / "nowhere", 6)
+        assert engine.version == 4
+
+    asyncio.run(script())

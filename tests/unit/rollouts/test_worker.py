@@ -1,0 +1,357 @@
+"""A rollout worker turns prompts into committed shards, and after any restart goes on where the log stands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.chat import Chat
+from rollouts.chat_tokens import ChatTokens
+from rollouts.config import EngineSettings
+from rollouts.executor import Limits
+from rollouts.prompts import PromptStream
+from rollouts.worker import RolloutWorker
+from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from storage.digests import DIGEST_FILE, DigestMismatch
+from storage.records import Policy, Quarantine, RolloutTask, Sampling, Step
+from storage.run_log import Conflict
+from storage.runs import open_run
+from storage.shards import read_shard
+from tests.builders import a_log, a_policy_folder, a_step, local_store
+
+LIMITS = Limits(
+    n_samples=2,
+    batch_size=3,
+    max_staleness=0,
+    total_groups=300,
+    max_concurrent=8,
+    min_usable=2,
+    drop_uniform_groups=False,
+    max_attempts=2,
+    attempt_timeout=10.0,
+    shard_bytes=2**20,
+    shard_seconds=10.0,
+)
+
+
+class Digits(RolloutWorkflow):
+    """Ten tasks to train on, two held out; the reward is the attempt's number."""
+
+    order: Sequence[int] = range(10)
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        numbers = {"train": self.order, "test": [90, 91], "empty": []}[split]
+        return [RolloutTask(id=f"task{number}", prompt=str(number)) for number in numbers]
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        if task.id == "task91":
+            raise KeyError("held out by mistake")
+        return Score(reward=float(workflow_context().attempt))
+
+
+class _Run:
+    """A run with its base policy in a store, and workers on it."""
+
+    def __init__(self, folder: Path, tokenizer: Path) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.store = local_store(folder)
+        self._put_policy("models/base", b"base")
+        self.log = a_log(self.store)
+
+    def _put_policy(self, path: str, weights: bytes) -> None:
+        source = self.folder / "made" / path
+        a_policy_folder(source, weights=weights, tokenizer=self.tokenizer)
+        self.store.put_folder(source, path, last=DIGEST_FILE)
+
+    def train(self) -> Policy:
+        """Take a step on the first batch of pending groups; returns its policy."""
+        state = self.log.refresh()
+        step: Step = a_step(state, trained=list(state.pending)[: LIMITS.batch_size])
+        self._put_policy(step.policy.path, f"weights of {step.policy.version}".encode())
+        self.log.append(step)
+        return step.policy
+
+    def worker(self, name: str = "rollout-0", **changes: Any) -> RolloutWorker:
+        arguments = {
+            "store_uri": self.store.uri,
+            "run_id": "run",
+            "name": name,
+            "workflow": f"{__name__}:Digits",
+            "dataset": None,
+            "engine": EngineSettings(kind="scripted", max_model_len=64),
+            "limits": LIMITS,
+            "sampling": Sampling(max_tokens=8),
+            "reward_timeout": 20.0,
+            "reward_processes": 1,
+            "seed": 0,
+            "code_version": "c0de",
+            "config_sha256": "a" * 64,
+            "cache": str(self.folder / "cache"),
+        }
+        return RolloutWorker(**{**arguments, **changes})
+
+    def play(
+        self, script: Callable[..., Awaitable[Any]], *, workers: int = 1, version: int | None = None, **changes: Any
+    ) -> Any:
+        """Run `script(worker, …)` on started workers."""
+
+        async def inside() -> Any:
+            started = [self.worker(f"rollout-{rank}", **changes) for rank in range(workers)]
+            async with asyncio.timeout(60):
+                for worker in started:
+                    await worker.start(version)
+                    await worker.refresh()
+                try:
+                    return await script(*started)
+                finally:
+                    for worker in started:
+                        await worker.close()
+
+        return asyncio.run(inside())
+
+    def committed(self) -> list[int]:
+        return sorted(self.log.refresh().positions)
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer_folder: Path) -> _Run:
+    return _Run(tmp_path, tokenizer_folder)
+
+
+async def _collect(worker: RolloutWorker) -> Any:
+    await worker.wait_for_work()
+    return await worker.collect()
+
+
+def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatTokens):
+    shard = run.play(_collect)
+    state = run.log.refresh()
+    assert state.shards == {shard.id: shard}
+    assert run.committed() == [0, 1, 2] and state.pending_accepted == 3
+    assert shard.producer == "rollout-0" and shard.id.startswith("000000-rollout-0-")
+    assert set(shard.seconds) == {"generate", "reward", "commit"}
+    table = read_shard(run.log, shard)
+    assert table.num_rows == shard.num_rows == 6
+    assert set(table["head_version"].to_pylist()) == {0}
+    assert sorted(table["reward"].to_pylist()) == [0.0] * 3 + [1.0] * 3
+    assert set(table["is_eval"].to_pylist()) == {False}
+    metadata = table.schema.metadata
+    assert metadata[b"tokenizer_sha256"].decode() == tokens.tokenizer_sha256
+    assert metadata[b"chat_template_sha256"].decode() == tokens.chat_template_sha256
+    assert metadata[b"code_version"] == b"c0de" and metadata[b"run_id"] == b"run"
+
+
+def test_synchronous_production_has_nothing_more_to_do_before_the_next_policy(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        assert await _collect(worker) is not None
+        assert await worker.collect() is None
+
+    run.play(script)
+    assert run.committed() == [0, 1, 2]
+
+
+def test_a_published_policy_samples_the_next_tokens(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        await _collect(worker)
+        policy = run.train()
+        checksum = await worker.publish(policy)
+        assert len(checksum) == 64
+        return await _collect(worker)
+
+    shard = run.play(script)
+    assert run.committed() == [0, 1, 2, 3, 4, 5]
+    assert (shard.head_version, shard.tail_version) == (1, 1)
+    assert set(read_shard(run.log, shard)["weight_versions"].to_pylist()[0]) == {-1, 1}
+
+
+def test_a_damaged_policy_is_refused_and_the_old_one_serves_on(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        await _collect(worker)
+        policy = run.train()
+        run.store.put(f"{policy.path}/model.safetensors", b"other weights")
+        with pytest.raises(DigestMismatch, match="model.safetensors"):
+            await worker.publish(policy)
+        run.store.put(f"{policy.path}/model.safetensors", b"weights of 1")
+        await worker.publish(policy)
+        return await _collect(worker)
+
+    assert run.play(script).head_version == 1
+
+
+def test_a_restarted_worker_asks_only_what_the_log_lacks(run: _Run):
+    run.play(_collect)
+    state = run.log.refresh()
+    run.play(lambda worker: worker.collect())  # nothing to do: the batch is there
+    assert run.log.refresh() == state
+    run.train()
+    shard = run.play(_collect)
+    assert sorted(group.position for group in shard.groups) == [3, 4, 5]
+    assert shard.head_version == 1
+    run.train()
+    assert run.log.refresh().counters()["pending"] == 0
+
+
+def test_an_interrupted_batch_is_completed_and_no_more(run: _Run):
+    """One group was committed before the crash: two are missing."""
+    run.play(_collect, limits=Limits(**{**vars(LIMITS), "batch_size": 1}))
+    assert run.committed() == [0]
+    run.play(_collect)
+    assert run.committed() == [0, 1, 2]
+
+
+def test_a_lost_shard_is_made_again_even_when_the_worker_restarts_later(run: _Run):
+    shard = run.play(_collect)
+    run.log.refresh()
+    run.log.append(Quarantine(shard_id=shard.id, reason="cut off"))
+    again = run.play(_collect)
+    assert sorted(group.position for group in again.groups) == [0, 1, 2]
+    assert all(group.id.endswith(".retry1") for group in again.groups)
+    run.train()
+    later = run.play(_collect)
+    assert sorted(group.position for group in later.groups) == [3, 4, 5]
+    assert run.log.refresh().pending_accepted == 3
+
+
+def test_a_shard_lost_under_a_running_worker_is_made_again(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        shard = await _collect(worker)
+        run.log.refresh()
+        run.log.append(Quarantine(shard_id=shard.id, reason="cut off"))
+        await worker.refresh()
+        return await _collect(worker)
+
+    again = run.play(script)
+    assert run.committed() == [0, 1, 2] and len(again.groups) == 3
+    assert all(group.id.endswith(".retry1") for group in again.groups)
+
+
+def test_what_another_producer_committed_first_is_dropped_and_production_goes_on(run: _Run):
+    async def script(first: RolloutWorker, second: RolloutWorker) -> Any:
+        await _collect(first)
+        assert await second.collect() is None  # all its prompts were taken
+        await second.publish(run.train())
+        return await _collect(second)
+
+    shard = run.play(script, workers=2)
+    assert sorted(group.position for group in shard.groups) == [3, 4, 5]
+    assert run.log.refresh().pending_accepted == 3
+
+
+def test_only_the_prompts_another_producer_committed_are_dropped_and_their_room_is_used(run: _Run):
+    async def script(first: RolloutWorker, second: RolloutWorker) -> Any:
+        await _collect(first)  # one group
+        run.log.refresh()
+        shard = await _collect(second)
+        assert sorted(group.position for group in shard.groups) == [1, 2]
+
+    async def both() -> None:
+        first = run.worker("rollout-0", limits=Limits(**{**vars(LIMITS), "batch_size": 1}))
+        second = run.worker("rollout-1")
+        for worker in (first, second):
+            await worker.start()
+            await worker.refresh()
+        try:
+            await script(first, second)
+        finally:
+            await first.close()
+            await second.close()
+
+    asyncio.run(both())
+    assert run.committed() == [0, 1, 2]
+
+
+def test_a_data_set_that_changed_under_the_run_is_an_error_and_no_endless_loop(
+    run: _Run, monkeypatch: pytest.MonkeyPatch
+):
+    run.play(_collect)
+    run.train()
+    done = {group.prompt_id for group in run.log.refresh().groups.values()}
+    # The same tasks in another order: some that were trained come up again at free positions.
+    shifted = [number for number in range(10) if f"task{number}" in done]
+    rest = [number for number in range(10) if f"task{number}" not in done]
+    for order in ([*shifted, *rest], [*rest, *shifted]):
+        monkeypatch.setattr(Digits, "order", order)
+        upcoming = _tasks_at([3, 4, 5])
+        if done & upcoming:
+            with pytest.raises(Conflict, match="data set has changed"):
+                run.play(_collect)
+            return
+    pytest.fail("no order repeats a task")
+
+
+def test_evaluation_stores_its_trajectories_and_logs_a_score(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        return await worker.evaluate(split="test", num_tasks=10, n_samples=2, temperature=0.0)
+
+    evaluation = run.play(script)
+    state = run.log.refresh()
+    assert state.evaluations == [evaluation]
+    # Of four attempts two fail and count as 0, the others earn 0 and 1.
+    assert (evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0.25, 2, 2)
+    assert (evaluation.version, evaluation.split) == (0, "test")
+    shard = state.shards[evaluation.shard_id]
+    table = read_shard(run.log, shard)
+    assert shard.is_eval and set(table["is_eval"].to_pylist()) == {True}
+    assert table["sampling"].to_pylist()[0]["temperature"] == 0.0
+    assert not state.pending and not state.positions
+    assert state.counters()["submitted"] == 0
+
+
+def test_evaluation_beside_a_swap_belongs_to_one_version(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        policy = run.train()
+        evaluations = [worker.evaluate(split="test", num_tasks=2, n_samples=4, temperature=1.0) for _ in range(3)]
+        await asyncio.gather(evaluations[0], worker.publish(policy), evaluations[1], evaluations[2])
+
+    run.play(script)
+    state = run.log.refresh()
+    assert {evaluation.version for evaluation in state.evaluations} == {0, 1}
+    for evaluation in state.evaluations:
+        versions = read_shard(run.log, state.shards[evaluation.shard_id])["head_version"].to_pylist()
+        assert set(versions) == {evaluation.version}
+
+
+def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
+    run.play(_collect)
+    run.train()
+
+    async def script(worker: RolloutWorker) -> Any:
+        return await worker.evaluate(split="test", num_tasks=1, n_samples=1, temperature=0.0)
+
+    assert run.play(script, version=0).version == 0
+    with pytest.raises(ValueError, match="no policy version 7; it has 0 to 1"):
+        run.play(script, version=7)
+
+
+def test_an_empty_split_is_an_error_with_the_fix(run: _Run):
+    with pytest.raises(ValueError, match="'empty' split is empty"):
+        run.play(lambda worker: worker.evaluate(split="empty", num_tasks=1, n_samples=1, temperature=0.0))
+
+
+def test_the_arithmetic_example_is_scored_by_a_real_reward_process(run: _Run):
+    shard = run.play(_collect, workflow="examples.arithmetic:Arithmetic")
+    assert all(group.usable == 2 and not group.failures for group in shard.groups)
+    rows = read_shard(run.log, shard).to_pylist()
+    assert {name for row in rows for name, _ in row["reward_parts"]} == {"exact"}
+    assert all(row["messages"][0]["content"].endswith("=") for row in rows)
+
+
+def test_the_same_seed_makes_the_same_tokens(tmp_path: Path, tokenizer_folder: Path):
+    made = []
+    for name in ("one", "two"):
+        run = _Run(tmp_path / name, tokenizer_folder)
+        table = read_shard(open_run(run.store, "run"), run.play(_collect))
+        made.append(sorted(zip(table["group_id"].to_pylist(), table["input_ids"].to_pylist(), strict=True)))
+    assert made[0] == made[1]
+
+
+def _tasks_at(positions: Sequence[int]) -> set[str]:
+    stream = PromptStream(Digits().tasks("train"), seed=0, committed=set(range(positions[0])))
+    return {stream.next()[2].id for _ in positions}
