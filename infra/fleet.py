@@ -17,6 +17,7 @@ import inspect
 import logging
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 logger = logging.getLogger("millrace.fleet")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
 class WorkerDied(RuntimeError):
@@ -142,7 +144,16 @@ def _run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:
 
 
 def _die_with_parent() -> None:
-    """Be killed when the raylet dies: a killed run must leave no worker behind that holds memory or commits."""
+    """Let this process and all its children be killed when the raylet dies or this process does.
+
+    A killed run must leave no worker behind that holds memory or commits. The kernel tells us of the raylet's end;
+    our children (vLLM's engine does not watch for ours) are killed by a shell that waits for our end of a pipe.
+    """
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    watch = f"cat > /dev/null; kill -9 -{os.getpid()}"
+    watcher = subprocess.Popen(["/bin/sh", "-c", watch], stdin=subprocess.PIPE, start_new_session=True)
+    _WATCHERS.append(watcher)  # kept: dropping it would close the pipe
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

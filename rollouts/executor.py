@@ -153,14 +153,17 @@ class Executor:
         self._handed_out = 0
 
     async def evaluate(
-        self, tasks: Sequence[RolloutTask], *, n_samples: int, sampling: Sampling, position: int
+        self, tasks: Sequence[RolloutTask], *, version: int, n_samples: int, sampling: Sampling, position: int
     ) -> list[RolloutGroup]:
-        """Attempt held-out tasks, at most `max_concurrent` at a time; admission and prompts are not touched."""
+        """Attempt held-out tasks, at most `max_concurrent` at a time; admission and prompts are not touched.
+
+        `version` is the policy version that is loaded, for the groups' names.
+        """
         gate = asyncio.Semaphore(self._limits.max_concurrent)
 
         async def one(index: int, task: RolloutTask) -> RolloutGroup:
             async with gate:
-                name = f"eval{self._version}.{task.id}"
+                name = f"eval{version}.{task.id}"
                 return await self._group(
                     task,
                     group_id=name,

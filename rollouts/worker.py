@@ -135,8 +135,9 @@ class RolloutWorker:
         started = time.time()
         groups = await self._executor.prepare_batch()
         finished = time.time()
+        shard, num_prepared = None, len(groups)
         async with self._log_lock:
-            while groups:
+            while groups and shard is None:
                 shard_id = f"{self._log.state.step:06d}-{self._name}-{uuid.uuid4().hex[:8]}"
                 try:
                     shard = await asyncio.to_thread(
@@ -148,16 +149,11 @@ class RolloutWorker:
                     left = [group for group in groups if group.position not in taken]
                     if len(left) == len(groups):
                         raise
-                    groups, dropped = left, True
-                else:
-                    self._executor.mark_committed()
-                    if dropped:
-                        self._rebase()
-                    return shard
-            if dropped:
-                self._executor.mark_committed()
-                self._rebase()
-        return None
+                    groups = left
+            self._executor.mark_committed()
+            if len(groups) < num_prepared:
+                self._rebase()  # the room of what was dropped is free again
+        return shard
 
     async def publish(self, policy: Policy) -> str:
         """Serve `policy` from the next token on; returns the engine's checksum of the loaded weights.
@@ -181,7 +177,9 @@ class RolloutWorker:
             raise ValueError(f"the workflow's {split!r} split is empty; name another in [evaluation] split")
         async with self._version_pin:
             version = self._version
-            groups = await self._executor.evaluate(tasks, n_samples=n_samples, sampling=sampling, position=-1)
+            groups = await self._executor.evaluate(
+                tasks, version=version, n_samples=n_samples, sampling=sampling, position=-1
+            )
         versions = {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.weight_versions}
         assert versions <= {version}, f"evaluation of policy {version} has tokens of {versions}"
         attempts = [trajectory for group in groups for trajectory in group.trajectories]
@@ -209,8 +207,11 @@ class RolloutWorker:
 
     def _rebase(self) -> None:
         state = self._log.state
-        accepted = self._version * self._limits.batch_size + state.pending_accepted
-        self._executor.set_version(self._version, accepted=accepted, retries=dict(state.retries))
+        # Steps, not the version served here: between a step and its `publish` the step's groups stay accepted.
+        accepted = state.step * self._limits.batch_size + state.pending_accepted
+        # A lost position that was committed again since, perhaps before this worker started, is done.
+        retries = {position: count for position, count in state.retries.items() if position not in state.positions}
+        self._executor.set_version(self._version, accepted=accepted, retries=retries)
 
     def _policy_folder(self, policy: Policy) -> Path:
         folder = self._log.store.fetch_folder(policy.path, self._cache)

@@ -392,9 +392,9 @@ def test_evaluation_is_bounded_and_touches_neither_prompts_nor_admission(tokens:
         room = executor.room
         tasks = [RolloutTask(id=f"held{index}", prompt=str(index)) for index in range(9)]
         sampling = Sampling(temperature=0.0, max_tokens=8)
-        groups = await executor.evaluate(tasks, n_samples=3, sampling=sampling, position=-1)
+        groups = await executor.evaluate(tasks, version=7, n_samples=3, sampling=sampling, position=-1)
         assert [group.task.id for group in groups] == [task.id for task in tasks]
-        assert {group.id for group in groups} == {f"eval0.held{index}" for index in range(9)}
+        assert {group.id for group in groups} == {f"eval7.held{index}" for index in range(9)}
         assert {group.position for group in groups} == {-1}
         assert {len(group.trajectories) for group in groups} == {3}
         assert executor.room == room
@@ -409,7 +409,7 @@ def test_evaluation_is_bounded_and_touches_neither_prompts_nor_admission(tokens:
 def test_evaluation_keeps_every_group_whatever_failed(tokens: ChatTokens):
     async def script(executor: Executor) -> list[RolloutGroup]:
         tasks = [RolloutTask(id="held", prompt="3")]
-        return await executor.evaluate(tasks, n_samples=2, sampling=Sampling(), position=-1)
+        return await executor.evaluate(tasks, version=0, n_samples=2, sampling=Sampling(), position=-1)
 
     [group] = _Bench(tokens, _only_attempt(0, KeyError("board"))).play(script)
     assert group.accepted and [t.status for t in group.trajectories] == ["env_error", "ok"]

@@ -307,15 +307,17 @@ def test_evaluation_beside_a_swap_belongs_to_one_version(run: _Run):
     async def script(worker: RolloutWorker) -> None:
         await _collect(worker)
         policy = run.train()
-        evaluations = [worker.evaluate(split="test", num_tasks=2, n_samples=4, temperature=1.0) for _ in range(3)]
-        await asyncio.gather(evaluations[0], worker.publish(policy), evaluations[1], evaluations[2])
+        beside, after = (worker.evaluate(split="test", num_tasks=2, n_samples=4, temperature=1.0) for _ in range(2))
+        await asyncio.gather(beside, worker.publish(policy))
+        await after
 
     run.play(script)
     state = run.log.refresh()
     assert {evaluation.version for evaluation in state.evaluations} == {0, 1}
     for evaluation in state.evaluations:
-        versions = read_shard(run.log, state.shards[evaluation.shard_id])["head_version"].to_pylist()
-        assert set(versions) == {evaluation.version}
+        table = read_shard(run.log, state.shards[evaluation.shard_id])
+        assert set(table["head_version"].to_pylist()) == set(table["tail_version"].to_pylist()) == {evaluation.version}
+        assert set(table["group_id"].to_pylist()) == {f"eval{evaluation.version}.task90"}
 
 
 def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
@@ -325,7 +327,9 @@ def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
     async def script(worker: RolloutWorker) -> Any:
         return await worker.evaluate(split="test", num_tasks=1, n_samples=1, temperature=0.0)
 
-    assert run.play(script, version=0).version == 0
+    evaluation = run.play(script, version=0)
+    assert evaluation.version == 0
+    assert run.log.refresh().shards[evaluation.shard_id].groups[0].id == "eval0.task90"
     with pytest.raises(ValueError, match="no policy version 7; it has 0 to 1"):
         run.play(script, version=7)
 
