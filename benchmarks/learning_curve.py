@@ -42,7 +42,7 @@ def draw(numbers: dict[str, Any], picture: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.2), dpi=110)
     steps, rewards, _ = zip(*numbers["reward"], strict=True)
     versions, scores, _ = zip(*sorted(numbers["held_out"]), strict=True)
-    axes.plot(steps, rewards, color="#8aa9c9", linewidth=1.5, label="mean reward of the rollouts (sampled, temperature 1)")
+    axes.plot(steps, rewards, color="#8aa9c9", linewidth=1.5, label="mean reward of the rollouts (sampled)")
     axes.plot(versions, scores, color="#c0392b", marker="o", linewidth=2, label="held-out accuracy (greedy)")
     for version, score in ((versions[0], scores[0]), (versions[-1], scores[-1])):
         axes.annotate(f"{score:.3f}", (version, score), textcoords="offset points", xytext=(0, 8), ha="center")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infra.environment import TELEMETRY_OFF
@@ -86,18 +87,29 @@ class Home:
 
 
 @pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def services_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The state folder of the shared services."""
+    return tmp_path_factory.mktemp("services")
+
+
+@pytest.fixture(scope="session")
+def prefect_api(services_home: Path) -> Iterator[str]:
     """A real Prefect server, MLflow server and worker, started as `make up` does and stopped at the end."""
-    home = tmp_path_factory.mktemp("services")
+    home = services_home
     environment = {**os.environ, "MILLRACE_HOME": str(home)}
     environment.pop("PREFECT_API_URL", None)
     up = subprocess.run(
         [str(MILLRACE), "up"], env=environment, capture_output=True, text=True, cwd=PROJECT, timeout=200
     )
     assert up.returncode == 0, up.stdout + up.stderr
-    services = {service["name"]: service for service in json.loads((home / "services.json").read_text())}
-    yield f"{services['prefect']['url']}/api"
+    services = [psutil.Process(service["pid"]) for service in json.loads((home / "services.json").read_text())]
+    url = next(s["url"] for s in json.loads((home / "services.json").read_text()) if s["name"] == "prefect")
+    family = [p for service in services for p in [service, *service.children(recursive=True)]]
+    yield f"{url}/api"
+    family += [p for service in services if service.is_running() for p in service.children(recursive=True)]
     subprocess.run([str(MILLRACE), "down"], env=environment, check=True, capture_output=True, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE], f"`make down` left {alive}"
 
 
 @pytest.fixture

@@ -67,6 +67,17 @@ def load_state(model: PolicyModel, optimizer: torch.optim.AdamW, folder: Path) -
     return int(json.loads((folder / "state.json").read_text())["step"])
 
 
+def load_weights(model: PolicyModel, folder: Path) -> None:
+    """Put a policy folder's weights into the model, leaving the optimizer alone.
+
+    Raises `storage.digests.DigestMismatch` for a half-written or altered folder.
+    """
+    verify_folder(folder)
+    tensors = load_file(str(folder / "model.safetensors"))
+    for name, parameter in _named_weights(model).items():
+        copy_into(parameter, tensors[name].to(parameter.dtype))
+
+
 def _named_weights(model: PolicyModel) -> dict[str, torch.Tensor]:
     """Weights by HF name; an output matrix tied to the embeddings is left out, as HF does."""
     causal_lm = model.causal_lm

@@ -7,7 +7,6 @@ FSDP2 is used at world size 1 too, so that one rank and many run the same code.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable
 from typing import Literal
 
@@ -35,8 +34,7 @@ def start_process_group(device: torch.device) -> DeviceMesh:
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
-            rendezvous = f"file://{tempfile.mkdtemp(prefix='millrace-')}/rendezvous"
-            dist.init_process_group(backend, init_method=rendezvous, rank=0, world_size=1)
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 

@@ -40,21 +40,6 @@ class Samples:
     def num_rows(self) -> int:
         return len(self.offsets) - 1
 
-    def rows(self, wanted: np.ndarray) -> Samples:
-        """A subset of rows, in the order given."""
-        tokens = np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in wanted]).astype(np.int64)
-        lengths = np.diff(self.offsets)[wanted]
-        return Samples(
-            input_ids_T=self.input_ids_T[tokens],
-            mask_T=self.mask_T[tokens],
-            logprobs_T=self.logprobs_T[tokens],
-            versions_T=self.versions_T[tokens],
-            offsets=np.concatenate([[0], np.cumsum(lengths)]),
-            attempts_B=self.attempts_B[wanted],
-            groups_B=self.groups_B[wanted],
-            rewards_B=self.rewards_B[wanted],
-        )
-
 
 def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> Samples:
     """The rows of `groups`, in that order; `tables` maps shard id to its table."""

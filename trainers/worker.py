@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-from storage.digests import DIGEST_FILE
+from storage.digests import DIGEST_FILE, verify_folder
 from storage.object_store import open_store
 from storage.records import Claim, Policy, Step
 from storage.run_log import Conflict, RunLog
 from storage.runs import open_run
-from storage.shards import read_shard
-from trainers.checkpoint import load_state, save_policy, save_state
+from storage.shards import DamagedShard, read_shard
+from trainers.checkpoint import load_state, load_weights, save_policy, save_state
 from trainers.config import TrainSettings
 from trainers.samples import Samples, gather_samples
 from trainers.trainer import Trainer
@@ -68,6 +68,7 @@ class TrainerWorker:
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
         state = self._log.state
         self._base_folder = self._fetch(state.policies[0].path)
+        verify_folder(self._base_folder)
         self._trainer = Trainer(
             self._base_folder,
             self._settings,
@@ -83,11 +84,10 @@ class TrainerWorker:
             folder = self._fetch(saved[-1].state_path)
             resume_from = load_state(self._trainer.model, self._trainer.optimizer, folder)
             self._newest = saved[-1].claim
-        for step in state.steps[resume_from:]:
-            self._train(step.claim)
-        if len(state.steps) > resume_from:
-            self._check_replay(state.steps[-1])
-        return len(state.steps) - resume_from
+        since = state.steps[resume_from:]
+        if since:
+            self._restore(since)
+        return len(since)
 
     def train_step(
         self, claim: Claim, *, extra_metrics: dict[str, float], round_started: float, session_id: str
@@ -165,17 +165,24 @@ class TrainerWorker:
         shard_ids = dict.fromkeys(group.shard_id for group in claim.trained)
         return gather_samples(claim.trained, {name: read_shard(self._log, shards[name]) for name in shard_ids})
 
-    def _check_replay(self, step: Step) -> None:
-        """Compare the re-trained weights with the recorded digest; say so where hardware made them differ."""
+    def _restore(self, steps: list[Step]) -> None:
+        """Re-train recorded steps from their recorded shards; without the same weights, take the recorded ones."""
+        newest = steps[-1]
+        try:
+            for step in steps:
+                self._train(step.claim)
+        except DamagedShard as error:
+            logger.warning("step %d cannot be trained again: %s", newest.claim.step, error)
         with tempfile.TemporaryDirectory() as scratch:
             digest = save_policy(self._trainer.model, self._base_folder, Path(scratch) / "policy", dtype=self._dtype)
-        if digest != step.policy.weights_sha256:
+        if digest != newest.policy.weights_sha256:
             logger.warning(
-                "re-training up to step %d gave weights %s…, recorded were %s…: other hardware or thread count?",
-                step.claim.step,
-                digest[:12],
-                step.policy.weights_sha256[:12],
+                "re-training up to step %d gave other weights than recorded (hardware, threads, or a lost shard); "
+                "going on from the recorded weights with the optimizer as it is",
+                newest.claim.step,
             )
+            load_weights(self._trainer.model, self._fetch(newest.policy.path))
+        self._newest = newest.claim
 
     def _fetch(self, path: str) -> Path:
         return self._log.store.fetch_folder(path, self._cache)
