@@ -53,6 +53,7 @@ def prepare_environment() -> Path:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
         # Engine and trainer share the cores: a thread that waits must sleep, not spin on the core another one needs.
         "OMP_WAIT_POLICY": "PASSIVE",
