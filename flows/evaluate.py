@@ -10,7 +10,8 @@ from typing import Any
 from prefect import flow
 
 from flows.config import make_config
-from tasks.rollout import evaluate_policy, start_rollout_worker
+from flows.train_grpo import start_engine
+from tasks.rollout import evaluate_policy
 from tasks.session import reading_session, saved_config
 from tasks.track import track
 
@@ -42,23 +43,8 @@ async def evaluate(
         config = make_config(saved_config(session), source=f"run {run}")
         wanted = {"split": split or None, "num_tasks": num_tasks or None, "n_samples": n_samples or None}
         changes = {key: value for key, value in (wanted | {"temperature": temperature}).items() if value is not None}
-        await start_rollout_worker(
-            session,
-            workflow=config.workflow,
-            dataset=config.dataset,
-            engine=config.engine,
-            rollout=config.rollout,
-            sampling=config.sampling,
-            n_samples=config.n_samples,
-            batch_size=config.batch_size,
-            max_staleness=config.max_staleness,
-            steps=config.steps,
-            seed=config.seed,
-            name="evaluator-0",
-            version=version,
-        )
-        evaluation = await evaluate_policy(
-            session, version=version, settings=config.evaluation.model_copy(update=changes)
-        )
+        settings = type(config.evaluation).model_validate(config.evaluation.model_dump() | changes)
+        await start_engine(session, config, name="evaluator-0", version=version)
+        evaluation = await evaluate_policy(session, version=version, settings=settings)
         await track(session)
         return {"run": run, "version": evaluation.version, "split": evaluation.split, "score": evaluation.score}

@@ -97,7 +97,23 @@ async def start(session: RunSession, config: RunConfig) -> None:
         seed=config.seed,
         warmup=config.warmup.model_dump(),
     )
-    starting_rollouts = start_rollout_worker(
+    starting_trainer = start_trainer(
+        session,
+        settings=config.train,
+        learning_rate=config.learning_rate,
+        temperature=config.sampling.temperature,
+        max_staleness=config.max_staleness,
+        seed=config.seed,
+    )
+    checksum, _ = await asyncio.gather(start_engine(session, config), starting_trainer)
+    mark_served(session, checksum=checksum)
+
+
+async def start_engine(
+    session: RunSession, config: RunConfig, *, name: str = "rollout-0", version: int | None = None
+) -> str:
+    """An engine that serves a policy version, the live one by default; returns the checksum of its weights."""
+    checksum: str = await start_rollout_worker(
         session,
         workflow=config.workflow,
         dataset=config.dataset,
@@ -109,17 +125,10 @@ async def start(session: RunSession, config: RunConfig) -> None:
         max_staleness=config.max_staleness,
         steps=config.steps,
         seed=config.seed,
+        name=name,
+        version=version,
     )
-    starting_trainer = start_trainer(
-        session,
-        settings=config.train,
-        learning_rate=config.learning_rate,
-        temperature=config.sampling.temperature,
-        max_staleness=config.max_staleness,
-        seed=config.seed,
-    )
-    checksum, _ = await asyncio.gather(starting_rollouts, starting_trainer)
-    mark_served(session, checksum=checksum)
+    return checksum
 
 
 async def train(session: RunSession, config: RunConfig) -> None:

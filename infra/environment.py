@@ -54,6 +54,7 @@ def prepare_environment() -> Path:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # the log is the outbox: a later sync repeats what failed
         "TOKENIZERS_PARALLELISM": "false",
         # Engine and trainer share the cores: a thread that waits must sleep, not spin on the core another one needs.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -81,16 +81,20 @@ class Chat:
 
     def _context_for(self, messages: Sequence[Message]) -> tuple[list[int], list[Message]]:
         """Ids to append for `messages`, and which of them are new; starts a sequence where history was edited."""
-        known = len(self.messages)
-        if self._ids and list(messages[:known]) == self.messages:
-            added = list(messages[known:])
-            return self._tokens.continuation(added, last_sampled=self._ids[-1]), added
         shared = 0
-        while shared < min(known, len(messages)) and messages[shared] == self.messages[shared]:
+        while shared < min(len(self.messages), len(messages)) and _same(messages[shared], self.messages[shared]):
             shared += 1
+        added = list(messages[shared:])
+        if self._ids and shared == len(self.messages):
+            return self._tokens.continuation(added, last_sampled=self._ids[-1]), added
         self._sequence_idx += 1
         self._ids = []
-        return self._tokens.prompt(messages), list(messages[shared:])
+        return self._tokens.prompt(messages), added
+
+
+def _same(one: Message, other: Message) -> bool:
+    """What the model sees is the same; who is said to have written it does not matter."""
+    return (one.role, one.content) == (other.role, other.content)
 
 
 def _capped(sampling: Sampling, room: int) -> Sampling:

@@ -25,7 +25,7 @@ class Generation:
     logprobs: list[float]
     weight_versions: list[int]
     finish_reason: str
-    """`stop`, `length` or `abort`."""
+    """`stop` or `length`; anything else is an `EngineError`."""
 
 
 class Engine(Protocol):

@@ -74,6 +74,8 @@ class VllmEngine:
         if final is None:
             raise EngineError(f"request {request_id} ended without an output")
         completion = final.outputs[0]
+        if completion.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request_id} was ended by the engine: {completion.finish_reason}")
         token_ids = list(completion.token_ids)
         return Generation(
             token_ids=token_ids,
@@ -83,7 +85,7 @@ class VllmEngine:
                 for position, token in zip(completion.logprobs, token_ids, strict=True)
             ],
             weight_versions=_expand(completion.weight_versions, len(token_ids)),
-            finish_reason=completion.finish_reason or "abort",
+            finish_reason=completion.finish_reason,
         )
 
     async def load_policy(self, folder: Path, version: int) -> str:

@@ -90,7 +90,7 @@ class Turn:
     weight_versions: list[int]
     """Policy version that sampled each token, as the engine reports it."""
     finish_reason: str
-    """`stop`, `length` or `abort`, from the engine."""
+    """`stop` or `length`, from the engine."""
     sequence_idx: int = 0
     """Which training sequence of the trajectory this turn extends; an edited history starts the next one."""
     tool_calls: list[ToolCall] = field(default_factory=list)

@@ -20,6 +20,10 @@ _CURSOR = "millrace.synced_entries"
 _LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
 
 
+class RegistryUnavailable(Exception):
+    """MLflow did not take everything in; the log keeps it for later."""
+
+
 class Registry:
     """One run's mirror in MLflow. `model_name` is the registered model, named after the run."""
 
@@ -37,8 +41,16 @@ class Registry:
 
         `finished` also ends the MLflow run, until a later sync of a continued run opens it again.
 
-        Raises whatever MLflow raises when it cannot be reached; what was not sent is sent by a later call.
+        Raises `RegistryUnavailable` when MLflow cannot be reached or refuses; a later call sends what is missing.
         """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return self._replay(finished)
+        except (MlflowException, OSError) as error:
+            raise RegistryUnavailable(str(error)) from error
+
+    def _replay(self, finished: bool) -> list[Registration]:
         run_id = self._ensure_run()
         cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
         if cursor == 0:

@@ -12,7 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from storage.records import Registration
-from storage.registry import Registry
+from storage.registry import Registry, RegistryUnavailable
 from storage.runs import open_run
 from tasks.session import RunSession
 
@@ -29,13 +29,11 @@ async def track(session: RunSession, *, finished: bool = False) -> int:
 
 
 def _sync(session: RunSession, finished: bool) -> list[Registration]:
-    from mlflow.exceptions import MlflowException
-
     try:
         # A log of its own: folding is not thread-safe, and this runs beside the round.
         log = open_run(session.log.store, session.log.run_id)
         return Registry(log, tracking_uri=session.tracking).sync(finished=finished)
-    except (MlflowException, OSError) as error:
+    except RegistryUnavailable as error:
         logger.warning(
             "MLflow at %s did not take everything in; the log keeps it for later: %s", session.tracking, error
         )

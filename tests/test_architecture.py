@@ -47,7 +47,6 @@ MAY_USE_ANY_LIBRARY = {"cli", "benchmarks"}  # the command talks to Prefect's cl
 LIBRARY_EXCEPTIONS = {
     ("rollouts/chat_tokens.py", "transformers"),  # the tokenizer is half of the model; loaded lazily
     ("trainers/samples.py", "pyarrow"),  # a table straight into arrays, without a copy through Python lists
-    ("tasks/track.py", "mlflow"),  # the name of the one error that means "MLflow is down", imported where it is caught
 }
 
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}

@@ -28,6 +28,7 @@ from tests.unit.trainers.builders import (
 )
 from trainers.checkpoint import save_policy
 from trainers.config import TrainSettings
+from trainers.distributed import full
 from trainers.worker import PHASES, TrainerWorker
 
 _BATCH = 2
@@ -157,13 +158,37 @@ def test_a_resume_starts_at_the_last_saved_state(log: RunLog, tmp_path: Path, ca
     assert not caplog.records  # the re-trained digest is the recorded one
 
 
-def test_a_resume_that_gives_other_weights_says_so(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
+def test_a_resume_that_gives_other_weights_says_so_and_goes_on_from_the_recorded_ones(
+    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture
+) -> None:
     first = _worker(log, tmp_path)
     first.start()
     _train_steps(first, log, 1)
+    resumed = _worker(log, tmp_path, learning_rate=2e-3)
     with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
-        _worker(log, tmp_path, learning_rate=2e-3).start()
-    assert "re-training up to step 1 gave weights" in caplog.text
+        resumed.start()
+    assert "re-training up to step 1 gave other weights than recorded" in caplog.text
+    assert _weights(resumed) == _weights(first)
+
+
+def test_a_recorded_step_whose_shard_is_lost_resumes_from_the_recorded_weights(
+    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture
+) -> None:
+    first = _worker(log, tmp_path)
+    first.start()
+    _train_steps(first, log, 1)
+    shard_id = log.refresh().steps[0].claim.trained[0].shard_id
+    (log.store.root / log.shard_key(shard_id)).unlink()  # type: ignore[attr-defined]
+    resumed = _worker(log, tmp_path)
+    with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
+        resumed.start()
+    assert "step 1 cannot be trained again" in caplog.text
+    assert _weights(resumed) == _weights(first)
+
+
+def _weights(worker: TrainerWorker) -> dict[str, list[float]]:
+    model = worker._trainer.model  # what a resumed trainer holds has no other door
+    return {name: full(parameter).flatten().tolist() for name, parameter in model.named_parameters()}
 
 
 def test_the_trainer_that_commits_second_gets_a_conflict(log: RunLog, tmp_path: Path) -> None:
