@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 console = Console(stderr=True, highlight=False)
 
@@ -50,6 +51,9 @@ def explained() -> Iterator[None]:
         _leave(found)
     except mendable_types() as error:
         _leave(error)
+    except KeyboardInterrupt:
+        console.print("stopped; the same command continues from the run's log")
+        raise typer.Exit(130) from None
 
 
 def first_leaf(error: BaseException) -> BaseException:
@@ -60,5 +64,5 @@ def first_leaf(error: BaseException) -> BaseException:
 
 
 def _leave(error: BaseException) -> None:
-    console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+    console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
     raise typer.Exit(2)

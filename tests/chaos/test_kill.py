@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 from storage.object_store import LocalStore
 from storage.run_log import RunLog, RunState
 from tests.conftest import SCRIPTED, Home
@@ -37,6 +39,7 @@ def _kill_after_entries(home: Home, process: subprocess.Popen[str], run: str, en
     return True
 
 
+@pytest.mark.timeout(1800)
 def test_ten_kills_lose_nothing_and_change_nothing(home: Home, base_model: Path) -> None:
     arguments = ["train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0"]
     home.run(*arguments, "run=undisturbed")

@@ -16,7 +16,7 @@ from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from tests.conftest import PROJECT, Home
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 ARITHMETIC = PROJECT / "examples" / "arithmetic.toml"
 
