@@ -52,7 +52,6 @@ def explained() -> Iterator[None]:
     except mendable_types() as error:
         _leave(error)
     except KeyboardInterrupt:
-        console.print("stopped; the same command continues from the run's log")
         raise typer.Exit(130) from None
 
 

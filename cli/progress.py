@@ -9,7 +9,6 @@ import threading
 from pathlib import Path
 
 from rich.console import Console
-from rich.panel import Panel
 from rich.status import Status
 
 from cli.status import run_status
@@ -128,18 +127,15 @@ def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: 
         return "-" if status[key] is None else f"{status[key]:.3f}"
 
     memory = status["peak_memory_bytes"] / 2**30
+    run_folder = f"{store_uri}/runs/{config.run}"
+    console.rule(f"run {config.run}", align="left")
     console.print(
-        Panel(
-            f"held-out accuracy  [bold]{score('accuracy_before')} → {score('accuracy_after')}[/]   "
-            f"after {status['step']} steps, {status['wall_seconds']:.0f} s, at most {memory:.1f} GiB\n"
-            f"run      {store_uri}/runs/{config.run}\n"
-            f"shards   {store_uri}/runs/{config.run}/shards\n"
-            f"         {status['shards']} files, {status['trajectories']} training trajectories\n"
-            f"model    {status['policy']}\n"
-            f"MLflow   {status['mlflow_model']} version {status['mlflow_version']}",
-            title=f"run {config.run}",
-            expand=False,
-        ),
+        f"held-out accuracy [bold]{score('accuracy_before')} → {score('accuracy_after')}[/] after {status['step']} "
+        f"steps, {status['wall_seconds']:.0f} s, at most {memory:.1f} GiB\n"
+        f"run      {run_folder}\n"
+        f"shards   {run_folder}/shards: {status['shards']} files, {status['trajectories']} training trajectories\n"
+        f"model    {status['policy']}\n"
+        f"MLflow   {status['mlflow_model']} version {status['mlflow_version']}\n",
         soft_wrap=True,
     )
     command = ".venv/bin/millrace"

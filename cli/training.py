@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +25,8 @@ from storage.object_store import open_store
 from storage.runs import create_run, open_run, trainer_lock
 
 Result = TypeVar("Result")
+
+SECONDS_TO_STOP = 10.0
 
 
 def train_run(run_file: Path, overrides: dict[str, Any]) -> None:
@@ -74,13 +78,28 @@ def run_flow(flow: Awaitable[Result], console: Console) -> Result:
     handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, log_time_format="%X")
     handler.setLevel(logging.INFO)
     ours.addHandler(handler)
-    return asyncio.run(_awaited(flow))
+    return asyncio.run(_awaited(flow, console))
 
 
-async def _awaited(flow: Awaitable[Result]) -> Result:
+async def _awaited(flow: Awaitable[Result], console: Console) -> Result:
     # Prefect attaches a console handler of its own at import; ours is enough.
     logging.getLogger("millrace").propagate = False
-    result = await flow
+    task = asyncio.ensure_future(flow)
+
+    def stop() -> None:
+        """First Ctrl-C: cancel, with a deadline; the in-process API got the signal too and may never answer again."""
+        console.print("stopping; the same command continues from the run's log")
+        logging.getLogger("prefect").setLevel(logging.CRITICAL)
+        loop.remove_signal_handler(signal.SIGINT)
+        loop.call_later(SECONDS_TO_STOP, os._exit, 130)  # what was committed is safe, and our children die with us
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, stop)
+    try:
+        result = await task
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     await drain_history()
     return result
 

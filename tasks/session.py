@@ -43,6 +43,8 @@ class RunSession:
         """Set whenever this session's own producer has committed a shard."""
         self.publish_seconds = 0.0
         """How long the last publication took."""
+        self.warned_of_gap = False
+        """True once this session has said that engine and trainer disagree."""
         self._hosted: dict[str, Hosted] = {}
 
     async def host(self, role: str, path: str, *, name: str, arguments: dict[str, Any]) -> Hosted:

@@ -134,7 +134,9 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
         session_id=session.session_id,
     )
     session.log.refresh()
-    if step.metrics["staleness_max"] == 0 and step.metrics["engine_gap"] > SUSPICIOUS_GAP:
+    suspicious = step.metrics["staleness_max"] == 0 and step.metrics["engine_gap"] > SUSPICIOUS_GAP
+    if suspicious and not session.warned_of_gap:
+        session.warned_of_gap = True
         logger.warning(
             "step %d: engine and trainer differ by %.2f nats per token on the same policy; "
             "the engine may hold other weights",
