@@ -164,7 +164,7 @@ class RolloutWorker:
         folder = await asyncio.to_thread(self._policy_folder, policy)
         async with self._version_pin:
             checksum = await self._engine.load_policy(folder, policy.version)
-        self._version = policy.version
+            self._version = policy.version
         await self.refresh()
         return checksum
 

@@ -16,7 +16,7 @@ from storage.run_log import RunLog, RunState
 from tests.conftest import SCRIPTED, Home
 
 KILLS = 10
-STEPS = 12
+STEPS = 40  # far more than ten lives last
 
 
 def _state(home: Home, run: str) -> RunState:
