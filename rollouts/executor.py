@@ -161,7 +161,7 @@ class Executor:
         """
         gate = asyncio.Semaphore(self._limits.max_concurrent)
 
-        async def one(index: int, task: RolloutTask) -> RolloutGroup:
+        async def one(task: RolloutTask) -> RolloutGroup:
             async with gate:
                 name = f"eval{version}.{task.id}"
                 return await self._group(
@@ -174,7 +174,7 @@ class Executor:
                     is_eval=True,
                 )
 
-        return list(await asyncio.gather(*(one(index, task) for index, task in enumerate(tasks))))
+        return list(await asyncio.gather(*(one(task) for task in tasks)))
 
     async def close(self) -> None:
         """Cancel what is running; its prompts are not committed, so a resume asks them again."""

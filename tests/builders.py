@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollouts.executor import Limits
 from storage.digests import seal_folder
 from storage.object_store import LocalStore
 from storage.records import (
@@ -30,6 +31,20 @@ from storage.records import (
 from storage.run_log import RunLog, RunState
 from storage.runs import create_run
 from storage.shard_codec import Provenance, summarise
+
+LIMITS = Limits(
+    n_samples=2,
+    batch_size=4,
+    max_staleness=0,
+    total_groups=1000,
+    max_concurrent=64,
+    min_usable=2,
+    drop_uniform_groups=False,
+    max_attempts=2,
+    attempt_timeout=10.0,
+    shard_bytes=2**20,
+    shard_seconds=10.0,
+)
 
 BASE = Policy(version=0, path="models/base", weights_sha256="0" * 64, parent=None)
 

@@ -13,29 +13,15 @@ import pytest
 from rollouts.chat import Chat
 from rollouts.chat_tokens import ChatTokens
 from rollouts.engine import EngineError
-from rollouts.executor import Executor, Limits, NothingAccepted, WrongWorkflow
+from rollouts.executor import Executor, NothingAccepted, WrongWorkflow
 from rollouts.prompts import PromptStream
 from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.scripted_engine import ScriptedEngine
 from rollouts.workflow import RolloutWorkflow, Score, workflow_context
 from storage.records import RolloutGroup, RolloutTask, Sampling
-from tests.builders import a_policy_folder
+from tests.builders import LIMITS, a_policy_folder
 
 Play = Callable[[RolloutTask, Chat], Awaitable[Any]]
-
-LIMITS = Limits(
-    n_samples=2,
-    batch_size=4,
-    max_staleness=0,
-    total_groups=1000,
-    max_concurrent=64,
-    min_usable=2,
-    drop_uniform_groups=False,
-    max_attempts=2,
-    attempt_timeout=10.0,
-    shard_bytes=2**20,
-    shard_seconds=10.0,
-)
 
 
 class _Workflow(RolloutWorkflow):

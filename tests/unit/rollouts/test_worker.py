@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,10 @@ from storage.records import Policy, Quarantine, RolloutTask, Sampling, Step
 from storage.run_log import Conflict
 from storage.runs import open_run
 from storage.shards import read_shard
+from tests import builders
 from tests.builders import a_log, a_policy_folder, a_step, local_store
 
-LIMITS = Limits(
-    n_samples=2,
-    batch_size=3,
-    max_staleness=0,
-    total_groups=300,
-    max_concurrent=8,
-    min_usable=2,
-    drop_uniform_groups=False,
-    max_attempts=2,
-    attempt_timeout=10.0,
-    shard_bytes=2**20,
-    shard_seconds=10.0,
-)
+LIMITS = replace(builders.LIMITS, batch_size=3, total_groups=300, max_concurrent=8)
 
 
 class Digits(RolloutWorkflow):
