@@ -10,14 +10,13 @@ from pathlib import Path
 from infra.environment import store_uri
 from rollouts.loading import load_object
 from rollouts.workflow import RolloutWorkflow
-from storage.object_store import open_store, probe
+from storage.object_store import StoreError, open_store, probe
 
 
-def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation_split: str) -> bool:
+def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation_split: str) -> None:
     """Load the workflow and its data, look for the model, write to the store.
 
-    Returns True when the store keeps several writers apart (`storage.object_store.probe`). Raises `ValueError`
-    (also as `storage.object_store.StoreError`) for the first thing that will not work.
+    Raises `ValueError`, or `storage.object_store.StoreError`, for the first thing that will not work.
     """
     workflow_class = load_object(workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, RolloutWorkflow)):
@@ -30,7 +29,11 @@ def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation
         check_model(model)
     else:
         loaded.demonstrations(1, seed=0)
-    return probe(open_store(store_uri(store)))
+    if not probe(open_store(store_uri(store))):
+        raise StoreError(
+            f"store {store_uri(store)} lets a second writer replace what the first one wrote; trainer, rollout worker "
+            "and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
+        )
 
 
 def check_model(model: str) -> None:

@@ -1,0 +1,32 @@
+"""What is refused before anything heavy starts, where it is not the command line's business."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from storage.object_store import LocalStore, StoreError
+from tasks import preflight
+
+
+class Forgetful(LocalStore):
+    """A store that ignores the condition, as some S3 servers do: every writer wins."""
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        self.put(key, data)
+        return True
+
+
+def test_a_store_without_conditional_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "open_store", lambda uri: Forgetful(tmp_path))
+    with pytest.raises(StoreError, match="conditional writes"):
+        preflight.check_run(
+            workflow="examples.arithmetic:Arithmetic", dataset="", model="", store="", evaluation_split="test"
+        )
+
+
+def test_a_good_store_and_workflow_pass(tmp_path: Path) -> None:
+    preflight.check_run(
+        workflow="examples.arithmetic:Arithmetic", dataset="", model="", store=str(tmp_path), evaluation_split="test"
+    )
