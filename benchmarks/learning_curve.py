@@ -14,8 +14,8 @@ from typing import Any
 
 from cli.status import run_status
 from infra.environment import store_uri
+from storage.log_entries import Evaluation, Step
 from storage.object_store import open_store
-from storage.records import Evaluation, Step
 from storage.run_log import RunLog
 from storage.runs import open_run
 

@@ -14,8 +14,8 @@ from rich.status import Status
 from cli.status import run_status
 from flows.config import RunConfig
 from infra.environment import home
+from storage.log_entries import Evaluation, LogEntry, Policy, Session, Step
 from storage.object_store import open_store
-from storage.records import Evaluation, LogEntry, Policy, Session, Step
 from storage.runs import open_run
 
 HEADER = (

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from storage.records import Session
+from storage.log_entries import Session
 from storage.run_log import RunLog
 
 

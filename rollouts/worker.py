@@ -24,8 +24,9 @@ from rollouts.prompts import PromptStream
 from rollouts.scoring import RewardPool
 from rollouts.workflow import RolloutWorkflow
 from storage.digests import verify_folder
+from storage.log_entries import Evaluation, Policy, Shard
 from storage.object_store import open_store
-from storage.records import Evaluation, Policy, RolloutGroup, Sampling, Shard
+from storage.records import RolloutGroup, Sampling
 from storage.run_log import Conflict, RunLog
 from storage.runs import open_run
 from storage.shard_codec import Provenance

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from storage.records import Claim, ClaimedGroup
+from storage.log_entries import Claim, ClaimedGroup
 from storage.run_log import RunState
 
 StalePolicy = Literal["strict", "mask", "correct"]

@@ -11,14 +11,28 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import unquote, urlparse
 
+import pyarrow as pa
+import pyarrow.dataset
+
 
 class StoreError(Exception):
     """The store cannot be used as asked; the message says what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFile:
+    """One key of a store, as a listing shows it."""
+
+    key: str
+    num_bytes: int
+    modified_at: float
+    """Unix seconds on the store's clock."""
 
 
 class ObjectStore(Protocol):
@@ -35,8 +49,20 @@ class ObjectStore(Protocol):
     def get(self, key: str) -> bytes:
         """The bytes at `key`; `FileNotFoundError` when there are none."""
 
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The bytes at each key, null where there are none; on S3 many requests are under way at once."""
+
     def exists(self, key: str) -> bool:
         """True when `key` has a value."""
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove keys; one that does not exist is no error."""
+
+    def walk(self, prefix: str) -> list[StoredFile]:
+        """Every key under the folder `prefix`, at any depth, sorted; for housekeeping, never for truth."""
+
+    def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
+        """The Arrow IPC files at `keys` as one dataset, read column by column when somebody asks."""
 
     def names(self, prefix: str) -> list[str]:
         """Names directly under the folder `prefix`, sorted; for people and housekeeping, never for truth."""
@@ -88,8 +114,27 @@ class LocalStore:
     def get(self, key: str) -> bytes:
         return self._path(key).read_bytes()
 
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [path.read_bytes() if (path := self._path(key)).exists() else None for key in keys]
+
     def exists(self, key: str) -> bool:
         return self._path(key).exists()
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def walk(self, prefix: str) -> list[StoredFile]:
+        files = [path for path in self._path(prefix).rglob("*") if path.is_file() and not path.name.startswith(".")]
+        return [
+            StoredFile(
+                key=str(path.relative_to(self.root)), num_bytes=path.stat().st_size, modified_at=path.stat().st_mtime
+            )
+            for path in sorted(files)
+        ]
+
+    def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
+        return pa.dataset.dataset([str(self._path(key)) for key in keys], schema=schema, format="ipc")
 
     def names(self, prefix: str) -> list[str]:
         folder = self._path(prefix)
@@ -137,8 +182,36 @@ class S3Store:
     def get(self, key: str) -> bytes:
         return bytes(self._fs.cat_file(self._path(key)))
 
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        found = self._fs.cat([self._path(key) for key in keys], on_error="return")
+        values = [found[self._path(key)] for key in keys]
+        for value in values:
+            if isinstance(value, BaseException) and not isinstance(value, FileNotFoundError):
+                raise value
+        return [value if isinstance(value, bytes) else None for value in values]
+
     def exists(self, key: str) -> bool:
         return bool(self._fs.exists(self._path(key)))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm([self._path(key) for key in keys])
+
+    def walk(self, prefix: str) -> list[StoredFile]:
+        found = self._fs.find(self._path(prefix), detail=True)
+        return [
+            StoredFile(
+                key=path.removeprefix(f"{self._prefix}/"),
+                num_bytes=info["size"],
+                modified_at=info["LastModified"].timestamp(),
+            )
+            for path, info in sorted(found.items())
+        ]
+
+    def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
+        return pa.dataset.dataset([self._path(key) for key in keys], schema=schema, format="ipc", filesystem=self._fs)
 
     def names(self, prefix: str) -> list[str]:
         try:

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from storage.digests import sha256_of_json
-from storage.records import Alias, Evaluation, LogEntry, Policy, Registration, Session, Step, to_json
+from storage.log_entries import Alias, Evaluation, LogEntry, Policy, Registration, Session, Step, to_json
 from storage.run_log import RunLog
 from storage.runs import run_config
 

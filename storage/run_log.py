@@ -16,11 +16,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from storage.object_store import ObjectStore
-from storage.records import (
+from storage.log_entries import (
     ENTRY_KINDS,
     Alias,
     ClaimedGroup,
@@ -31,12 +30,15 @@ from storage.records import (
     Policy,
     Quarantine,
     Registration,
+    Rescore,
+    Retire,
     Session,
     Shard,
     Step,
     from_json,
     to_json,
 )
+from storage.object_store import ObjectStore
 
 OUTCOMES = ("trained", "filtered", "stale", "failed")
 _KIND_OF = {record: kind for kind, record in ENTRY_KINDS.items()}
@@ -67,6 +69,8 @@ class RunState:
     """Ids of committed groups no step has taken, in commit order (a dict as an ordered set)."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """Group id → one of `OUTCOMES`, once a step has passed over it."""
+    step_of: dict[str, int] = field(default_factory=dict)
+    """Group id → the step that passed over it."""
     positions: set[int] = field(default_factory=set)
     """Places of the prompt order that are committed and not lost."""
     retries: Counter[int] = field(default_factory=Counter)
@@ -79,6 +83,12 @@ class RunState:
     """Policy version → its place in the model registry."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """Shard id → reason."""
+    rescored: dict[str, Rescore] = field(default_factory=dict)
+    """Name → every shard scored again under it, merged over entries."""
+    retired_shards: set[str] = field(default_factory=set)
+    retired_policies: set[int] = field(default_factory=set)
+    retired_states: set[str] = field(default_factory=set)
+    """Folders of optimizer state that retention took away."""
 
     @property
     def step(self) -> int:
@@ -133,6 +143,15 @@ class RunState:
                 return self.registrations.get(body.version) == body
             case Quarantine():
                 return body.shard_id in self.quarantined
+            case Rescore():
+                known = self.rescored.get(body.name)
+                return known is not None and known.files.items() >= body.files.items()
+            case Retire():
+                return (
+                    self.retired_shards.issuperset(body.shard_ids)
+                    and self.retired_policies.issuperset(body.policy_versions)
+                    and self.retired_states.issuperset(body.state_paths)
+                )
 
     def fits(self, body: Entry) -> None:
         """Raise `Conflict` when `body` contradicts what is already committed."""
@@ -161,6 +180,23 @@ class RunState:
                 raise Conflict(f"policy version {body.version} is already published")
             case Quarantine() if body.shard_id not in self.shards:
                 raise Conflict(f"shard {body.shard_id} is not in this log")
+            case Alias(version=version) if version in self.retired_policies:
+                raise Conflict(f"policy version {version} was retired: its weights are gone")
+            case Rescore(name=name, reward_sha256=digest):
+                if unknown := body.files.keys() - self.shards.keys():
+                    raise Conflict(f"rewards {name!r} name shards that are not in this log: {sorted(unknown)[:5]}")
+                known = self.rescored.get(name)
+                if known is not None and known.reward_sha256 != digest:
+                    raise Conflict(
+                        f"rewards {name!r} were made by another version of {known.reward}; choose a new name"
+                    )
+            case Retire():
+                needed = {self.shard_of[group_id] for group_id in self.pending}.intersection(body.shard_ids)
+                if needed:
+                    raise Conflict(f"shards {sorted(needed)[:5]} hold groups no step has taken")
+                named = {alias.version for alias in self.aliases.values()} | {max(self.policies, default=0)}
+                if kept := named.intersection(body.policy_versions):
+                    raise Conflict(f"policy versions {sorted(kept)} are live or have an alias")
             case _:
                 pass
 
@@ -191,6 +227,7 @@ class RunState:
                     for claimed in groups:
                         del self.pending[claimed.group_id]
                         self.outcomes[claimed.group_id] = outcome
+                        self.step_of[claimed.group_id] = step.claim.step
                 self.steps.append(step)
                 self.policies[step.policy.version] = step.policy
             case Policy() as policy:
@@ -201,6 +238,14 @@ class RunState:
                 self.aliases[alias.name] = alias
             case Registration() as registration:
                 self.registrations[registration.version] = registration
+            case Rescore() as rescore:
+                known = self.rescored.get(rescore.name)
+                merged = {**known.files, **rescore.files} if known else rescore.files
+                self.rescored[rescore.name] = replace(rescore, files=merged)
+            case Retire() as retire:
+                self.retired_shards.update(retire.shard_ids)
+                self.retired_policies.update(retire.policy_versions)
+                self.retired_states.update(retire.state_paths)
             case Quarantine(shard_id=shard_id, reason=reason):
                 self.quarantined[shard_id] = reason
                 # What no step has used is lost with the file, so its prompts run again under new group ids.

@@ -15,16 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.records import (
-    NOT_SAMPLED,
-    TRAINABLE_STATUSES,
-    GroupSummary,
-    RolloutGroup,
-    Sampling,
-    Trajectory,
-    Turn,
-    to_json,
-)
+from storage.log_entries import GroupSummary, to_json
+from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
 
 SCHEMA_VERSION = 1
 

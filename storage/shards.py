@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from storage.digests import sha256_of
-from storage.records import NOT_SAMPLED, RolloutGroup, Sampling, Shard
+from storage.log_entries import Shard
+from storage.records import NOT_SAMPLED, RolloutGroup, Sampling
 from storage.run_log import RunLog
 from storage.shard_codec import BadShard, Provenance, decode_shard, encode_shard, summarise
 

@@ -15,8 +15,8 @@ from prefect.cache_policies import NO_CACHE
 
 from rollouts.loading import load_object
 from storage.digests import DIGEST_FILE, sha256_of_json, verify_folder
+from storage.log_entries import Policy
 from storage.object_store import open_store
-from storage.records import Policy
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.base_model")

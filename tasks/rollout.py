@@ -17,7 +17,8 @@ from rollouts.config import EngineSettings, EvaluationSettings, RolloutSettings,
 from rollouts.executor import Limits
 from rollouts.loading import absolute_path
 from storage.digests import sha256_of_json
-from storage.records import Alias, Evaluation, Policy, Sampling, Shard
+from storage.log_entries import Alias, Evaluation, Policy, Shard
+from storage.records import Sampling
 from storage.runs import run_config
 from tasks.session import ROLLOUT, RunSession
 

@@ -19,8 +19,8 @@ from typing import Any
 from infra.environment import home, prepare_environment, store_uri, tracking_uri
 from infra.fleet import Fleet, Hosted
 from infra.memory import PeakMemory
+from storage.log_entries import Session
 from storage.object_store import open_store
-from storage.records import Session
 from storage.run_log import RunLog
 from storage.runs import create_run, open_run, run_config, trainer_lock
 

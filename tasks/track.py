@@ -11,7 +11,7 @@ import logging
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from storage.records import Registration
+from storage.log_entries import Registration
 from storage.registry import Registry, RegistryUnavailable
 from storage.runs import open_run
 from tasks.session import RunSession

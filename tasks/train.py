@@ -13,7 +13,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from storage.claims import StalePolicy, next_claim
-from storage.records import Claim, Quarantine, Step
+from storage.log_entries import Claim, Quarantine, Step
 from storage.shards import DamagedShard, read_shard
 from tasks.session import TRAINER, RunSession
 from trainers.config import TrainSettings

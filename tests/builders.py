@@ -12,22 +12,9 @@ from typing import Any
 
 from rollouts.executor import Limits
 from storage.digests import seal_folder
-from storage.object_store import LocalStore
-from storage.records import (
-    Claim,
-    ClaimedGroup,
-    GroupSummary,
-    Message,
-    Policy,
-    RolloutGroup,
-    RolloutTask,
-    Sampling,
-    Session,
-    Shard,
-    Step,
-    Trajectory,
-    Turn,
-)
+from storage.log_entries import Claim, ClaimedGroup, GroupSummary, Policy, Session, Shard, Step
+from storage.object_store import LocalStore, StoredFile
+from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
 from storage.run_log import RunLog, RunState
 from storage.runs import create_run
 from storage.shard_codec import Provenance, summarise
@@ -70,8 +57,22 @@ class MemoryStore:
             raise FileNotFoundError(key)
         return self.files[key]
 
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return [self.files.get(key) for key in keys]
+
     def exists(self, key: str) -> bool:
         return key in self.files
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.files.pop(key, None)
+
+    def walk(self, prefix: str) -> list[StoredFile]:
+        inside = sorted(key for key in self.files if key.startswith(f"{prefix}/"))
+        return [StoredFile(key=key, num_bytes=len(self.files[key]), modified_at=0.0) for key in inside]
+
+    def dataset(self, keys: Sequence[str], schema: Any) -> Any:
+        raise NotImplementedError
 
     def names(self, prefix: str) -> list[str]:
         inside = [key.removeprefix(f"{prefix}/") for key in self.files if key.startswith(f"{prefix}/")]

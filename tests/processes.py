@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from storage.log_entries import Session
 from storage.object_store import open_store
-from storage.records import Session
 from storage.run_log import RunLog
 from storage.runs import RunBusy, open_run, trainer_lock
 

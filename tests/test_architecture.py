@@ -35,6 +35,7 @@ LIVES_IN = {
     "s3fs": {"storage"},
     "mlflow": {"storage"},
     "lancedb": {"storage"},
+    "duckdb": {"storage"},
     "torch": {"trainers"},
     "transformers": {"trainers"},
     "peft": {"trainers"},

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from storage.records import ClaimedGroup
+from storage.log_entries import ClaimedGroup
 from storage.shard_codec import flat, row_offsets
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from storage.digests import DIGEST_FILE, verify_folder
+from storage.log_entries import Claim, Policy, Step
 from storage.object_store import open_store
-from storage.records import Claim, Policy, Step
 from storage.run_log import Conflict, RunLog
 from storage.runs import open_run
 from storage.shards import DamagedShard, read_shard

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.records import ClaimedGroup
+from storage.log_entries import ClaimedGroup
 from storage.shard_codec import content_sha256, decode_shard
 from tests.golden.make_v1 import make
 from trainers.samples import gather_samples

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 from storage.claims import next_claim
-from storage.records import RolloutGroup, Step
+from storage.log_entries import Step
+from storage.records import RolloutGroup
 from storage.run_log import RunLog
 from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, tiny_model
 from trainers.config import TrainSettings

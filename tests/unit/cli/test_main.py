@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from cli.main import app, parse_overrides
 from cli.status import run_status, wall_seconds
+from storage.log_entries import Evaluation, Policy, Session
 from storage.object_store import LocalStore
-from storage.records import Evaluation, Policy, Session
 from storage.runs import create_run
 
 PROJECT = Path(__file__).resolve().parents[3]

@@ -18,7 +18,8 @@ from rollouts.prompts import PromptStream
 from rollouts.worker import RolloutWorker
 from rollouts.workflow import RolloutWorkflow, Score, workflow_context
 from storage.digests import DIGEST_FILE, DigestMismatch
-from storage.records import Policy, Quarantine, RolloutTask, Sampling, Step
+from storage.log_entries import Policy, Quarantine, Step
+from storage.records import RolloutTask, Sampling
 from storage.run_log import Conflict
 from storage.runs import open_run
 from storage.shards import read_shard

@@ -10,20 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from storage.records import (
-    ENTRY_KINDS,
-    TRAINABLE_STATUSES,
-    Claim,
-    Policy,
-    RolloutGroup,
-    RolloutTask,
-    Sampling,
-    Shard,
-    Step,
-    Trajectory,
-    from_json,
-    to_json,
-)
+from storage.log_entries import ENTRY_KINDS, Claim, Policy, Shard, Step, from_json, to_json
+from storage.records import TRAINABLE_STATUSES, RolloutGroup, RolloutTask, Sampling, Trajectory
 from tests.builders import a_group, a_shard, a_summary, a_trajectory, a_turn
 
 EVERY_KIND = [*ENTRY_KINDS.values(), RolloutGroup, Trajectory, RolloutTask, Sampling]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from storage.digests import sha256_of_json
-from storage.records import Alias, Evaluation, Session
+from storage.log_entries import Alias, Evaluation, Session
 from storage.registry import Registry, dataset_digest, prepare_database
 from storage.run_log import RunLog
 from storage.runs import create_run, run_config

@@ -13,17 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from storage.claims import next_claim
-from storage.records import (
-    Alias,
-    Entry,
-    Evaluation,
-    GroupSummary,
-    Policy,
-    Quarantine,
-    Registration,
-    Session,
-    Step,
-)
+from storage.log_entries import Alias, Entry, Evaluation, GroupSummary, Policy, Quarantine, Registration, Session, Step
 from storage.run_log import OUTCOMES, Conflict, LogDamaged, RunLog
 from tests.builders import BASE, MemoryStore, a_claim, a_log, a_shard, a_step, a_summary, local_store
 from tests.processes import append_sessions, run_together

@@ -10,8 +10,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from storage.digests import DIGEST_FILE, verify_folder
+from storage.log_entries import Session
 from storage.object_store import ObjectStore, S3Store, StoreError, open_store, probe
-from storage.records import Session
 from storage.run_log import Conflict, RunLog
 from storage.runs import RunBusy, open_run, trainer_lock
 from storage.shards import DamagedShard, commit_shard, read_shard

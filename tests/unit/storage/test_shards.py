@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.records import Shard
+from storage.log_entries import Shard
 from storage.run_log import Conflict, RunLog
 from storage.shard_codec import BadShard
 from storage.shards import DamagedShard, commit_shard, read_shard

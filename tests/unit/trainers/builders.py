@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from storage.digests import DIGEST_FILE, seal_folder, verify_folder
+from storage.log_entries import Policy, Shard
 from storage.object_store import LocalStore
-from storage.records import Message, Policy, RolloutGroup, RolloutTask, Sampling, Shard, Trajectory, Turn
+from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
 from storage.run_log import RunLog
 from storage.runs import create_run
 from storage.shard_codec import Provenance

@@ -7,7 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.records import ClaimedGroup, RolloutGroup, Turn
+from storage.log_entries import ClaimedGroup
+from storage.records import RolloutGroup, Turn
 from storage.shards import read_shard
 from tests.unit.trainers.builders import Row, commit, group_of, new_run
 from trainers.samples import Samples, gather_samples

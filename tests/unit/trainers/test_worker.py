@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 
 from storage.claims import next_claim
 from storage.digests import seal_folder, verify_folder
+from storage.log_entries import Claim, Step
 from storage.object_store import LocalStore, open_store
-from storage.records import Claim, Step
 from storage.run_log import Conflict, RunLog
 from storage.shards import DamagedShard
 from tests.unit.trainers.builders import (

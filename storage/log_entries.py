@@ -1,0 +1,298 @@
+"""What a run's log says: shards, claims, steps, policies and everything else that was committed.
+
+In: nothing. Out: frozen dataclasses and their JSON.
+
+    RolloutGroup ─▶ GroupSummary ─▶ Shard ──┐
+    Claim ──one optimizer step──▶ Step ─────┼─▶ LogEntry, one numbered JSON file
+    Policy, Evaluation, Alias, Rescore, … ──┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSummary:
+    """What the log keeps of a group, so that a run is folded without opening a shard."""
+
+    id: str
+    """The group's id."""
+    prompt_id: str
+    """The task's id."""
+    position: int
+    """Place in the endless prompt order."""
+    epoch: int
+    """Pass over the data set."""
+    expected: int
+    """Attempts asked for."""
+    usable: int
+    """Attempts that may be trained on."""
+    rows: int
+    """Rows in the shard: one per training sequence, ≥ usable."""
+    accepted: bool
+    """False when a filter or too few usable attempts took it out."""
+    reject_reason: str
+    """Why; empty when accepted."""
+    failures: dict[str, int]
+    """Count of attempts by failing status."""
+    head_version: int
+    """Oldest policy version of any sampled token; −1 without rows."""
+    tail_version: int
+    """Newest policy version of any sampled token; −1 without rows."""
+    mean_reward: float | None
+    """Over usable attempts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """A committed, immutable Arrow file of trajectories."""
+
+    id: str
+    """Unique in the run; the file is `shards/<id>.arrow`."""
+    sha256: str
+    """Of the file's bytes."""
+    num_rows: int
+    """Training sequences."""
+    num_tokens: int
+    """Sampled tokens, the ones with loss mask 1."""
+    num_bytes: int
+    """File size."""
+    head_version: int
+    """Oldest policy version in it."""
+    tail_version: int
+    """Newest policy version in it."""
+    is_eval: bool
+    """True for evaluation rows, which are never claimable."""
+    groups: list[GroupSummary]
+    """In row order."""
+    producer: str
+    """Name of the rollout worker."""
+    seconds: dict[str, float]
+    """Where the producer's time went: generate, reward, commit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A set of weights the engine can serve."""
+
+    version: int
+    """0 is the base model; every step makes the next one."""
+    path: str
+    """Folder in the store: `runs/<run>/policies/<version>-<attempt>`, or `models/<name>` for a base model."""
+    weights_sha256: str
+    """Digest of the safetensors content; equal weights have equal digests."""
+    parent: int | None
+    """Version it was trained from; null for the base model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimedGroup:
+    """One group of one shard."""
+
+    shard_id: str
+    """Where its rows are."""
+    group_id: str
+    """Which rows of the shard."""
+    reason: str = ""
+    """Why it is stale, filtered or failed; empty when trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What one optimizer step takes out of the queue: every group it passed over, by outcome."""
+
+    step: int
+    """The step that takes it, from 1."""
+    base_version: int
+    """The policy version being trained."""
+    trained: list[ClaimedGroup]
+    """In prompt order."""
+    stale: list[ClaimedGroup]
+    """Over the staleness bound under `strict`."""
+    filtered: list[ClaimedGroup]
+    """Rejected by a filter."""
+    failed: list[ClaimedGroup]
+    """Too few usable attempts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A committed optimizer step."""
+
+    claim: Claim
+    """What it consumed."""
+    policy: Policy
+    """What it made."""
+    shard_sha256: dict[str, str]
+    """Digest of every shard it read, by shard id."""
+    metrics: dict[str, float]
+    """Loss, reward, staleness, seconds by phase and the like; see docs/metrics.md."""
+    state_path: str | None
+    """Folder in the store with optimizer and random state; null on steps that saved none."""
+    session_id: str
+    """Which start of the driver made it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Held-out score of one policy version."""
+
+    version: int
+    """The only version that sampled its tokens."""
+    split: str
+    """Which split of the workflow."""
+    score: float
+    """Mean reward, failed attempts counted as 0."""
+    num_tasks: int
+    """Problems asked."""
+    num_failed: int
+    """Attempts that ended in a failing status; they are in the denominator."""
+    shard_id: str
+    """Where the trajectories are."""
+    seconds: float
+    """Wall-clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alias:
+    """A name that points at a policy version."""
+
+    name: str
+    """For example `rollout`."""
+    version: int
+    """The policy version it names from now on."""
+    checksum: str
+    """Digest of the weights as the engine holds them after loading."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """A policy version became visible in the model registry."""
+
+    version: int
+    """Policy version."""
+    model_name: str
+    """Registered model name in MLflow."""
+    registry_version: str
+    """MLflow's own version number for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantine:
+    """A shard nothing reads any more."""
+
+    shard_id: str
+    """The damaged shard."""
+    reason: str
+    """What was wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescore:
+    """New rewards for committed shards, in files of their own beside them; the recorded rewards stay."""
+
+    name: str
+    """What the set of rewards is called; a later entry of the same name adds shards to it."""
+    reward: str
+    """Import path of the reward function."""
+    reward_sha256: str
+    """Digest of the file the function is in; one name holds one digest."""
+    files: dict[str, str]
+    """Shard id → sha256 of `rewards/<name>/<shard id>.arrow`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retire:
+    """Files that retention removes; committed before the first of them is deleted."""
+
+    shard_ids: list[str]
+    """Shards whose file goes; their summaries stay in the log."""
+    policy_versions: list[int]
+    """Policies whose weights go."""
+    state_paths: list[str]
+    """Folders of optimizer state that go."""
+    reason: str
+    """The retention rule, for people."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """One start of the run's driver: a fresh one, or a resume after a stop or a crash."""
+
+    id: str
+    """Random; every step names the session that made it."""
+    code_version: str
+    """Commit of the code, or the package version outside a checkout."""
+    reward_sha256: str = ""
+    """Digest of the workflow's source file and of those of the functions it scores with."""
+
+
+Entry = Session | Shard | Step | Policy | Evaluation | Alias | Registration | Quarantine | Rescore | Retire
+ENTRY_KINDS: dict[str, type] = {
+    "session": Session,
+    "shard": Shard,
+    "step": Step,
+    "policy": Policy,
+    "eval": Evaluation,
+    "alias": Alias,
+    "registration": Registration,
+    "quarantine": Quarantine,
+    "rescore": Rescore,
+    "retire": Retire,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogEntry:
+    """One numbered line of a run's log."""
+
+    number: int
+    """Dense from 0."""
+    kind: str
+    """Key of `ENTRY_KINDS`."""
+    written_at: float
+    """Unix seconds on the writer's clock; for people, never for decisions."""
+    body: Entry
+    """The record."""
+
+
+def to_json(record: Any) -> Any:
+    """Plain JSON value of a record: dataclasses become objects, in field order."""
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return {f.name: to_json(getattr(record, f.name)) for f in dataclasses.fields(record)}
+    if isinstance(record, dict):
+        return {key: to_json(value) for key, value in record.items()}
+    if isinstance(record, list | tuple):
+        return [to_json(value) for value in record]
+    return record
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """Rebuild a record of type `kind`; unknown keys are ignored (a newer writer), missing ones raise `TypeError`."""
+    if dataclasses.is_dataclass(kind):
+        hints = _hints(kind)
+        return kind(**{name: from_json(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is list:
+        return [from_json(arguments[0], item) for item in value]
+    if origin is dict:
+        return {key: from_json(arguments[1], item) for key, item in value.items()}
+    if origin in (types.UnionType, typing.Union):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return None if value is None else from_json(inner[0], value)
+    return value
+
+
+_HINTS: dict[Any, dict[str, Any]] = {}
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    """Resolved annotations, cached: resolving them dominates reading a long log."""
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind)
+    return _HINTS[kind]
