@@ -21,7 +21,7 @@ def mendable_types() -> tuple[type[BaseException], ...]:
     from infra.services import ServiceFailed
     from rollouts.executor import NothingAccepted, WrongWorkflow
     from storage.object_store import StoreError
-    from storage.run_log import Conflict, LogDamaged
+    from storage.run_state import Conflict, LogDamaged
     from storage.runs import RunBusy
     from tasks.train import Stalled
 

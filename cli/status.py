@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from storage.log_entries import Session
 from storage.run_log import RunLog
 
 
@@ -29,26 +28,15 @@ def run_status(log: RunLog) -> dict[str, Any]:
         "policy": f"{log.store.uri}/{live.path}" if live else None,
         "accuracy_before": evaluations[0].score if evaluations else None,
         "accuracy_after": evaluations[-1].score if evaluations else None,
-        "wall_seconds": round(wall_seconds(log), 1),
+        "wall_seconds": round(state.worked_seconds, 1),
         "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
         "mlflow_model": registration.model_name if registration else None,
         "mlflow_version": registration.registry_version if registration else None,
         "sessions": len(state.sessions),
         "shards": len(state.shards),
-        "trajectories": sum(shard.num_rows for shard in state.shards.values() if not shard.is_eval),
+        "trajectories": state.num_trajectories,
         **state.counters(),
     }
-
-
-def wall_seconds(log: RunLog) -> float:
-    """Time the run was being worked on: from each session's start to its last entry, summed over sessions."""
-    total, started, last = 0.0, None, 0.0
-    for entry in log.entries:
-        if isinstance(entry.body, Session):
-            total += last - started if started is not None else 0.0
-            started = entry.written_at
-        last = entry.written_at
-    return total + (last - started if started is not None else 0.0)
 
 
 def print_status(status: dict[str, Any], console: Console) -> None:

@@ -27,7 +27,8 @@ from storage.digests import verify_folder
 from storage.log_entries import Evaluation, Policy, Shard
 from storage.object_store import open_store
 from storage.records import RolloutGroup, Sampling
-from storage.run_log import Conflict, RunLog
+from storage.run_log import RunLog
+from storage.run_state import Conflict
 from storage.runs import open_run
 from storage.shard_codec import Provenance
 from storage.shards import commit_shard

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal
 
 from storage.log_entries import Claim, ClaimedGroup
-from storage.run_log import RunState
+from storage.run_state import RunState
 
 StalePolicy = Literal["strict", "mask", "correct"]
 

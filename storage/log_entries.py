@@ -10,8 +10,10 @@ In: nothing. Out: frozen dataclasses and their JSON.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,25 +276,25 @@ def to_json(record: Any) -> Any:
 
 def from_json(kind: Any, value: Any) -> Any:
     """Rebuild a record of type `kind`; unknown keys are ignored (a newer writer), missing ones raise `TypeError`."""
-    if dataclasses.is_dataclass(kind):
-        hints = _hints(kind)
-        return kind(**{name: from_json(hints[name], value[name]) for name in hints if name in value})  # type: ignore[operator]
+    read = _reader(kind)
+    return read(value) if read else value
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any] | None:
+    """What makes a `kind` out of its JSON value; null where the value is it. Built once: a log is long."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is list:
-        return [from_json(arguments[0], item) for item in value]
-    if origin is dict:
-        return {key: from_json(arguments[1], item) for key, item in value.items()}
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        readers = [(field.name, _reader(hints[field.name])) for field in dataclasses.fields(kind)]
+        return lambda value: kind(  # type: ignore[operator]
+            **{name: read(value[name]) if read else value[name] for name, read in readers if name in value}
+        )
     if origin in (types.UnionType, typing.Union):
-        inner = [argument for argument in arguments if argument is not type(None)]
-        return None if value is None else from_json(inner[0], value)
-    return value
-
-
-_HINTS: dict[Any, dict[str, Any]] = {}
-
-
-def _hints(kind: Any) -> dict[str, Any]:
-    """Resolved annotations, cached: resolving them dominates reading a long log."""
-    if kind not in _HINTS:
-        _HINTS[kind] = typing.get_type_hints(kind)
-    return _HINTS[kind]
+        inner = _reader(next(argument for argument in arguments if argument is not type(None)))
+        return inner and (lambda value: None if value is None else inner(value))
+    if origin in (list, dict) and (item := _reader(arguments[-1])):
+        if origin is list:
+            return lambda value: [item(element) for element in value]
+        return lambda value: {key: item(element) for key, element in value.items()}
+    return None

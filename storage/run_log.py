@@ -1,4 +1,4 @@
-"""The run's log and its fold: what is true about a run, and the only place that says so.
+"""The run's log: the only place that says what is true about a run.
 
 In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, the fold of all of them.
 
@@ -6,275 +6,77 @@ In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, 
                                        └─ does it still fit?   ──no───▶ Conflict
                                        └─ put_if_absent(next number) ──lost──▶ refresh, try again
 
-Conservation law, true after every entry:
-submitted = trained + filtered + stale + failed + pending, counted in prompt groups.
+Every thousand entries are also written as one segment (`log_segments`), from which a long run is opened.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections import Counter
-from collections.abc import Container, Iterable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import MutableSequence
 
-from storage.log_entries import (
-    ENTRY_KINDS,
-    Alias,
-    ClaimedGroup,
-    Entry,
-    Evaluation,
-    GroupSummary,
-    LogEntry,
-    Policy,
-    Quarantine,
-    Registration,
-    Rescore,
-    Retire,
-    Session,
-    Shard,
-    Step,
-    from_json,
-    to_json,
-)
-from storage.object_store import ObjectStore
+from storage.log_entries import ENTRY_KINDS, Entry, LogEntry, to_json
+from storage.log_segments import Archive, LazyList, Segment, encode_segment, read_entry
+from storage.object_store import ObjectStore, StoreError
+from storage.run_state import LogDamaged, RunState
 
-OUTCOMES = ("trained", "filtered", "stale", "failed")
+logger = logging.getLogger("millrace.log")
+
 _KIND_OF = {record: kind for kind, record in ENTRY_KINDS.items()}
-
-
-class Conflict(Exception):
-    """Somebody else committed first and this entry no longer fits; nothing was written."""
-
-
-class LogDamaged(Exception):
-    """The log contradicts itself; the message names the entry."""
-
-
-@dataclass
-class RunState:
-    """The fold of a log. Built by `apply` alone; read by everybody."""
-
-    entries: int = 0
-    """Entries folded so far; the next entry's number."""
-    started_at: float = 0.0
-    """Unix seconds of the first entry."""
-    sessions: list[Session] = field(default_factory=list)
-    shards: dict[str, Shard] = field(default_factory=dict)
-    groups: dict[str, GroupSummary] = field(default_factory=dict)
-    shard_of: dict[str, str] = field(default_factory=dict)
-    """Group id → shard id."""
-    pending: dict[str, None] = field(default_factory=dict)
-    """Ids of committed groups no step has taken, in commit order (a dict as an ordered set)."""
-    outcomes: dict[str, str] = field(default_factory=dict)
-    """Group id → one of `OUTCOMES`, once a step has passed over it."""
-    step_of: dict[str, int] = field(default_factory=dict)
-    """Group id → the step that passed over it."""
-    positions: set[int] = field(default_factory=set)
-    """Places of the prompt order that are committed and not lost."""
-    retries: Counter[int] = field(default_factory=Counter)
-    """How often a position was lost to a damaged shard and has to run again."""
-    steps: list[Step] = field(default_factory=list)
-    policies: dict[int, Policy] = field(default_factory=dict)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    aliases: dict[str, Alias] = field(default_factory=dict)
-    registrations: dict[int, Registration] = field(default_factory=dict)
-    """Policy version → its place in the model registry."""
-    quarantined: dict[str, str] = field(default_factory=dict)
-    """Shard id → reason."""
-    rescored: dict[str, Rescore] = field(default_factory=dict)
-    """Name → every shard scored again under it, merged over entries."""
-    retired_shards: set[str] = field(default_factory=set)
-    retired_policies: set[int] = field(default_factory=set)
-    retired_states: set[str] = field(default_factory=set)
-    """Folders of optimizer state that retention took away."""
-
-    @property
-    def step(self) -> int:
-        """Committed optimizer steps."""
-        return len(self.steps)
-
-    @property
-    def live(self) -> Policy | None:
-        """The newest policy; null before the base model is committed."""
-        return self.policies[max(self.policies)] if self.policies else None
-
-    @property
-    def pending_accepted(self) -> int:
-        """Groups ready to be claimed."""
-        return sum(1 for group_id in self.pending if self.groups[group_id].accepted)
-
-    def counters(self) -> dict[str, int]:
-        """The conservation law's terms, in prompt groups; `quarantined` counts shards and stands outside it."""
-        outcomes = Counter(self.outcomes.values())
-        terms = {name: outcomes[name] for name in OUTCOMES}
-        return {
-            "submitted": len(self.groups),
-            **terms,
-            "pending": len(self.pending),
-            "quarantined": len(self.quarantined),
-        }
-
-    def check(self) -> None:
-        """Raise `LogDamaged` unless every submitted group is in exactly one state."""
-        if (
-            self.outcomes.keys() & self.pending.keys()
-            or self.outcomes.keys() | self.pending.keys() != self.groups.keys()
-        ):
-            raise LogDamaged(f"conservation law broken: {self.counters()}")
-
-    def holds(self, body: Entry) -> bool:
-        """True when the log already says this, so that appending it again is a no-op."""
-        match body:
-            case Session():
-                return any(session.id == body.id for session in self.sessions)
-            case Shard():
-                return body.id in self.shards
-            case Step():
-                return any(step.policy.path == body.policy.path for step in self.steps)
-            case Policy():
-                return self.policies.get(body.version) == body
-            case Evaluation():
-                return any(e.shard_id == body.shard_id for e in self.evaluations)
-            case Alias():
-                return self.aliases.get(body.name) == body
-            case Registration():
-                return self.registrations.get(body.version) == body
-            case Quarantine():
-                return body.shard_id in self.quarantined
-            case Rescore():
-                known = self.rescored.get(body.name)
-                return known is not None and known.files.items() >= body.files.items()
-            case Retire():
-                return (
-                    self.retired_shards.issuperset(body.shard_ids)
-                    and self.retired_policies.issuperset(body.policy_versions)
-                    and self.retired_states.issuperset(body.state_paths)
-                )
-
-    def fits(self, body: Entry) -> None:
-        """Raise `Conflict` when `body` contradicts what is already committed."""
-        match body:
-            case Shard(is_eval=False, groups=groups):
-                if taken := _taken([group.position for group in groups], self.positions):
-                    raise Conflict(f"shard {body.id}: prompt positions {taken} are already committed")
-                if taken := _taken([group.id for group in groups], self.groups):
-                    raise Conflict(
-                        f"shard {body.id}: groups {taken[:5]} are already committed at other positions; "
-                        "the data set has changed under this run"
-                    )
-            case Step(claim=claim, policy=policy):
-                if claim.step != self.step + 1:
-                    raise Conflict(
-                        f"step {claim.step} does not follow step {self.step}: another trainer is working on this run; "
-                        "stop one of them, or use another `run` id"
-                    )
-                if policy.version in self.policies:
-                    raise Conflict(f"policy version {policy.version} is already published")
-                counts = Counter(group.group_id for group in _claimed(body))
-                lost = [group_id for group_id, count in counts.items() if count > 1 or group_id not in self.pending]
-                if lost:
-                    raise Conflict(f"step {claim.step} claims groups twice, or that are not pending: {lost[:5]}")
-            case Policy() if body.version in self.policies:
-                raise Conflict(f"policy version {body.version} is already published")
-            case Quarantine() if body.shard_id not in self.shards:
-                raise Conflict(f"shard {body.shard_id} is not in this log")
-            case Alias(version=version) if version in self.retired_policies:
-                raise Conflict(f"policy version {version} was retired: its weights are gone")
-            case Rescore(name=name, reward_sha256=digest):
-                if unknown := body.files.keys() - self.shards.keys():
-                    raise Conflict(f"rewards {name!r} name shards that are not in this log: {sorted(unknown)[:5]}")
-                known = self.rescored.get(name)
-                if known is not None and known.reward_sha256 != digest:
-                    raise Conflict(
-                        f"rewards {name!r} were made by another version of {known.reward}; choose a new name"
-                    )
-            case Retire():
-                needed = {self.shard_of[group_id] for group_id in self.pending}.intersection(body.shard_ids)
-                if needed:
-                    raise Conflict(f"shards {sorted(needed)[:5]} hold groups no step has taken")
-                named = {alias.version for alias in self.aliases.values()} | {max(self.policies, default=0)}
-                if kept := named.intersection(body.policy_versions):
-                    raise Conflict(f"policy versions {sorted(kept)} are live or have an alias")
-            case _:
-                pass
-
-    def apply(self, entry: LogEntry) -> None:
-        """Fold one entry in. Raises `LogDamaged` where it contradicts the ones before."""
-        if entry.number != self.entries:
-            raise LogDamaged(f"log entry {entry.number} follows {self.entries - 1}")
-        try:
-            self.fits(entry.body)
-        except Conflict as error:
-            raise LogDamaged(f"log entry {entry.number}: {error}") from error
-        if not self.entries:
-            self.started_at = entry.written_at
-        self.entries += 1
-        match entry.body:
-            case Session() as session:
-                self.sessions.append(session)
-            case Shard() as shard:
-                self.shards[shard.id] = shard
-                if not shard.is_eval:
-                    for group in shard.groups:
-                        self.groups[group.id] = group
-                        self.shard_of[group.id] = shard.id
-                        self.pending[group.id] = None
-                        self.positions.add(group.position)
-            case Step() as step:
-                for outcome, groups in _by_outcome(step):
-                    for claimed in groups:
-                        del self.pending[claimed.group_id]
-                        self.outcomes[claimed.group_id] = outcome
-                        self.step_of[claimed.group_id] = step.claim.step
-                self.steps.append(step)
-                self.policies[step.policy.version] = step.policy
-            case Policy() as policy:
-                self.policies[policy.version] = policy
-            case Evaluation() as evaluation:
-                self.evaluations.append(evaluation)
-            case Alias() as alias:
-                self.aliases[alias.name] = alias
-            case Registration() as registration:
-                self.registrations[registration.version] = registration
-            case Rescore() as rescore:
-                known = self.rescored.get(rescore.name)
-                merged = {**known.files, **rescore.files} if known else rescore.files
-                self.rescored[rescore.name] = replace(rescore, files=merged)
-            case Retire() as retire:
-                self.retired_shards.update(retire.shard_ids)
-                self.retired_policies.update(retire.policy_versions)
-                self.retired_states.update(retire.state_paths)
-            case Quarantine(shard_id=shard_id, reason=reason):
-                self.quarantined[shard_id] = reason
-                # What no step has used is lost with the file, so its prompts run again under new group ids.
-                for group in self.shards[shard_id].groups:
-                    if group.id in self.pending:
-                        del self.pending[group.id], self.groups[group.id], self.shard_of[group.id]
-                        self.positions.discard(group.position)
-                        self.retries[group.position] += 1
+_MOST_AT_ONCE = 256
+_LOOK_AHEAD = 16
+"""Entries asked for beyond the first one when a log is opened: what is there behind a missing one is a gap."""
 
 
 class RunLog:
     """A run's log in a store. Not thread-safe; every process opens its own."""
+
+    segment_size = 1000
+    """Entries in a segment; part of the format, the same for every process."""
 
     def __init__(self, store: ObjectStore, run_id: str) -> None:
         self.store = store
         self.run_id = run_id
         self.prefix = f"runs/{run_id}"
         self.state = RunState()
-        self.entries: list[LogEntry] = []
+        self.entries: MutableSequence[LogEntry] = []
+        self._is_open = False
+        self._num_archived = 0
+        self._documents: list[bytes] = []
+        """JSON of the entries no segment holds yet, as far as this process knows."""
 
     def key(self, relative: str) -> str:
         """Store key of something inside this run."""
         return f"{self.prefix}/{relative}"
 
     def refresh(self) -> RunState:
-        """Fold in whatever was committed since the last look. Reads numbers upwards; never lists."""
-        while (entry := self._read(self.state.entries)) is not None:
-            self.state.apply(entry)
-            self.entries.append(entry)
+        """Fold in whatever was committed since the last look. Reads numbers upwards; never lists.
+
+        Raises `LogDamaged` for an entry that cannot be read, that contradicts the ones before, or is missing.
+        """
+        ahead = 1
+        if not self._is_open:
+            self._open_segments()
+            self._is_open, ahead = True, _LOOK_AHEAD
+        while True:
+            first = self.state.entries
+            found = self.store.get_many([self._entry_key(first + offset) for offset in range(ahead)])
+            for document in found:
+                if document is None:
+                    break
+                self._fold(document)
+            else:
+                ahead = min(2 * ahead, _MOST_AT_ONCE)
+                continue
+            reached = self.state.entries
+            if any(found[reached - first :]) and not self.store.exists(self._entry_key(reached)):
+                raise LogDamaged(
+                    f"{self.store.uri}/{self._entry_key(reached)} is missing, and later entries are there; "
+                    "put it back from a copy of the store, or start a new run"
+                )
+            if not any(found[reached - first :]):
+                break
         self.state.check()
         return self.state
 
@@ -296,36 +98,61 @@ class RunLog:
             }
             data = json.dumps(document, separators=(",", ":")).encode()
             if self.store.put_if_absent(self._entry_key(state.entries), data):
-                return self.refresh()
+                self.refresh()
+                self._write_segments()
+                return self.state
 
     def shard_key(self, shard_id: str) -> str:
         """Store key of a shard's file."""
         return self.key(f"shards/{shard_id}.arrow")
 
+    def _fold(self, document: bytes) -> None:
+        number = self.state.entries
+        entry = read_entry(document, number=number, source=f"{self.store.uri}/{self._entry_key(number)}")
+        self.state.apply(entry)
+        self.entries.append(entry)
+        self._documents.append(document)
+
     def _entry_key(self, number: int) -> str:
         return self.key(f"log/{number:020d}.json")
 
-    def _read(self, number: int) -> LogEntry | None:
-        try:
-            data = self.store.get(self._entry_key(number))
-        except FileNotFoundError:
-            return None
-        try:
-            document = json.loads(data)
-            body = from_json(ENTRY_KINDS[document["kind"]], document["body"])
-            return LogEntry(number=number, kind=document["kind"], written_at=document["written_at"], body=body)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise LogDamaged(f"{self.store.uri}/{self._entry_key(number)} cannot be read: {error!r}") from error
+    def _segment_key(self, number: int) -> str:
+        return self.key(f"log/segments/{number:020d}.arrow")
 
+    def _open_segments(self) -> None:
+        """Start from the segments there are, as far as they follow one another."""
+        segments: list[Segment] = []
+        batch = 1
+        while True:
+            numbers = [self.segment_size * (len(segments) + offset) for offset in range(batch)]
+            for number, data in zip(numbers, self.store.get_many([self._segment_key(n) for n in numbers]), strict=True):
+                if data is None:
+                    break
+                try:
+                    segments.append(Segment(data, run_id=self.run_id, first=number, size=self.segment_size))
+                except LogDamaged as error:
+                    logger.warning(
+                        "%s/%s: %s; reading its entries instead", self.store.uri, self._segment_key(0), error
+                    )
+                    break
+            else:
+                batch = min(2 * batch, _MOST_AT_ONCE)
+                continue
+            break
+        if segments:
+            archive = Archive(segments)
+            self.state = archive.fold()
+            self.entries = LazyList(range(len(archive)), archive.entry)
+            self._num_archived = len(archive)
 
-def _by_outcome(step: Step) -> list[tuple[str, list[ClaimedGroup]]]:
-    return [(outcome, getattr(step.claim, outcome)) for outcome in OUTCOMES]
-
-
-def _taken(wanted: Iterable[Any], known: Container[Any]) -> list[Any]:
-    """What of `wanted` is known already, or in there twice."""
-    return sorted(value for value, count in Counter(wanted).items() if count > 1 or value in known)
-
-
-def _claimed(step: Step) -> list[ClaimedGroup]:
-    return [group for _, groups in _by_outcome(step) for group in groups]
+    def _write_segments(self) -> None:
+        """Write the segments of complete blocks, ours and those whose writer was killed before it came to it."""
+        while len(self._documents) >= self.segment_size:
+            entries = self.entries[self._num_archived : self._num_archived + self.segment_size]
+            data = encode_segment(entries, self._documents[: self.segment_size], run_id=self.run_id)
+            try:
+                self.store.put_if_absent(self._segment_key(self._num_archived), data)
+            except (OSError, StoreError) as error:
+                logger.warning("a log segment could not be written; opening this run will take longer: %s", error)
+            self._num_archived += self.segment_size
+            del self._documents[: self.segment_size]

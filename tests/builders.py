@@ -15,7 +15,8 @@ from storage.digests import seal_folder
 from storage.log_entries import Claim, ClaimedGroup, GroupSummary, Policy, Session, Shard, Step
 from storage.object_store import LocalStore, StoredFile
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
-from storage.run_log import RunLog, RunState
+from storage.run_log import RunLog
+from storage.run_state import RunState
 from storage.runs import create_run
 from storage.shard_codec import Provenance, summarise
 

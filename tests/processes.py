@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from storage.log_entries import Session
 from storage.object_store import open_store
 from storage.run_log import RunLog
 from storage.runs import RunBusy, open_run, trainer_lock
+from storage.shards import commit_shard
+from tests.builders import SAMPLING, a_group, provenance
 
 _barrier: Any = None
 
@@ -43,12 +44,14 @@ def race_for_keys(rank: int, uri: str, num_keys: int) -> list[int]:
     return won
 
 
-def append_sessions(rank: int, uri: str, run_id: str, num_entries: int) -> None:
-    """Append this process's sessions to a run's log."""
+def commit_shards(rank: int, uri: str, run_id: str, num_shards: int) -> None:
+    """Commit this process's shards, one group each, while the others commit theirs."""
     log = RunLog(open_store(uri), run_id)
     meet()
-    for number in range(num_entries):
-        log.append(Session(id=f"{rank}.{number}", code_version=""))
+    for number in range(num_shards):
+        shard_id = f"{rank}.{number}"
+        group = a_group(rank * num_shards + number)
+        commit_shard(log, [group], provenance=provenance(shard_id, run_id=run_id), sampling=SAMPLING)
 
 
 def try_trainer_lock(rank: int, uri: str, run_id: str) -> str:

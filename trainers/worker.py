@@ -21,7 +21,8 @@ import torch
 from storage.digests import DIGEST_FILE, verify_folder
 from storage.log_entries import Claim, Policy, Step
 from storage.object_store import open_store
-from storage.run_log import Conflict, RunLog
+from storage.run_log import RunLog
+from storage.run_state import Conflict
 from storage.runs import open_run
 from storage.shards import DamagedShard, read_shard
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
@@ -86,7 +87,7 @@ class TrainerWorker:
             self._newest = saved[-1].claim
         since = state.steps[resume_from:]
         if since:
-            self._restore(since)
+            self._restore(list(since))
         return len(since)
 
     def train_step(

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from storage.object_store import LocalStore
-from storage.run_log import RunLog, RunState
+from storage.run_log import RunLog
+from storage.run_state import RunState
 from tests.conftest import SCRIPTED, Home
 
 KILLS = 10

@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.main import app, parse_overrides
-from cli.status import run_status, wall_seconds
-from storage.log_entries import Evaluation, Policy, Session
+from cli.status import run_status
+from storage.log_entries import Evaluation, LogEntry, Policy, Session
 from storage.object_store import LocalStore
 from storage.runs import create_run
 
@@ -101,12 +101,10 @@ def test_accuracy_before_and_after_are_the_first_and_last_version(tmp_path: Path
 
 
 def test_wall_seconds_leave_out_the_time_between_sessions(tmp_path: Path) -> None:
-    import dataclasses
-
     log = create_run(LocalStore(tmp_path), "run", {})
-    for name in ("a", "b"):
-        log.append(Session(id=name, code_version=""))
-        log.append(Policy(version=len(log.entries), path=name, weights_sha256="", parent=None))
-    times = [100.0, 110.0, 500.0, 505.0]
-    log.entries = [dataclasses.replace(e, written_at=t) for e, t in zip(log.entries, times, strict=True)]
-    assert wall_seconds(log) == 15.0
+    times = iter([100.0, 110.0, 500.0, 505.0])
+    for number, session in enumerate([Session(id="a", code_version=""), Session(id="b", code_version="")]):
+        policy = Policy(version=number, path=session.id, weights_sha256="", parent=None)
+        for kind, body in [("session", session), ("policy", policy)]:
+            log.state.apply(LogEntry(number=log.state.entries, kind=kind, written_at=next(times), body=body))
+    assert run_status(log)["wall_seconds"] == 15.0

@@ -20,7 +20,7 @@ from rollouts.workflow import RolloutWorkflow, Score, workflow_context
 from storage.digests import DIGEST_FILE, DigestMismatch
 from storage.log_entries import Policy, Quarantine, Step
 from storage.records import RolloutTask, Sampling
-from storage.run_log import Conflict
+from storage.run_state import Conflict
 from storage.runs import open_run
 from storage.shards import read_shard
 from tests import builders

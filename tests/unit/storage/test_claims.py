@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from storage.claims import StalePolicy, next_claim
 from storage.log_entries import Claim, ClaimedGroup, GroupSummary
-from storage.run_log import RunState
+from storage.run_state import RunState
 from storage.shard_codec import summarise
 from tests.builders import a_group, a_log, a_shard, a_step, a_summary, a_trajectory, a_turn
 

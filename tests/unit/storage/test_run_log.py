@@ -13,10 +13,23 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from storage.claims import next_claim
-from storage.log_entries import Alias, Entry, Evaluation, GroupSummary, Policy, Quarantine, Registration, Session, Step
-from storage.run_log import OUTCOMES, Conflict, LogDamaged, RunLog
+from storage.log_entries import (
+    Alias,
+    Entry,
+    Evaluation,
+    GroupSummary,
+    Policy,
+    Quarantine,
+    Registration,
+    Rescore,
+    Retire,
+    Session,
+    Step,
+)
+from storage.run_log import RunLog
+from storage.run_state import OUTCOMES, Conflict, LogDamaged, RunState
 from tests.builders import BASE, MemoryStore, a_claim, a_log, a_shard, a_step, a_summary, local_store
-from tests.processes import append_sessions, run_together
+from tests.processes import commit_shards, run_together
 
 
 def _with_groups(num_groups: int = 4, **fields: Any) -> RunLog:
@@ -115,15 +128,16 @@ def test_a_retried_step_is_recognised_by_its_policy_even_when_its_clock_differs(
     assert log.append(slower).steps == [step]
 
 
-def test_appends_from_four_processes_are_dense_and_each_is_there_once(tmp_path: Path):
+def test_eight_processes_commit_200_shards_each_and_every_one_is_there_once(tmp_path: Path):
     store = local_store(tmp_path)
     log = a_log(store)
-    before = log.state.entries
-    run_together(append_sessions, 4, store.uri, "run", 25)
+    run_together(commit_shards, 8, store.uri, "run", 200)
     state = log.refresh()
-    added = Counter(session.id for session in state.sessions)
-    assert added == Counter({"first": 1, **{f"{rank}.{number}": 1 for rank in range(4) for number in range(25)}})
-    assert store.names("runs/run/log") == [f"{number:020d}.json" for number in range(before + 100)]
+    assert set(state.shards) == {f"{rank}.{number}" for rank in range(8) for number in range(200)}
+    assert state.entries == 2 + 1600 and state.positions == set(range(1600))
+    entries = [f"{number:020d}.json" for number in range(1602)]
+    assert store.names("runs/run/log") == [*entries, "segments"]
+    assert RunLog(store, "run").refresh() == state, "what comes out of a segment differs"
 
 
 class _Racing(MemoryStore):
@@ -265,11 +279,14 @@ def test_a_fold_that_lost_a_group_is_damage():
 class ConservationLaw(RuleBasedStateMachine):
     """Any order of shards, steps, quarantines, retries and late readers: every group is in exactly one state.
 
-    The model is a dictionary: group id → its state, kept by these rules and never read from the log.
+    The model is a dictionary: group id → its state, kept by these rules and never read from the log. Segments are of
+    four entries, so that most of what is opened again comes out of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(RunLog, "segment_size", 4)
         self.log = a_log()
         self.late_reader = RunLog(self.log.store, "run")
         self.states: dict[str, str] = {}
@@ -336,6 +353,34 @@ class ConservationLaw(RuleBasedStateMachine):
     @rule()
     def score_an_evaluation(self) -> None:
         self._append(a_shard(f"e{self.log.state.entries}", [a_summary(-1, group_id="eval.task0")], is_eval=True))
+        self._append(_evaluation(f"e{self.log.state.entries - 1}"))
+
+    @rule(name=st.sampled_from(["rollout", "champion"]))
+    def move_an_alias(self, name: str) -> None:
+        self._append(Alias(name=name, version=self.log.state.step, checksum=""))
+
+    @rule()
+    def register(self) -> None:
+        version = self.log.state.step
+        self._append(Registration(version=version, model_name="run", registry_version=str(version + 1)))
+
+    @precondition(lambda self: self.shards)
+    @rule(choice=st.randoms())
+    def score_again(self, choice: Any) -> None:
+        files = {choice.choice(sorted(self.shards)): "d" * 64}
+        self._append(Rescore(name="stricter", reward="my:reward", reward_sha256="e" * 64, files=files))
+
+    @rule()
+    def start_again(self) -> None:
+        self._append(Session(id=f"session{self.log.state.entries}", code_version=""))
+
+    @precondition(lambda self: self.log.state.step > 1)
+    @rule()
+    def retire_a_policy(self) -> None:
+        state = self.log.state
+        free = set(state.policies) - {a.version for a in state.aliases.values()} - {state.newest_version, 0}
+        if free:
+            self._append(Retire(shard_ids=[], policy_versions=[min(free)], state_paths=["s"], reason="age"))
 
     @rule()
     def retry_the_last_append(self) -> None:
@@ -356,8 +401,22 @@ class ConservationLaw(RuleBasedStateMachine):
         assert state.positions == {self.position_of[group_id] for group_id in self.states}
         assert state.retries == self.retries
 
+    @rule()
+    def open_again(self) -> None:
+        self.log = RunLog(self.log.store, "run")
+        self.log.refresh()
+
     def teardown(self) -> None:
-        assert RunLog(self.log.store, "run").refresh() == self.log.state
+        reopened = RunLog(self.log.store, "run")
+        assert reopened.refresh() == self.log.state == self._folded_one_by_one()
+        assert list(reopened.entries) == list(self.log.entries)
+        self.patch.undo()
+
+    def _folded_one_by_one(self) -> RunState:
+        state = RunState()
+        for entry in self.log.entries:
+            state.apply(entry)
+        return state
 
 
 test_the_conservation_law_holds_after_any_entries = ConservationLaw.TestCase

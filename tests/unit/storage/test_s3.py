@@ -12,7 +12,8 @@ from moto.server import ThreadedMotoServer
 from storage.digests import DIGEST_FILE, verify_folder
 from storage.log_entries import Session
 from storage.object_store import ObjectStore, S3Store, StoreError, open_store, probe
-from storage.run_log import Conflict, RunLog
+from storage.run_log import RunLog
+from storage.run_state import Conflict
 from storage.runs import RunBusy, open_run, trainer_lock
 from storage.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import (

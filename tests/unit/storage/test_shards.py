@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from storage.log_entries import Shard
-from storage.run_log import Conflict, RunLog
+from storage.run_log import RunLog
+from storage.run_state import Conflict
 from storage.shard_codec import BadShard
 from storage.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, a_log, a_summary, a_trajectory, local_store, provenance

@@ -15,7 +15,8 @@ from storage.claims import next_claim
 from storage.digests import seal_folder, verify_folder
 from storage.log_entries import Claim, Step
 from storage.object_store import LocalStore, open_store
-from storage.run_log import Conflict, RunLog
+from storage.run_log import RunLog
+from storage.run_state import Conflict
 from storage.shards import DamagedShard
 from tests.unit.trainers.builders import (
     commit,
@@ -26,7 +27,6 @@ from tests.unit.trainers.builders import (
     random_rows,
     weights,
 )
-from trainers.checkpoint import save_policy
 from trainers.config import TrainSettings
 from trainers.distributed import full
 from trainers.worker import PHASES, TrainerWorker
@@ -113,7 +113,7 @@ def _digest_of(worker: TrainerWorker, claim: Claim) -> str:
     """What this worker's weights are after training on a claim, without committing it."""
     worker._train(claim)
     with tempfile.TemporaryDirectory() as scratch:
-        return save_policy(worker._trainer.model, worker._base_folder, Path(scratch) / "policy", dtype=torch.float32)
+        return worker._retrainer.save_policy(Path(scratch) / "policy")
 
 
 def test_a_retry_after_a_failed_save_does_not_train_the_claim_twice(
@@ -187,7 +187,7 @@ def test_a_recorded_step_whose_shard_is_lost_resumes_from_the_recorded_weights(
 
 
 def _weights(worker: TrainerWorker) -> dict[str, list[float]]:
-    model = worker._trainer.model  # what a resumed trainer holds has no other door
+    model = worker._retrainer.trainer.model  # what a resumed trainer holds has no other door
     return {name: full(parameter).flatten().tolist() for name, parameter in model.named_parameters()}
 
 
@@ -232,11 +232,11 @@ def test_a_damaged_shard_is_found_before_any_weight_changes(log: RunLog, tmp_pat
     path = log.store.root / log.shard_key("shard-1")
     intact = path.read_bytes()
     path.write_bytes(intact[:-100] + bytes(100))
-    before = weights(worker._trainer)
+    before = weights(worker._retrainer.trainer)
     with pytest.raises(DamagedShard, match="shard-1"):
         _train(worker, claim)
     assert log.refresh().steps == []
-    assert largest_difference(weights(worker._trainer), before) == 0
+    assert largest_difference(weights(worker._retrainer.trainer), before) == 0
     # Nothing was lost: a claim on what is whole trains.
     assert _train(worker, _claim(log)).claim.step == 1
 

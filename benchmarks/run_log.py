@@ -1,0 +1,152 @@
+"""How long it takes to open a run, from its entries one by one and from its segments.
+
+In: nothing; a synthetic log in a store. Out: a table, and JSON.
+
+    python -m benchmarks.run_log [--entries 100000] [--store URI] [--json FILE]
+
+Every four entries are a shard of five groups of eight attempts, the step that trains it, its registration and its
+alias: 100,000 entries are a run of 25,000 steps and 10⁶ trajectories.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from storage.log_entries import (
+    Alias,
+    Claim,
+    ClaimedGroup,
+    Entry,
+    GroupSummary,
+    Policy,
+    Registration,
+    Session,
+    Shard,
+    Step,
+)
+from storage.object_store import ObjectStore, open_store
+from storage.run_log import RunLog
+from storage.runs import create_run
+
+GROUPS, ATTEMPTS = 5, 8
+
+
+def write_run(store: ObjectStore, run_id: str, num_entries: int) -> None:
+    """Commit a synthetic run through the log itself, segments included."""
+    log = create_run(store, run_id, {"seed": 0})
+    log.append(Session(id="s", code_version="benchmark"))
+    log.append(Policy(version=0, path="models/base", weights_sha256="0" * 64, parent=None))
+    for step in range(1, -(-(num_entries - 2) // 4) + 1):
+        for body in _round(step)[: num_entries - log.state.entries]:
+            log.append(body)
+
+
+def _round(step: int) -> list[Entry]:
+    shard_id = f"{step:06d}-rollout-0"
+    groups = [
+        GroupSummary(
+            id=f"0.task{position}",
+            prompt_id=f"task{position}",
+            position=position,
+            epoch=0,
+            expected=ATTEMPTS,
+            usable=ATTEMPTS,
+            rows=ATTEMPTS,
+            accepted=True,
+            reject_reason="",
+            failures={},
+            head_version=step - 1,
+            tail_version=step - 1,
+            mean_reward=(position % 9) / 8,
+        )
+        for position in range(GROUPS * (step - 1), GROUPS * step)
+    ]
+    shard = Shard(
+        id=shard_id,
+        sha256=f"{step:064x}",
+        num_rows=GROUPS * ATTEMPTS,
+        num_tokens=GROUPS * ATTEMPTS * 100,
+        num_bytes=GROUPS * ATTEMPTS * 1000,
+        head_version=step - 1,
+        tail_version=step - 1,
+        is_eval=False,
+        groups=groups,
+        producer="rollout-0",
+        seconds={"generate": 1.0, "reward": 0.1, "commit": 0.01},
+    )
+    trained = [ClaimedGroup(shard_id=shard_id, group_id=group.id) for group in groups]
+    made = Step(
+        claim=Claim(step=step, base_version=step - 1, trained=trained, stale=[], filtered=[], failed=[]),
+        policy=Policy(version=step, path=f"policies/{step}", weights_sha256=f"{step:064x}", parent=step - 1),
+        shard_sha256={shard_id: shard.sha256},
+        metrics={f"metric_{number}": step / (number + 3) for number in range(25)},
+        state_path=f"state/{step}" if step % 10 == 0 else None,
+        session_id="s",
+    )
+    registration = Registration(version=step, model_name="run", registry_version=str(step + 1))
+    return [shard, made, registration, Alias(name="rollout", version=step, checksum="c" * 64)]
+
+
+def open_seconds(store: ObjectStore, run_id: str, repeats: int) -> float:
+    """Median wall-clock of opening the log and looking at its newest step."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        log = RunLog(store, run_id)
+        assert log.refresh().steps[-1].claim.step == log.state.step
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def main(
+    entries: Annotated[int, typer.Option(help="Entries in the log.")] = 100_000,
+    store: Annotated[str, typer.Option(help="Where to put it; a temporary folder by default.")] = "",
+    output: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
+) -> None:
+    """Write a log, open it from its segments, remove them, and open it entry by entry."""
+    with tempfile.TemporaryDirectory() as scratch:
+        place = open_store(store or scratch)
+        run_id = f"benchmark-{time.time_ns()}"
+        started = time.perf_counter()
+        write_run(place, run_id, entries)
+        append_ms = 1000 * (time.perf_counter() - started) / entries
+        with_segments = open_seconds(place, run_id, 5)
+        segments = place.walk(f"runs/{run_id}/log/segments")
+        place.delete([file.key for file in segments])
+        one_by_one = open_seconds(place, run_id, 1)
+        numbers = {
+            "ratio": one_by_one / with_segments,
+            "entries": entries,
+            "trajectories": entries // 4 * GROUPS * ATTEMPTS,
+            "store": "s3" if store.startswith("s3:") else "local",
+            "open_seconds": with_segments,
+            "open_seconds_without_segments": one_by_one,
+            "append_milliseconds": append_ms,
+            "segment_megabytes": sum(file.num_bytes for file in segments) / 1e6,
+        }
+    table = Table(title=f"opening a run of {entries} entries, {numbers['trajectories']} trajectories")
+    for column in ("entry by entry / segments", "segments", "entry by entry", "append", "segments on disk"):
+        table.add_column(column, justify="right")
+    table.add_row(
+        f"{numbers['ratio']:.0f}×",
+        f"{with_segments:.2f} s",
+        f"{one_by_one:.1f} s",
+        f"{append_ms:.2f} ms",
+        f"{numbers['segment_megabytes']:.0f} MB",
+    )
+    Console().print(table)
+    if output:
+        output.write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

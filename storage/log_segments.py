@@ -1,0 +1,310 @@
+"""Log entries a thousand at a time, so that a long run opens in a moment.
+
+In: complete blocks of entries, with their JSON as it was written. Out: one Arrow file per block,
+`log/segments/<number of its first entry>.arrow`, and from all of them the fold.
+
+    bytes = sha256 of the rest ‖ Arrow IPC (zstd): document | kind, key, written_at, rows, groups …
+                                                      │         └─ columns the fold is made from, whole columns at once
+                                                      └─ the entry's own JSON, unpacked when somebody looks at it
+
+Segments are derived: the numbered entries stay the truth, and a segment that is missing or damaged only costs time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from typing import Any, TypeVar, overload
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.log_entries import (
+    ENTRY_KINDS,
+    Alias,
+    Evaluation,
+    LogEntry,
+    Policy,
+    Quarantine,
+    Registration,
+    Rescore,
+    Retire,
+    Session,
+    Shard,
+    Step,
+    from_json,
+)
+from storage.run_state import OUTCOMES, LogDamaged, RunState, claimed_groups, merged
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_DIGEST = hashlib.sha256().digest_size
+
+_SCHEMA = pa.schema(
+    [
+        ("document", pa.binary()),
+        ("kind", pa.string()),
+        ("key", pa.string()),  # what the fold looks the entry up by, per kind
+        ("written_at", pa.float64()),
+        ("num_rows", pa.int64()),  # of a training shard, else 0
+        ("group_ids", pa.list_(pa.string())),  # of a training shard, or of a step's claim
+        ("positions", pa.list_(pa.int64())),  # of a training shard's groups
+        ("outcomes", pa.list_(pa.int8())),  # of a claim's groups, as an index into OUTCOMES
+    ]
+)
+
+
+def read_entry(document: bytes, *, number: int, source: str) -> LogEntry:
+    """One entry from its JSON. Raises `LogDamaged` naming `source` where it cannot be read."""
+    try:
+        fields = json.loads(document)
+        body = from_json(ENTRY_KINDS[fields["kind"]], fields["body"])
+        return LogEntry(number=number, kind=fields["kind"], written_at=fields["written_at"], body=body)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LogDamaged(f"{source} cannot be read: {error!r}; put it back from a copy of the store") from error
+
+
+def encode_segment(entries: Sequence[LogEntry], documents: Sequence[bytes], *, run_id: str) -> bytes:
+    """The file of one block of entries."""
+    rows = [
+        {"document": document, "kind": entry.kind, "written_at": entry.written_at, **_index(entry)}
+        for entry, document in zip(entries, documents, strict=True)
+    ]
+    schema = _SCHEMA.with_metadata({"run_id": run_id, "first": str(entries[0].number)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    data = bytes(sink.getvalue())
+    return hashlib.sha256(data).digest() + data
+
+
+def _index(entry: LogEntry) -> dict[str, Any]:
+    match entry.body:
+        case Shard(is_eval=False) as shard:
+            return {
+                "key": shard.id,
+                "num_rows": shard.num_rows,
+                "group_ids": [group.id for group in shard.groups],
+                "positions": [group.position for group in shard.groups],
+            }
+        case Step() as step:
+            claimed = claimed_groups(step)
+            return {
+                "key": str(step.policy.version),
+                "group_ids": [group.group_id for _, group in claimed],
+                "outcomes": [OUTCOMES.index(outcome) for outcome, _ in claimed],
+            }
+        case Session(id=key) | Shard(id=key) | Alias(name=key) | Rescore(name=key):
+            return {"key": key}
+        case Evaluation(shard_id=key) | Quarantine(shard_id=key):
+            return {"key": key}
+        case Policy(version=version) | Registration(version=version):
+            return {"key": str(version)}
+        case Retire():
+            return {"key": ""}
+
+
+class Segment:
+    """One block, its documents still packed. Raises `LogDamaged` for bytes that are not what was written."""
+
+    def __init__(self, data: bytes, *, run_id: str, first: int, size: int) -> None:
+        if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
+            raise LogDamaged(f"segment {first} of run {run_id!r} is damaged")
+        self._buffer = pa.py_buffer(data).slice(_DIGEST)
+        columns = list(range(1, len(_SCHEMA)))
+        with pa.ipc.open_file(self._buffer, options=pa.ipc.IpcReadOptions(included_fields=columns)) as file:
+            self.index: pa.Table = file.read_all()
+        expected = {b"run_id": run_id.encode(), b"first": str(first).encode()}
+        if self.index.schema.metadata != expected or self.index.num_rows != size:
+            raise LogDamaged(f"segment {first} of run {run_id!r} is not that segment")
+
+    @functools.cached_property
+    def documents(self) -> pa.BinaryArray:
+        """The entries' JSON."""
+        with pa.ipc.open_file(self._buffer, options=pa.ipc.IpcReadOptions(included_fields=[0])) as file:
+            return file.read_all()["document"].combine_chunks()
+
+
+class Archive:
+    """Consecutive segments from entry 0 on."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self._segments = segments
+        self._size = segments[0].index.num_rows
+        self._index = pa.concat_tables([segment.index for segment in segments]).combine_chunks()
+        # Neighbours are asked for together: all groups of a shard, all steps of a span.
+        self.entry = functools.lru_cache(maxsize=1000)(self._entry)
+
+    def __len__(self) -> int:
+        return int(self._index.num_rows)
+
+    def _entry(self, number: int) -> LogEntry:
+        document = self._segments[number // self._size].documents[number % self._size].as_py()
+        return read_entry(document, number=number, source=f"entry {number} in its segment")
+
+    def fold(self) -> RunState:
+        """The state after the last archived entry; equal to applying the entries one by one."""
+        kinds = self._index["kind"].to_numpy(zero_copy_only=False)
+        keys = self._index["key"].to_numpy(zero_copy_only=False)
+        times = self._index["written_at"].to_numpy()
+
+        def rows(*wanted: str) -> np.ndarray:
+            return np.flatnonzero(np.isin(kinds.astype(str), wanted))
+
+        def newest(*wanted: str) -> dict[str, int]:
+            return dict(zip(keys[found := rows(*wanted)].tolist(), found.tolist(), strict=True))
+
+        def bodies(kind: str) -> list[Any]:
+            return [self.entry(row).body for row in rows(kind).tolist()]
+
+        shards = newest("shard")
+        steps, sessions, evaluations = rows("step"), rows("session"), rows("eval")
+        versions = {int(key): row for key, row in newest("policy", "step").items()}
+        shard_rows, group_ids = self._flat("group_ids", rows("shard"))
+        positions = self._flat("positions", rows("shard"))[1].tolist()
+        claim_rows, claimed = self._flat("group_ids", steps)
+        outcomes = self._flat("outcomes", steps)[1].tolist()
+        step_of = np.searchsorted(steps, claim_rows) + 1
+        first_of = np.searchsorted(shard_rows, shard_rows)  # where the shard's groups begin, per group
+        state = RunState(
+            entries=len(self),
+            started_at=float(times[0]),
+            last_at=float(times[-1]),
+            sessions=bodies("session"),
+            shards=LazyMap(shards, lambda row: self.entry(row).body),
+            num_trajectories=pc.sum(self._index["num_rows"]).as_py() or 0,
+            groups=LazyMap(
+                dict(zip(group_ids, range(len(group_ids)), strict=True)),
+                lambda at: self.entry(int(shard_rows[at])).body.groups[at - int(first_of[at])],  # type: ignore[union-attr]
+            ),
+            shard_of=dict(zip(group_ids, keys[shard_rows].tolist(), strict=True)),
+            outcomes=dict(zip(claimed, [OUTCOMES[outcome] for outcome in outcomes], strict=True)),
+            step_of=dict(zip(claimed, step_of.tolist(), strict=True)),
+            positions=set(positions),
+            steps=LazyList(steps.tolist(), lambda row: self.entry(row).body),
+            policies=LazyMap(versions, lambda row: _policy(self.entry(row))),
+            newest_version=max(versions, default=-1),
+            evaluations=LazyList(evaluations.tolist(), lambda row: self.entry(row).body),
+            evaluation_shards=set(keys[evaluations].tolist()),
+            aliases=dict(LazyMap[str, Alias](newest("alias"), lambda row: self.entry(row).body)),
+            registrations=LazyMap(
+                {int(key): row for key, row in newest("registration").items()}, lambda row: self.entry(row).body
+            ),
+            quarantined={body.shard_id: body.reason for body in bodies("quarantine")},
+        )
+        state.pending = dict.fromkeys(group_id for group_id in group_ids if group_id not in state.outcomes)
+        if len(sessions):
+            state.session_started_at = float(times[sessions[-1]])
+            state.earlier_seconds = float((times[sessions[1:] - 1] - times[sessions[:-1]]).sum())
+        for body in bodies("rescore"):
+            state.rescored[body.name] = merged(state.rescored.get(body.name), body)
+        for body in bodies("retire"):
+            state.retire(body)
+        self._drop_lost(state, group_ids, positions)
+        return state
+
+    def _flat(self, column: str, rows: np.ndarray) -> tuple[np.ndarray, Any]:
+        """The values of a list column in some rows, end to end, and the row each is from."""
+        lists = self._index[column].combine_chunks().take(pa.array(rows))
+        lengths = lists.value_lengths().fill_null(0).to_numpy()
+        values = lists.flatten()
+        return np.repeat(rows, lengths), values.to_pylist() if pa.types.is_string(values.type) else values.to_numpy()
+
+    @staticmethod
+    def _drop_lost(state: RunState, group_ids: list[str], positions: list[int]) -> None:
+        """Groups of quarantined shards that no step had taken are gone, and their prompts ran again."""
+        lost = [
+            (group_id, position)
+            for group_id, position in zip(group_ids, positions, strict=True)
+            if state.quarantined and group_id in state.pending and state.shard_of[group_id] in state.quarantined
+        ]
+        for group_id, _ in lost:
+            del state.pending[group_id], state.groups[group_id], state.shard_of[group_id]
+        state.retries = Counter(position for _, position in lost)
+        if lost:
+            gone = {group_id for group_id, _ in lost}
+            kept = zip(group_ids, positions, strict=True)
+            state.positions = {position for group_id, position in kept if group_id not in gone}
+
+
+def _policy(entry: LogEntry) -> Policy:
+    body = entry.body.policy if isinstance(entry.body, Step) else entry.body
+    assert isinstance(body, Policy)
+    return body
+
+
+class LazyMap(MutableMapping[K, V]):
+    """A dictionary whose archived values are read when they are asked for."""
+
+    def __init__(self, archived: dict[K, int], read: Callable[[int], Any]) -> None:
+        self._archived = archived
+        self._read = read
+        self._added: dict[K, V] = {}
+
+    def __getitem__(self, key: K) -> V:
+        if key in self._added:
+            return self._added[key]
+        value: V = self._read(self._archived[key])
+        return value
+
+    def __setitem__(self, key: K, value: V) -> None:
+        self._archived.pop(key, None)
+        self._added[key] = value
+
+    def __delitem__(self, key: K) -> None:
+        del (self._added if key in self._added else self._archived)[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._added or key in self._archived
+
+    def __iter__(self) -> Iterator[K]:
+        yield from self._archived
+        yield from self._added
+
+    def __len__(self) -> int:
+        return len(self._archived) + len(self._added)
+
+
+class LazyList(MutableSequence[V]):
+    """A list whose archived values are read when they are asked for; it only grows."""
+
+    def __init__(self, archived: Sequence[int], read: Callable[[int], Any]) -> None:
+        self._archived = archived
+        self._read = read
+        self._added: list[V] = []
+
+    @overload
+    def __getitem__(self, index: int) -> V: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[V]: ...
+    def __getitem__(self, index: int | slice) -> V | list[V]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        position = range(len(self))[index]
+        if position >= len(self._archived):
+            return self._added[position - len(self._archived)]
+        value: V = self._read(self._archived[position])
+        return value
+
+    def __len__(self) -> int:
+        return len(self._archived) + len(self._added)
+
+    def append(self, value: V) -> None:
+        self._added.append(value)
+
+    def insert(self, index: int, value: V) -> None:
+        raise TypeError("what is in a log stays where it is")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise TypeError("what is in a log stays as it is")
+
+    def __delitem__(self, index: Any) -> None:
+        raise TypeError("what is in a log stays")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LazyList | list) and list(self) == list(other)
