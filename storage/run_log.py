@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import MutableSequence
+from collections.abc import Iterator, MutableSequence
 
 from storage.log_entries import ENTRY_KINDS, Entry, LogEntry, to_json
 from storage.log_segments import Archive, LazyList, Segment, encode_segment, read_entry
@@ -121,37 +121,35 @@ class RunLog:
 
     def _open_segments(self) -> None:
         """Start from the segments there are, as far as they follow one another."""
-        segments: list[Segment] = []
-        batch = 1
-        while True:
-            numbers = [self.segment_size * (len(segments) + offset) for offset in range(batch)]
-            for number, data in zip(numbers, self.store.get_many([self._segment_key(n) for n in numbers]), strict=True):
-                if data is None:
-                    break
-                try:
-                    segments.append(Segment(data, run_id=self.run_id, first=number, size=self.segment_size))
-                except LogDamaged as error:
-                    logger.warning(
-                        "%s/%s: %s; reading its entries instead", self.store.uri, self._segment_key(0), error
-                    )
-                    break
-            else:
-                batch = min(2 * batch, _MOST_AT_ONCE)
-                continue
-            break
-        if segments:
+        if segments := list(self._read_segments()):
             archive = Archive(segments)
             self.state = archive.fold()
             self.entries = LazyList(range(len(archive)), archive.entry)
             self._num_archived = len(archive)
 
+    def _read_segments(self) -> Iterator[Segment]:
+        first, batch = 0, 1
+        while True:
+            keys = [self._segment_key(first + self.segment_size * offset) for offset in range(batch)]
+            for key, data in zip(keys, self.store.get_many(keys), strict=True):
+                if data is None:
+                    return
+                try:
+                    segment = Segment(data, run_id=self.run_id, first=first, size=self.segment_size)
+                except LogDamaged as error:
+                    logger.warning("%s/%s: %s; reading entries instead", self.store.uri, key, error)
+                    return
+                yield segment
+                first += self.segment_size
+            batch = min(2 * batch, _MOST_AT_ONCE)
+
     def _write_segments(self) -> None:
-        """Write the segments of complete blocks, ours and those whose writer was killed before it came to it."""
+        """Write the segments of complete blocks: ours, a damaged one, one whose writer was killed before it."""
         while len(self._documents) >= self.segment_size:
             entries = self.entries[self._num_archived : self._num_archived + self.segment_size]
             data = encode_segment(entries, self._documents[: self.segment_size], run_id=self.run_id)
             try:
-                self.store.put_if_absent(self._segment_key(self._num_archived), data)
+                self.store.put(self._segment_key(self._num_archived), data)  # the same bytes from every process
             except (OSError, StoreError) as error:
                 logger.warning("a log segment could not be written; opening this run will take longer: %s", error)
             self._num_archived += self.segment_size
