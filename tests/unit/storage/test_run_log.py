@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,19 @@ def test_eight_processes_commit_200_shards_each_and_every_one_is_there_once(tmp_
     entries = [f"{number:020d}.json" for number in range(1602)]
     assert store.names("runs/run/log") == [*entries, "segments"]
     assert RunLog(store, "run").refresh() == state, "what comes out of a segment differs"
+
+
+def test_clocks_decide_nothing(monkeypatch: pytest.MonkeyPatch):
+    def what_happened(clock: list[float]) -> list[Any]:
+        monkeypatch.setattr("storage.run_log.time", SimpleNamespace(time=lambda: clock.pop()))
+        log = a_log()
+        log.append(a_shard("s0", [a_summary(position) for position in (2, 0, 1)]))
+        claim = next_claim(log.state, batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
+        assert claim is not None
+        log.append(a_step(log.state, claim))
+        return [entry.body for entry in log.entries]
+
+    assert what_happened([1.0, 2.0, 3.0, 4.0]) == what_happened([4e9, -5.0, 4e9, 0.0])
 
 
 class _Racing(MemoryStore):
