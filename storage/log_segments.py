@@ -1,7 +1,7 @@
-"""Log entries a thousand at a time, so that a long run opens in a moment.
+"""Log entries a hundred at a time, and then ten thousand, so that a long run opens in a moment.
 
 In: complete blocks of entries, with their JSON as it was written. Out: one Arrow file per block,
-`log/segments/<number of its first entry>.arrow`, and from all of them the fold.
+`log/segments/<number of its first entry>.<entries>.arrow`, and from all of them the fold.
 
     bytes = sha256 of the rest ‖ Arrow IPC (zstd): document | kind, key, written_at, rows, groups …
                                                       │         └─ columns the fold is made from, whole columns at once
@@ -75,10 +75,19 @@ def encode_segment(entries: Sequence[LogEntry], documents: Sequence[bytes], *, r
         {"document": document, "kind": entry.kind, "written_at": entry.written_at, **_index(entry)}
         for entry, document in zip(entries, documents, strict=True)
     ]
-    schema = _SCHEMA.with_metadata({"run_id": run_id, "first": str(entries[0].number)})
+    return _pack(pa.Table.from_pylist(rows, schema=_SCHEMA), run_id=run_id, first=entries[0].number)
+
+
+def merge_segments(segments: Sequence[Segment], *, run_id: str, first: int) -> bytes:
+    """The file of a longer block, from those of the shorter ones it consists of."""
+    return _pack(pa.concat_tables([segment.table() for segment in segments]), run_id=run_id, first=first)
+
+
+def _pack(table: pa.Table, *, run_id: str, first: int) -> bytes:
+    table = table.combine_chunks().replace_schema_metadata({"run_id": run_id, "first": str(first)})
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
     data = bytes(sink.getvalue())
     return hashlib.sha256(data).digest() + data
 
@@ -123,6 +132,11 @@ class Segment:
         if self.index.schema.metadata != expected or self.index.num_rows != size:
             raise LogDamaged(f"segment {first} of run {run_id!r} is not that segment")
 
+    def table(self) -> pa.Table:
+        """Everything in it."""
+        with pa.ipc.open_file(self._buffer) as file:
+            return file.read_all()
+
     @functools.cached_property
     def documents(self) -> pa.BinaryArray:
         """The entries' JSON."""
@@ -135,7 +149,7 @@ class Archive:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
-        self._size = segments[0].index.num_rows
+        self._starts = np.cumsum([0, *(segment.index.num_rows for segment in segments)])
         self._index = pa.concat_tables([segment.index for segment in segments]).combine_chunks()
         # Neighbours are asked for together: all groups of a shard, all steps of a span.
         self.entry = functools.lru_cache(maxsize=1000)(self._entry)
@@ -144,7 +158,8 @@ class Archive:
         return int(self._index.num_rows)
 
     def _entry(self, number: int) -> LogEntry:
-        document = self._segments[number // self._size].documents[number % self._size].as_py()
+        segment = int(np.searchsorted(self._starts, number, side="right")) - 1
+        document = self._segments[segment].documents[number - int(self._starts[segment])].as_py()
         return read_entry(document, number=number, source=f"entry {number} in its segment")
 
     def fold(self) -> RunState:

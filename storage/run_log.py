@@ -6,18 +6,20 @@ In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, 
                                        └─ does it still fit?   ──no───▶ Conflict
                                        └─ put_if_absent(next number) ──lost──▶ refresh, try again
 
-Every thousand entries are also written as one segment (`log_segments`), from which a long run is opened.
+Every hundred entries, and every ten thousand, are also written as one segment (`log_segments`), from which a long run
+is opened.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import time
 from collections.abc import Iterator, MutableSequence
 
 from storage.log_entries import ENTRY_KINDS, Entry, LogEntry, to_json
-from storage.log_segments import Archive, LazyList, Segment, encode_segment, read_entry
+from storage.log_segments import Archive, LazyList, Segment, encode_segment, merge_segments, read_entry
 from storage.object_store import ObjectStore, StoreError
 from storage.run_state import LogDamaged, RunState
 
@@ -32,8 +34,8 @@ _LOOK_AHEAD = 16
 class RunLog:
     """A run's log in a store. Not thread-safe; every process opens its own."""
 
-    segment_size = 1000
-    """Entries in a segment; part of the format, the same for every process."""
+    segment_sizes = (100, 10_000)
+    """Entries in a segment of either kind; part of the format, the same for every process."""
 
     def __init__(self, store: ObjectStore, run_id: str) -> None:
         self.store = store
@@ -43,8 +45,10 @@ class RunLog:
         self.entries: MutableSequence[LogEntry] = []
         self._is_open = False
         self._num_archived = 0
+        """Entries in segments, as far as this process knows; `_num_merged` of them in long ones."""
+        self._num_merged = 0
         self._documents: list[bytes] = []
-        """JSON of the entries no segment holds yet, as far as this process knows."""
+        """JSON of the entries after those."""
 
     def key(self, relative: str) -> str:
         """Store key of something inside this run."""
@@ -116,41 +120,60 @@ class RunLog:
     def _entry_key(self, number: int) -> str:
         return self.key(f"log/{number:020d}.json")
 
-    def _segment_key(self, number: int) -> str:
-        return self.key(f"log/segments/{number:020d}.arrow")
+    def _segment_key(self, number: int, size: int) -> str:
+        return self.key(f"log/segments/{number:020d}.{size}.arrow")
 
     def _open_segments(self) -> None:
         """Start from the segments there are, as far as they follow one another."""
-        if segments := list(self._read_segments()):
+        segments: list[Segment] = []
+        reached = -1
+        while reached < self._num_archived:
+            reached = self._num_archived
+            for size in reversed(self.segment_sizes):
+                for segment in self._read_segments(self._num_archived, size):
+                    segments.append(segment)
+                    if self._num_merged == self._num_archived and size == self.segment_sizes[-1]:
+                        self._num_merged += size
+                    self._num_archived += size
+        if segments:
             archive = Archive(segments)
             self.state = archive.fold()
             self.entries = LazyList(range(len(archive)), archive.entry)
-            self._num_archived = len(archive)
 
-    def _read_segments(self) -> Iterator[Segment]:
-        first, batch = 0, 1
-        while True:
-            keys = [self._segment_key(first + self.segment_size * offset) for offset in range(batch)]
+    def _read_segments(self, first: int, size: int) -> Iterator[Segment]:
+        """Segments of one size that follow one another from entry `first` on."""
+        batch = 4 if first % size == 0 else 0
+        while batch:
+            keys = [self._segment_key(first + size * offset, size) for offset in range(batch)]
             for key, data in zip(keys, self.store.get_many(keys), strict=True):
                 if data is None:
                     return
                 try:
-                    segment = Segment(data, run_id=self.run_id, first=first, size=self.segment_size)
+                    yield Segment(data, run_id=self.run_id, first=first, size=size)
                 except LogDamaged as error:
                     logger.warning("%s/%s: %s; reading entries instead", self.store.uri, key, error)
                     return
-                yield segment
-                first += self.segment_size
+                first += size
             batch = min(2 * batch, _MOST_AT_ONCE)
 
     def _write_segments(self) -> None:
-        """Write the segments of complete blocks: ours, a damaged one, one whose writer was killed before it."""
-        while len(self._documents) >= self.segment_size:
-            entries = self.entries[self._num_archived : self._num_archived + self.segment_size]
-            data = encode_segment(entries, self._documents[: self.segment_size], run_id=self.run_id)
-            try:
-                self.store.put(self._segment_key(self._num_archived), data)  # the same bytes from every process
-            except (OSError, StoreError) as error:
-                logger.warning("a log segment could not be written; opening this run will take longer: %s", error)
-            self._num_archived += self.segment_size
-            del self._documents[: self.segment_size]
+        """Write the segments of complete blocks: ours, a damaged one, one whose writer was killed before it.
+
+        Every process writes the same bytes, so they may replace each other's.
+        """
+        short, long = self.segment_sizes
+        try:
+            while len(self._documents) >= short:
+                entries = self.entries[self._num_archived : self._num_archived + short]
+                data = encode_segment(entries, self._documents[:short], run_id=self.run_id)
+                self.store.put(self._segment_key(self._num_archived, short), data)
+                self._num_archived += short
+                del self._documents[:short]
+            while self._num_merged + long <= self._num_archived:
+                parts = list(itertools.islice(self._read_segments(self._num_merged, short), long // short))
+                if len(parts) == long // short:
+                    data = merge_segments(parts, run_id=self.run_id, first=self._num_merged)
+                    self.store.put(self._segment_key(self._num_merged, long), data)
+                self._num_merged += long
+        except (OSError, StoreError) as error:
+            logger.warning("a log segment could not be written; opening this run will take longer: %s", error)

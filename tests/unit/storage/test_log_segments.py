@@ -19,7 +19,7 @@ SIZE = 5
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(RunLog, "segment_size", SIZE)
+    monkeypatch.setattr(RunLog, "segment_sizes", (SIZE, 2 * SIZE))
     yield
 
 
@@ -40,7 +40,9 @@ def _segments(log: RunLog) -> list[str]:
 def test_every_complete_block_of_entries_becomes_a_segment():
     log = _run(7)
     assert log.state.entries == 23
-    assert _segments(log) == [f"{number:020d}.arrow" for number in (0, 5, 10, 15)]
+    assert _segments(log) == [
+        f"{number:020d}.{size}.arrow" for number, size in [(0, 10), (0, 5), (5, 5), (10, 10), (10, 5), (15, 5)]
+    ]
 
 
 def test_a_log_opened_from_segments_equals_the_log_that_grew():
@@ -96,7 +98,7 @@ def test_a_segment_nobody_came_to_write_is_written_by_the_next_append():
     reopened = RunLog(log.store, "run")
     assert reopened.refresh() == log.state and not _segments(log)
     reopened.append(Session(id="next", code_version=""))
-    assert len(_segments(log)) == 4
+    assert len(_segments(log)) == 6
 
 
 @pytest.mark.parametrize(
@@ -104,9 +106,12 @@ def test_a_segment_nobody_came_to_write_is_written_by_the_next_append():
     [lambda data: data[:-20], lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:], lambda data: b""],
     ids=["truncated", "bit-flipped", "empty"],
 )
-def test_a_damaged_segment_is_said_and_its_entries_are_read(damage: Any, caplog: pytest.LogCaptureFixture):
-    log = _run(7)
-    key = f"runs/run/log/segments/{5:020d}.arrow"
+@pytest.mark.parametrize(("number", "size"), [(20, 5), (10, 10)])
+def test_a_damaged_segment_is_said_and_its_entries_are_read(
+    damage: Any, number: int, size: int, caplog: pytest.LogCaptureFixture
+):
+    log = _run(8)
+    key = f"runs/run/log/segments/{number:020d}.{size}.arrow"
     log.store.put(key, damage(log.store.get(key)))
     with caplog.at_level(logging.WARNING):
         reopened = RunLog(log.store, "run")
@@ -121,7 +126,8 @@ def test_a_segment_of_another_run_or_place_is_not_used():
     log, other = _run(7), _run(7)
     foreign = MemoryStore()
     foreign.files = {key.replace("runs/run/", "runs/other/"): data for key, data in other.store.files.items()}  # type: ignore[attr-defined]
-    log.store.put(f"runs/run/log/segments/{0:020d}.arrow", log.store.get(f"runs/run/log/segments/{5:020d}.arrow"))
+    names = [f"runs/run/log/segments/{number:020d}.10.arrow" for number in (0, 10)]
+    log.store.put(names[0], log.store.get(names[1]))
     assert RunLog(log.store, "run").refresh() == log.state
     assert RunLog(foreign, "other").refresh().counters() == other.state.counters()
 

@@ -294,13 +294,13 @@ class ConservationLaw(RuleBasedStateMachine):
     """Any order of shards, steps, quarantines, retries and late readers: every group is in exactly one state.
 
     The model is a dictionary: group id → its state, kept by these rules and never read from the log. Segments are of
-    four entries, so that most of what is opened again comes out of them.
+    four and twelve entries, so that most of what is opened again comes out of them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(RunLog, "segment_size", 4)
+        self.patch.setattr(RunLog, "segment_sizes", (4, 12))
         self.log = a_log()
         self.late_reader = RunLog(self.log.store, "run")
         self.states: dict[str, str] = {}
