@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from cli.arguments import StoreOption, open_named
 from cli.errors import explained
+from cli.traj_commands import traj
 from infra.environment import prepare_environment
-
-if TYPE_CHECKING:
-    from storage.run_log import RunLog
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,10 +30,7 @@ Overrides = Annotated[
     typer.Argument(help="Settings over the run file's, as key=value: steps=50 train.scale=none"),
 ]
 
-traj = typer.Typer(no_args_is_help=True, help="Look at trajectories.")
 app.add_typer(traj, name="traj")
-
-StoreOption = Annotated[str, typer.Option(help="Where the runs are; by default .millrace/store.")]
 
 
 @app.callback()
@@ -61,7 +57,7 @@ def status(
     with explained():
         from cli.status import print_status, run_status
 
-        numbers = run_status(_open(run, store))
+        numbers = run_status(open_named(run, store))
         if as_json:
             typer.echo(json.dumps(numbers, indent=2))
         else:
@@ -83,27 +79,159 @@ def evaluate(
         evaluate_run(run, version=version, num_tasks=num_tasks, n_samples=n_samples, store=store)
 
 
-@traj.command()
-def show(
-    run: str,
-    worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
-    best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
-    group: Annotated[str | None, typer.Option(help="Only this group id.")] = None,
-    step: Annotated[int | None, typer.Option(help="Only what this step trained on.")] = None,
-    include_eval: Annotated[bool, typer.Option("--eval", help="Held-out trajectories too.")] = False,
-    count: Annotated[int, typer.Option("-n", help="How many.")] = 1,
+@app.command()
+def lineage(
+    target: Annotated[str, typer.Argument(metavar="MODEL@VERSION", help="Or MODEL@ALIAS, or a run; see the options.")],
+    policy: Annotated[int | None, typer.Option(help="A policy version of the run, instead of MLflow's number.")] = None,
+    trajectory: Annotated[str, typer.Option(help="GROUP/ATTEMPT: every policy this attempt influenced.")] = "",
+    prompt: Annotated[str, typer.Option(help="The same for every group of a prompt.")] = "",
+    verify: Annotated[bool, typer.Option("--verify", help="Read the shards and weights again; check digests.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every prompt, not the first few.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    store: StoreOption = "",
+    tracking: Annotated[str, typer.Option(help="MLflow, for what only it knows; by default .millrace's.")] = "",
+) -> None:
+    """What made a policy: step, shards, prompts, code. Or which policies a trajectory influenced."""
+    with explained():
+        from cli.lineage import show_lineage
+
+        answer = show_lineage(
+            target,
+            policy=policy,
+            trajectory=trajectory,
+            prompt=prompt,
+            verify=verify,
+            show_all=show_all,
+            store=store,
+            tracking=tracking,
+            console=None if as_json else Console(highlight=False),
+        )
+        if as_json:
+            typer.echo(json.dumps(answer, indent=2))
+        if isinstance(answer, dict) and answer.get("problems"):
+            raise typer.Exit(1)
+
+
+@app.command()
+def gc(
+    runs: Annotated[list[str] | None, typer.Argument(help="Every run in the store by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    keep_last: Annotated[int, typer.Option(help="Keep the newest so many policies of each run.")] = 5,
+    keep_every: Annotated[int, typer.Option(help="Keep every so many policy versions one more; 0: none.")] = 0,
+    older_than: Annotated[str, typer.Option(help="Remove only what is older: 12h, 30d, 8w.")] = "",
+    max_size: Annotated[str, typer.Option(help="Oldest first, until all named runs are no larger: 50GB.")] = "",
+    sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    ignore_readers: Annotated[bool, typer.Option("--ignore-readers", help="Even while somebody reads.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with a reason for every item.")] = False,
     store: StoreOption = "",
 ) -> None:
-    """Print decoded trajectories with reward, logprobs and the policy version of every token."""
-    with explained():
-        from cli.trajectories import find_trajectories, load_tokenizer, show_trajectory
+    """Remove files that no kept policy, pending group or reader needs.
 
-        log = _open(run, store)
-        console, tokenizer = Console(highlight=False), load_tokenizer(log)
-        for row in find_trajectories(
-            log, worst=worst, best=best, group=group, step=step, include_eval=include_eval, count=count
-        ):
-            show_trajectory(row, tokenizer, console)
+    A policy is also kept while it is the base model, live, has an alias or the best score.
+    """
+    with explained():
+        from cli.housekeeping import collect
+        from storage.retention_rules import make_rules
+
+        rules = make_rules(keep_last=keep_last, keep_every=keep_every, older_than=older_than, max_size=max_size)
+        collect(
+            runs or [],
+            rules,
+            dry_run=dry_run,
+            sure=sure,
+            ignore_readers=ignore_readers,
+            store=store,
+            as_json=as_json,
+        )
+
+
+@app.command()
+def replay(
+    run: str,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Training settings to change in the span: train.clip_high=0.3"),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    first: Annotated[int | None, typer.Option("--from", help="First step of a span.")] = None,
+    last: Annotated[int | None, typer.Option("--to", help="Last step of a span; the newest by default.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Another learning rate.")] = None,
+    advantage: Annotated[str | None, typer.Option(help="Another train.scale: std or none.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Another train.loss: clip or cispo.")] = None,
+    rewards: Annotated[str, typer.Option(help="Train on these rewards of `millrace rescore`.")] = "",
+    save: Annotated[str, typer.Option(help="A new folder for the replayed policy.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    store: StoreOption = "",
+) -> None:
+    """Train recorded steps again without generating: to the same weights, or to see what one change does."""
+    with explained():
+        from cli.replay import print_replay, replay_run, span_of
+
+        flags = {"learning_rate": lr, "train.scale": advantage, "train.loss": loss}
+        changes = parse_overrides(overrides) | {key: value for key, value in flags.items() if value is not None}
+        start, end = span_of(step=step, first=first, last=last)
+        console = Console(highlight=False, stderr=as_json)
+        places = {"rewards": rewards, "save": save, "store": store}
+        found = replay_run(run, first=start, last=end, changes=changes, console=console, **places)
+        if as_json:
+            typer.echo(json.dumps(found, indent=2))
+        else:
+            print_replay(found, console)
+        if found["unchanged"] and not found["identical"]:
+            raise typer.Exit(1)
+
+
+@app.command()
+def rescore(
+    run: str,
+    reward: Annotated[str, typer.Option(help="module:function or file.py:function of (reply, answer).")],
+    name: Annotated[str, typer.Option(help="What the new rewards are called; by default like the function.")] = "",
+    include_eval: Annotated[bool, typer.Option("--eval", help="Held-out attempts too.")] = False,
+    processes: Annotated[int, typer.Option(help="Reward processes; by default one per core.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    store: StoreOption = "",
+) -> None:
+    """Compute new rewards for recorded attempts, beside the recorded ones; nothing is overwritten."""
+    with explained():
+        from cli.rescore import print_rescored, rescore_run, rescored_json
+
+        log, console = open_named(run, store), Console(highlight=False, stderr=as_json)
+        result = rescore_run(
+            log, reward=reward, name=name, include_eval=include_eval, processes=processes, console=console
+        )
+        if as_json:
+            typer.echo(json.dumps(rescored_json(result), indent=2))
+        else:
+            print_rescored(log, result, console)
+
+
+@app.command()
+def index(
+    run: str,
+    embedding: Annotated[
+        str, typer.Option(help="module:function from texts to vectors, for `traj search --similar`; it is remembered.")
+    ] = "",
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Start again from the shards.")] = False,
+    store: StoreOption = "",
+) -> None:
+    """Bring a run's search index up to date with its shards."""
+    with explained():
+        from cli.search import build_index
+
+        build_index(open_named(run, store), embedding=embedding, rebuild=rebuild, console=Console(highlight=False))
+
+
+@app.command()
+def report(
+    run: str,
+    out: Annotated[Path | None, typer.Option(help="The file; by default reports/RUN.html in the state folder.")] = None,
+    store: StoreOption = "",
+) -> None:
+    """Write one web page about a run, that opens from disk: curves, time, staleness, groups, prompts."""
+    with explained():
+        from cli.report import write_report
+
+        typer.echo(write_report(open_named(run, store), out).as_uri())
 
 
 @app.command()
@@ -133,14 +261,6 @@ def down() -> None:
     from cli.services import down as stop
 
     stop(Console(highlight=False))
-
-
-def _open(run: str, store: str) -> RunLog:
-    from infra.environment import store_uri
-    from storage.object_store import open_store
-    from storage.runs import open_run
-
-    return open_run(open_store(store_uri(store)), run)
 
 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:

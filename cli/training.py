@@ -19,7 +19,7 @@ from rich.logging import RichHandler
 
 from cli.progress import Follower, print_ending
 from cli.services import use_running_services
-from flows.config import RunConfig, Settings, load_run_file
+from flows.config import RunConfig, Settings, default_values, load_run_file
 from infra.environment import store_uri
 from storage.object_store import open_store
 from storage.runs import create_run, open_run, trainer_lock
@@ -50,7 +50,8 @@ def check_before_anything_starts(config: RunConfig) -> None:
         store=config.store,
         evaluation_split=config.evaluation.split,
     )
-    with trainer_lock(create_run(open_store(store_uri(config.store)), config.run, config.model_dump(mode="json"))):
+    store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
+    with trainer_lock(create_run(store, config.run, document, defaults=default_values())):
         pass
 
 

@@ -134,6 +134,39 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
 
 
+def default_values() -> dict[str, Any]:
+    """The default of every key. What a run does not say, because it is from before the key existed, was this."""
+    return RunConfig(workflow="").model_dump(mode="json")
+
+
+def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """A run's configuration with other settings of the trainer, by dotted key as in `train.loss`.
+
+    Raises `ConfigError` for a key that does not exist, or that says how trajectories were made, and for a bad value.
+    """
+    changeable = _training_settings(config)
+    document = config.model_dump()
+    for key, value in changes.items():
+        if key not in changeable:
+            nearest = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"{key}: a replay can change {', '.join(changeable)}{hint}")
+        table, _, name = key.rpartition(".")
+        (document[table] if table else document)[name] = value
+    return make_config(document, source="replay")
+
+
+def training_changes(old: RunConfig, new: RunConfig) -> dict[str, str]:
+    """What `with_training_changes` changed, as `old → new` by dotted key."""
+    before, after = _training_settings(old), _training_settings(new)
+    return {key: f"{before[key]} → {after[key]}" for key in before if before[key] != after[key]}
+
+
+def _training_settings(config: RunConfig) -> dict[str, Any]:
+    top = {key: getattr(config, key) for key in ("learning_rate", "max_staleness")}
+    return top | {f"train.{name}": value for name, value in config.train.model_dump().items()}
+
+
 def _explain(problem: Any, document: dict[str, Any]) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":

@@ -39,7 +39,7 @@ async def evaluate(
         n_samples: Attempts per problem. 0: as the run evaluates.
         temperature: 0 is greedy. Empty: as the run evaluates.
     """
-    async with reading_session(store=store, tracking=tracking, run_id=run) as session:
+    async with reading_session(store=store, tracking=tracking, run_id=run, what="evaluate") as session:
         config = make_config(saved_config(session), source=f"run {run}")
         wanted = {"split": split or None, "num_tasks": num_tasks or None, "n_samples": n_samples or None}
         changes = {key: value for key, value in (wanted | {"temperature": temperature}).items() if value is not None}

@@ -21,7 +21,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, Settings, make_config
+from flows.config import RunConfig, Settings, default_values, make_config
 from tasks.base_model import provide_base_model
 from tasks.preflight import check_run
 from tasks.rollout import collect_shard, evaluate_policy, mark_served, publish_policy, start_rollout_worker
@@ -80,7 +80,12 @@ async def train_grpo(
         evaluation_split=config.evaluation.split,
     )
     async with training_session(
-        store=config.store, tracking=config.tracking, run_id=config.run, config=config.model_dump(mode="json")
+        store=config.store,
+        tracking=config.tracking,
+        run_id=config.run,
+        workflow=config.workflow,
+        config=config.model_dump(mode="json"),
+        defaults=default_values(),
     ) as session:
         await start(session, config)
         await train(session, config)
@@ -148,6 +153,8 @@ async def train(session: RunSession, config: RunConfig) -> None:
                 stall_timeout=config.rollout.stall_timeout,
             )
             step = await train_step(session, claim=claim, round_started=round_started)
+            if step is None:
+                continue  # a damaged shard went into quarantine
             round_started = time.time()
             await publish_policy(session, policy=step.policy)
             beside.create_task(evaluate_if_due(session, config))

@@ -1,15 +1,20 @@
 """User code by import path: `package.module:Name` or `path/to/file.py:Name`.
 
-In: such a path. Out: the object. And back: a path under which a child process finds the same object.
+In: such a path. Out: the object. And back: a path under which a child process finds the same object; and a digest of
+the code behind it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
+
+from storage.digests import sha256_of_file, sha256_of_json
 
 
 def load_object(path: str) -> Any:
@@ -44,6 +49,39 @@ def path_of(target: Any) -> str:
     module = sys.modules[target.__module__]
     file = getattr(module, "__millrace_file__", None)
     return f"{file or target.__module__}:{target.__qualname__}"
+
+
+def source_file(target: Any) -> Path:
+    """The file a function or class is written in. Raises `ValueError` where there is none."""
+    file = _source_file(target)
+    if file is None:
+        raise ValueError(f"{target!r} has no source file; define it in a module or a file")
+    return file
+
+
+def source_sha256(path: str) -> str:
+    """Digest of the code behind the import path of a workflow: its file, and those of the functions its module has.
+
+    Functions of Python itself and of installed packages do not count: the lock names their versions. Equal code has
+    equal digests wherever it lies. Raises what `load_object` raises.
+    """
+    target = load_object(path)
+    functions = [value for value in vars(sys.modules[target.__module__]).values() if inspect.isfunction(value)]
+    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    files = {source_file(target)} | {
+        file
+        for function in functions
+        if (file := _source_file(function)) and not any(file.is_relative_to(folder) for folder in installed)
+    }
+    return sha256_of_json(sorted(sha256_of_file(file) for file in files))
+
+
+def _source_file(target: Any) -> Path | None:
+    try:
+        file = inspect.getsourcefile(target)
+    except TypeError:  # built into Python
+        return None
+    return Path(file).resolve() if file else None
 
 
 def _load_file(path: Path) -> Any:

@@ -34,15 +34,15 @@ from storage.shard_codec import Provenance
 from storage.shards import commit_shard
 
 
-def make_engine(settings: EngineSettings, tokens: ChatTokens, *, seed: int) -> Engine:
-    """The engine a run file asks for."""
+def make_engine(settings: EngineSettings, tokens: ChatTokens, *, seed: int, version: int) -> Engine:
+    """The engine a run file asks for, about to serve policy `version`."""
     match settings.kind:
         case "vllm":
             from rollouts.vllm_engine import VllmEngine
 
             return VllmEngine(
                 max_model_len=settings.max_model_len,
-                seed=seed,
+                seed=seed + version,  # an engine that starts again must not draw the same numbers again
                 clear_cache_on_reload=settings.clear_cache_on_reload,
                 arguments=settings.vllm,
             )
@@ -95,18 +95,20 @@ class RolloutWorker:
     async def start(self, version: int | None = None) -> str:
         """Load a policy version, the live one by default; returns the engine's weight checksum.
 
-        Raises `ValueError` for a version the run does not have.
+        Raises `ValueError` for a version the run does not have, or not any more.
         """
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
         policies = self._log.state.policies
         wanted = max(policies) if version is None else version
         if wanted not in policies:
             raise ValueError(f"run {self._run_id!r} has no policy version {wanted}; it has 0 to {max(policies)}")
+        if wanted in self._log.state.retired_policies:
+            raise ValueError(f"policy version {wanted} of run {self._run_id!r} was retired: its weights are gone")
         policy = policies[wanted]
         folder = self._policy_folder(policy)
         self._tokens = ChatTokens.load(folder)
         self._workflow: RolloutWorkflow = load_object(self._workflow_path)(self._dataset)
-        self._engine = make_engine(self._engine_settings, self._tokens, seed=self._seed + policy.version)
+        self._engine = make_engine(self._engine_settings, self._tokens, seed=self._seed, version=policy.version)
         checksum = await self._engine.start(folder, policy.version)
         self._version = policy.version
         self._rewards = RewardPool(num_processes=self._reward_processes, timeout=self._reward_timeout)
@@ -149,7 +151,7 @@ class RolloutWorker:
                     # A producer that was given up for dead came back and committed some of these prompts first.
                     taken = self._log.state.positions
                     left = [group for group in groups if group.position not in taken]
-                    if len(left) == len(groups):
+                    if len(left) == len(groups) and shard_id not in self._log.state.retired_shards:
                         raise
                     groups = left
             self._executor.mark_committed()

@@ -3,26 +3,39 @@
 In: a URI (`file:///data/millrace`, a plain path, or `s3://bucket/prefix`). Out: an `ObjectStore`.
 The one operation everything else rests on is `put_if_absent`: of many writers of one key exactly one wins.
 Locally that is `os.link` of a finished temporary file (fsspec's exists-then-write lets two win);
-on S3 it is `If-None-Match: *`.
+on S3 (`storage/s3_store.py`) it is `If-None-Match: *`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import unquote, urlparse
 
 import pyarrow as pa
-import pyarrow.dataset
+
+MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
+"""Environment variable: gigabytes (10^9 bytes) of a disk that shards and policies leave free; 1 unless set."""
 
 
 class StoreError(Exception):
     """The store cannot be used as asked; the message says what to do."""
+
+
+class StoreFull(StoreError):
+    """There is no room for a write; nothing of it was written, and all that was committed is still there."""
+
+
+class ConditionRefused(StoreError):
+    """The store knows `If-None-Match` and will not do it, so `put_if_absent` is impossible there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +49,28 @@ class StoredFile:
 
 
 class ObjectStore(Protocol):
-    """Keys are relative paths with `/`; values are bytes."""
+    """Keys are relative paths with `/`; values are bytes.
+
+    Writing raises `StoreFull` where there is no room. An error of the connection leaves open whether the write
+    arrived: writing the same again is safe, and so is reading what is there.
+    """
 
     uri: str
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write `data` unless `key` exists; True for the one writer that wins."""
+        """Write `data` unless `key` exists; True for the one writer that wins, and for nobody else.
+
+        Meant for small things, log entries above all: they may use the space that `put` leaves free.
+        """
 
     def put(self, key: str, data: bytes) -> None:
         """Write or replace; readers see the old or the new bytes, never a mixture."""
 
     def get(self, key: str) -> bytes:
         """The bytes at `key`; `FileNotFoundError` when there are none."""
+
+    def open_local(self, key: str) -> Path | None:
+        """The file behind `key`, to be memory-mapped whether or not it exists; null where values are no local files."""
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """The bytes at each key, null where there are none; on S3 many requests are under way at once."""
@@ -62,7 +85,10 @@ class ObjectStore(Protocol):
         """Every key under the folder `prefix`, at any depth, sorted; for housekeeping, never for truth."""
 
     def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
-        """The Arrow IPC files at `keys` as one dataset, read column by column when somebody asks."""
+        """The Arrow IPC files at `keys` as one dataset, read column by column when somebody asks.
+
+        A file that is missing or cut off is found when it is read: `OSError`, or `pyarrow.ArrowInvalid`.
+        """
 
     def names(self, prefix: str) -> list[str]:
         """Names directly under the folder `prefix`, sorted; for people and housekeeping, never for truth."""
@@ -81,25 +107,9 @@ class LocalStore:
         self.root = root
         self.uri = root.as_uri()
 
-    def _path(self, key: str) -> Path:
-        return self.root / key
-
-    @contextlib.contextmanager
-    def _finished_temporary(self, path: Path, data: bytes) -> Iterator[Path]:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield temporary
-        finally:
-            temporary.unlink(missing_ok=True)
-
     def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
-        with self._finished_temporary(path, data) as temporary:
+        with self._finished_temporary(path, data, reserve=0) as temporary:
             try:
                 os.link(temporary, path)
             except FileExistsError:
@@ -108,41 +118,62 @@ class LocalStore:
 
     def put(self, key: str, data: bytes) -> None:
         path = self._path(key)
-        with self._finished_temporary(path, data) as temporary:
+        with self._finished_temporary(path, data, reserve=reserved_bytes()) as temporary:
             os.replace(temporary, path)
 
     def get(self, key: str) -> bytes:
         return self._path(key).read_bytes()
 
+    def open_local(self, key: str) -> Path | None:
+        return self._path(key)
+
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        return [path.read_bytes() if (path := self._path(key)).exists() else None for key in keys]
+        found: list[bytes | None] = []
+        for key in keys:
+            try:
+                found.append(self.get(key))
+            except FileNotFoundError:
+                found.append(None)
+        return found
 
     def exists(self, key: str) -> bool:
-        return self._path(key).exists()
+        return self._path(key).is_file()
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
             self._path(key).unlink(missing_ok=True)
 
     def walk(self, prefix: str) -> list[StoredFile]:
-        files = [path for path in self._path(prefix).rglob("*") if path.is_file() and not path.name.startswith(".")]
-        return [
-            StoredFile(
-                key=str(path.relative_to(self.root)), num_bytes=path.stat().st_size, modified_at=path.stat().st_mtime
-            )
-            for path in sorted(files)
-        ]
+        files = []
+        for folder, _, names in os.walk(self._path(prefix)):
+            for path in (Path(folder, name) for name in names if not name.startswith(".")):
+                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was listed
+                    found = path.stat()
+                    key = path.relative_to(self.root).as_posix()
+                    files.append(StoredFile(key=key, num_bytes=found.st_size, modified_at=found.st_mtime))
+        return sorted(files, key=lambda file: file.key)
 
     def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
-        return pa.dataset.dataset([str(self._path(key)) for key in keys], schema=schema, format="ipc")
+
+        files = [str(self._path(key)) for key in keys]
+        disk = pa.fs.LocalFileSystem(use_mmap=True)
+        return pa.dataset.dataset(files, schema=schema, format="ipc", filesystem=disk)
 
     def names(self, prefix: str) -> list[str]:
         folder = self._path(prefix)
         return sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) if folder.is_dir() else []
 
     def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
-        for file in _last_after_others(folder, last):
-            self.put(f"{prefix}/{file.name}", file.read_bytes())
+        files = last_after_others(folder, last)
+        check_room(self.root, sum(file.stat().st_size for file in files), reserve=reserved_bytes(), what=self._title)
+        was_whole = self.exists(f"{prefix}/{last}")
+        try:
+            for file in files:
+                self.put(f"{prefix}/{file.name}", file.read_bytes())
+        except StoreFull:
+            if not was_whole:
+                self.delete([f"{prefix}/{file.name}" for file in files])
+            raise
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:
         folder = self._path(prefix)
@@ -150,100 +181,48 @@ class LocalStore:
             raise FileNotFoundError(folder)
         return folder
 
+    @property
+    def _title(self) -> str:
+        return f"store {self.uri}"
 
-class S3Store:
-    """A prefix of a bucket, through s3fs; credentials and endpoint come from the usual AWS chain."""
+    def _path(self, key: str) -> Path:
+        return self.root / key
 
-    def __init__(self, uri: str, **options: Any) -> None:
-        import s3fs
-
-        self.uri = uri.rstrip("/")
-        self._prefix = self.uri.removeprefix("s3://")
-        self._fs = s3fs.S3FileSystem(use_listings_cache=False, skip_instance_cache=True, **options)
-
-    def _path(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
+    @contextlib.contextmanager
+    def _finished_temporary(self, path: Path, data: bytes, *, reserve: float) -> Iterator[Path]:
+        check_room(path.parent, len(data), reserve=reserve, what=self._title)
+        temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         try:
-            self._fs.pipe_file(self._path(key), data, mode="create")
-        except FileExistsError:
-            return False
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            yield temporary
         except OSError as error:
-            # AWS and moto raise FileExistsError; Ceph's answer reaches us as EINVAL with the HTTP status in the cause.
-            if _http_status(error) in (409, 412):
-                return False
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # The disk was not full when we looked, or this user's quota is.
+                raise _store_full(path.parent, len(data), reserve=reserve, what=self._title) from error
             raise
-        return True
-
-    def put(self, key: str, data: bytes) -> None:
-        self._fs.pipe_file(self._path(key), data)
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._fs.cat_file(self._path(key)))
-
-    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        if not keys:
-            return []
-        found = self._fs.cat([self._path(key) for key in keys], on_error="return")
-        values = [found[self._path(key)] for key in keys]
-        for value in values:
-            if isinstance(value, BaseException) and not isinstance(value, FileNotFoundError):
-                raise value
-        return [value if isinstance(value, bytes) else None for value in values]
-
-    def exists(self, key: str) -> bool:
-        return bool(self._fs.exists(self._path(key)))
-
-    def delete(self, keys: Sequence[str]) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm([self._path(key) for key in keys])
-
-    def walk(self, prefix: str) -> list[StoredFile]:
-        found = self._fs.find(self._path(prefix), detail=True)
-        return [
-            StoredFile(
-                key=path.removeprefix(f"{self._prefix}/"),
-                num_bytes=info["size"],
-                modified_at=info["LastModified"].timestamp(),
-            )
-            for path, info in sorted(found.items())
-        ]
-
-    def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
-        return pa.dataset.dataset([self._path(key) for key in keys], schema=schema, format="ipc", filesystem=self._fs)
-
-    def names(self, prefix: str) -> list[str]:
-        try:
-            return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(prefix), detail=False))
-        except FileNotFoundError:
-            return []
-
-    def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
-        for file in _last_after_others(folder, last):
-            self._fs.put_file(str(file), self._path(f"{prefix}/{file.name}"))
-
-    def fetch_folder(self, prefix: str, cache: Path) -> Path:
-        target = cache / prefix
-        names = self.names(prefix)
-        if not names:
-            raise FileNotFoundError(self._path(prefix))
-        target.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            if not (target / name).exists():
-                partial = target / f".{name}.{uuid.uuid4().hex}.tmp"
-                self._fs.get_file(self._path(f"{prefix}/{name}"), str(partial))
-                os.replace(partial, target / name)
-        return target
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def open_store(uri: str) -> ObjectStore:
     """Open a store by URI.
 
-    Raises `StoreError` for a scheme other than `file`, `s3` or a plain path, and for a `file` URI that names a host.
+    Raises `StoreError` for a scheme other than `file`, `s3` or a plain path, for a `file` URI that names a host, and
+    for an `s3` URI with credentials in it: URIs are written into runs.
     """
     parsed = urlparse(uri)
     if parsed.scheme == "s3":
+        from storage.s3_store import S3Store
+
+        if "@" in parsed.netloc:
+            raise StoreError(
+                "the store's URI has credentials in it, and URIs are written into runs: use s3://bucket/prefix, "
+                "and give credentials to the AWS chain (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
+            )
         return S3Store(uri)
     if parsed.scheme == "file" and parsed.netloc:
         raise StoreError(f"store {uri!r}: {parsed.netloc!r} would be a host; a file URI has three slashes: file:///…")
@@ -256,32 +235,81 @@ def open_store(uri: str) -> ObjectStore:
 def probe(store: ObjectStore) -> bool:
     """Write one key twice with put-if-absent: True where the second write is refused, as it must be.
 
-    Raises `StoreError` when nothing can be written at all. False means that two writers would overwrite
-    each other, so only one may use the store.
+    False: the store ignores the condition, so two writers would overwrite each other and only one may use it.
+    Raises `ConditionRefused` for a store that answers the condition with an error, `StoreFull` for one without room,
+    and `StoreError` when nothing can be written at all. What it writes is gone afterwards.
     """
     key = f"probe/{uuid.uuid4().hex}"
     try:
         first = store.put_if_absent(key, b"1")
         second = store.put_if_absent(key, b"2")
-    except Exception as error:  # botocore's own errors (no endpoint, no credentials) are no OSError
+        store.put(key, b"3")  # what is not conditional needs more free space, and on S3 may need another permission
+        store.delete([key])
+    except StoreFull:
+        raise
+    except Exception as error:
+        if isinstance(error, ConditionRefused) and _takes_any(store, key):
+            raise
         hint = "choose another `store` or make it writable"
-        if isinstance(store, S3Store):
+        if store.uri.startswith("s3:"):
             hint = "check that the bucket exists, the endpoint and the AWS credentials"
         raise StoreError(f"store {store.uri} cannot be written ({error}); {hint}") from error
-    return first and not second
+    if not first:
+        raise ConditionRefused(f"store {store.uri} said of a new key that it is already there")
+    return not second
 
 
-def _last_after_others(folder: Path, last: str) -> list[Path]:
+def reserved_bytes() -> float:
+    """How much `put` leaves free on a disk. Raises `StoreError` where the variable is no number."""
+    setting = os.environ.get(MIN_FREE_VARIABLE) or "1"
+    try:
+        gigabytes = float(setting)
+    except ValueError:
+        gigabytes = math.nan
+    if not gigabytes >= 0:
+        raise StoreError(f"{MIN_FREE_VARIABLE}={setting!r} is not a number of gigabytes")
+    return gigabytes * 1e9
+
+
+def check_room(folder: Path, num_bytes: int, *, reserve: float, what: str) -> None:
+    """Raise `StoreFull` unless `num_bytes` fit on the disk of `folder`, which need not exist yet, beside `reserve`."""
+    if num_bytes + reserve > _free_bytes(folder):
+        raise _store_full(folder, num_bytes, reserve=reserve, what=what)
+
+
+def last_after_others(folder: Path, last: str) -> list[Path]:
+    """The files of a folder in the order in which they are copied."""
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
     return [p for p in files if p.name != last] + [p for p in files if p.name == last]
 
 
-def _http_status(error: BaseException) -> int | None:
-    """Status code of the botocore answer behind an s3fs error."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if isinstance(response, dict):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            return int(status) if status is not None else None
-        error = error.__cause__  # type: ignore[assignment]
-    return None
+def _takes_any(store: ObjectStore, key: str) -> bool:
+    """True when the store takes a write without a condition, so that the condition is what it refused."""
+    try:
+        store.put(key, b"")
+        store.delete([key])
+    except Exception:  # noqa: BLE001 - then the first error tells more
+        return False
+    return True
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def _store_full(folder: Path, num_bytes: int, *, reserve: float, what: str) -> StoreFull:
+    kept = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
+    return StoreFull(
+        f"{what} is full: {_size(_free_bytes(folder))} free, {_size(num_bytes)} to write{kept}. Make room with "
+        f"`millrace gc`, choose another `store`, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
+        "Nothing that was committed is lost: the same command goes on from there"
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"

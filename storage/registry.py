@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from storage.digests import sha256_of_json
-from storage.log_entries import Alias, Evaluation, LogEntry, Policy, Registration, Session, Step, to_json
+from storage.log_entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
 from storage.run_log import RunLog
 from storage.runs import run_config
 
@@ -55,18 +56,20 @@ class Registry:
         cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
         if cursor == 0:
             self._log_config(run_id)
-        seen = [entry.body for entry in self._log.entries[:cursor]]
         # What made a version is the session before it, which need not be the one that tells MLflow.
-        code_version = next((body.code_version for body in reversed(seen) if isinstance(body, Session)), "")
+        before = (self._log.entries[number].body for number in reversed(range(cursor)))
+        session = next((body for body in before if isinstance(body, Session)), None)
         for entry in self._log.entries[cursor:]:
             match entry.body:
                 case Session() as session:
-                    code_version = session.code_version
+                    self._tag_session(run_id, session)
                 case Policy() as policy:
-                    self._register(run_id, policy, step=None, code_version=code_version)
+                    self._register(run_id, policy, step=None, session=session)
                 case Step() as step:
                     self._log_shards(run_id, step)
-                    self._register(run_id, step.policy, step=step, code_version=code_version)
+                    self._register(run_id, step.policy, step=step, session=session)
+                case Retire() as retire:
+                    self._tag_retired(run_id, retire)
                 case Alias() as alias:
                     version = self._find_version(run_id, alias.version)
                     assert version is not None, "the log names a policy before its alias"
@@ -107,6 +110,20 @@ class Registry:
         parameters = [Param(key, value) for key, value in _flatten(config).items()]
         tags = [RunTag("millrace.config_sha256", sha256_of_json(config))]
         self._client.log_batch(run_id, params=parameters, tags=tags)
+
+    def _tag_session(self, run_id: str, session: Session) -> None:
+        """The code of the newest session, on the run; that of each version's own session is on the version."""
+        from mlflow.entities import RunTag
+
+        tags = {"millrace.code_version": session.code_version, "millrace.reward_sha256": session.reward_sha256}
+        self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def _tag_retired(self, run_id: str, retire: Retire) -> None:
+        """Say on each version that its weights are gone; what made it stays visible."""
+        for policy_version in retire.policy_versions:
+            version = self._find_version(run_id, policy_version)
+            if version is not None:  # somebody may have deleted it in MLflow, now that its weights are gone
+                self._client.set_model_version_tag(self.model_name, version, "millrace.retired", retire.reason)
 
     def _log_metrics(self, run_id: str, entry: LogEntry) -> None:
         """Metrics of one entry, and the cursor behind it, in one call."""
@@ -150,7 +167,7 @@ class Registry:
             for shard_id, digest in step.shard_sha256.items()
         ]
 
-    def _register(self, run_id: str, policy: Policy, *, step: Step | None, code_version: str) -> None:
+    def _register(self, run_id: str, policy: Policy, *, step: Step | None, session: Session | None) -> None:
         """Make the policy a version of the registered model, with tags that lead back; a second call does nothing."""
         if self._find_version(run_id, policy.version) is not None:
             return
@@ -160,8 +177,10 @@ class Registry:
             "millrace.parent": "" if policy.parent is None else str(policy.parent),
             "millrace.weights_sha256": policy.weights_sha256,
             "millrace.config_sha256": sha256_of_json(run_config(self._log)),
-            "millrace.code_version": code_version,
+            "millrace.code_version": session.code_version if session else "",
+            "millrace.reward_sha256": session.reward_sha256 if session else "",
         }
+        description = f"Policy {policy.version} of run {self._log.run_id}: the base model."
         if step is not None:
             shards = [{key: shard[key] for key in ("id", "sha256", "num_rows")} for shard in self._shards_of(step)]
             outcomes = {name: len(groups) for name, groups in to_json(step.claim).items() if isinstance(groups, list)}
@@ -170,12 +189,19 @@ class Registry:
             tags["millrace.groups"] = json.dumps(outcomes)
             if len(listed := json.dumps(shards)) <= _LONGEST_TAG:
                 tags["millrace.shards"] = listed  # longer lists are in the dataset input alone
+            counts = ", ".join(f"{count} {name}" for name, count in outcomes.items())
+            description = (
+                f"Policy {policy.version} of run {self._log.run_id}: made by step {step.claim.step} from policy "
+                f"{policy.parent}. Prompt groups: {counts}, from {len(shards)} shards; they are the input "
+                f"`step-{step.claim.step}` of the MLflow run. All of it: "
+                f"`millrace lineage {self._log.run_id} --policy {policy.version}`."
+            )
         self._client.create_model_version(
             name=self.model_name,
             source=f"{self._log.store.uri}/{policy.path}",
             run_id=run_id,
             tags=tags,
-            description=f"policy version {policy.version} of run {self._log.run_id}",
+            description=description,
             await_creation_for=0,
         )
 
@@ -193,6 +219,37 @@ class Registry:
         wanted = f"name = '{self.model_name}' and run_id = '{run_id}' and tags.`millrace.version` = '{policy_version}'"
         found = self._client.search_model_versions(wanted, max_results=1)
         return str(found[0].version) if found else None
+
+
+def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
+    """The policy version behind an alias or a version number of the run's registered model.
+
+    Raises `ValueError` where MLflow does not know it, or knows it of a run of the same name in another store,
+    `RegistryUnavailable` where MLflow cannot be reached.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    database = tracking_uri.removeprefix("sqlite:///")
+    if database != tracking_uri and not Path(database).exists():
+        raise RegistryUnavailable(f"there is no database {database}")  # asking would make one
+    client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+    try:
+        if name.isdigit():
+            version = client.get_model_version(log.run_id, name)
+        else:
+            version = client.get_model_version_by_alias(log.run_id, name)
+        store = client.get_run(version.run_id).data.tags.get("millrace.store")
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise ValueError(
+                f"neither the log of run {log.run_id!r} nor MLflow at {tracking_uri} knows {log.run_id}@{name}; "
+                f"aliases in the log: {', '.join(sorted(log.state.aliases)) or 'none'}"
+            ) from error
+        raise RegistryUnavailable(f"MLflow at {tracking_uri}: {error}") from error
+    if store != log.store.uri:
+        raise ValueError(f"{log.run_id}@{name} in MLflow at {tracking_uri} is of a run in {store}, not {log.store.uri}")
+    return int(version.tags["millrace.version"])
 
 
 def dataset_digest(step: Step) -> str:

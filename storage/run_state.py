@@ -160,6 +160,8 @@ class RunState:
     def fits(self, body: Entry) -> None:
         """Raise `Conflict` when `body` contradicts what is already committed."""
         match body:
+            case Shard() if body.id in self.retired_shards:
+                raise Conflict(f"shard {body.id} came so late that its file was removed; write it again under a new id")
             case Shard(is_eval=False, groups=groups):
                 if taken := _taken([group.position for group in groups], self.positions):
                     raise Conflict(f"shard {body.id}: prompt positions {taken} are already committed")
@@ -176,6 +178,8 @@ class RunState:
                     )
                 if policy.version in self.policies:
                     raise Conflict(f"policy version {policy.version} is already published")
+                if not claim.base_version == policy.parent == self.newest_version:
+                    raise Conflict(f"step {claim.step} does not train the newest policy, version {self.newest_version}")
                 counts = Counter(group.group_id for _, group in claimed_groups(body))
                 lost = [group_id for group_id, count in counts.items() if count > 1 or group_id not in self.pending]
                 if lost:

@@ -32,8 +32,12 @@ class RunBusy(RuntimeError):
     """Another process is training this run."""
 
 
-def create_run(store: ObjectStore, run_id: str, config: dict[str, Any]) -> RunLog:
+def create_run(
+    store: ObjectStore, run_id: str, config: dict[str, Any], *, defaults: dict[str, Any] | None = None
+) -> RunLog:
     """Create the run, or open it again when its configuration is the same.
+
+    `defaults` holds every key's default: a run from before a key existed was made with it.
 
     Raises `RunExists` naming the keys that differ and a free run id, `ValueError` for an unusable id.
     """
@@ -44,8 +48,9 @@ def create_run(store: ObjectStore, run_id: str, config: dict[str, Any]) -> RunLo
     key = f"runs/{run_id}/run.json"
     if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
         existing = json.loads(store.get(key))
-        if existing["config_sha256"] != document["config_sha256"]:
-            keys = ", ".join(_differences(existing["config"], frozen))
+        known = {key: value for key, value in (defaults or {}).items() if key not in MAY_CHANGE}
+        if differences := _differences(_filled_in(existing["config"], known), frozen):
+            keys = ", ".join(differences)
             raise RunExists(
                 f"run {run_id!r} in {store.uri} was started with another configuration; these keys differ: {keys}. "
                 f"Put them back to continue it, or start a new one with run = {_free_id(store, run_id)!r}"
@@ -94,6 +99,13 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def _filled_in(value: Any, defaults: Any) -> Any:
+    """A configuration with defaults where it has no value, table by table."""
+    if not (isinstance(value, dict) and isinstance(defaults, dict)):
+        return value
+    return {key: _filled_in(setting, defaults.get(key)) for key, setting in (defaults | value).items()}
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:

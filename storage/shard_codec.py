@@ -1,13 +1,16 @@
 """Shard schema v1: groups of trajectories ⇄ one Arrow IPC file, checked on the way in and on the way out.
 
-In: `RolloutGroup`s. Out: file bytes (Arrow IPC, zstd), one row per training sequence; and back, as a table.
+In: `RolloutGroup`s. Out: file bytes (Arrow IPC), one row per training sequence; and back, as a table.
 Facts are stored, views are derived: advantages, masks over turns and batches are never in a shard.
+The format is written down for other languages in docs/shard_format.md.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+import io
+import struct
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,83 +20,25 @@ import pyarrow.compute as pc
 
 from storage.log_entries import GroupSummary, to_json
 from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
-
-SCHEMA_VERSION = 1
-
-
-class BadShard(Exception):
-    """A shard that breaks the schema's rules; the message names the shard and the rule."""
-
-
-_TURN = pa.struct(
-    [
-        ("context_len", pa.int32()),
-        ("sampled_len", pa.int32()),
-        ("finish_reason", pa.string()),
-        ("generate_seconds", pa.float64()),
-        (
-            "tool_calls",
-            pa.list_(
-                pa.struct(
-                    [
-                        ("name", pa.string()),
-                        ("arguments", pa.string()),
-                        ("result", pa.string()),
-                        ("failed", pa.bool_()),
-                        ("seconds", pa.float64()),
-                    ]
-                )
-            ),
-        ),
-    ]
-)
-_MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("is_completion", pa.bool_())])
-_SAMPLING = pa.struct(
-    [
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("top_k", pa.int32()),
-        ("min_p", pa.float64()),
-        ("max_tokens", pa.int32()),
-        ("seed", pa.int64()),
-        ("logprobs_mode", pa.string()),
-    ]
+from storage.shard_schema import (
+    CALL,
+    CHECKED,
+    LARGEST,
+    MESSAGE,
+    SCHEMA,
+    SCHEMA_VERSION,
+    TURN,
+    BadShard,
+    check,
+    check_schema,
+    content_sha256,
+    flat,  # noqa: F401 - readers of a table take it from here
+    row_offsets,  # noqa: F401
 )
 
-SCHEMA = pa.schema(
-    [
-        ("group_id", pa.string()),
-        ("prompt_id", pa.string()),
-        ("epoch", pa.int32()),
-        ("attempt", pa.int32()),
-        ("sample_idx", pa.int32()),  # rank among the group's usable attempts, dense from 0
-        ("sequence_idx", pa.int32()),
-        ("group_expected", pa.int32()),
-        ("group_usable", pa.int32()),
-        ("input_ids", pa.list_(pa.int32())),
-        ("loss_mask", pa.list_(pa.bool_())),
-        ("logprobs", pa.list_(pa.float32())),
-        ("weight_versions", pa.list_(pa.int32())),
-        ("head_version", pa.int32()),
-        ("tail_version", pa.int32()),
-        ("prompt_len", pa.int32()),
-        ("reward", pa.float32()),
-        ("reward_parts", pa.map_(pa.string(), pa.float32())),
-        ("accepted", pa.bool_()),
-        ("reject_reason", pa.string()),
-        ("status", pa.string()),
-        ("turns", pa.list_(_TURN)),
-        ("messages", pa.list_(_MESSAGE)),
-        ("sampling", _SAMPLING),
-        ("is_eval", pa.bool_()),
-        ("worker_id", pa.string()),
-        ("queued_at", pa.float64()),
-        ("started_at", pa.float64()),
-        ("finished_at", pa.float64()),
-        ("multimodal_features", pa.null()),  # reserved
-        ("multimodal_positions", pa.null()),  # reserved
-    ]
-)
+COMPRESSION = "lz4"
+"""Of the buffers inside the file; chosen by measurement, see docs/shard_format.md. A reader takes any."""
+_FLUSH_EARLIER = "flush shards earlier: lower `shard_bytes` in the run file's [rollout]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +56,9 @@ class Provenance:
 
 def summarise(group: RolloutGroup) -> GroupSummary:
     """The log's view of a group."""
-    rows = [_sequence_turns(t) for t in group.usable]
-    versions = [v for t in group.usable for turn in t.turns for v in turn.weight_versions]
-    rewards = [t.reward for t in group.usable if t.reward is not None]
+    usable = group.usable
+    versions: set[int] = set().union(*(_distinct(turn.weight_versions) for t in usable for turn in t.turns))
+    rewards = [t.reward for t in usable if t.reward is not None]
     failures: dict[str, int] = {}
     for trajectory in group.trajectories:
         if not trajectory.usable:
@@ -127,8 +72,8 @@ def summarise(group: RolloutGroup) -> GroupSummary:
         position=group.position,
         epoch=group.epoch,
         expected=group.expected,
-        usable=len(group.usable),
-        rows=sum(len(sequences) for sequences in rows),
+        usable=len(usable),
+        rows=sum(len({turn.sequence_idx for turn in t.turns if turn.sampled_ids}) for t in usable),
         accepted=group.accepted,
         reject_reason=group.reject_reason,
         failures=failures,
@@ -138,136 +83,111 @@ def summarise(group: RolloutGroup) -> GroupSummary:
     )
 
 
+def _distinct(versions: list[int]) -> set[int]:
+    """The policies that sampled a turn: nearly always one, and then counting is much faster than hashing."""
+    one = versions[:1]
+    return set(one if one and versions.count(one[0]) == len(versions) else versions)
+
+
 def encode_shard(
     groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
 ) -> bytes:
-    """Arrow IPC bytes of the usable attempts of some groups.
+    """Arrow IPC bytes of the usable attempts of some groups, needing about twice the shard's size in memory.
 
-    Raises `BadShard` when a row breaks a rule of the schema, before anything is written.
+    Raises `BadShard` when a row breaks a rule of the schema or a shard cannot hold so much; nothing is written then.
     """
-    rows = [row for group in groups for row in _rows(group, sampling, is_eval, provenance.producer)]
-    token_columns = {
-        name: _ragged([row[name] for row in rows], dtype, SCHEMA.field(name).type)
-        for name, dtype in _TOKEN_COLUMNS.items()
-    }
-    columns = [
-        token_columns[f.name] if f.name in token_columns else pa.array([row[f.name] for row in rows], type=f.type)
-        for f in SCHEMA
-    ]
-    table = pa.Table.from_arrays(columns, schema=SCHEMA)
+    return file_of(shard_table(groups, provenance=provenance, sampling=sampling, is_eval=is_eval))
+
+
+def file_of(table: pa.Table) -> bytes:
+    """The bytes of a shard's file."""
+    file = io.BytesIO()
+    with pa.ipc.new_file(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=COMPRESSION)) as writer:
+        writer.write_table(table)
+    return file.getvalue()  # hands out its buffer, where Arrow's own stream would copy it
+
+
+def shard_table(
+    groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
+) -> pa.Table:
+    """The usable attempts of some groups as rows, checked, with the file's metadata on the schema.
+
+    Raises `BadShard` as `encode_shard` does.
+    """
+    rows = [row for group in groups for row in _rows(group)]
+    try:
+        tokens = _token_columns(rows)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            digest = beside.submit(content_sha256, pa.table(tokens))  # hashing leaves the interpreter to us
+            facts = _fact_columns(rows, sampling=sampling, is_eval=is_eval, worker_id=provenance.producer)
+    except _Unwritable as error:
+        raise BadShard(f"shard {provenance.shard_id}: {error}") from error
+    columns = {**tokens, **facts}
+    table = pa.Table.from_arrays([columns[field.name] for field in SCHEMA], schema=SCHEMA)
     check(table, name=provenance.shard_id)
+    heads, tails = columns["head_version"], columns["tail_version"]
     metadata = {
         "schema_version": str(SCHEMA_VERSION),
         **{key: str(value) for key, value in to_json(provenance).items()},
-        "head_version": str(min((row["head_version"] for row in rows), default=NOT_SAMPLED)),
-        "tail_version": str(max((row["tail_version"] for row in rows), default=NOT_SAMPLED)),
+        "head_version": str(pc.min(heads).as_py() if rows else NOT_SAMPLED),
+        "tail_version": str(pc.max(tails).as_py() if rows else NOT_SAMPLED),
         "num_rows": str(len(rows)),
         "num_groups": str(len(groups)),
-        "content_sha256": content_sha256(table),
+        "content_sha256": digest.result(),
     }
-    sink = pa.BufferOutputStream()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(sink, table.schema.with_metadata(metadata), options=options) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue())
+    return table.replace_schema_metadata(metadata)
 
 
 def decode_shard(data: bytes, *, name: str) -> pa.Table:
-    """The table in some shard bytes, its metadata on the schema.
+    """The table in some shard bytes, every rule and the content digest checked; its metadata stands on the schema.
 
-    Columns that a newer minor writer added are kept; a missing column or a newer major schema is an error.
-    Raises `BadShard` naming the shard.
+    Raises `BadShard` naming the shard, `NewerSchema` where only a newer Millrace can read it.
     """
-    try:
-        table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise BadShard(f"shard {name}: not an Arrow IPC file, or cut off ({error})") from error
-    metadata = table.schema.metadata or {}
-    version = metadata.get(b"schema_version", b"?").decode()
-    if version != str(SCHEMA_VERSION):
-        raise BadShard(
-            f"shard {name}: schema version {version}, this Millrace reads {SCHEMA_VERSION}; upgrade to read it"
-        )
-    missing = [field.name for field in SCHEMA if field.name not in table.column_names]
-    if missing:
-        raise BadShard(f"shard {name}: columns {missing} are missing")
+    table = open_shard(data, name=name)
     check(table, name=name)
-    if metadata.get(b"content_sha256", b"").decode() != content_sha256(table):
+    if table.schema.metadata.get(b"content_sha256") != content_sha256(table).encode():
         raise BadShard(f"shard {name}: the token columns differ from content_sha256 in its metadata")
     return table
 
 
-def check(table: pa.Table, *, name: str) -> None:
-    """Raise `BadShard` unless every rule of schema v1 holds, in whole columns rather than row by row."""
+def open_shard(data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table in some shard bytes, its values not looked at: call `check` before trusting them.
 
-    def rule(holds: bool, sentence: str) -> None:
-        if not holds:
-            raise BadShard(f"shard {name}: {sentence}")
-
-    columns = {key: table[key].combine_chunks() for key in _TOKEN_COLUMNS}
-    lengths = pc.list_value_length(columns["input_ids"])
-    for key, column in columns.items():
-        rule(pc.list_value_length(column).equals(lengths), f"{key} and input_ids differ in length")
-    mask = flat(columns["loss_mask"])
-    logprobs = flat(columns["logprobs"])
-    versions = flat(columns["weight_versions"])
-    rule(bool(np.isfinite(logprobs).all() and (logprobs <= 0).all()), "a logprob is positive or not finite")
-    rule(not logprobs[~mask].any(), "a logprob is set where nothing was sampled")
-    rule(bool((versions[~mask] == NOT_SAMPLED).all()), "a weight version is set where nothing was sampled")
-    rule(bool((versions[mask] >= 0).all()), "a sampled token has no weight version")
-    heads, tails = table["head_version"].to_numpy(), table["tail_version"].to_numpy()
-    rule(bool((heads <= tails).all()), "head_version is above tail_version")
-    attempts: dict[str, set[int]] = {}
-    usable: dict[str, int] = {}
-    for group_id, attempt, count in zip(
-        table["group_id"].to_pylist(),
-        table["attempt"].to_pylist(),
-        table["group_usable"].to_pylist(),
-        strict=True,
-    ):
-        attempts.setdefault(group_id, set()).add(attempt)
-        usable[group_id] = count
-    for group_id, count in usable.items():
-        rule(
-            len(attempts[group_id]) == count,
-            f"group {group_id} has {len(attempts[group_id])} attempts, says {count}",
-        )
+    With `columns` only those are decompressed, and the ones `check` needs. Columns that a newer minor writer added
+    are kept; a missing column, a column of another type or a newer major schema is an error.
+    Raises `BadShard` and `NewerSchema` as `decode_shard` does.
+    """
+    try:
+        schema = pa.ipc.open_file(pa.py_buffer(data)).schema
+        check_schema(schema, name=name)
+        wanted = schema.names if columns is None else [n for n in schema.names if n in {*columns, *CHECKED}]
+        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column) for column in wanted])
+        return pa.ipc.open_file(pa.py_buffer(data), options=options).read_all()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise BadShard(f"shard {name}: not an Arrow IPC file, or cut off ({error})") from error
 
 
-def flat(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """All values of a list column as one numpy array, rows end to end."""
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-    return column.flatten().to_numpy(zero_copy_only=False)
+class _Unwritable(Exception):
+    """What the groups hold has no place in a shard; `encode_shard` adds which one."""
 
 
-def row_offsets(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
-    """Where each row starts in `flat(column)`, with the total at the end: shape [rows + 1]."""
-    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One training sequence, before it is columns."""
+
+    group: RolloutGroup
+    num_usable: int
+    trajectory: Trajectory
+    sample_idx: int
+    sequence_idx: int
+    turns: list[Turn]
 
 
-def content_sha256(table: pa.Table) -> str:
-    """Digest of the token columns' values and row lengths, independent of compression and chunking."""
-    digest = hashlib.sha256(row_offsets(table["input_ids"]).tobytes())
-    for name, dtype in _TOKEN_COLUMNS.items():
-        digest.update(np.ascontiguousarray(flat(table[name]), dtype=dtype).tobytes())
-    return digest.hexdigest()
-
-
-_TOKEN_COLUMNS: dict[str, type] = {
-    "input_ids": np.int32,
-    "loss_mask": np.bool_,
-    "logprobs": np.float32,
-    "weight_versions": np.int32,
-}
-
-
-def _ragged(rows: Sequence[Sequence[Any]], dtype: type, list_type: pa.DataType) -> pa.Array:
-    offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)]).astype(np.int32)
-    parts: list[np.ndarray] = [np.asarray(row, dtype=dtype) for row in rows]
-    values = np.concatenate(parts) if parts else np.empty(0, dtype=dtype)
-    return pa.ListArray.from_arrays(offsets, pa.array(values, type=list_type.value_type), type=list_type)
+def _rows(group: RolloutGroup) -> Iterator[_Row]:
+    usable = group.usable
+    for sample_idx, trajectory in enumerate(usable):
+        for sequence_idx, turns in enumerate(_sequence_turns(trajectory)):
+            yield _Row(group, len(usable), trajectory, sample_idx, sequence_idx, turns)
 
 
 def _sequence_turns(trajectory: Trajectory) -> list[list[Turn]]:
@@ -279,65 +199,120 @@ def _sequence_turns(trajectory: Trajectory) -> list[list[Turn]]:
     return [turns for turns in ordered if any(turn.sampled_ids for turn in turns)]
 
 
-def _rows(group: RolloutGroup, sampling: Sampling, is_eval: bool, worker_id: str) -> Iterable[dict[str, Any]]:
-    for sample_idx, trajectory in enumerate(group.usable):
-        for sequence_idx, turns in enumerate(_sequence_turns(trajectory)):
-            sampled_versions = [version for turn in turns for version in turn.weight_versions]
-            yield {
-                "group_id": group.id,
-                "prompt_id": group.task.id,
-                "epoch": group.epoch,
-                "attempt": trajectory.attempt,
-                "sample_idx": sample_idx,
-                "sequence_idx": sequence_idx,
-                "group_expected": group.expected,
-                "group_usable": len(group.usable),
-                **_token_row(turns),
-                "head_version": min(sampled_versions),
-                "tail_version": max(sampled_versions),
-                "prompt_len": len(turns[0].context_ids),
-                "reward": trajectory.reward,
-                "reward_parts": list(trajectory.reward_parts.items()),
-                "accepted": group.accepted,
-                "reject_reason": group.reject_reason,
-                "status": trajectory.status,
-                "turns": [
-                    {
-                        "context_len": len(turn.context_ids),
-                        "sampled_len": len(turn.sampled_ids),
-                        "finish_reason": turn.finish_reason,
-                        "generate_seconds": turn.generate_seconds,
-                        "tool_calls": [to_json(call) for call in turn.tool_calls],
-                    }
-                    for turn in turns
-                ],
-                # Written once per trajectory: a forked sequence refers to the first one's.
-                "messages": [to_json(m) for m in trajectory.messages] if sequence_idx == 0 else [],
-                "sampling": to_json(sampling),
-                "is_eval": is_eval,
-                "worker_id": worker_id,
-                "queued_at": group.queued_at,
-                "started_at": trajectory.started_at,
-                "finished_at": trajectory.finished_at,
-                "multimodal_features": None,
-                "multimodal_positions": None,
-            }
-
-
-def _token_row(turns: Sequence[Turn]) -> dict[str, list[Any]]:
-    input_ids: list[int] = []
-    loss_mask: list[bool] = []
-    logprobs: list[float] = []
-    weight_versions: list[int] = []
-    for turn in turns:
-        num_context, num_sampled = len(turn.context_ids), len(turn.sampled_ids)
-        input_ids += [*turn.context_ids, *turn.sampled_ids]
-        loss_mask += [False] * num_context + [True] * num_sampled
-        logprobs += [0.0] * num_context + [*turn.logprobs]
-        weight_versions += [NOT_SAMPLED] * num_context + [*turn.weight_versions]
-    return {
-        "input_ids": input_ids,
-        "loss_mask": loss_mask,
-        "logprobs": logprobs,
-        "weight_versions": weight_versions,
+def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:
+    """The ragged columns and what follows from them. Every row has a sampled token."""
+    turns = [turn for row in rows for turn in row.turns]
+    context = np.array([len(turn.context_ids) for turn in turns], dtype=np.int64)
+    sampled = np.array([len(turn.sampled_ids) for turn in turns], dtype=np.int64)
+    for key in ("logprobs", "weight_versions"):
+        if sampled.tolist() != [len(getattr(turn, key)) for turn in turns]:
+            raise _Unwritable(f"{key} and input_ids differ in length")
+    num_turns = np.array([len(row.turns) for row in rows], dtype=np.int64)
+    first_turn = np.cumsum(num_turns) - num_turns
+    lengths = np.add.reduceat(context + sampled, first_turn) if rows else num_turns
+    total = int(lengths.sum())
+    if total > LARGEST:
+        raise _Unwritable(f"{total} tokens are more than one shard holds ({LARGEST}); {_FLUSH_EARLIER}")
+    ids, logprobs, one = np.empty(total, np.int32), np.zeros(total, np.float32), np.empty(len(turns), np.int32)
+    ends = np.cumsum(context + sampled)
+    _place("input_ids", ids, [turn.context_ids for turn in turns], ends - sampled - context)
+    _place("input_ids", ids, [turn.sampled_ids for turn in turns], ends - sampled)
+    _place("logprobs", logprobs, [turn.logprobs for turn in turns], ends - sampled)
+    # Nearly every turn was sampled by one policy; only the others are copied version by version.
+    found = [_distinct(turn.weight_versions) for turn in turns]
+    mixed = [index for index, versions in enumerate(found) if len(versions) > 1]
+    _place("weight_versions", one, [[next(iter(versions), NOT_SAMPLED) for versions in found]], np.zeros(1, np.int64))
+    spans = np.stack([context, sampled], axis=1).ravel()
+    versions = np.repeat(np.stack([np.full_like(one, NOT_SAMPLED), one], axis=1).ravel(), spans)
+    _place("weight_versions", versions, [turns[index].weight_versions for index in mixed], (ends - sampled)[mixed])
+    values = {
+        "input_ids": pa.array(ids),
+        "loss_mask": pa.array(np.repeat(np.tile([False, True], len(turns)), spans)),
+        "logprobs": pa.array(logprobs),
+        "weight_versions": pa.array(versions),
     }
+    starts = np.cumsum(lengths) - lengths
+    # Unsigned, −1 is the largest number of all, and the smallest one is the oldest version that sampled.
+    heads = np.minimum.reduceat(versions.view(np.uint32), starts).view(np.int32) if rows else versions
+    tails = np.maximum.reduceat(versions, starts) if rows else versions
+    return {
+        **{key: _lists(lengths, column, SCHEMA.field(key).type) for key, column in values.items()},
+        "head_version": pa.array(heads),
+        "tail_version": pa.array(tails),
+        "prompt_len": pa.array(context[first_turn], pa.int32()),
+    }
+
+
+def _place(name: str, into: np.ndarray, lists: Sequence[Sequence[float]], starts: np.ndarray) -> None:
+    """Copy lists of numbers to where they belong; `struct` is the fastest way out of a list that Python has."""
+    code, size = into.dtype.char, into.itemsize
+    try:
+        for numbers, start in zip(lists, starts.tolist(), strict=True):
+            struct.pack_into(f"{len(numbers)}{code}", into.data, start * size, *numbers)
+    except struct.error as error:
+        raise _Unwritable(f"{name}: {error}") from error
+
+
+def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, worker_id: str) -> dict[str, pa.Array]:
+    """Everything that is not per token."""
+    facts: dict[str, list[Any]] = {
+        "group_id": [row.group.id for row in rows],
+        "prompt_id": [row.group.task.id for row in rows],
+        "epoch": [row.group.epoch for row in rows],
+        "attempt": [row.trajectory.attempt for row in rows],
+        "sample_idx": [row.sample_idx for row in rows],
+        "sequence_idx": [row.sequence_idx for row in rows],
+        "group_expected": [row.group.expected for row in rows],
+        "group_usable": [row.num_usable for row in rows],
+        "reward": [row.trajectory.reward for row in rows],
+        "reward_parts": [list(row.trajectory.reward_parts.items()) for row in rows],
+        "accepted": [row.group.accepted for row in rows],
+        "reject_reason": [row.group.reject_reason for row in rows],
+        "status": [row.trajectory.status for row in rows],
+        "queued_at": [row.group.queued_at for row in rows],
+        "started_at": [row.trajectory.started_at for row in rows],
+        "finished_at": [row.trajectory.finished_at for row in rows],
+    }
+    constants = {"is_eval": is_eval, "worker_id": worker_id, "sampling": to_json(sampling)}
+    turns = [turn for row in rows for turn in row.turns]
+    calls = [call for turn in turns for call in turn.tool_calls]
+    turn_column = _structs(
+        turns,
+        TURN,
+        context_len=_array([len(turn.context_ids) for turn in turns], TURN.field("context_len")),
+        sampled_len=_array([len(turn.sampled_ids) for turn in turns], TURN.field("sampled_len")),
+        tool_calls=_lists([len(turn.tool_calls) for turn in turns], _structs(calls, CALL), pa.list_(CALL)),
+    )
+    # Written once per trajectory: a forked sequence refers to the first one's.
+    messages = [row.trajectory.messages if row.sequence_idx == 0 else [] for row in rows]
+    return {
+        **{key: _array(values, SCHEMA.field(key)) for key, values in facts.items()},
+        **{key: pa.repeat(pa.scalar(v, SCHEMA.field(key).type), len(rows)) for key, v in constants.items()},
+        "turns": _lists([len(row.turns) for row in rows], turn_column, pa.list_(TURN)),
+        "messages": _lists(
+            [len(m) for m in messages], _structs([m for said in messages for m in said], MESSAGE), pa.list_(MESSAGE)
+        ),
+        "multimodal_features": pa.nulls(len(rows)),
+        "multimodal_positions": pa.nulls(len(rows)),
+    }
+
+
+def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
+    try:
+        array = pa.array(values, type=field.type)
+    except pa.ArrowException as error:
+        raise _Unwritable(f"{field.name}: {error}") from error
+    if isinstance(array, pa.ChunkedArray):  # its text has outgrown the 32-bit offsets of one array
+        raise _Unwritable(f"{field.name}: more than {LARGEST} bytes of text; {_FLUSH_EARLIER}")
+    return array
+
+
+def _structs(records: Sequence[Any], kind: pa.StructType, **given: pa.Array) -> pa.Array:
+    """Records as a struct array, field by field; `given` are the fields that are no attributes."""
+    fields = [given[f.name] if f.name in given else _array([getattr(r, f.name) for r in records], f) for f in kind]
+    return pa.StructArray.from_arrays(fields, fields=list(kind))
+
+
+def _lists(lengths: Sequence[int] | np.ndarray, values: pa.Array, kind: pa.DataType) -> pa.Array:
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind)

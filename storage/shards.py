@@ -1,13 +1,16 @@
 """Writing a shard so that it is committed once, and reading one so that it is what was committed.
 
 groups ─▶ encode ─▶ put shards/<id>.arrow ─▶ append a `Shard` entry to the run's log   (data first, the log last)
-log entry ─▶ read bytes ─▶ sha256 as recorded? ─▶ table, else DamagedShard
+log entry ─▶ map or fetch the file ─▶ sha256 as recorded? ─▶ rules kept? ─▶ table, else DamagedShard
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pyarrow as pa
 
@@ -15,19 +18,21 @@ from storage.digests import sha256_of
 from storage.log_entries import Shard
 from storage.records import NOT_SAMPLED, RolloutGroup, Sampling
 from storage.run_log import RunLog
-from storage.shard_codec import BadShard, Provenance, decode_shard, encode_shard, summarise
+from storage.shard_codec import Provenance, file_of, open_shard, shard_table, summarise
+from storage.shard_schema import BadShard, NewerSchema, check, flat
 
 
 class DamagedShard(Exception):
-    """A committed shard cannot be read as committed. Quarantine it and go on."""
+    """A committed shard cannot be read as committed. Quarantine it and go on: its prompts run again."""
 
-    def __init__(self, shard_id: str, reason: str) -> None:
-        super().__init__(f"shard {shard_id}: {reason}")
+    def __init__(self, shard_id: str, reason: str, file: str = "") -> None:
+        super().__init__(f"shard {shard_id}: {reason}" + (f" ({file})" if file else ""))
         self.shard_id = shard_id
         self.reason = reason
+        self.file = file
 
-    def __reduce__(self) -> tuple[type[DamagedShard], tuple[str, str]]:
-        return DamagedShard, (self.shard_id, self.reason)
+    def __reduce__(self) -> tuple[type[DamagedShard], tuple[str, str, str]]:
+        return DamagedShard, (self.shard_id, self.reason, self.file)
 
 
 def commit_shard(
@@ -45,15 +50,19 @@ def commit_shard(
     the file then stays behind unreferenced.
     """
     started = time.perf_counter()
-    data = encode_shard(groups, provenance=provenance, sampling=sampling, is_eval=is_eval)
-    summaries = [summarise(group) for group in groups]
-    log.store.put(log.shard_key(provenance.shard_id), data)
+    table = shard_table(groups, provenance=provenance, sampling=sampling, is_eval=is_eval)
+    with ThreadPoolExecutor(max_workers=2) as beside:  # compressing, hashing and the disk leave the interpreter free
+        summarising = beside.submit(lambda: [summarise(group) for group in groups])
+        data = file_of(table)
+        digesting = beside.submit(sha256_of, data)
+        log.store.put(log.shard_key(provenance.shard_id), data)
+    summaries = summarising.result()
     sampled = [s for s in summaries if s.rows]
     shard = Shard(
         id=provenance.shard_id,
-        sha256=sha256_of(data),
-        num_rows=sum(s.rows for s in summaries),
-        num_tokens=sum(len(turn.sampled_ids) for g in groups for t in g.usable for turn in t.turns),
+        sha256=digesting.result(),
+        num_rows=table.num_rows,
+        num_tokens=int(flat(table["loss_mask"]).sum()),
         num_bytes=len(data),
         head_version=min((s.head_version for s in sampled), default=NOT_SAMPLED),
         tail_version=max((s.tail_version for s in sampled), default=NOT_SAMPLED),
@@ -66,22 +75,87 @@ def commit_shard(
     return shard
 
 
-def read_shard(log: RunLog, shard: Shard) -> pa.Table:
-    """The rows of a committed shard.
+def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """The rows of a committed shard; a local file is memory-mapped.
 
-    Raises `DamagedShard` when the file is missing, cut off, altered, or belongs to another run.
+    With `columns` the others are left compressed and out of the table, but for the few that the rules are about.
+    Raises `DamagedShard` when the file is missing, cut off, altered, of another run or tokenised differently, breaks
+    a rule, or was removed by retention; `NewerSchema` when a newer Millrace wrote it.
     """
-    try:
-        data = log.store.get(log.shard_key(shard.id))
-    except FileNotFoundError:
-        raise DamagedShard(shard.id, "the file is missing") from None
-    if sha256_of(data) != shard.sha256:
-        raise DamagedShard(shard.id, f"its sha256 differs from the log's ({len(data)} of {shard.num_bytes} bytes)")
-    try:
-        table = decode_shard(data, name=shard.id)
-    except BadShard as error:
-        raise DamagedShard(shard.id, str(error)) from error
-    owner = table.schema.metadata[b"run_id"].decode()
-    if owner != log.run_id:
-        raise DamagedShard(shard.id, f"it belongs to run {owner!r}")
+    table = _committed(log, shard, columns=columns)
+    state = log.state
+    first = next((i for i in state.shards if i not in state.quarantined and i not in state.retired_shards), None)
+    tokenizer = _tokenizer_of(table)
+    expected = tokenizer if first in (None, shard.id) else _first_tokenizer(log, first)
+    if tokenizer and expected and tokenizer != expected:
+        raise DamagedShard(
+            shard.id,
+            f"its tokenizer {tokenizer[:12]} is not {expected[:12]}, that of the run's first shard {first}; "
+            f"start producer {shard.producer!r} with the run's own base model",
+            _file(log, shard),
+        )
     return table
+
+
+def _committed(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table in a shard's file, as the log knows it.
+
+    The content digest inside the file is not looked at: the bytes are the ones whose digest the writer put into the
+    log after it had checked and digested the values in them. It is for files that no log vouches for.
+    """
+    file = _file(log, shard)
+    if shard.id in log.state.retired_shards:
+        raise DamagedShard(shard.id, "retention removed it; what it held can no longer be trained on", file)
+    try:
+        data = _content(log, shard)
+    except FileNotFoundError:
+        raise DamagedShard(shard.id, "the file is missing", file) from None
+    with ThreadPoolExecutor(max_workers=1) as beside:
+        digest = beside.submit(sha256_of, data)  # neither hashing nor decompressing holds the interpreter
+        try:
+            table, broken = open_shard(data, name=shard.id, columns=columns), None
+        except BadShard as error:
+            table, broken = None, error
+    if digest.result() != shard.sha256:
+        raise DamagedShard(
+            shard.id, f"its sha256 differs from the log's ({len(data)} of {shard.num_bytes} bytes)", file
+        )
+    try:
+        if broken is not None:
+            raise broken
+        check(table, name=shard.id)
+    except NewerSchema as error:
+        raise NewerSchema(f"{error} ({file})") from None
+    except BadShard as error:
+        raise DamagedShard(shard.id, str(error).removeprefix(f"shard {shard.id}: "), file) from error
+    owner = table.schema.metadata.get(b"run_id", b"").decode()
+    if owner != log.run_id:
+        raise DamagedShard(shard.id, f"it belongs to run {owner!r}", file)
+    return table
+
+
+def _content(log: RunLog, shard: Shard) -> Any:
+    """The file's bytes; mapped where it is local. Nobody shortens a committed file: that would kill its readers."""
+    path = log.store.open_local(log.shard_key(shard.id))
+    if path is None or not path.stat().st_size:  # an empty file cannot be mapped
+        return log.store.get(log.shard_key(shard.id))
+    with pa.memory_map(str(path)) as mapped:
+        return mapped.read_buffer()
+
+
+def _file(log: RunLog, shard: Shard) -> str:
+    return f"{log.store.uri}/{log.shard_key(shard.id)}"
+
+
+def _tokenizer_of(table: pa.Table) -> str:
+    """Digest of the vocabulary the rows were made with; empty where the producer did not say."""
+    return str(table.schema.metadata.get(b"tokenizer_sha256", b"").decode())
+
+
+@functools.lru_cache(maxsize=8)
+def _first_tokenizer(log: RunLog, shard_id: str) -> str:
+    """What every shard of the run is compared with, read once per log; empty where that file is no more."""
+    try:
+        return _tokenizer_of(_committed(log, log.state.shards[shard_id], columns=()))
+    except (DamagedShard, NewerSchema):
+        return ""

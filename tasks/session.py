@@ -19,8 +19,10 @@ from typing import Any
 from infra.environment import home, prepare_environment, store_uri, tracking_uri
 from infra.fleet import Fleet, Hosted
 from infra.memory import PeakMemory
+from rollouts.loading import source_sha256
 from storage.log_entries import Session
 from storage.object_store import open_store
+from storage.retention import reading
 from storage.run_log import RunLog
 from storage.runs import create_run, open_run, run_config, trainer_lock
 
@@ -66,17 +68,19 @@ class RunSession:
 
 @contextlib.asynccontextmanager
 async def training_session(
-    *, store: str, tracking: str, run_id: str, config: dict[str, Any]
+    *, store: str, tracking: str, run_id: str, workflow: str, config: dict[str, Any], defaults: dict[str, Any]
 ) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and start the fleet.
+
+    `defaults` as in `storage.runs.create_run`.
 
     Raises `storage.runs.RunExists`, `storage.runs.RunBusy` and `storage.object_store.StoreError` before anything
     heavy starts.
     """
     prepare_environment()
-    log = create_run(open_store(store_uri(store)), run_id, config)
+    log = create_run(open_store(store_uri(store)), run_id, config, defaults=defaults)
     with trainer_lock(log), PeakMemory() as memory:
-        session = Session(id=uuid.uuid4().hex[:12], code_version=code_version())
+        session = Session(id=uuid.uuid4().hex[:12], code_version=code_version(), reward_sha256=source_sha256(workflow))
         log.append(session)
         if log.state.step:
             logger.info("continuing run %s after step %d", run_id, log.state.step)
@@ -85,14 +89,14 @@ async def training_session(
 
 
 @contextlib.asynccontextmanager
-async def reading_session(*, store: str, tracking: str, run_id: str) -> AsyncIterator[RunSession]:
-    """Open an existing run beside whoever trains it; nothing is locked.
+async def reading_session(*, store: str, tracking: str, run_id: str, what: str) -> AsyncIterator[RunSession]:
+    """Open an existing run beside whoever trains it; nothing is locked, and retention waits for `what` to be over.
 
     Raises `FileNotFoundError` for an unknown run.
     """
     prepare_environment()
     log = open_run(open_store(store_uri(store)), run_id)
-    with PeakMemory() as memory:
+    with reading(log, what), PeakMemory() as memory:
         async with Fleet(log_folder=home() / "logs" / run_id) as fleet:
             yield RunSession(log=log, fleet=fleet, memory=memory, session_id="", tracking=tracking)
 

@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from storage.claims import StalePolicy, next_claim
 from storage.log_entries import Claim, Quarantine, Step
-from storage.shards import DamagedShard, read_shard
+from storage.shards import DamagedShard
 from tasks.session import TRAINER, RunSession
 from trainers.config import TrainSettings
 
@@ -66,7 +66,7 @@ async def next_batch(
     min_usable: int,
     stall_timeout: float,
 ) -> Claim:
-    """Wait until enough groups are committed and claim them. Damaged shards are quarantined on the way.
+    """Wait until enough groups are committed and claim them.
 
     Raises `Stalled` after `stall_timeout` seconds without a new log entry.
     """
@@ -83,13 +83,7 @@ async def next_batch(
             min_usable=min_usable,
         )
         if claim is not None:
-            damaged = _first_damaged(session, claim)
-            if damaged is None:
-                return claim
-            logger.warning("%s: quarantined, its prompts run again", damaged)
-            log.append(Quarantine(shard_id=damaged.shard_id, reason=damaged.reason))
-            await session.rollout.call("refresh")
-            continue
+            return claim
         if state.entries != last_entries:
             last_progress, last_entries = time.monotonic(), state.entries
         waited = time.monotonic() - last_progress
@@ -114,25 +108,34 @@ async def next_batch(
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-async def train_step(session: RunSession, *, claim: Claim, round_started: float) -> Step:
-    """One optimizer step on a claim: new policy in the store, step in the log."""
+async def train_step(session: RunSession, *, claim: Claim, round_started: float) -> Step | None:
+    """One optimizer step on a claim: new policy in the store, step in the log.
+
+    Null where a claimed shard is damaged: it is quarantined, its prompts run again, and the next claim goes without it.
+    """
     shards = session.log.state.shards
     consumed = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in claim.trained)]
     phases = {
         f"{phase}_seconds": sum(shard.seconds.get(phase, 0.0) for shard in consumed)
         for phase in ("generate", "reward", "commit")
     }
-    step: Step = await session.trainer.call(
-        "train_step",
-        claim,
-        round_started=round_started,
-        extra_metrics={
-            **phases,
-            "publish_seconds": session.publish_seconds,
-            "peak_memory_bytes": float(session.memory.peak_bytes),
-        },
-        session_id=session.session_id,
-    )
+    try:
+        step: Step = await session.trainer.call(
+            "train_step",
+            claim,
+            round_started=round_started,
+            extra_metrics={
+                **phases,
+                "publish_seconds": session.publish_seconds,
+                "peak_memory_bytes": float(session.memory.peak_bytes),
+            },
+            session_id=session.session_id,
+        )
+    except DamagedShard as damaged:
+        logger.warning("%s: quarantined, its prompts run again", damaged)
+        session.log.append(Quarantine(shard_id=damaged.shard_id, reason=damaged.reason))
+        await session.rollout.call("refresh")
+        return None
     session.log.refresh()
     suspicious = step.metrics["staleness_max"] == 0 and step.metrics["engine_gap"] > SUSPICIOUS_GAP
     if suspicious and not session.warned_of_gap:
@@ -144,12 +147,3 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
             step.metrics["engine_gap"],
         )
     return step
-
-
-def _first_damaged(session: RunSession, claim: Claim) -> DamagedShard | None:
-    for shard_id in dict.fromkeys(group.shard_id for group in claim.trained):
-        try:
-            read_shard(session.log, session.log.state.shards[shard_id])
-        except DamagedShard as error:
-            return error
-    return None

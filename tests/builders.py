@@ -58,6 +58,9 @@ class MemoryStore:
             raise FileNotFoundError(key)
         return self.files[key]
 
+    def open_local(self, key: str) -> Path | None:
+        return None
+
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self.files.get(key) for key in keys]
 

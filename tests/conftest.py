@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +16,13 @@ import psutil
 import pytest
 
 from infra.environment import TELEMETRY_OFF
+from tests.ceph import CannotInstall, Ceph, ceph_server
 
 PROJECT = Path(__file__).resolve().parent.parent
 MILLRACE = Path(sys.executable).parent / "millrace"
 SCRIPTED = PROJECT / "tests" / "flows" / "scripted.toml"
+
+pytest.register_assert_rewrite("tests.store_behaviour")
 
 
 def pytest_configure() -> None:
@@ -116,3 +122,49 @@ def prefect_api(services_home: Path) -> Iterator[str]:
 def home(tmp_path: Path, prefect_api: str) -> Home:
     """A fresh state folder, reporting to the shared Prefect server."""
     return Home(tmp_path, prefect_api)
+
+
+@pytest.fixture(scope="session")
+def moto() -> Iterator[dict[str, str]]:
+    """The AWS variables of a mock S3 server in this process."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "AKMOTO0123456789",
+        "AWS_SECRET_ACCESS_KEY": "secret-of-the-mock-server",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ceph]:
+    """A real S3 server; its tests are skipped where it is not installed and cannot be."""
+    folder = tmp_path_factory.mktemp("ceph")
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(ceph_server(folder))
+        except CannotInstall as reason:
+            pytest.skip(str(reason))
+        yield server
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def bucket(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """A new bucket on `server`, the test module's own fixture; only the environment says where, as on a cluster."""
+    import boto3
+
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)  # it keeps the credentials of the server before
+    name = f"bucket-{uuid.uuid4().hex[:12]}"
+    boto3.client("s3").create_bucket(Bucket=name)
+    return name

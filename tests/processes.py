@@ -25,7 +25,7 @@ def run_together(function: Callable[..., Any], num_processes: int, *arguments: A
     barrier = context.Barrier(num_processes)
     with context.Pool(num_processes, initializer=_remember, initargs=(barrier,)) as pool:
         calls = [pool.apply_async(function, (rank, *arguments)) for rank in range(num_processes)]
-        return [call.get(timeout=120) for call in calls]
+        return [call.get(timeout=400) for call in calls]
 
 
 def meet() -> None:
@@ -42,6 +42,22 @@ def race_for_keys(rank: int, uri: str, num_keys: int) -> list[int]:
         if store.put_if_absent(f"race/{key}", str(rank).encode()):
             won.append(key)
     return won
+
+
+def write_in_turns(rank: int, uri: str, num_turns: int) -> list[str]:
+    """Two processes write in turns; each says what the other one's last write did not look like right after it."""
+    store = open_store(uri)
+    wrong = []
+    for turn in range(num_turns):
+        if turn % 2 == rank:
+            store.put("turn/replaced", str(turn).encode())
+            store.put(f"turn/{turn}", b"new")
+        meet()
+        seen = (store.get("turn/replaced"), store.get_many([f"turn/{turn}"]), store.exists(f"turn/{turn}"))
+        if seen != (str(turn).encode(), [b"new"], True) or str(turn) not in store.names("turn"):
+            wrong.append(f"turn {turn}: {seen}")
+        meet()
+    return wrong
 
 
 def commit_shards(rank: int, uri: str, run_id: str, num_shards: int) -> None:

@@ -51,6 +51,7 @@ LIBRARY_EXCEPTIONS = {
 }
 
 PICKLES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+MAY_PICKLE = {"benchmarks/shards.py"}  # shards are measured against it, on a file it has just written itself
 VAGUE_FILES = {"base", "common", "core", "misc"}
 VAGUE_WORDS = {"util", "utils", "helper", "helpers", "manager"}
 MOST_LINES = 430
@@ -103,12 +104,15 @@ def test_folders_import_only_whom_they_may():
 def test_only_workers_reach_past_the_records_into_the_store():
     """Everything else in rollouts/ and trainers/ runs on records and arrays, without a store or a log."""
     durable = {"storage.run_log", "storage.runs", "storage.shards", "storage.object_store", "storage.registry"}
+    durable |= {"storage.rewards"}
     reaching = {
         str(file)
         for file in _files()
         if file.parts[0] in ("rollouts", "trainers") and durable.intersection(_imports(file))
     }
-    assert reaching <= {"rollouts/worker.py", "trainers/worker.py"}
+    # A replay and a rescore start from what is committed, as the workers do.
+    replaying = {"trainers/replay.py", "rollouts/rescoring.py"}
+    assert reaching <= {"rollouts/worker.py", "trainers/worker.py"} | replaying
 
 
 def test_examples_need_nothing_of_ours_but_rollouts_and_the_records():
@@ -134,7 +138,8 @@ def test_no_exception_outlives_its_reason():
 
 
 def test_nothing_is_pickled():
-    importing = [f"{file}: {m}" for file in _files() for m in _imports(file) if m.split(".")[0] in PICKLES]
+    importing = {str(file): m for file in _files() for m in _imports(file) if m.split(".")[0] in PICKLES}
+    assert importing.keys() == MAY_PICKLE, importing
     pickling = [
         f"{file}:{node.lineno} torch.{node.attr}"
         for file in _files()
@@ -143,7 +148,7 @@ def test_nothing_is_pickled():
         and isinstance(node.value, ast.Name)
         and (node.value.id, node.attr) in {("torch", "save"), ("torch", "load")}
     ]
-    assert not importing + pickling
+    assert not pickling
 
 
 def test_init_files_are_empty():

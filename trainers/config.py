@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,8 +15,11 @@ class TrainSettings(BaseModel):
 
     scale: Literal["std", "none"] = "std"
     """Divide a group's centred rewards by their standard deviation (GRPO), or do not (Dr. GRPO)."""
+    loss: Literal["clip", "cispo"] = "clip"
+    """`clip`: PPO's clipped surrogate. `cispo`: clips the importance weight instead, so no token loses its gradient
+    (MiniMax-M1)."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """Lower clip bound of the probability ratio: 1 − clip_low."""
+    """Lower clip bound of the probability ratio: 1 − clip_low. `cispo` has none."""
     clip_high: float = Field(default=0.28, gt=0)
     """Upper clip bound of the probability ratio: 1 + clip_high (DAPO's clip-higher)."""
     num_minibatches: int = Field(default=1, ge=1)
@@ -40,6 +44,22 @@ class TrainSettings(BaseModel):
     from their recorded shards."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that decides what a step makes of its samples; with equal recipes, equal samples give equal weights."""
+
+    settings: TrainSettings
+    """Advantages, loss and optimizer."""
+    learning_rate: float
+    """Peak learning rate of AdamW."""
+    temperature: float
+    """At which the tokens were sampled."""
+    max_staleness: int
+    """Versions a trained token may be behind."""
+    seed: int
+    """Shuffles groups into mini-batches."""
 
 
 class WarmupSettings(BaseModel):

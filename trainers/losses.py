@@ -48,12 +48,44 @@ def clip_loss(
     if weights_T is not None:
         surrogate_T = surrogate_T * weights_T
     loss = -(surrogate_T * mask_T).sum() / denominator
-    with torch.no_grad():
-        is_clipped_T = (ratio_T * advantages_T > clipped_T * advantages_T).to(mask_T.dtype)
-        sums = {
-            "clip_fraction": float((is_clipped_T * mask_T).sum()),
-            # k3 ≥ 0 estimate of KL(old ‖ new), http://joschu.net/blog/kl-approx.html
-            "approx_kl": float(((ratio_T - 1 - log_ratio_T) * mask_T).sum()),
-            "logprob_gap": float(log_ratio_T.abs().sum()),
-        }
-    return LossOutput(loss=loss, sums=sums)
+    is_clipped_T = ratio_T * advantages_T > clipped_T * advantages_T
+    return LossOutput(loss=loss, sums=_sums(log_ratio_T, is_clipped_T, mask_T))
+
+
+def cispo_loss(
+    logprobs_T: torch.Tensor,
+    old_logprobs_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    *,
+    denominator: float,
+    clip_high: float,
+    weights_T: torch.Tensor | None = None,
+) -> LossOutput:
+    """CISPO: the importance weight is clipped, not the update, so every token keeps a gradient:
+
+    L = −Σ_t m_t · w_t · sg(min(ρ_t, 1 + clip_high)) · A_t · logp_t / denominator,  ρ_t = exp(logp − old)
+
+    sg stops the gradient. The paper's clip(ρ, 1 − ε_low, 1 + ε_high) has a lower bound too, but trains without it
+    ("we did not impose a lower bound", ε_low large), and so does this. Shapes and `weights_T` as in `clip_loss`.
+    The value is no estimate of an objective, only its gradient is.
+    CISPO: MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4 and 5
+    """
+    mask_T = mask_T.to(logprobs_T.dtype)
+    log_ratio_T = (logprobs_T - old_logprobs_T) * mask_T
+    ratio_T = log_ratio_T.detach().exp()
+    surrogate_T = ratio_T.clamp(max=1 + clip_high) * advantages_T * logprobs_T
+    if weights_T is not None:
+        surrogate_T = surrogate_T * weights_T
+    loss = -(surrogate_T * mask_T).sum() / denominator
+    return LossOutput(loss=loss, sums=_sums(log_ratio_T, ratio_T > 1 + clip_high, mask_T))
+
+
+@torch.no_grad()
+def _sums(log_ratio_T: torch.Tensor, is_clipped_T: torch.Tensor, mask_T: torch.Tensor) -> dict[str, float]:
+    return {
+        "clip_fraction": float((is_clipped_T.to(mask_T.dtype) * mask_T).sum()),
+        # k3 ≥ 0 estimate of KL(old ‖ new), http://joschu.net/blog/kl-approx.html
+        "approx_kl": float(((log_ratio_T.exp() - 1 - log_ratio_T) * mask_T).sum()),
+        "logprob_gap": float(log_ratio_T.abs().sum()),
+    }

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage.log_entries import ClaimedGroup
-from storage.shard_codec import flat, row_offsets
+from storage.shard_schema import flat, row_offsets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class Samples:
     """B rows over T tokens in all."""
 
     input_ids_T: np.ndarray
+    """Int32, as stored: widening them here would double what a batch needs."""
     mask_T: np.ndarray
     """True where the token was sampled by the policy and is to be trained."""
     logprobs_T: np.ndarray
@@ -41,33 +42,7 @@ class Samples:
         return len(self.offsets) - 1
 
 
-def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> Samples:
-    """The rows of `groups`, in that order; `tables` maps shard id to its table."""
-    wanted = pa.table({"group_id": [g.group_id for g in groups], "rank": np.arange(len(groups))})
-    parts = []
-    for shard_id in dict.fromkeys(group.shard_id for group in groups):
-        ids = pa.array([group.group_id for group in groups if group.shard_id == shard_id])
-        table = tables[shard_id]
-        parts.append(table.filter(pc.is_in(table["group_id"], value_set=ids)).select(_COLUMNS))
-    table = pa.concat_tables(parts).combine_chunks()
-    rank_B = pc.index_in(table["group_id"], value_set=wanted["group_id"].combine_chunks()).to_numpy()
-    order = np.lexsort((table["sequence_idx"].to_numpy(), table["attempt"].to_numpy(), rank_B))
-    table, groups_B = table.take(pa.array(order)), rank_B[order]
-    keys = np.stack([groups_B, table["attempt"].to_numpy()], axis=1)
-    _, attempts_B = np.unique(keys, axis=0, return_inverse=True)
-    return Samples(
-        input_ids_T=flat(table["input_ids"]).astype(np.int64),
-        mask_T=flat(table["loss_mask"]),
-        logprobs_T=flat(table["logprobs"]),
-        versions_T=flat(table["weight_versions"]),
-        offsets=row_offsets(table["input_ids"].combine_chunks()),
-        attempts_B=attempts_B.reshape(-1),
-        groups_B=groups_B,
-        rewards_B=table["reward"].to_numpy(zero_copy_only=False).astype(np.float32),
-    )
-
-
-_COLUMNS = [
+COLUMNS = (
     "group_id",
     "attempt",
     "sequence_idx",
@@ -76,4 +51,63 @@ _COLUMNS = [
     "logprobs",
     "weight_versions",
     "reward",
-]
+)
+"""What of a shard is trained on."""
+
+
+def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> Samples:
+    """The rows of `groups`, in that order, by attempt and sequence; `tables` maps shard id to its table.
+
+    Values are copied once, in runs of neighbouring rows; a single run stays where it is, and is read-only.
+    Raises `KeyError` for a shard that is not in `tables`, `ValueError` for a group without a row in its shard.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, group in enumerate(groups):
+        ranks.setdefault(group.shard_id, []).append(rank)
+    found = [_rows_of([groups[rank].group_id for rank in ranks[shard]], tables[shard], shard=shard) for shard in ranks]
+    shard_B = np.repeat(np.arange(len(found)), [len(row_B) for row_B, _ in found])
+    row_B = np.concatenate([row_B for row_B, _ in found])
+    rank_B = np.concatenate([np.array(ranks[s])[which_B] for s, (_, which_B) in zip(ranks, found, strict=True)])
+
+    def facts(name: str) -> np.ndarray:
+        columns = [tables[shard][name].to_numpy(zero_copy_only=False) for shard in ranks]
+        return np.concatenate([column[rows] for column, (rows, _) in zip(columns, found, strict=True)])
+
+    attempt_B = facts("attempt")
+    order = np.lexsort((facts("sequence_idx"), attempt_B, rank_B))
+    shard_B, row_B, rank_B, attempt_B = shard_B[order], row_B[order], rank_B[order], attempt_B[order]
+    starts = np.flatnonzero(np.diff(shard_B, prepend=-1).astype(bool) | (np.diff(row_B, prepend=-2) != 1))
+    stops = np.append(starts[1:], len(order))
+    offsets = [row_offsets(tables[shard]["input_ids"]) for shard in ranks]
+    runs = [
+        (shard, slice(offsets[shard][row_B[start]], offsets[shard][row_B[stop - 1] + 1]))
+        for shard, start, stop in zip(shard_B[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
+    ]
+
+    def tokens(name: str) -> np.ndarray:
+        columns = [flat(tables[shard][name]) for shard in ranks]
+        parts = [columns[shard][run] for shard, run in runs]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    lengths = np.concatenate([np.diff(ends)[rows] for ends, (rows, _) in zip(offsets, found, strict=True)])[order]
+    is_new_attempt = np.diff(rank_B, prepend=-1).astype(bool) | np.diff(attempt_B, prepend=-1).astype(bool)
+    return Samples(
+        input_ids_T=tokens("input_ids"),
+        mask_T=tokens("loss_mask"),
+        logprobs_T=tokens("logprobs"),
+        versions_T=tokens("weight_versions"),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        attempts_B=np.cumsum(is_new_attempt) - 1,
+        groups_B=rank_B,
+        rewards_B=facts("reward")[order],
+    )
+
+
+def _rows_of(group_ids: Sequence[str], table: pa.Table, *, shard: str) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows belong to the groups, and to which of them each one does."""
+    which = pc.index_in(table["group_id"], value_set=pa.array(group_ids, pa.string())).fill_null(-1).to_numpy()
+    rows = np.flatnonzero(which >= 0)
+    missing = np.setdiff1d(np.arange(len(group_ids)), which)
+    if len(missing):
+        raise ValueError(f"shard {shard} has no row of group {group_ids[missing[0]]}, which was claimed from it")
+    return rows, which[rows]

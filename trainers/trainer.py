@@ -2,7 +2,7 @@
 
 In: a policy folder, then `Samples` step by step. Out: metrics; and the weights, when asked.
 
-    Samples ─▶ advantages (by group id) ─▶ mini-batches of whole groups ─▶ packs ─▶ logprobs ─▶ clip loss
+    Samples ─▶ advantages (by group id) ─▶ mini-batches of whole groups ─▶ packs ─▶ logprobs ─▶ loss
                                                                                         └─▶ backward ─▶ AdamW
 
 The result is a function of policy, samples, settings, seed and step alone: replaying a step gives the same weights.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from trainers.advantages import group_advantages
 from trainers.config import TrainSettings
 from trainers.distributed import choose_device, shard, start_process_group, sum_over_ranks
-from trainers.losses import clip_loss
+from trainers.losses import cispo_loss, clip_loss
 from trainers.model import load_model
 from trainers.packing import block_causal_mask, pack_rows, position_ids
 from trainers.samples import Samples
@@ -145,16 +146,13 @@ class Trainer:
                 old_logprobs = pack.next_token(proximal_T)
                 weights = (old_logprobs - pack.old_logprobs).exp().clamp(max=settings.importance_cap)
             logprobs, entropy = self._logprobs(pack)
-            output = clip_loss(
-                logprobs,
-                old_logprobs,
-                pack.advantages,
-                pack.trained,
-                denominator=denominator,
-                clip_low=settings.clip_low,
-                clip_high=settings.clip_high,
-                weights_T=weights,
-            )
+            shared: dict[str, Any] = {"denominator": denominator, "clip_high": settings.clip_high, "weights_T": weights}
+            tokens = (logprobs, old_logprobs, pack.advantages, pack.trained)
+            match settings.loss:
+                case "clip":
+                    output = clip_loss(*tokens, clip_low=settings.clip_low, **shared)
+                case "cispo":
+                    output = cispo_loss(*tokens, **shared)
             output.loss.backward()
             sums = {
                 "loss": float(output.loss.detach()),
@@ -211,8 +209,8 @@ class Trainer:
             return _next_token(values_T, tokens, is_last).to(self.device)
 
         return Pack(
-            input_ids=torch.from_numpy(samples.input_ids_T[tokens]).to(self.device),
-            targets=next_token(samples.input_ids_T),
+            input_ids=torch.from_numpy(samples.input_ids_T[tokens]).to(self.device).long(),
+            targets=next_token(samples.input_ids_T).long(),
             trained=next_token(trained_T.astype(np.float32)),
             old_logprobs=next_token(samples.logprobs_T),
             advantages=torch.from_numpy(np.repeat(advantages_B[rows], lengths)).to(self.device),

@@ -9,28 +9,20 @@ saved state, then the recorded steps since then, from their recorded shards.
 from __future__ import annotations
 
 import contextlib
-import logging
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from storage.digests import DIGEST_FILE, verify_folder
+from storage.digests import DIGEST_FILE
 from storage.log_entries import Claim, Policy, Step
 from storage.object_store import open_store
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.runs import open_run
-from storage.shards import DamagedShard, read_shard
-from trainers.checkpoint import load_state, load_weights, save_policy, save_state
-from trainers.config import TrainSettings
-from trainers.samples import Samples, gather_samples
-from trainers.trainer import Trainer
-
-logger = logging.getLogger("millrace.trainer")
+from trainers.config import Recipe, TrainSettings
+from trainers.replay import Retrainer
 
 PHASES = ("generate", "reward", "commit", "train", "save", "publish")
 """What a round's wall-clock is spent on; each is a metric `<phase>_seconds` of the step."""
@@ -53,11 +45,13 @@ class TrainerWorker:
     ) -> None:
         self._store_uri = store_uri
         self._run_id = run_id
-        self._settings = settings
-        self._learning_rate = learning_rate
-        self._temperature = temperature
-        self._max_staleness = max_staleness
-        self._seed = seed
+        self._recipe = Recipe(
+            settings=settings,
+            learning_rate=learning_rate,
+            temperature=temperature,
+            max_staleness=max_staleness,
+            seed=seed,
+        )
         self._cache = Path(cache)
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
         self._newest: Claim | None = None  # in the weights; null for the base policy's
@@ -65,29 +59,13 @@ class TrainerWorker:
 
     def start(self) -> int:
         """Load the run's base policy, resume its optimizer, and return the number of steps re-trained on the way."""
-        torch.manual_seed(self._seed)
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
-        state = self._log.state
-        self._base_folder = self._fetch(state.policies[0].path)
-        verify_folder(self._base_folder)
-        self._trainer = Trainer(
-            self._base_folder,
-            self._settings,
-            learning_rate=self._learning_rate,
-            temperature=self._temperature,
-            seed=self._seed,
-        )
-        self._dtype = _stored_dtype(self._base_folder)
-        saved = [step for step in state.steps if step.state_path is not None]
-        resume_from = 0
-        if saved:
-            assert saved[-1].state_path is not None
-            folder = self._fetch(saved[-1].state_path)
-            resume_from = load_state(self._trainer.model, self._trainer.optimizer, folder)
-            self._newest = saved[-1].claim
-        since = state.steps[resume_from:]
+        self._retrainer = Retrainer(self._log, self._recipe, cache=self._cache)
+        steps = self._log.state.steps
+        since = steps[self._retrainer.load_nearest_state(len(steps)) :]
         if since:
-            self._restore(list(since))
+            self._retrainer.restore(since)
+        self._newest = steps[-1].claim if steps else None
         return len(since)
 
     def train_step(
@@ -95,14 +73,13 @@ class TrainerWorker:
     ) -> Step:
         """Train on a claim, publish the policy's files and commit the step.
 
-        Raises `storage.shards.DamagedShard` before any weight changes, `storage.run_log.Conflict` when another
+        Raises `storage.shards.DamagedShard` before any weight changes, `storage.run_state.Conflict` when another
         trainer committed this step, or one before it, first. Called again for a step it has committed, it returns
         that step.
         """
         steps = self._log.refresh().steps
-        done = [step for step in steps if step.claim == claim]
-        if done:
-            return done[0]
+        if claim.step <= len(steps) and (done := steps[claim.step - 1]).claim == claim:
+            return done
         started = time.perf_counter()
         if self._unsaved is None or self._unsaved[0] != claim:
             if self._halfway or self._newest != (steps[-1].claim if steps else None):
@@ -115,14 +92,14 @@ class TrainerWorker:
         metrics = self._unsaved[1]
         trained = time.perf_counter()
         version, attempt = claim.base_version + 1, uuid.uuid4().hex[:8]
-        keep_state = claim.step % self._settings.checkpoint_every == 0
+        keep_state = claim.step % self._recipe.settings.checkpoint_every == 0
         state_path = self._log.key(f"state/{claim.step}-{attempt}") if keep_state else None
         policy_path = self._log.key(f"policies/{version}-{attempt}")
         with self._writing(policy_path) as folder:
-            digest = save_policy(self._trainer.model, self._base_folder, folder, dtype=self._dtype)
+            digest = self._retrainer.save_policy(folder)
         if state_path is not None:
             with self._writing(state_path) as folder:
-                save_state(self._trainer.model, self._trainer.optimizer, folder, step=claim.step)
+                self._retrainer.save_state(folder, step=claim.step)
         finished = time.perf_counter()
         phases = {**extra_metrics, "train_seconds": trained - started, "save_seconds": finished - trained}
         round_seconds = time.time() - round_started
@@ -150,43 +127,11 @@ class TrainerWorker:
         """Nothing to release: what matters is in the store."""
 
     def _train(self, claim: Claim) -> dict[str, float]:
-        samples = self._samples(claim)
+        samples = self._retrainer.samples(claim)
         self._halfway = True
-        metrics = self._trainer.step(
-            samples,
-            step=claim.step,
-            base_version=claim.base_version,
-            max_staleness=self._max_staleness,
-        )
+        metrics = self._retrainer.train(claim, samples)
         self._halfway, self._newest = False, claim
         return metrics
-
-    def _samples(self, claim: Claim) -> Samples:
-        shards = self._log.state.shards
-        shard_ids = dict.fromkeys(group.shard_id for group in claim.trained)
-        return gather_samples(claim.trained, {name: read_shard(self._log, shards[name]) for name in shard_ids})
-
-    def _restore(self, steps: list[Step]) -> None:
-        """Re-train recorded steps from their recorded shards; without the same weights, take the recorded ones."""
-        newest = steps[-1]
-        try:
-            for step in steps:
-                self._train(step.claim)
-        except DamagedShard as error:
-            logger.warning("step %d cannot be trained again: %s", newest.claim.step, error)
-        with tempfile.TemporaryDirectory() as scratch:
-            digest = save_policy(self._trainer.model, self._base_folder, Path(scratch) / "policy", dtype=self._dtype)
-        if digest != newest.policy.weights_sha256:
-            logger.warning(
-                "re-training up to step %d gave other weights than recorded (hardware, threads, or a lost shard); "
-                "going on from the recorded weights with the optimizer as it is",
-                newest.claim.step,
-            )
-            load_weights(self._trainer.model, self._fetch(newest.policy.path))
-        self._newest = newest.claim
-
-    def _fetch(self, path: str) -> Path:
-        return self._log.store.fetch_folder(path, self._cache)
 
     @contextlib.contextmanager
     def _writing(self, path: str) -> Iterator[Path]:
@@ -194,14 +139,3 @@ class TrainerWorker:
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             yield Path(scratch) / "content"
             self._log.store.put_folder(Path(scratch) / "content", path, last=DIGEST_FILE)
-
-
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """The type the base model's weights are stored in; later policies keep it."""
-    from safetensors import safe_open
-
-    file = next(iter(sorted(folder.glob("*.safetensors"))))
-    with safe_open(str(file), framework="pt") as weights:
-        dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -8,6 +8,7 @@ policy, so that a test can count them without asking the log.
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from types import SimpleNamespace
@@ -29,9 +30,9 @@ ENDING = "ending"
 """Once this key is in the store, prompts stop at its number and everybody works up to there."""
 
 
-def produce(uri: str, run_id: str, seed: int) -> None:
+def produce(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None:
     """Commit groups at positions nobody has committed yet."""
-    draw, log = _start(uri, run_id, seed)
+    draw, log = _start(uri, run_id, seed, environment)
     number = 0
     while True:
         state = log.refresh()
@@ -61,9 +62,9 @@ def produce(uri: str, run_id: str, seed: int) -> None:
                 break
 
 
-def train(uri: str, run_id: str, seed: int) -> None:
+def train(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None:
     """Claim and "train" until the prompts have ended and too few groups are left."""
-    draw, log = _start(uri, run_id, seed)
+    draw, log = _start(uri, run_id, seed, environment)
     with trainer_lock(log):
         while True:
             state = log.refresh()
@@ -101,7 +102,8 @@ def train(uri: str, run_id: str, seed: int) -> None:
                 log.append(step)
 
 
-def _start(uri: str, run_id: str, seed: int) -> tuple[random.Random, RunLog]:
+def _start(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> tuple[random.Random, RunLog]:
+    os.environ.update(environment)
     draw = random.Random(seed)
     skew = draw.uniform(-3, 3) * 86400
     storage.run_log.time = SimpleNamespace(time=lambda: time.time() + skew)  # type: ignore[assignment]

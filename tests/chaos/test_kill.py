@@ -62,4 +62,6 @@ def test_ten_kills_lose_nothing_and_change_nothing(home: Home, base_model: Path)
     prompts = [killed.groups[g.group_id].prompt_id for step in killed.steps for g in step.claim.trained]
     assert len(prompts) == len(set(prompts)) == 4 * STEPS, "a prompt was trained twice"
     assert killed.live is not None and undisturbed.live is not None
+    made = {step.policy.weights_sha256 for step in undisturbed.steps}
+    assert len(made) == STEPS, "steps that leave the weights alone would compare equal whatever happened"
     assert killed.live.weights_sha256 == undisturbed.live.weights_sha256

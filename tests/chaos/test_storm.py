@@ -20,8 +20,11 @@ from tests.chaos import storm
 PRODUCERS = 4
 
 
-def _weather(uri: str, kills: int) -> RunState:
-    """Let the processes work, kill one at a random moment, start another in its place; then let them finish."""
+def weather(uri: str, *, kills: int, longest_pause: float, environment: dict[str, str]) -> RunState:
+    """Let the processes work, kill one at a random moment, start another in its place; then let them finish.
+
+    Raises `AssertionError` as soon as something committed is gone. `longest_pause` in seconds, between two kills.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.chaos.storm"])
     store = open_store(uri)
@@ -31,7 +34,7 @@ def _weather(uri: str, kills: int) -> RunState:
 
     def start(role: int) -> BaseProcess:
         work = storm.train if role == 0 else storm.produce
-        process = context.Process(target=work, args=(uri, "run", next(seeds)), daemon=True)
+        process = context.Process(target=work, args=(uri, "run", next(seeds), environment), daemon=True)
         process.start()
         return process
 
@@ -39,7 +42,7 @@ def _weather(uri: str, kills: int) -> RunState:
     seen: dict[str, str] = {}
     watcher = RunLog(store, "run")
     for _ in range(kills):
-        time.sleep(draw.uniform(0, 0.2))  # the random moment itself
+        time.sleep(draw.uniform(0, longest_pause))  # the random moment itself
         role = draw.randrange(len(crew))
         crew[role].kill()
         crew[role].join()
@@ -54,14 +57,14 @@ def _weather(uri: str, kills: int) -> RunState:
     end = max(watcher.refresh().positions) + 1
     store.put(storm.ENDING, str(end).encode())
     for process in crew:
-        process.join(timeout=120)
+        process.join(timeout=240)
         assert process.exitcode == 0
     state = watcher.refresh()
     assert state.positions.issuperset(range(end)), "a prompt was skipped"
     return state
 
 
-def _check(uri: str, state: RunState) -> None:
+def check(uri: str, state: RunState) -> None:
     """Count what was trained from what the trainers left, not from the log's own fold."""
     store = open_store(uri)
     reopened = RunLog(store, "run")
@@ -81,4 +84,16 @@ def _check(uri: str, state: RunState) -> None:
 @pytest.mark.slow
 def test_200_kills_over_several_producers_and_a_trainer_lose_nothing(tmp_path: Path):
     uri = (tmp_path / "store").as_uri()
-    _check(uri, _weather(uri, kills=200))
+    check(uri, weather(uri, kills=200, longest_pause=0.2, environment={}))
+
+
+@pytest.fixture
+def server(moto: dict[str, str]) -> dict[str, str]:
+    return moto
+
+
+@pytest.mark.slow
+def test_kills_over_a_mock_bucket_lose_nothing(bucket: str, server: dict[str, str]):
+    """Fewer and slower: the server is one Python process."""
+    uri = f"s3://{bucket}/prefix"
+    check(uri, weather(uri, kills=30, longest_pause=1.0, environment=server))

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from flows.config import ConfigError, RunConfig, Settings, load_run_file, make_config
+from flows.config import (
+    ConfigError,
+    RunConfig,
+    Settings,
+    default_values,
+    load_run_file,
+    make_config,
+    training_changes,
+    with_training_changes,
+)
 
 _ROOT = Path(__file__).parents[3]
 
@@ -133,6 +142,37 @@ def test_a_bad_override_is_an_error_like_any_other(tmp_path: Path) -> None:
         load_run_file(path, {"train.scal": "none"})
     with pytest.raises(ConfigError, match="cannot set steps.more, because steps is no table but 3"):
         load_run_file(path, {"steps.more": 1})
+
+
+def test_a_replay_changes_settings_of_the_trainer_and_says_which() -> None:
+    config = _config(train={"clip_low": 0.1})
+    changed = with_training_changes(config, {"learning_rate": 2e-6, "train.loss": "cispo", "train.clip_low": 0.1})
+    assert training_changes(config, changed) == {"learning_rate": "1e-06 → 2e-06", "train.loss": "clip → cispo"}
+    assert changed.train.clip_low == 0.1 and changed.n_samples == config.n_samples
+    assert training_changes(config, with_training_changes(config, {})) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("n_samples", 4, "n_samples: a replay can change learning_rate, max_staleness, train.scale, train.loss"),
+        ("sampling.temperature", 0.5, "sampling.temperature: a replay can change"),
+        ("clip_high", 0.5, "did you mean 'train.clip_high'?"),
+        ("train.los", "cispo", "did you mean 'train.loss'?"),
+        ("train.loss", "ppo", "train.loss = 'ppo': Input should be 'clip' or 'cispo'"),
+        ("learning_rate", -1, "learning_rate = -1"),
+    ],
+)
+def test_what_a_replay_cannot_change_is_an_error(key: str, value: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        with_training_changes(_config(), {key: value})
+    assert sentence in str(raised.value)
+
+
+def test_defaults_are_what_a_file_with_nothing_in_it_gives() -> None:
+    spelled_out = {**default_values(), "workflow": "examples.arithmetic:Arithmetic"}
+    assert make_config(spelled_out, source="run.toml") == _config()
+    assert default_values()["train"]["loss"] == "clip"
 
 
 def test_settings_are_the_tables_without_the_common_knobs() -> None:

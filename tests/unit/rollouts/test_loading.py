@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.loading import absolute_path, load_object, path_of
+from rollouts.loading import absolute_path, load_object, path_of, source_file, source_sha256
 from rollouts.rewards import exact
+from rollouts.scoring import score
 from rollouts.workflow import RolloutWorkflow
+from storage.digests import sha256_of_file, sha256_of_json
 
 FILE = """
 class Game:
@@ -88,3 +90,59 @@ def test_a_library_the_users_file_lacks_is_named(file: Path):
     file.write_text("import no_such_library\n")
     with pytest.raises(ValueError, match="No module named 'no_such_library'"):
         load_object(f"{file}:Game")
+
+
+WORKFLOW = """
+import json
+from json import dumps
+
+import judge
+import numpy as np
+from judge import fair
+
+class Game:
+    def play(self):
+        return fair("x"), dumps({}), np.zeros(1)
+"""
+
+
+def _digest(folder: Path, file: str = "game.py") -> str:
+    """The digest as a fresh process computes it: here modules stay loaded."""
+    code = f"from rollouts.loading import source_sha256; print(source_sha256({str(folder / file) + ':Game'!r}))"
+    environment = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[3]}", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _game(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "game.py").write_text(WORKFLOW)
+    (folder / "judge.py").write_text("from rules import strict\n\ndef fair(reply):\n    return strict(reply)\n")
+    (folder / "rules.py").write_text("def strict(reply):\n    return 1.0\n")
+    return folder
+
+
+def test_the_digest_of_a_workflow_covers_its_file_and_the_functions_it_uses(tmp_path: Path):
+    folder = _game(tmp_path / "a")
+    digest = _digest(folder)
+    assert len(digest) == 64 and digest == _digest(folder)
+    assert digest == _digest(_game(tmp_path / "b")), "wherever it lies"
+    (folder / "other.py").write_text("NOTHING = 1\n")
+    assert digest == _digest(folder)
+    (folder / "judge.py").write_text("def fair(reply):\n    return 0.0\n")
+    edited = _digest(folder)
+    (folder / "game.py").write_text(WORKFLOW + "\n")
+    assert len({digest, edited, _digest(folder)}) == 3
+
+
+def test_the_digest_of_our_example_covers_its_reward():
+    example, reward = source_file(load_object("examples.arithmetic:Arithmetic")), source_file(exact)
+    assert source_sha256("examples.arithmetic:Arithmetic") == sha256_of_json(
+        sorted(sha256_of_file(file) for file in (example, reward, source_file(score)))
+    )
+
+
+def test_what_python_is_made_of_has_no_source_file():
+    with pytest.raises(ValueError, match="no source file"):
+        source_file(len)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from storage.digests import sha256_of_json
-from storage.log_entries import Alias, Evaluation, Session
-from storage.registry import Registry, dataset_digest, prepare_database
+from storage.log_entries import Alias, Evaluation, Retire, Session
+from storage.registry import Registry, RegistryUnavailable, dataset_digest, prepare_database, registered_version
 from storage.run_log import RunLog
 from storage.runs import create_run, run_config
 from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
@@ -61,7 +61,7 @@ def _two_steps(log: RunLog) -> None:
     log.append(a_shard("s0", [a_summary(0), a_summary(1), a_summary(2, accepted=False)]))
     log.append(a_step(log.state, a_claim(log.state, trained=["0.task0"])))
     log.append(Alias(name="rollout", version=1, checksum="sum1"))
-    log.append(Session(id="second", code_version="c0de2"))
+    log.append(Session(id="second", code_version="c0de2", reward_sha256="4e3a"))
     log.append(a_shard("s1", [a_summary(3, version=1)]))
     log.append(a_step(log.state, a_claim(log.state, trained=["0.task1", "0.task3"], filtered=["0.task2"])))
     log.append(Evaluation(version=1, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id="e0", seconds=1.0))
@@ -116,6 +116,20 @@ def test_a_version_says_what_made_it(mirror: _Mirror):
 def test_a_version_names_the_code_of_the_session_that_made_it(mirror: _Mirror):
     codes = {number: version.tags["millrace.code_version"] for number, version in mirror.versions().items()}
     assert codes == {"0": "c0de1", "1": "c0de1", "2": "c0de2"}
+
+
+def test_a_version_names_the_reward_code_where_the_session_recorded_it(mirror: _Mirror):
+    rewards = {number: version.tags["millrace.reward_sha256"] for number, version in mirror.versions().items()}
+    assert rewards == {"0": "", "1": "", "2": "4e3a"}
+    tags = mirror.run().data.tags
+    assert (tags["millrace.code_version"], tags["millrace.reward_sha256"]) == ("c0de2", "4e3a")
+
+
+def test_a_version_is_described_for_whoever_looks_at_it_in_the_browser(mirror: _Mirror):
+    description = mirror.versions()["2"].description
+    assert "made by step 2 from policy 1" in description and "2 trained, 0 stale, 1 filtered" in description
+    assert "from 2 shards" in description and "`millrace lineage run --policy 2`" in description
+    assert "base model" in mirror.versions()["0"].description
 
 
 def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
@@ -194,3 +208,23 @@ def test_only_what_the_log_does_not_know_as_registered_is_returned(mirror: _Mirr
     mirror.log.append(a_step(mirror.log.state, trained=["0.task4"]))
     [added] = registry.sync()
     assert (added.version, added.registry_version) == (3, str(mirror.versions()["3"].version))
+
+
+def test_versions_whose_weights_retention_removed_say_so(mirror: _Mirror):
+    """Changes the log too."""
+    mirror.log.append(Retire(shard_ids=["s0"], policy_versions=[1], state_paths=[], reason="keep_last 1"))
+    Registry(mirror.log, tracking_uri=mirror.tracking).sync()
+    retired = {number: version.tags.get("millrace.retired") for number, version in mirror.versions().items()}
+    assert retired == {"0": None, "1": "keep_last 1", "2": None, "3": None}
+
+
+def test_what_only_mlflow_knows_is_asked_of_mlflow(mirror: _Mirror, tmp_path: Path):
+    number = mirror.versions()["2"].version
+    mirror.client.set_registered_model_alias("run", "champion", number)
+    assert registered_version(mirror.log, "champion", tracking_uri=mirror.tracking) == 2
+    assert registered_version(mirror.log, str(number), tracking_uri=mirror.tracking) == 2
+    with pytest.raises(ValueError, match="aliases in the log: rollout"):
+        registered_version(mirror.log, "unknown", tracking_uri=mirror.tracking)
+    with pytest.raises(RegistryUnavailable, match="no database"):
+        registered_version(mirror.log, "champion", tracking_uri=f"sqlite:///{tmp_path}/none.db")
+    assert not (tmp_path / "none.db").exists()

@@ -45,6 +45,22 @@ def test_another_configuration_is_refused_with_the_keys_that_differ_and_a_free_i
     assert run_config(open_run(store, "run"))["seed"] == 0
 
 
+def test_a_key_that_is_newer_than_the_run_differs_only_where_it_is_not_its_default():
+    store = MemoryStore()
+    create_run(store, "run", CONFIG)
+    defaults = {"seed": 7, "steps": 1, "train": {"scale": "none", "loss": "clip"}, "table": {"size": 1}}
+    newer = {**CONFIG, "train": {**CONFIG["train"], "loss": "clip"}, "table": {"size": 1}}
+    again = create_run(store, "run", newer, defaults=defaults)
+    assert run_config(again) == {"seed": 0, "train": {"scale": "std", "clip": 0.2}, "size": 8}, "it stays as it was"
+    changed = {**newer, "seed": 7, "train": {**newer["train"], "loss": "cispo"}, "table": {"size": 2}}
+    with pytest.raises(RunExists) as caught:
+        create_run(store, "run", changed, defaults=defaults)
+    message = str(caught.value)
+    assert "train.loss ('clip' → 'cispo')" in message and "table.size (1 → 2)" in message
+    assert "seed (0 → 7)" in message, "what the run says counts, not the default"
+    assert "scale" not in message and "steps" not in message
+
+
 @pytest.mark.parametrize("run_id", ["", "a/b", "../up", ".hidden", "with space", "x" * 101, "grün", "line\n"])
 def test_an_id_that_is_no_file_name_everywhere_is_refused(run_id: str):
     with pytest.raises(ValueError, match="use letters, digits"):

@@ -1,159 +1,203 @@
-"""The store and the log behave on S3 as they do on a disk. The server is moto, in this process."""
+"""A bucket as a store: what every store does, multipart uploads, credentials. The server is moto, in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import uuid
 from pathlib import Path
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
-from storage.digests import DIGEST_FILE, verify_folder
+from storage.digests import DIGEST_FILE
 from storage.log_entries import Session
-from storage.object_store import ObjectStore, S3Store, StoreError, open_store, probe
+from storage.object_store import ObjectStore, StoreError, open_store, probe
 from storage.run_log import RunLog
-from storage.run_state import Conflict
-from storage.runs import RunBusy, open_run, trainer_lock
-from storage.shards import DamagedShard, commit_shard, read_shard
-from tests.builders import (
-    SAMPLING,
-    a_group,
-    a_log,
-    a_policy_folder,
-    a_shard,
-    a_step,
-    a_summary,
-    provenance,
-)
+from storage.s3_store import MOST_CONDITIONAL_BYTES, S3Store
+from storage.shards import commit_shard, read_shard
+from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, provenance
+from tests.store_behaviour import *  # noqa: F403
 
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+SMALLEST_PART = 5 * 2**20
+"""What S3 allows as a part of a multipart upload, the last one apart."""
+THREE_PARTS = bytes(range(256)) * (12 * 2**20 // 256)
 
 
 @pytest.fixture
-def store(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> ObjectStore:
-    """A prefix of a fresh bucket; the endpoint comes from the environment alone, as on a cluster."""
-    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": endpoint, "AWS_EC2_METADATA_DISABLED": "true"}.items():
-        monkeypatch.setenv(name, value)
-    s3 = boto3.resource("s3")
-    for bucket in s3.buckets.all():
-        bucket.objects.all().delete()
-        bucket.delete()
-    s3.create_bucket(Bucket="bucket")
-    return open_store("s3://bucket/some/prefix/")
+def server(moto: dict[str, str]) -> dict[str, str]:
+    return moto
 
 
-def test_of_two_writers_of_a_key_the_first_wins(store: ObjectStore):
-    rival = open_store(store.uri)
-    assert isinstance(store, S3Store) and store.uri == "s3://bucket/some/prefix"
-    assert store.put_if_absent("a/key", b"first")
-    assert not rival.put_if_absent("a/key", b"second")
-    assert not store.put_if_absent("a/key", b"first")
-    assert rival.get("a/key") == b"first"
+@pytest.fixture
+def store(bucket: str) -> ObjectStore:
+    return open_store(f"s3://{bucket}/some/prefix/")
 
 
-def test_put_get_exists_and_names(store: ObjectStore):
-    store.put("folder/b", b"old")
-    store.put("folder/b", b"new")
-    store.put("folder/a", b"")
-    store.put("folder/deeper/c", b"")
-    assert store.get("folder/b") == b"new" and store.get("folder/a") == b""
-    assert store.exists("folder/a") and not store.exists("folder/c")
-    assert store.names("folder") == ["a", "b", "deeper"]
-    assert store.names("nowhere") == []
-    with pytest.raises(FileNotFoundError):
-        store.get("folder/c")
+def test_the_uri_has_no_slash_at_its_end(store: ObjectStore, bucket: str):
+    assert isinstance(store, S3Store) and store.uri == f"s3://{bucket}/some/prefix"
 
 
-def test_what_another_writer_adds_is_seen_at_once(store: ObjectStore):
-    rival = open_store(store.uri)
-    assert not store.exists("key") and store.names("folder") == []
-    rival.put("key", b"")
-    rival.put("folder/a", b"")
-    assert store.exists("key") and store.names("folder") == ["a"]
+def test_a_bucket_without_a_prefix_is_a_store(bucket: str):
+    store = open_store(f"s3://{bucket}")
+    store.put("folder/key", b"here")
+    assert store.get("folder/key") == b"here" and store.names("folder") == ["key"]
+    assert [file.key for file in store.walk("folder")] == ["folder/key"]
+    store.delete(["folder/key"])
+    assert not store.exists("folder/key")
 
 
-def test_the_store_keeps_writers_apart(store: ObjectStore):
-    assert probe(store) is True
+def test_a_large_body_is_uploaded_in_parts(store: ObjectStore, bucket: str, tmp_path: Path):
+    in_parts = S3Store(store.uri, part_bytes=SMALLEST_PART)
+    in_parts.put("large", THREE_PARTS)
+    assert store.get("large") == THREE_PARTS
+    assert _num_parts(bucket, "large") == 3
+    a_policy_folder(tmp_path / "model", weights=THREE_PARTS)
+    in_parts.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
+    assert _num_parts(bucket, "models/m/model.safetensors") == 3
+    fetched = store.fetch_folder("models/m", tmp_path / "cache")
+    assert (fetched / "model.safetensors").read_bytes() == THREE_PARTS
 
 
-def test_a_missing_bucket_says_what_to_check(store: ObjectStore):
+def test_a_conditional_write_is_never_in_parts(store: ObjectStore, bucket: str):
+    """Ceph does not look at the condition when it puts parts together: there, every writer would win."""
+    in_parts = S3Store(store.uri, part_bytes=SMALLEST_PART)
+    assert in_parts.put_if_absent("large", THREE_PARTS)
+    assert _num_parts(bucket, "large") == 0
+    assert not in_parts.put_if_absent("large", THREE_PARTS[::-1])
+    assert store.get("large") == THREE_PARTS
+
+
+def test_a_conditional_write_too_large_for_one_request_is_refused(store: ObjectStore):
+    with pytest.raises(ValueError, match="one request"):
+        store.put_if_absent("huge", bytes(MOST_CONDITIONAL_BYTES + 1))
+    assert not store.exists("huge")
+
+
+def test_more_keys_than_fit_in_one_request_are_deleted(store: ObjectStore, bucket: str):
+    store.put("many/1001", b"")
+    store.delete([f"many/{number}" for number in range(1002)])
+    assert store.names("many") == []
+
+
+def test_a_folder_goes_up_with_its_seal_last(store: ObjectStore, tmp_path: Path):
+    a_policy_folder(tmp_path / "model")
+    written = []
+
+    class Watched(S3Store):
+        def _put_file(self, file: Path, key: str) -> None:
+            written.append(key)
+            super()._put_file(file, key)
+
+    Watched(store.uri).put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
+    assert [path.rsplit("/", 1)[-1] for path in written] == ["config.json", "model.safetensors", DIGEST_FILE]
+
+
+def test_a_missing_bucket_says_what_to_check(bucket: str):
+    nowhere = open_store("s3://nowhere/prefix")
     with pytest.raises(StoreError, match="cannot be written.*bucket exists"):
-        probe(open_store("s3://nowhere/prefix"))
+        probe(nowhere)
+    with pytest.raises(StoreError, match="is there a bucket 'nowhere'"):
+        nowhere.put("key", b"")
 
 
-def test_missing_credentials_say_what_to_check(store: ObjectStore, monkeypatch: pytest.MonkeyPatch):
+def test_missing_credentials_say_what_to_check(bucket: str, monkeypatch: pytest.MonkeyPatch):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
     with pytest.raises(StoreError, match="credentials"):
-        probe(open_store("s3://bucket/prefix"))
+        probe(open_store(f"s3://{bucket}/prefix"))
 
 
-def test_a_folder_goes_up_with_its_seal_last_and_comes_down_whole(store: ObjectStore, tmp_path: Path):
-    digest = a_policy_folder(tmp_path / "model", weights=bytes(range(256)) * 1000)
-    written = []
-
-    class Watched(S3Store):
-        def __init__(self, uri: str) -> None:
-            super().__init__(uri)
-            put_file = self._fs.put_file
-            self._fs.put_file = lambda source, target: (written.append(target), put_file(source, target))
-
-    Watched(store.uri).put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
-    assert [path.rsplit("/", 1)[-1] for path in written] == ["config.json", "model.safetensors", DIGEST_FILE]
-    folder = store.fetch_folder("models/m", tmp_path / "cache")
-    assert folder == tmp_path / "cache" / "models" / "m"
-    assert verify_folder(folder) == digest
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", DIGEST_FILE, "model.safetensors"]
-    assert verify_folder(store.fetch_folder("models/m", tmp_path / "cache")) == digest
+def test_a_server_that_is_not_there_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    store = open_store(f"s3://{bucket}/prefix")
+    with pytest.raises(StoreError, match="127.0.0.1:9.*endpoint"):
+        probe(store)
+    for read in (lambda: store.get("key"), lambda: store.get_many(["key"]), lambda: store.names("folder")):
+        with pytest.raises(StoreError, match="cannot (read|list).*127.0.0.1:9"):
+            read()
 
 
-def test_a_missing_folder_is_an_error(store: ObjectStore, tmp_path: Path):
-    with pytest.raises(FileNotFoundError):
-        store.fetch_folder("models/m", tmp_path)
+def test_credentials_come_from_a_profile(
+    server: dict[str, str], bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines = [f"{name.lower()} = {server[name]}" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
+    (tmp_path / "credentials").write_text("\n".join(["[cluster]", *lines]))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "cluster")
+    store = open_store(f"s3://{bucket}/prefix")
+    assert store.put_if_absent("key", b"here") and store.get("key") == b"here"
 
 
-def test_two_writers_of_one_log_take_turns(store: ObjectStore):
-    log = a_log(store)
-    rival = RunLog(open_store(store.uri), "run")
-    rival.refresh()
-    log.append(a_shard("s0", [a_summary(0), a_summary(1)]))
-    rival.append(Session(id="rival", code_version=""))  # it thought this number was free
-    with pytest.raises(Conflict, match="already committed"):
-        rival.append(a_shard("s1", [a_summary(1)]))
-    step = a_step(log.state, trained=["0.task0"])
-    log.append(step)
-    log.append(step)
-    with pytest.raises(Conflict, match="another trainer"):
-        rival.append(a_step(rival.state, trained=["0.task1"], attempt="rival"))
-    assert log.refresh() == rival.refresh() == open_run(open_store(store.uri), "run").state
-    assert store.names("runs/run/log") == [f"{number:020d}.json" for number in range(5)]
-    assert log.state.counters()["pending"] == 1
+def test_a_uri_with_credentials_in_it_is_refused_without_repeating_them():
+    with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID") as raised:
+        open_store("s3://AKIDENTIFIER:verysecret@bucket/prefix")
+    assert "AKIDENTIFIER" not in str(raised.value) and "verysecret" not in str(raised.value)
 
 
-def test_a_shard_is_committed_and_read_back_or_found_damaged(store: ObjectStore):
+def test_no_secret_reaches_a_run_its_errors_or_the_log(
+    server: dict[str, str],
+    bucket: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+):
+    """Everything a run stores and everything its process says, at the most talkative level, errors included."""
+    key_id, secret = server["AWS_ACCESS_KEY_ID"], server["AWS_SECRET_ACCESS_KEY"]
+    caplog.set_level(logging.DEBUG)
+    for name in ("botocore", "aiobotocore", "s3fs"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    store = open_store(f"s3://{bucket}/prefix")
+    said = [repr(store), str(vars(store))]
     log = a_log(store)
     shard = commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
-    assert read_shard(log, shard).num_rows == 2
-    store.put(log.shard_key("s0"), b"cut off")
-    with pytest.raises(DamagedShard, match="sha256"):
-        read_shard(log, shard)
-    boto3.client("s3").delete_object(Bucket="bucket", Key="some/prefix/runs/run/shards/s0.arrow")
-    with pytest.raises(DamagedShard, match="missing"):
-        read_shard(log, shard)
+    read_shard(log, shard)
+    a_policy_folder(tmp_path / "model")
+    store.put_folder(tmp_path / "model", "runs/run/policies/0", last=DIGEST_FILE)
+    store.fetch_folder("runs/run/policies/0", tmp_path / "cache")
+    log.append(Session(id="second", code_version=""))
+
+    token, password = f"token-{uuid.uuid4().hex}", f"password-{uuid.uuid4().hex}"
+    failing = {
+        "a token": {"AWS_SESSION_TOKEN": token},
+        "another secret": {"AWS_SECRET_ACCESS_KEY": secret[::-1]},
+        "an endpoint with a password": {"AWS_ENDPOINT_URL": f"http://user:{password}@127.0.0.1:9"},
+        "an endpoint that is no URL": {"AWS_ENDPOINT_URL": f"user:{password}@127.0.0.1:9"},
+    }
+    for variables in failing.values():
+        with monkeypatch.context() as patch:
+            for name, value in {"AWS_MAX_ATTEMPTS": "1", **variables}.items():
+                patch.setenv(name, value)
+            there, nowhere = open_store(f"s3://{bucket}/prefix"), open_store("s3://nowhere/prefix")
+            for attempt in (
+                lambda: there.put("key", b"x"),  # noqa: B023
+                lambda: there.put_if_absent("key", b"x"),  # noqa: B023
+                lambda: there.get("missing"),  # noqa: B023
+                lambda: there.get_many(["missing"]),  # noqa: B023
+                lambda: RunLog(nowhere, "run").append(Session(id="", code_version="")),  # noqa: B023
+                lambda: probe(nowhere),  # noqa: B023
+            ):
+                try:
+                    attempt()
+                except (StoreError, FileNotFoundError) as error:
+                    said.append(f"{error} {error!r}")
+    assert len(said) > 2 + 6, "the errors are part of this test"
+    printed = capfd.readouterr()
+    said += [printed.out, printed.err, caplog.text]
+    stored = [store.get(file.key) for file in store.walk("")]
+    local = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(stored) >= 7 and len(local) >= 6
+    for word in (secret, secret[::-1], token, password):
+        assert not [text for text in said if word in text], f"{word} was said"
+        assert not [data for data in stored + local if word.encode() in data], f"{word} was stored"
+    assert not [data for data in stored + local if key_id.encode() in data]
 
 
-def test_the_trainer_lock_covers_this_machine(store: ObjectStore):
-    log = a_log(store)
-    with trainer_lock(log), pytest.raises(RunBusy), trainer_lock(open_run(open_store(store.uri), "run")):
-        pass
+def _num_parts(bucket: str, key: str) -> int:
+    """Parts of an object, from its tag: `<md5 of md5s>-<parts>`; 0 for one written in one piece."""
+    tag = boto3.client("s3").head_object(Bucket=bucket, Key=f"some/prefix/{key}")["ETag"].strip('"')
+    return int(tag.partition("-")[2] or 0)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from storage.log_entries import Shard
+from storage.digests import sha256_of
+from storage.log_entries import Quarantine, Retire, Shard
 from storage.run_log import RunLog
 from storage.run_state import Conflict
-from storage.shard_codec import BadShard
+from storage.shard_codec import shard_table
+from storage.shard_schema import BadShard, NewerSchema
 from storage.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, a_log, a_summary, a_trajectory, local_store, provenance
 
@@ -113,7 +118,111 @@ def test_a_shard_of_another_run_is_damage():
         read_shard(other, shard)
 
 
+def test_an_empty_file_is_damage(tmp_path: Path):
+    log = a_log(local_store(tmp_path))
+    shard = _commit(log)
+    (tmp_path / "store" / "runs" / "run" / "shards" / "s0.arrow").write_bytes(b"")
+    with pytest.raises(DamagedShard, match="s0: its sha256 differs"):
+        read_shard(log, shard)
+
+
+def _commit_file(log: RunLog, table: pa.Table, **metadata: str) -> Shard:
+    """A shard of some other writer: a file of its making, and a log entry that names it with its true digest."""
+    merged = {key.decode(): value.decode() for key, value in table.schema.metadata.items()} | metadata
+    table = table.replace_schema_metadata(merged)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = bytes(sink.getvalue())
+    log.store.put("runs/run/shards/s0.arrow", data)
+    groups = [a_summary(0)]
+    shard = replace(_commit(a_log()), sha256=sha256_of(data), num_bytes=len(data), groups=groups)
+    log.append(shard)
+    return shard
+
+
+def _table() -> pa.Table:
+    return shard_table([a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
+
+
+def test_a_file_without_the_schema_is_damage_although_the_log_vouches_for_its_bytes():
+    log = a_log()
+    shard = _commit_file(log, _table().drop_columns(["logprobs"]))
+    with pytest.raises(
+        DamagedShard, match=r"shard s0: columns \['logprobs'\] are missing \(memory:/runs/run/shards/s0"
+    ):
+        read_shard(log, shard)
+
+
+def test_a_broken_rule_is_damage_although_the_log_vouches_for_its_bytes():
+    log = a_log()
+    table = _table()
+    negative = pa.array([9, 9], pa.int32())
+    shard = _commit_file(log, table.set_column(table.schema.get_field_index("head_version"), "head_version", negative))
+    with pytest.raises(DamagedShard, match="shard s0: head_version is above tail_version"):
+        read_shard(log, shard)
+
+
+def test_a_shard_of_a_newer_millrace_is_refused_and_not_called_damaged():
+    log = a_log()
+    shard = _commit_file(log, _table(), schema_version="2")
+    with pytest.raises(NewerSchema, match=r"upgrade this one to read it \(memory:/runs/run/shards/s0.arrow\)"):
+        read_shard(log, shard)
+
+
+def test_a_retired_shard_says_that_retention_removed_it():
+    log = a_log()
+    failures = a_group(0, rewards=[None])
+    shard = commit_shard(log, [failures], provenance=provenance(), sampling=SAMPLING, is_eval=True)
+    log.append(Retire(shard_ids=["s0"], policy_versions=[], state_paths=[], reason="older than a day"))
+    with pytest.raises(DamagedShard, match="shard s0: retention removed it"):
+        read_shard(log, shard)
+
+
+def _commit_with(log: RunLog, shard_id: str, position: int, tokenizer_sha256: str) -> Shard:
+    made = replace(provenance(shard_id), tokenizer_sha256=tokenizer_sha256)
+    return commit_shard(log, [a_group(position)], provenance=made, sampling=SAMPLING)
+
+
+def test_a_shard_made_with_another_tokenizer_is_damage():
+    log = a_log()
+    ours, theirs = _commit_with(log, "s0", 0, "a" * 64), _commit_with(log, "s1", 1, "b" * 64)
+    more, silent = _commit_with(log, "s2", 2, "a" * 64), _commit_with(log, "s3", 3, "")
+    with pytest.raises(DamagedShard, match="shard s1: its tokenizer b{12} is not a{12}, .*first shard s0; .*rollout-0"):
+        read_shard(log, theirs)
+    assert [read_shard(log, shard).num_rows for shard in (ours, more, silent)] == [2, 2, 2]
+
+
+def test_the_tokenizer_is_that_of_the_first_shard_that_is_still_there():
+    log = a_log()
+    shards = [_commit_with(log, f"s{i}", i, digest * 64) for i, digest in enumerate("cbab")]
+    log.append(Quarantine(shard_id="s0", reason="not ours"))
+    log.store.delete([log.shard_key("s0")])
+    assert read_shard(log, shards[1]).num_rows == read_shard(log, shards[3]).num_rows == 2
+    with pytest.raises(DamagedShard, match="first shard s1"):
+        read_shard(log, shards[2])
+
+
+def test_a_local_shard_is_mapped_and_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = a_log(local_store(tmp_path))
+    shard = _commit(log)
+
+    def copied(key: str) -> Any:
+        raise AssertionError(f"{key} was read into memory")
+
+    monkeypatch.setattr(log.store, "get", copied)
+    assert read_shard(log, shard).num_rows == 4
+
+
+def test_the_columns_asked_for_are_what_is_read():
+    log = a_log()
+    shard = _commit(log)
+    table = read_shard(log, shard, columns=["reward"])
+    assert table["reward"].to_pylist() == [1.0, 0.0] * 2 and "messages" not in table.column_names
+
+
 def test_damage_crosses_processes_with_its_shard_id():
     """Ray sends exceptions between processes this way."""
-    error = pickle.loads(pickle.dumps(DamagedShard("s0", "cut off")))
-    assert (error.shard_id, error.reason, str(error)) == ("s0", "cut off", "shard s0: cut off")
+    error = pickle.loads(pickle.dumps(DamagedShard("s0", "cut off", "file:///s0.arrow")))
+    assert (error.shard_id, error.reason, error.file) == ("s0", "cut off", "file:///s0.arrow")
+    assert str(error) == "shard s0: cut off (file:///s0.arrow)"

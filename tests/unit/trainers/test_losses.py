@@ -1,5 +1,6 @@
 """The clipped loss is the paper's, its gradient too, and neither knows how the batch was cut up."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.losses import LossOutput, clip_loss
+from trainers.losses import LossOutput, cispo_loss, clip_loss
 
 
 def _loss(ratios: list[float], advantages: list[float], mask: list[int] | None = None, **options: object) -> LossOutput:
@@ -123,3 +124,50 @@ def test_a_clipped_token_has_no_gradient_and_an_unclipped_one_has_its_ratio_time
     advantages = torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64)
     clip_loss(logprobs, old, advantages, torch.ones(3), denominator=2.0, clip_low=0.2, clip_high=0.28).loss.backward()
     assert logprobs.grad.tolist() == pytest.approx([0.0, 1.5 / 2, -2.0 / 2])
+
+
+def _cispo(ratios: list[float], advantages: list[float], **options: object) -> tuple[LossOutput, torch.Tensor]:
+    """CISPO's loss and its gradient by the log-probabilities, for tokens sampled at probability 0.1."""
+    old = torch.full((len(ratios),), math.log(0.1), dtype=torch.float64)
+    logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    mask = torch.ones(len(ratios))
+    output = cispo_loss(
+        logprobs,
+        old,
+        torch.tensor(advantages, dtype=torch.float64),
+        **{"mask_T": mask, "denominator": 4.0, "clip_high": 0.28, **options},
+    )
+    (gradient,) = torch.autograd.grad(output.loss, logprobs)
+    return dataclasses.replace(output, loss=output.loss.detach()), gradient
+
+
+def test_cispo_weighs_log_probabilities_by_a_ratio_that_is_clipped_above_only() -> None:
+    # Weights 1.28 (clipped), 1.28 (clipped), 0.5 and 0.1: there is no lower bound.
+    ratios, weights, advantages = [1.5, 1.5, 0.5, 0.1], [1.28, 1.28, 0.5, 0.1], [1.0, -1.0, 2.0, -3.0]
+    output, gradient = _cispo(ratios, advantages)
+    terms = [w * a * math.log(0.1 * r) for w, a, r in zip(weights, advantages, ratios, strict=True)]
+    assert float(output.loss) == pytest.approx(-sum(terms) / 4)
+    assert output.sums["clip_fraction"] == 2
+    assert output.sums["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios))
+    assert output.sums["logprob_gap"] == pytest.approx(sum(abs(math.log(r)) for r in ratios))
+    # The gradient is −w A / denominator: the ratio itself is not differentiated, and a clipped token keeps its own.
+    assert gradient.tolist() == pytest.approx([-w * a / 4 for w, a in zip(weights, advantages, strict=True)])
+
+
+def test_cispo_and_the_clipped_loss_have_one_gradient_until_something_is_clipped() -> None:
+    ratios, advantages = [1.27, 0.81, 1.0], [2.0, -3.0, 0.5]
+    _, cispo = _cispo(ratios, advantages)
+    old = torch.full((3,), math.log(0.1), dtype=torch.float64)
+    logprobs = (old + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
+    options = {"denominator": 4.0, "clip_low": 0.2, "clip_high": 0.28}
+    clip_loss(logprobs, old, torch.tensor(advantages, dtype=torch.float64), torch.ones(3), **options).loss.backward()
+    assert cispo.tolist() == pytest.approx(logprobs.grad.tolist(), abs=1e-15)
+
+
+def test_cispo_leaves_out_masked_tokens_and_multiplies_by_weights() -> None:
+    mask, weights = torch.tensor([1, 0, 1]), torch.tensor([2.0, 1.0, 0.5], dtype=torch.float64)
+    output, gradient = _cispo([1.1, 1e30, 0.9], [1.0, 5.0, -2.0], mask_T=mask, weights_T=weights, denominator=1.0)
+    expected = 2 * 1.1 * math.log(0.11) - 0.5 * 0.9 * 2 * math.log(0.09)
+    assert float(output.loss) == pytest.approx(-expected)
+    assert gradient.tolist() == pytest.approx([-2.2, 0.0, 0.9])
+    assert output.sums["clip_fraction"] == 0

@@ -1,17 +1,22 @@
 """Samples are the claimed rows, in claim order, with one reward per attempt."""
 
 import dataclasses
+import random
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from storage.log_entries import ClaimedGroup
-from storage.records import RolloutGroup, Turn
+from storage.records import RolloutGroup, Sampling, Turn
+from storage.shard_codec import shard_table
 from storage.shards import read_shard
+from tests.builders import provenance
 from tests.unit.trainers.builders import Row, commit, group_of, new_run
-from trainers.samples import Samples, gather_samples
+from trainers.samples import COLUMNS, Samples, gather_samples
 
 
 def _row(attempt: int, *, token: int = 5, reply_length: int = 2, reward: float = 1.0) -> Row:
@@ -96,3 +101,64 @@ def test_a_claim_on_a_shard_that_was_not_read_is_an_error(tmp_path: Path, tiny_f
     group = group_of([_row(0)], position=0)
     with pytest.raises(KeyError):
         gather_samples([ClaimedGroup(shard_id="b", group_id=group.id)], {})
+
+
+def test_a_group_without_rows_is_an_error_that_names_it(tmp_path: Path, tiny_folder: Path) -> None:
+    group = group_of([_row(0)], position=0)
+    tables = _tables(tmp_path, tiny_folder, {"a": [group]})
+    claimed = [ClaimedGroup(shard_id="a", group_id=group.id), ClaimedGroup(shard_id="a", group_id="0.other")]
+    with pytest.raises(ValueError, match=r"shard a has no row of group 0\.other"):
+        gather_samples(claimed, tables)
+
+
+def test_the_columns_that_are_trained_on_are_enough(tmp_path: Path, tiny_folder: Path) -> None:
+    groups = [group_of([_row(0), _row(1)], position=p) for p in range(3)]
+    table = _tables(tmp_path, tiny_folder, {"a": groups})["a"]
+    claimed = [ClaimedGroup(shard_id="a", group_id=groups[p].id) for p in (2, 0)]
+    few, all_columns = gather_samples(claimed, {"a": table.select(COLUMNS)}), gather_samples(claimed, {"a": table})
+    for field in dataclasses.fields(Samples):
+        assert np.array_equal(getattr(few, field.name), getattr(all_columns, field.name)), field.name
+
+
+rows_of_groups = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=rows_of_groups, seed=st.integers(0, 1000), batches=st.integers(1, 3))
+def test_any_claim_gathers_what_row_by_row_would(lengths: list[list[int]], seed: int, batches: int) -> None:
+    """Against plain Python: attempts in any order, groups in any order, tables in several batches."""
+    draw = random.Random(seed)
+    groups = []
+    for position, replies in enumerate(lengths):
+        rows = [
+            _row(attempt, token=10 * position + attempt, reply_length=n, reward=n / 4)
+            for attempt, n in enumerate(replies)
+        ]
+        group = group_of(draw.sample(rows, len(rows)), position=position)
+        groups.append(_forked(group) if draw.random() < 0.3 else group)
+    shard_of = [draw.choice("ab") for _ in groups]
+    tables = {}
+    for shard_id in set(shard_of):
+        inside = [group for group, where in zip(groups, shard_of, strict=True) if where == shard_id]
+        whole = shard_table(inside, provenance=provenance(), sampling=Sampling())
+        size = -(-whole.num_rows // batches)
+        tables[shard_id] = pa.Table.from_batches(whole.to_batches(max_chunksize=size))
+    claimed = [
+        ClaimedGroup(shard_id=shard_of[p], group_id=groups[p].id)
+        for p in draw.sample(range(len(groups)), draw.randint(1, len(groups)))
+    ]
+    samples = gather_samples(claimed, tables)
+
+    expected = []
+    for rank, claim in enumerate(claimed):
+        found = [row for row in tables[claim.shard_id].to_pylist() if row["group_id"] == claim.group_id]
+        found.sort(key=lambda row: (row["attempt"], row["sequence_idx"]))
+        expected += [(rank, row) for row in found]
+    assert _row_ids(samples) == [row["input_ids"] for _, row in expected]
+    assert samples.mask_T.tolist() == [bit for _, row in expected for bit in row["loss_mask"]]
+    assert samples.logprobs_T.tolist() == [p for _, row in expected for p in row["logprobs"]]
+    assert samples.versions_T.tolist() == [v for _, row in expected for v in row["weight_versions"]]
+    assert samples.groups_B.tolist() == [rank for rank, _ in expected]
+    assert samples.rewards_B.tolist() == [row["reward"] for _, row in expected]
+    attempts = list(dict.fromkeys((rank, row["attempt"]) for rank, row in expected))
+    assert samples.attempts_B.tolist() == [attempts.index((rank, row["attempt"])) for rank, row in expected]

@@ -1,0 +1,132 @@
+"""What `millrace traj show --color` has to compute first: advantages, and how far trainer and engine are apart.
+
+In: a run's log and a shard row. Out: the row's advantage; or the trainer's minus the engine's logprob, token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.trajectories import number
+from cli.trajectory_view import Coloring, by_advantage, by_gap, by_logprob, by_version
+from storage.digests import DigestMismatch, verify_folder
+from storage.queries import open_queries
+from storage.run_log import RunLog
+from storage.runs import run_config
+
+if TYPE_CHECKING:
+    from trainers.model import PolicyModel
+
+COLORS = ("logprob", "advantage", "version", "gap")
+
+
+class Colorist:
+    """Colours rows of one run. It keeps the last policy it had to load."""
+
+    def __init__(self, log: RunLog, *, cache: Path) -> None:
+        self._log = log
+        self._cache = cache
+        self._loaded: tuple[int, PolicyModel] | None = None
+
+    def color(self, row: Mapping[str, Any], by: str) -> Coloring:
+        """Raises `ValueError` for a `by` that is not in `COLORS`, and where what it needs is gone."""
+        match by:
+            case "logprob":
+                return by_logprob(row)
+            case "version":
+                return by_version(row)
+            case "advantage":
+                return self._advantage(row)
+            case "gap":
+                return self._gap(row)
+        raise ValueError(f"--color {by!r}: write one of {', '.join(COLORS)}")
+
+    def _advantage(self, row: Mapping[str, Any]) -> Coloring:
+        """The advantage by the run's own settings, from the rewards of the group's attempts."""
+        import torch
+
+        from trainers.advantages import group_advantages
+
+        table = open_queries(self._log, shard_ids=[row["shard_id"]]).select(
+            "SELECT attempt, reward FROM shard_rows WHERE group_id = ? AND sequence_idx = 0 ORDER BY attempt",
+            [row["group_id"]],
+        )
+        config = run_config(self._log)
+        attempts, rewards = table["attempt"].to_pylist(), table["reward"].to_pylist()
+        rewards_B = torch.tensor([math.nan if reward is None else reward for reward in rewards])
+        groups_B = torch.zeros(len(attempts), dtype=torch.int64)
+        advantages_B = group_advantages(rewards_B, groups_B, scale=config["train"]["scale"])
+        advantage = float(advantages_B[attempts.index(row["attempt"])])
+        mean = f"{float(rewards_B.nanmean()):.3g}"
+        why = f"reward {number(row['reward'])}, mean {mean} over {len(attempts)} attempts"
+        if row["outcome"] != "trained":
+            return by_advantage(row, advantage, f"{why}; never trained: {row['outcome']}")
+        oldest = 0
+        if config["train"]["stale_policy"] == "mask":
+            base_version = self._log.state.steps[row["step"] - 1].claim.base_version
+            oldest = base_version - config["max_staleness"]
+        return by_advantage(row, advantage, why, oldest=oldest)
+
+    def _gap(self, row: Mapping[str, Any]) -> Coloring:
+        sampling = row["sampling"]
+        # Greedy and raw logprobs are the engine's before any temperature.
+        is_plain = sampling["temperature"] == 0 or sampling["logprobs_mode"] == "raw_logprobs"
+        temperature = 1.0 if is_plain else sampling["temperature"]
+        gaps = [math.nan] * len(row["input_ids"])
+        for version in sorted({v for v in row["weight_versions"] if v >= 0}):
+            logprobs = self._logprobs(row["input_ids"], version, temperature)
+            for token, sampled_by in enumerate(row["weight_versions"]):
+                if sampled_by == version:
+                    gaps[token] = logprobs[token] - row["logprobs"][token]
+        why = "trainer's logprob minus the engine's"
+        if not is_plain and (sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0):
+            why += ", which is of the tokens that top-p, top-k and min-p left"
+        return by_gap(row, gaps, why)
+
+    def _logprobs(self, token_ids: list[int], version: int, temperature: float) -> list[float]:
+        """Log-probability of every token but the first under a policy, by the trainer's own forward on the CPU."""
+        import torch
+
+        from trainers.packing import block_causal_mask, position_ids
+
+        input_ids_T = torch.tensor(token_ids)
+        targets_T = torch.roll(input_ids_T, -1)
+        lengths = [len(token_ids)]
+        with torch.no_grad():
+            logprobs_T, _ = self._model(version)(
+                input_ids_T, targets_T, position_ids(lengths), block_causal_mask(lengths), temperature
+            )
+        return [0.0, *logprobs_T[:-1].tolist()]
+
+    def _model(self, version: int) -> PolicyModel:
+        if self._loaded is None or self._loaded[0] != version:
+            self._loaded = (version, self._load(version))
+        return self._loaded[1]
+
+    def _load(self, version: int) -> PolicyModel:
+        """The policy that sampled. Raises `ValueError` where its weights are gone or are not what the log says."""
+        state = self._log.state
+        if version in state.retired_policies:
+            raise ValueError(f"--color gap needs the weights of policy {version}, and retention has removed them")
+        policy = state.policies.get(version)
+        if policy is None:
+            raise ValueError(f"--color gap needs the weights of policy {version}, which is not in this run's log")
+        try:
+            folder = self._log.store.fetch_folder(policy.path, self._cache)
+        except FileNotFoundError:
+            raise ValueError(f"--color gap: the weights of policy {version} are missing from the store") from None
+        try:
+            is_it = verify_folder(folder) == policy.weights_sha256
+        except DigestMismatch as error:
+            raise ValueError(f"--color gap: the weights of policy {version} are damaged: {error}") from error
+        if not is_it:
+            raise ValueError(f"--color gap: the weights in {folder} are not those of policy {version} in the log")
+        import transformers
+
+        from trainers.model import load_model
+
+        transformers.utils.logging.disable_progress_bar()
+        return load_model(folder)

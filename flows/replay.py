@@ -1,0 +1,81 @@
+"""The replay flow: recorded steps trained again from their recorded shards, perhaps with one thing changed.
+
+In: a run and a span of its steps. Out: how each came out, beside what was recorded. Nothing is generated and nothing
+is committed, so it may run beside a training that goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.config import RunConfig, make_config, training_changes, with_training_changes
+from tasks.replay import check_replay, describe_replay, lead_up, retrain, save_policy, start_replay
+from tasks.session import reading_session
+from trainers.config import Recipe
+
+
+@flow(name="replay", flow_run_name="{run}", persist_result=False)
+async def replay(
+    run: str = "arithmetic",
+    store: str = "",
+    first: int = 1,
+    last: int | None = None,
+    changes: dict[str, Any] | None = None,
+    rewards: str = "",
+    save: str = "",
+) -> dict[str, Any]:
+    """Train recorded steps again, without generating anything, and compare the weights.
+
+    Args:
+        run: Name of the run.
+        store: Where the run is. Empty: .millrace/store.
+        first: First step of the span. Steps before it are trained as recorded, from the nearest saved state.
+        last: Last step of the span. Empty: the run's newest.
+        changes: Settings of the trainer that differ in the span, for example {"train.loss": "cispo"}.
+        rewards: Train the span on these rewards of `millrace rescore`. Empty: the recorded ones.
+        save: Folder for the replayed policy. Empty: it is not kept.
+    """
+    plan, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
+    config = make_config(saved, source=f"run {run}")
+    changed = with_training_changes(config, changes or {})
+    async with reading_session(store=store, tracking="", run_id=run, what="replay") as session:
+        # Where to compute is no part of the maths: it holds for the steps before the span too.
+        recorded = with_training_changes(config, {"train.device": changed.train.device})
+        loaded = await start_replay(
+            session, plan=plan, recorded=recipe_of(recorded), changed=recipe_of(changed), rewards=rewards
+        )
+
+        def progress(step: int) -> str:
+            return f"{step - loaded} of {plan.last - loaded}"
+
+        start_identical = True
+        for step in range(loaded + 1, plan.first):
+            start_identical = await lead_up(session, step=step, progress=progress(step))
+        steps = []
+        for step in range(plan.first, plan.last + 1):
+            steps.append(await retrain(session, step=step, progress=progress(step)))
+        if save:
+            await save_policy(session, folder=save)
+        description: dict[str, Any] = describe_replay(
+            session,
+            plan=plan,
+            loaded=loaded,
+            steps=steps,
+            changes=training_changes(config, changed),
+            rewards=rewards,
+            start_identical=start_identical,
+        )
+        return description
+
+
+def recipe_of(config: RunConfig) -> Recipe:
+    """What decides how a step is trained."""
+    return Recipe(
+        settings=config.train,
+        learning_rate=config.learning_rate,
+        temperature=config.sampling.temperature,
+        max_staleness=config.max_staleness,
+        seed=config.seed,
+    )

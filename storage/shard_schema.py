@@ -1,0 +1,188 @@
+"""Shard schema v1: its columns, the rules they keep, and the digest of the tokens.
+
+In: an Arrow table. Out: `BadShard` where it is no shard of this version; columns as flat arrays.
+The format is written down for other languages in docs/shard_format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.records import NOT_SAMPLED
+
+SCHEMA_VERSION = 1
+LARGEST = 2**31 - 1
+"""Most tokens, and most bytes of text in one column, that the 32-bit offsets of one shard address."""
+
+
+class BadShard(Exception):
+    """A shard that breaks the schema's rules; the message names the shard and the rule."""
+
+
+class NewerSchema(BadShard, ValueError):
+    """A shard of a later major version: nothing is wrong with it, but this Millrace is too old to read it."""
+
+
+CALL = pa.struct(
+    [
+        ("name", pa.string()),
+        ("arguments", pa.string()),
+        ("result", pa.string()),
+        ("failed", pa.bool_()),
+        ("seconds", pa.float64()),
+    ]
+)
+TURN = pa.struct(
+    [
+        ("context_len", pa.int32()),
+        ("sampled_len", pa.int32()),
+        ("finish_reason", pa.string()),
+        ("generate_seconds", pa.float64()),
+        ("tool_calls", pa.list_(CALL)),
+    ]
+)
+MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("is_completion", pa.bool_())])
+_SAMPLING = pa.struct(
+    [
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("top_k", pa.int32()),
+        ("min_p", pa.float64()),
+        ("max_tokens", pa.int32()),
+        ("seed", pa.int64()),
+        ("logprobs_mode", pa.string()),
+    ]
+)
+
+SCHEMA = pa.schema(
+    [
+        ("group_id", pa.string()),
+        ("prompt_id", pa.string()),
+        ("epoch", pa.int32()),
+        ("attempt", pa.int32()),
+        ("sample_idx", pa.int32()),  # rank among the group's usable attempts, dense from 0
+        ("sequence_idx", pa.int32()),
+        ("group_expected", pa.int32()),
+        ("group_usable", pa.int32()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("loss_mask", pa.list_(pa.bool_())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("weight_versions", pa.list_(pa.int32())),
+        ("head_version", pa.int32()),
+        ("tail_version", pa.int32()),
+        ("prompt_len", pa.int32()),
+        ("reward", pa.float32()),
+        ("reward_parts", pa.map_(pa.string(), pa.float32())),
+        ("accepted", pa.bool_()),
+        ("reject_reason", pa.string()),
+        ("status", pa.string()),
+        ("turns", pa.list_(TURN)),
+        ("messages", pa.list_(MESSAGE)),
+        ("sampling", _SAMPLING),
+        ("is_eval", pa.bool_()),
+        ("worker_id", pa.string()),
+        ("queued_at", pa.float64()),
+        ("started_at", pa.float64()),
+        ("finished_at", pa.float64()),
+        ("multimodal_features", pa.null()),  # reserved
+        ("multimodal_positions", pa.null()),  # reserved
+    ]
+)
+
+
+def check_schema(schema: pa.Schema, *, name: str) -> None:
+    """Raise `BadShard` unless this version's columns are all there with their types; others may stand beside them.
+
+    Raises `NewerSchema` for a later major version.
+    """
+    version = (schema.metadata or {}).get(b"schema_version", b"?").decode()
+    if version != str(SCHEMA_VERSION):
+        sentence = f"shard {name}: schema version {version}, this Millrace reads {SCHEMA_VERSION}"
+        if version.isdecimal() and int(version) > SCHEMA_VERSION:
+            raise NewerSchema(f"{sentence}; a newer Millrace wrote it: upgrade this one to read it")
+        raise BadShard(sentence)
+    missing = [field.name for field in SCHEMA if field.name not in schema.names]
+    if missing:
+        raise BadShard(f"shard {name}: columns {missing} are missing")
+    for field in SCHEMA:
+        if (found := schema.field(field.name).type) != field.type:
+            raise BadShard(f"shard {name}: column {field.name} has type {found}, schema version 1 has {field.type}")
+
+
+def check(table: pa.Table, *, name: str) -> None:
+    """Raise `BadShard` unless every rule of schema v1 holds, in whole columns rather than row by row."""
+
+    def rule(holds: Any, sentence: str) -> None:
+        if not holds:
+            raise BadShard(f"shard {name}: {sentence}")
+
+    try:
+        table.validate(full=True)  # offsets within bounds: below they are trusted
+    except pa.ArrowException as error:
+        raise BadShard(f"shard {name}: {error}") from error
+    for key in CHECKED:
+        rule(not table[key].null_count, f"{key} has nulls")
+    lengths = pc.list_value_length(table["input_ids"])
+    rule((pc.sum(lengths).as_py() or 0) <= LARGEST, f"it has more than {LARGEST} tokens")
+    for key in _TOKEN_COLUMNS:
+        rule(pc.list_value_length(table[key]).equals(lengths), f"{key} and input_ids differ in length")
+    columns = {key: _whole(table[key]) for key in _TOKEN_COLUMNS}
+    rule(not any(column.flatten().null_count for column in columns.values()), "a token has a null")
+    mask, logprobs, versions = (flat(columns[key]) for key in ("loss_mask", "logprobs", "weight_versions"))
+    # Comparisons of whole columns, no boolean index: that would cost ten times as much.
+    rule((logprobs <= 0).all() and logprobs.min(initial=0) > -np.inf, "a logprob is positive or not finite")
+    rule(not ((logprobs != 0) > mask).any(), "a logprob is set where nothing was sampled")
+    rule(not ((versions != NOT_SAMPLED) > mask).any(), "a weight version is set where nothing was sampled")
+    rule(((versions >= 0) >= mask).all(), "a sampled token has no weight version")
+    heads, tails = table["head_version"].to_numpy(), table["tail_version"].to_numpy()
+    rule((heads <= tails).all(), "head_version is above tail_version")
+    ids = _whole(table["group_id"]).dictionary_encode()
+    group_B = ids.indices.to_numpy()
+    attempt_B, usable_B = table["attempt"].to_numpy(), table["group_usable"].to_numpy()
+    _, first_row = np.unique(group_B.astype(np.int64) * 2**32 + attempt_B, return_index=True)
+    attempts = np.bincount(group_B[first_row], minlength=len(ids.dictionary))
+    wrong = np.flatnonzero(attempts[group_B] != usable_B)
+    if len(wrong):
+        row = wrong[0]
+        group_id = ids.dictionary[group_B[row]]
+        rule(False, f"group {group_id} has {attempts[group_B[row]]} attempts, says {usable_B[row]}")
+
+
+def flat(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """All values of a list column as one numpy array, rows end to end."""
+    values = _whole(column).flatten()
+    if pa.types.is_boolean(values.type):
+        bits = np.frombuffer(values.buffers()[1] or b"", dtype=np.uint8)
+        unpacked = np.unpackbits(bits, bitorder="little", count=values.offset + len(values))
+        return unpacked[values.offset :].view(np.bool_)
+    return values.to_numpy(zero_copy_only=False)
+
+
+def row_offsets(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
+    """Where each row starts in `flat(column)`, with the total at the end: shape [rows + 1]."""
+    lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+def content_sha256(table: pa.Table) -> str:
+    """Digest of the token columns' values and row lengths, independent of compression and chunking."""
+    digest = hashlib.sha256(np.ascontiguousarray(row_offsets(table["input_ids"]), dtype="<i8").data)
+    for name, dtype in _TOKEN_COLUMNS.items():
+        digest.update(np.ascontiguousarray(flat(table[name]), dtype=dtype).data)
+    return digest.hexdigest()
+
+
+_TOKEN_COLUMNS = {"input_ids": "<i4", "loss_mask": "?", "logprobs": "<f4", "weight_versions": "<i4"}
+CHECKED = (*_TOKEN_COLUMNS, "head_version", "tail_version", "group_id", "attempt", "group_usable")
+"""Columns that `check` reads; none of them has nulls."""
+
+
+def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:
+    if isinstance(column, pa.ChunkedArray):
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    return column

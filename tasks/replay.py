@@ -1,0 +1,128 @@
+"""Prefect tasks around the replay worker: train recorded steps again, nothing generated, nothing committed.
+
+In: a session, a plan, recipes. Out: how each step came out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra.environment import store_uri
+from storage.log_entries import to_json
+from storage.object_store import open_store
+from storage.replay import Replay, ReplayedStep, ReplayPlan, plan_replay
+from storage.runs import open_run, run_config
+from tasks.session import TRAINER, RunSession, code_version
+from trainers.config import Recipe
+
+logger = logging.getLogger("millrace.replay")
+
+
+def check_replay(
+    *, store: str, run: str, first: int, last: int | None, rewards: str, save: str
+) -> tuple[ReplayPlan, dict[str, Any]]:
+    """What will be trained again, and the run's configuration.
+
+    Raises `storage.replay.CannotReplay`, `ValueError` for a `save` that exists, `FileNotFoundError` for an unknown
+    run, all before anything heavy starts.
+    """
+    log = open_run(open_store(store_uri(store)), run)
+    if save and Path(save).exists():
+        raise ValueError(f"{save} exists already; name a folder that does not, for the replayed policy")
+    last = log.state.step if last is None else last
+    return plan_replay(log.state, run=run, first=first, last=last, rewards=rewards), run_config(log)
+
+
+@task(name="start-replay", cache_policy=NO_CACHE, persist_result=False)
+async def start_replay(
+    session: RunSession, *, plan: ReplayPlan, recorded: Recipe, changed: Recipe, rewards: str
+) -> int:
+    """Load the nearest saved state before the span; returns its step, 0 for the base policy."""
+    arguments = {
+        "store_uri": session.log.store.uri,
+        "run_id": session.log.run_id,
+        "plan": plan,
+        "recorded": recorded,
+        "changed": changed,
+        "rewards": rewards,
+        "cache": str(session.cache),
+    }
+    # Hosted as the trainer is: other threads would add up in another order.
+    worker = await session.host(TRAINER, "trainers.replay:ReplayWorker", name="replay-0", arguments=arguments)
+    loaded: int = await worker.call("start")
+    logger.info("starting from %s", f"the state saved at step {loaded}" if loaded else "the base policy")
+    return loaded
+
+
+@task(name="lead-up", task_run_name="lead-up-{step}", cache_policy=NO_CACHE, persist_result=False)
+async def lead_up(session: RunSession, *, step: int, progress: str) -> bool:
+    """Train a step before the span as it was recorded; False when the span cannot start from the recorded weights."""
+    identical: bool = await session.trainer.call("lead_up", step)
+    logger.info("%s: step %d, as recorded", progress, step)
+    if not identical:
+        logger.warning(
+            "step %d came out with other weights than recorded (other hardware, threads or code?); "
+            "the span starts from the recorded ones",
+            step,
+        )
+    return identical
+
+
+@task(name="retrain", task_run_name="retrain-{step}", cache_policy=NO_CACHE, persist_result=False)
+async def retrain(session: RunSession, *, step: int, progress: str) -> ReplayedStep:
+    """Train a step of the span and compare it with the record."""
+    replayed: ReplayedStep = await session.trainer.call("retrain", step)
+    logger.info("%s: step %d, %s", progress, step, "same weights" if replayed.identical else "other weights")
+    return replayed
+
+
+@task(name="save-replayed-policy", cache_policy=NO_CACHE, persist_result=False)
+async def save_policy(session: RunSession, *, folder: str) -> None:
+    """Write the newest replayed policy to a folder, in HF layout and sealed."""
+    digest = await session.trainer.call("save_policy", str(Path(folder).resolve()))
+    logger.info("policy %s saved to %s", digest[:12], folder)
+
+
+def describe_replay(
+    session: RunSession,
+    *,
+    plan: ReplayPlan,
+    loaded: int,
+    steps: list[ReplayedStep],
+    changes: dict[str, str],
+    rewards: str,
+    start_identical: bool,
+) -> dict[str, Any]:
+    """A `storage.replay.Replay` as plain JSON; numbers that are none become null."""
+    made_by = session.log.state.steps[plan.last - 1].session_id
+    recorded_code = next((s.code_version for s in session.log.state.sessions if s.id == made_by), "unknown")
+    replay = Replay(
+        run=session.log.run_id,
+        plan=dataclasses.replace(plan, resumed_from=loaded),  # a damaged state makes it an earlier one than planned
+        changes=changes,
+        rewards=rewards,
+        start_identical=start_identical,
+        steps=steps,
+        recorded_code=recorded_code,
+        code=code_version(),
+    )
+    return dict(_finite({**to_json(replay), "unchanged": replay.unchanged, "identical": replay.identical}))
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list():
+            return [_finite(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value

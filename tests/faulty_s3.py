@@ -1,0 +1,234 @@
+"""An S3 server that misbehaves on request: a proxy in front of a real one.
+
+In: the AWS variables of a server. Out: the same server at another endpoint, with faults in chosen requests.
+
+    client ─▶ FaultyS3 ─▶ server        proxy.fail(Fault.SLOW_DOWN, times=3)
+                │                       store.put("key", b"…")
+                └─ proxy.requests       assert [request.status for request in proxy.requests] == [503, 503, 503, 200]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import http.client
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+
+
+class Fault(enum.Enum):
+    """What happens to a request."""
+
+    SLOW_DOWN = enum.auto()
+    """503 SlowDown, without asking the server: throttled."""
+    INTERNAL_ERROR = enum.auto()
+    """500 InternalError, without asking the server."""
+    CONFLICT = enum.auto()
+    """409 ConditionalRequestConflict, without asking the server: another upload of this key is under way."""
+    QUOTA_EXCEEDED = enum.auto()
+    """403 QuotaExceeded, as Ceph answers."""
+    DISK_FULL = enum.auto()
+    """507 Insufficient Storage, as MinIO answers."""
+    CUT_REQUEST = enum.auto()
+    """The connection ends when the server has half of the request's body."""
+    CUT_ANSWER = enum.auto()
+    """The connection ends when the client has half of the answer's body."""
+    LOSE_ANSWER = enum.auto()
+    """The server does what it was asked to, and the connection ends before its answer."""
+    STALL = enum.auto()
+    """No answer at all until the proxy is closed."""
+    IGNORE_CONDITION = enum.auto()
+    """`If-None-Match` is taken away: a server that does not know it."""
+    REFUSE_CONDITION = enum.auto()
+    """501 NotImplemented where there is an `If-None-Match`: a server that knows it and cannot do it."""
+
+
+ANSWERS = {
+    Fault.SLOW_DOWN: (503, "SlowDown", "Please reduce your request rate."),
+    Fault.INTERNAL_ERROR: (500, "InternalError", "We encountered an internal error. Please try again."),
+    Fault.CONFLICT: (409, "ConditionalRequestConflict", "A conflicting operation is in progress."),
+    Fault.QUOTA_EXCEEDED: (403, "QuotaExceeded", ""),
+    Fault.DISK_FULL: (507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold."),
+    Fault.REFUSE_CONDITION: (501, "NotImplemented", "A header you provided implies functionality not implemented."),
+}
+ABOUT_CONDITIONS = {Fault.IGNORE_CONDITION, Fault.REFUSE_CONDITION}
+NOT_FORWARDED = {"connection", "expect", "transfer-encoding", "content-length"}
+ALWAYS = 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One request the proxy saw, in the order they came."""
+
+    method: str
+    path: str
+    """With the query, as in `/bucket/key?partNumber=2&uploadId=…`."""
+    status: int
+    """What the client was told; 0 where it was told nothing."""
+    num_bytes: int
+    """Length of the answer's body."""
+
+
+@dataclass
+class _Plan:
+    fault: Fault
+    times: int
+    method: str
+    part: str
+
+
+class FaultyS3:
+    """The proxy. Requests pass unchanged until `fail` is called."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        self.server = variables
+        self.requests: list[Request] = []
+        self.closing = threading.Event()
+        self._plans: list[_Plan] = []
+        self._lock = threading.Lock()
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
+        self._http.daemon_threads = True
+        self.variables = {**variables, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._http.server_port}"}
+
+    def fail(self, fault: Fault, *, times: int = 1, method: str = "PUT", part: str = "") -> None:
+        """Let the next `times` requests of this method fail, of those with `part` in their path and query."""
+        with self._lock:
+            self._plans.append(_Plan(fault, times, method, part))
+
+    def heal(self) -> None:
+        """Let everything pass from now on."""
+        with self._lock:
+            self._plans.clear()
+
+    def take(self, method: str, path: str, *, is_conditional: bool) -> Fault | None:
+        """The fault of this request, which is then used up."""
+        with self._lock:
+            for plan in self._plans:
+                fits = plan.method == method and plan.part in path
+                if plan.times and fits and (is_conditional or plan.fault not in ABOUT_CONDITIONS):
+                    plan.times -= 1
+                    return plan.fault
+        return None
+
+    @property
+    def all_faults_happened(self) -> bool:
+        """True when nothing that `fail` ordered is left."""
+        return not any(plan.times for plan in self._plans)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[FaultyS3]:
+        """Serve until the context ends."""
+        thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.closing.set()
+            self._http.shutdown()
+            self._http.server_close()
+            thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    proxy: FaultyS3
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        pass
+
+    def _serve(self) -> None:
+        proxy = self.proxy
+        assert "Transfer-Encoding" not in self.headers, "the proxy reads bodies by their length"
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in NOT_FORWARDED}
+        fault = proxy.take(self.command, self.path, is_conditional="If-None-Match" in self.headers)
+        if fault is Fault.STALL:
+            self._note(status=0, num_bytes=0)
+            proxy.closing.wait()
+            self._cut()
+        elif fault is Fault.CUT_REQUEST:
+            self._send_half(headers, body)
+            self._note(status=0, num_bytes=0)
+            self._cut()
+        elif fault in ANSWERS:
+            status, code, message = ANSWERS[fault]
+            answer = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+            self._note(status=status, num_bytes=len(answer))
+            self._answer(status, {"Content-Type": "application/xml"}, b"" if self.command == "HEAD" else answer)
+        else:
+            if fault is Fault.IGNORE_CONDITION:
+                headers = self._signed_again({k: v for k, v in headers.items() if k.lower() != "if-none-match"}, body)
+            status, answer_headers, answer = self._forward(headers, body)
+            if fault is Fault.LOSE_ANSWER:
+                self._note(status=0, num_bytes=0)
+                self._cut()
+                return
+            self._note(status=status, num_bytes=len(answer))
+            self._answer(status, answer_headers, answer, cut=fault is Fault.CUT_ANSWER)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
+
+    def _note(self, *, status: int, num_bytes: int) -> None:
+        self.proxy.requests.append(Request(method=self.command, path=self.path, status=status, num_bytes=num_bytes))
+
+    def _forward(self, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        connection = self._upstream(headers, len(body))
+        with contextlib.closing(connection):
+            connection.send(body)
+            answer = connection.getresponse()
+            data = answer.read()
+            kept = {k: v for k, v in answer.getheaders() if k.lower() not in NOT_FORWARDED - {"content-length"}}
+            return answer.status, kept, data
+
+    def _send_half(self, headers: dict[str, str], body: bytes) -> None:
+        assert len(body) > 1, "only a request with a body can be cut in its middle"
+        connection = self._upstream(headers, len(body))
+        connection.send(body[: len(body) // 2])
+        connection.close()
+
+    def _upstream(self, headers: dict[str, str], length: int) -> http.client.HTTPConnection:
+        """A connection to the real server that has got the request's head; its Host stays the proxy's, as signed."""
+        server = urlsplit(self.proxy.server["AWS_ENDPOINT_URL"])
+        connection = http.client.HTTPConnection(server.hostname or "", server.port, timeout=60)
+        connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in {**headers, "Content-Length": str(length)}.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        return connection
+
+    def _signed_again(self, headers: dict[str, str], body: bytes) -> dict[str, str]:
+        """The same request without one of the headers the client has signed."""
+        variables = self.proxy.server
+        credentials = Credentials(variables["AWS_ACCESS_KEY_ID"], variables["AWS_SECRET_ACCESS_KEY"])
+        unsigned = {k: v for k, v in headers.items() if k.lower() not in ("authorization", "x-amz-date")}
+        request = AWSRequest(self.command, f"{self.proxy.variables['AWS_ENDPOINT_URL']}{self.path}", unsigned, body)
+        S3SigV4Auth(credentials, "s3", variables["AWS_DEFAULT_REGION"]).add_auth(request)
+        return dict(request.headers.items())
+
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if "content-length" not in {name.lower() for name in headers} and status != 204:
+            self.send_header("Content-Length", str(len(body)))
+        self._headers_buffer.append(b"\r\n")  # head and body leave in one piece
+        whole = b"".join(self._headers_buffer) + body
+        self._headers_buffer.clear()
+        self.wfile.write(whole[: len(whole) - len(body) // 2 - 1] if cut else whole)
+        if cut:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Reset the connection instead of closing it politely."""
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True

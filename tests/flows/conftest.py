@@ -1,0 +1,17 @@
+"""A finished run that several files of tests read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SCRIPTED, Home
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, prefect_api: str, base_model: Path) -> Home:
+    """One finished run of six steps with a scripted engine; add to it, but change nothing."""
+    home = Home(tmp_path_factory.mktemp("finished"), prefect_api)
+    home.run("train", str(SCRIPTED), f"model={base_model}")
+    return home

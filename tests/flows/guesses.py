@@ -1,0 +1,22 @@
+"""A workflow on which random replies earn rewards, so that scripted runs have gradients and their weights move."""
+
+from __future__ import annotations
+
+from examples.arithmetic import Arithmetic
+from rollouts.chat import Chat
+from rollouts.scoring import score
+from rollouts.workflow import Score
+from storage.records import RolloutTask
+
+
+def parity(reply: str, answer: str) -> float:
+    """1.0 when the reply ends in a digit that is even where the answer is even, and odd where it is odd."""
+    return float(reply[-1:].isdigit() and (int(reply[-1]) - int(answer)) % 2 == 0)
+
+
+class Guesses(Arithmetic):
+    """The arithmetic tasks, where half of the right digit is enough."""
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        reply = await chat.ask(task.prompt)
+        return await score(parity, reply, task.answer)

@@ -1,0 +1,79 @@
+"""Replay and rescore of a whole run, through the real command: the recorded weights come out again, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.loading import source_sha256
+from storage.digests import verify_folder
+from storage.object_store import LocalStore
+from storage.rewards import read_rewards
+from storage.run_log import RunLog
+from storage.runs import open_run
+from storage.shards import read_shard
+from tests.conftest import Home
+
+
+@pytest.fixture(scope="module")
+def rescored(finished: Home) -> Home:
+    """The finished run with its own reward computed again."""
+    finished.run("rescore", "scripted", "--reward", "tests.flows.guesses:parity", "--eval")
+    return finished
+
+
+def _log(home: Home) -> RunLog:
+    return open_run(LocalStore(home.path / "store"), "scripted")
+
+
+def _replay(home: Home, *arguments: str) -> dict[str, Any]:
+    return dict(json.loads(home.run("replay", "scripted", *arguments, "--json").stdout))
+
+
+def test_a_step_is_trained_again_to_the_recorded_weights_from_the_nearest_state(finished: Home, tmp_path: Path) -> None:
+    entries = _log(finished).state.entries
+    shown = finished.run("replay", "scripted", "--step", "6", "--save", str(tmp_path / "kept")).stdout
+    assert "2 of 2: step 6, same weights" in shown and "from the state saved at step 4" in shown
+    assert "every step has the recorded weights, bit for bit" in shown
+    log = _log(finished)
+    assert log.state.entries == entries, "a replay commits nothing"
+    assert verify_folder(tmp_path / "kept") == log.state.steps[5].policy.weights_sha256
+
+
+def test_the_rewards_a_rescore_computes_again_are_the_recorded_ones(rescored: Home) -> None:
+    log = _log(rescored)
+    files = log.state.rescored["parity"].files
+    assert files.keys() == log.state.shards.keys()
+    for shard in log.state.shards.values():
+        assert read_rewards(log, shard, "parity")["reward"].equals(read_shard(log, shard)["reward"])
+    again = json.loads(rescored.run("rescore", "scripted", "--reward", "tests.flows.guesses:parity", "--json").stdout)
+    assert (again["new_shards"], again["failures"], again["skipped"]) == (0, {}, {})
+    train = again["splits"]["train"]
+    assert train["attempts"] == 96 and train["changed"] == 0 and train["mean_old"] == train["mean_new"]
+
+
+def test_a_span_from_the_base_policy_comes_out_as_recorded_on_rescored_rewards(rescored: Home) -> None:
+    found = _replay(rescored, "--from", "1", "--rewards", "parity")
+    steps = _log(rescored).state.steps
+    assert found["plan"] == {"resumed_from": 0, "first": 1, "last": 6} and found["rewards"] == "parity"
+    assert [step["replayed_sha256"] for step in found["steps"]] == [step.policy.weights_sha256 for step in steps]
+    assert found["identical"] and found["start_identical"]
+    assert len({step.policy.weights_sha256 for step in steps}) == 6, "the weights moved at every step"
+    assert all(step["replayed"] == step["recorded"] for step in found["steps"])
+
+
+def test_one_change_is_reported_with_how_far_it_leads(finished: Home) -> None:
+    found = _replay(finished, "--from", "4", "--to", "5", "--loss", "cispo", "train.clip_high=0.1")
+    assert found["plan"] == {"resumed_from": 2, "first": 4, "last": 5} and found["start_identical"]
+    assert found["changes"] == {"train.loss": "clip → cispo", "train.clip_high": "0.28 → 0.1"}
+    assert not found["identical"] and not found["unchanged"]
+    for step in found["steps"]:
+        assert step["replayed_sha256"] != step["recorded_sha256"]
+        assert step["distance"] > 0 and -1 <= step["cosine"] < 1
+
+
+def test_a_session_says_which_reward_code_it_ran(finished: Home) -> None:
+    assert _log(finished).state.sessions[0].reward_sha256 == source_sha256("tests.flows.guesses:Guesses")

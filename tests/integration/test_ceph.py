@@ -1,0 +1,121 @@
+"""Everything the unit tests ask of S3, asked of a real server: Ceph's gateway. Skipped where it cannot be had."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import boto3
+import pytest
+
+from storage.object_store import ObjectStore, StoreError, StoreFull, open_store, probe
+from storage.runs import open_run
+from storage.s3_store import S3Store
+from storage.shards import commit_shard
+from tests import ceph as ceph_node
+from tests.builders import SAMPLING, a_group, a_log, provenance
+from tests.ceph import USER, CannotInstall, Ceph, CephFailed, ceph_server
+from tests.unit.storage.test_s3 import *  # noqa: F403
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def server(ceph: Ceph) -> dict[str, str]:
+    return ceph.variables
+
+
+def test_it_really_is_ceph(ceph: Ceph, bucket: str):
+    answer = boto3.client("s3").head_bucket(Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
+    assert answer["x-amz-request-id"].startswith("tx0")
+
+
+def test_a_wrong_secret_is_told_from_a_missing_permission(
+    bucket: str, server: dict[str, str], monkeypatch: pytest.MonkeyPatch
+):
+    """moto takes any signature."""
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server["AWS_SECRET_ACCESS_KEY"][::-1])
+    with pytest.raises(StoreError, match="SignatureDoesNotMatch.*credentials"):
+        probe(open_store(f"s3://{bucket}/prefix"))
+    with pytest.raises(StoreError, match="cannot read key.*403"):
+        open_store(f"s3://{bucket}/prefix").get("key")
+
+
+def test_a_full_bucket_stops_writing_and_loses_nothing(ceph: Ceph, bucket: str):
+    """A real quota, which counts objects, lets eight in; then it is raised and the same commit goes through."""
+    store = open_store(f"s3://{bucket}/prefix")
+    log = a_log(store)
+    quota = ("--quota-scope=bucket", f"--uid={USER}", f"--bucket={bucket}")
+    ceph.admin("quota", "set", *quota, "--max-objects=8")
+    ceph.admin("quota", "enable", *quota)
+    committed = 0
+    with pytest.raises(StoreFull, match=f"store {store.uri} is full.*QuotaExceeded"):
+        for committed in range(8):
+            commit_shard(log, [a_group(committed)], provenance=provenance(f"s{committed}"), sampling=SAMPLING)
+    assert 0 < committed < 7
+    assert len(open_run(open_store(store.uri), "run").state.shards) == committed
+    ceph.admin("quota", "set", *quota, "--max-objects=100")
+    commit_shard(log, [a_group(committed)], provenance=provenance(f"s{committed}"), sampling=SAMPLING)
+    assert list(log.refresh().shards) == [f"s{number}" for number in range(committed + 1)]
+
+
+def test_the_condition_is_not_checked_when_parts_are_put_together(store: ObjectStore):
+    """Why `put_if_absent` is one request. When this fails, Ceph has learnt it, and the reason is gone."""
+    in_parts = S3Store(store.uri, part_bytes=5 * 2**20)
+    body = bytes(11 * 2**20)
+    for _ in range(2):
+        in_parts._fs.pipe_file(in_parts._path("large"), body, chunksize=5 * 2**20, mode="create")
+
+
+def test_two_servers_run_beside_each_other_and_leave_nothing(ceph: Ceph, tmp_path: Path):
+    with ceph_server(tmp_path) as second:
+        assert second.variables["AWS_ENDPOINT_URL"] != ceph.variables["AWS_ENDPOINT_URL"]
+        client = boto3.client(
+            "s3",
+            endpoint_url=second.variables["AWS_ENDPOINT_URL"],
+            aws_access_key_id=second.variables["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=second.variables["AWS_SECRET_ACCESS_KEY"],
+            region_name="us-east-1",
+        )
+        assert client.list_buckets()["Buckets"] == []
+        daemons = list(second._daemons)
+        assert len(daemons) == 3 and all(daemon.poll() is None for daemon in daemons)
+    assert all(daemon.poll() is not None for daemon in daemons)
+
+
+def test_a_start_that_breaks_half_way_leaves_no_daemon(ceph: Ceph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The gateway's port is taken, so it ends."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Breaking(Ceph):
+        def start(self) -> None:
+            with socket.socket() as taken:
+                taken.bind(("127.0.0.1", self.port))
+                try:
+                    super().start()
+                finally:
+                    started.extend(self._daemons)
+
+    monkeypatch.setattr(ceph_node, "Ceph", Breaking)
+    with pytest.raises(CephFailed, match="the gateway did not come up"), ceph_server(tmp_path):
+        pass
+    assert len(started) == 3 and all(daemon.poll() is not None for daemon in started)
+
+
+def test_what_is_missing_is_said_where_it_cannot_be_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ceph_node.shutil, "which", lambda program: "/bin/ceph" if program == "ceph" else None)
+    with pytest.raises(CannotInstall, match="no apt-get to install it: needs ceph-common ceph-mon ceph-osd radosgw"):
+        ceph_node.install()
+    monkeypatch.setattr(ceph_node.shutil, "which", lambda program: "/bin/x" if program == "apt-get" else None)
+    monkeypatch.setattr(ceph_node.os, "geteuid", lambda: 1000)
+    with pytest.raises(CannotInstall, match="sudo apt-get install"):
+        ceph_node.install()
+
+
+def test_a_store_is_read_by_a_process_that_has_only_the_environment(store: ObjectStore):
+    store.put("key", b"written here")
+    code = f"from storage.object_store import open_store; print(open_store({store.uri!r}).get('key'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "b'written here'", done.stderr

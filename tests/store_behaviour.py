@@ -1,0 +1,209 @@
+"""What every store does, on a disk, on a mock S3 server and on a real one.
+
+In: a fixture `store`, which the importing test module defines. Out: the same tests in each of them
+(`from tests.store_behaviour import *`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from storage.digests import DIGEST_FILE, sha256_of, verify_folder
+from storage.log_entries import Session
+from storage.object_store import ObjectStore, open_store, probe
+from storage.run_log import RunLog
+from storage.run_state import Conflict
+from storage.runs import RunBusy, open_run, trainer_lock
+from storage.shards import DamagedShard, commit_shard, read_shard
+from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, a_shard, a_step, a_summary, provenance
+from tests.processes import commit_shards, race_for_keys, run_together, write_in_turns
+
+
+def test_of_many_processes_exactly_one_wins_each_key(store: ObjectStore):
+    won = run_together(race_for_keys, 6, store.uri, 20)
+    assert Counter(key for keys in won for key in keys) == Counter(range(20))
+    for rank, keys in enumerate(won):
+        assert {store.get(f"race/{key}") for key in keys} <= {str(rank).encode()}
+
+
+def test_of_two_writers_of_a_key_the_first_wins(store: ObjectStore):
+    rival = open_store(store.uri)
+    assert store.put_if_absent("a/key", b"first")
+    assert not rival.put_if_absent("a/key", b"second")
+    assert rival.get("a/key") == b"first"
+
+
+def test_writing_what_is_there_already_wins_nothing(store: ObjectStore):
+    assert store.put_if_absent("a/key", b"same")
+    assert not store.put_if_absent("a/key", b"same")
+    assert not open_store(store.uri).put_if_absent("a/key", b"same")
+
+
+def test_put_replaces_and_get_names_what_is_missing(store: ObjectStore):
+    store.put("folder/key", b"old")
+    store.put("folder/key", b"new")
+    store.put("empty", b"")
+    assert store.get("folder/key") == b"new" and store.get("empty") == b""
+    assert store.exists("folder/key") and store.exists("empty")
+    assert not store.exists("folder/other") and not store.exists("folder")
+    with pytest.raises(FileNotFoundError):
+        store.get("folder/other")
+
+
+def test_many_values_come_in_the_order_of_their_keys(store: ObjectStore):
+    for number in range(7):
+        store.put(f"many/{number}", str(number).encode())
+    assert store.get_many([]) == []
+    assert store.get_many(["many/5", "many/none", "many/0", "many/5"]) == [b"5", None, b"0", b"5"]
+    assert store.get_many(["many/none"]) == [None]
+
+
+@pytest.mark.parametrize("name", ["a[0-9]", "a*", "a?", "with space", "50%20", "grün", "a+b=c", "a#b"])
+def test_a_key_means_exactly_itself(store: ObjectStore, name: str):
+    """File-system libraries take some of these for patterns."""
+    store.put("odd/a5", b"another")
+    store.put(f"odd/{name}", b"this one")
+    assert store.get_many([f"odd/{name}"]) == [b"this one"]
+    assert store.names("odd") == sorted(["a5", name])
+    assert [file.key for file in store.walk("odd")] == sorted(["odd/a5", f"odd/{name}"])
+    store.delete([f"odd/{name}"])
+    assert store.names("odd") == ["a5"]
+
+
+def test_deleting_removes_the_named_keys_and_no_others(store: ObjectStore):
+    for key in ("a/1", "a/10", "a/2", "b"):
+        store.put(key, b"")
+    store.delete(["a/1", "a/none", "b"])
+    store.delete(["a/1"])
+    store.delete([])
+    assert [file.key for file in store.walk("a")] == ["a/10", "a/2"] and not store.exists("b")
+
+
+def test_a_walk_finds_every_depth_of_this_folder_only(store: ObjectStore):
+    sizes = {"a/b/c/deep": 3, "a/first": 1, "a/z": 2}
+    for key, size in sizes.items():
+        store.put(key, bytes(size))
+    store.put("ab/neighbour", b"")
+    found = store.walk("a")
+    assert {file.key: file.num_bytes for file in found} == sizes
+    assert [file.key for file in found] == sorted(sizes)
+    assert all(file.modified_at > 1.7e9 for file in found)
+    assert store.walk("nowhere") == []
+
+
+def test_names_are_those_directly_under_a_folder(store: ObjectStore):
+    for key in ("folder/b", "folder/a", "folder/deeper/c"):
+        store.put(key, b"")
+    assert store.names("folder") == ["a", "b", "deeper"]
+    assert store.names("nowhere") == []
+
+
+def test_what_another_process_writes_is_there_at_once(store: ObjectStore):
+    """Two processes write the same keys in turns; after each turn the other one sees exactly that."""
+    assert run_together(write_in_turns, 2, store.uri, 6) == [[], []]
+
+
+def test_a_dataset_reads_the_columns_asked_for(store: ObjectStore):
+    schema = pa.schema([("number", pa.int64()), ("text", pa.string())])
+    for part in range(2):
+        rows = pa.table({"number": [part * 2, part * 2 + 1], "text": ["x" * 1000, f"part {part}"]}, schema=schema)
+        store.put(f"data/{part}.arrow", _ipc_file(rows))
+    dataset = store.dataset(["data/0.arrow", "data/1.arrow"], schema)
+    assert dataset.to_table(columns=["number"]).to_pydict() == {"number": [0, 1, 2, 3]}
+    only = dataset.to_table(columns=["text"], filter=pa.compute.field("number") == 3)
+    assert only.to_pydict() == {"text": ["part 1"]}
+    assert store.dataset([], schema).count_rows() == 0
+
+
+def test_a_dataset_fills_in_a_column_that_older_files_lack(store: ObjectStore):
+    store.put("data/old.arrow", _ipc_file(pa.table({"number": [1]})))
+    wider = pa.schema([("number", pa.int64()), ("added", pa.float64())])
+    assert store.dataset(["data/old.arrow"], wider).to_table().to_pydict() == {"number": [1], "added": [None]}
+
+
+def test_a_dataset_says_which_file_is_missing_or_broken(store: ObjectStore):
+    schema = pa.schema([("number", pa.int64())])
+    with pytest.raises(FileNotFoundError, match="gone"):
+        store.dataset(["data/gone.arrow"], schema).to_table()
+    store.put("data/cut.arrow", _ipc_file(pa.table({"number": [1]}))[:-20])
+    with pytest.raises((pa.ArrowInvalid, OSError), match="cut.arrow"):
+        store.dataset(["data/cut.arrow"], schema).to_table()
+
+
+def test_a_folder_goes_there_and_comes_back_whole(store: ObjectStore, tmp_path: Path):
+    digest = a_policy_folder(tmp_path / "model", weights=bytes(range(256)) * 1000)
+    (tmp_path / "model" / "not-copied").mkdir()
+    store.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
+    for _ in range(2):
+        folder = store.fetch_folder("models/m", tmp_path / "cache")
+        assert verify_folder(folder) == digest
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", DIGEST_FILE, "model.safetensors"]
+
+
+def test_a_missing_folder_is_an_error(store: ObjectStore, tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        store.fetch_folder("models/m", tmp_path)
+
+
+def test_the_store_keeps_writers_apart_and_the_probe_leaves_nothing(store: ObjectStore):
+    assert probe(store) is True
+    assert store.walk("probe") == []
+
+
+def test_two_writers_of_one_log_take_turns(store: ObjectStore):
+    log = a_log(store)
+    rival = RunLog(open_store(store.uri), "run")
+    rival.refresh()
+    log.append(a_shard("s0", [a_summary(0), a_summary(1)]))
+    rival.append(Session(id="rival", code_version=""))  # it thought this number was free
+    with pytest.raises(Conflict, match="already committed"):
+        rival.append(a_shard("s1", [a_summary(1)]))
+    step = a_step(log.state, trained=["0.task0"])
+    log.append(step)
+    log.append(step)
+    with pytest.raises(Conflict, match="another trainer"):
+        rival.append(a_step(rival.state, trained=["0.task1"], attempt="rival"))
+    assert log.refresh().counters() == rival.refresh().counters()
+    assert open_run(open_store(store.uri), "run").state.counters()["pending"] == 1
+    assert store.names("runs/run/log") == [f"{number:020d}.json" for number in range(5)]
+
+
+def test_processes_commit_shards_to_one_log_each_once(store: ObjectStore):
+    a_log(store)
+    run_together(commit_shards, 3, store.uri, "run", 4)
+    log = open_run(open_store(store.uri), "run")
+    assert sorted(log.state.shards) == sorted(f"{rank}.{number}" for rank in range(3) for number in range(4))
+    assert log.state.counters()["submitted"] == log.state.counters()["pending"] == 12
+    for shard in log.state.shards.values():
+        assert sha256_of(store.get(log.shard_key(shard.id))) == shard.sha256
+
+
+def test_a_shard_is_committed_and_read_back_or_found_damaged(store: ObjectStore):
+    log = a_log(store)
+    shard = commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
+    assert read_shard(log, shard).num_rows == 2
+    whole = store.get(log.shard_key("s0"))
+    for damaged in (whole[:-100], whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:], b""):
+        store.put(log.shard_key("s0"), damaged)
+        with pytest.raises(DamagedShard, match="sha256"):
+            read_shard(log, shard)
+    store.delete([log.shard_key("s0")])
+    with pytest.raises(DamagedShard, match="missing"):
+        read_shard(log, shard)
+
+
+def test_the_trainer_lock_covers_this_machine(store: ObjectStore):
+    log = a_log(store)
+    with trainer_lock(log), pytest.raises(RunBusy), trainer_lock(open_run(open_store(store.uri), "run")):
+        pass
+
+
+def _ipc_file(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()

@@ -1,0 +1,302 @@
+"""A server that throttles, breaks, cuts connections, is full, or has no conditional writes.
+
+Each case ends with the right content exactly once, or with a named error and nothing half-written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pyarrow as pa
+import pytest
+from botocore.retries.standard import ExponentialBackoff
+
+from storage.digests import DIGEST_FILE, verify_folder
+from storage.log_entries import Session
+from storage.object_store import ConditionRefused, StoreError, StoreFull, open_store, probe
+from storage.run_log import RunLog
+from storage.run_state import Conflict
+from storage.runs import open_run
+from storage.s3_store import S3Store
+from storage.shards import commit_shard, read_shard
+from tasks.preflight import check_run
+from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, a_shard, a_summary, provenance
+from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
+
+PASSING = [Fault.SLOW_DOWN, Fault.INTERNAL_ERROR, Fault.CUT_REQUEST, Fault.LOSE_ANSWER]
+BODY = bytes(range(256)) * 4096
+SMALLEST_PART = 5 * 2**20
+THREE_PARTS = bytes(range(256)) * (12 * 2**20 // 256)
+
+
+@pytest.fixture
+def server(moto: dict[str, str]) -> dict[str, str]:
+    return moto
+
+
+@pytest.fixture
+def proxy(server: dict[str, str], bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    """The way to the server, which fails where a test says so."""
+    with FaultyS3(server).running() as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.variables["AWS_ENDPOINT_URL"])
+        yield proxy
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long to wait between attempts is botocore's business, and takes most of the time of these tests."""
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.01)
+
+
+@pytest.fixture
+def store(proxy: FaultyS3, bucket: str) -> S3Store:
+    return S3Store(f"s3://{bucket}/prefix")
+
+
+@pytest.fixture
+def impatient(proxy: FaultyS3, bucket: str, monkeypatch: pytest.MonkeyPatch) -> S3Store:
+    """The same store, giving up after two attempts."""
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    return S3Store(f"s3://{bucket}/prefix", part_bytes=SMALLEST_PART)
+
+
+@pytest.fixture
+def there(server: dict[str, str], bucket: str) -> _Bucket:
+    """What the server itself has, not asked through the proxy."""
+    return _Bucket(boto3.client("s3", endpoint_url=server["AWS_ENDPOINT_URL"]), bucket)
+
+
+class _Bucket:
+    def __init__(self, client: object, name: str) -> None:
+        self._client, self._name = client, name
+
+    def content(self) -> dict[str, bytes]:
+        """Every object by its key."""
+        found = self._client.list_objects_v2(Bucket=self._name).get("Contents", [])
+        read = {o["Key"]: self._client.get_object(Bucket=self._name, Key=o["Key"])["Body"].read() for o in found}
+        return {key.removeprefix("prefix/"): data for key, data in read.items()}
+
+    def unfinished(self) -> list[str]:
+        """Keys of multipart uploads that were neither completed nor aborted."""
+        found = self._client.list_multipart_uploads(Bucket=self._name)
+        return [upload["Key"] for upload in found.get("Uploads", [])]
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_write_that_fails_twice_arrives(store: S3Store, proxy: FaultyS3, there: _Bucket, fault: Fault):
+    proxy.fail(fault, times=2)
+    store.put("key", BODY)
+    assert proxy.all_faults_happened and there.content() == {"key": BODY}
+    assert [request.method for request in proxy.requests] == ["PUT"] * 3
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_a_conditional_write_that_fails_is_won_once(store: S3Store, proxy: FaultyS3, there: _Bucket, fault: Fault):
+    """Also where the failed attempt did arrive, and the server says of the next one that the key exists."""
+    proxy.fail(fault)
+    assert store.put_if_absent("key", BODY)
+    assert proxy.all_faults_happened and there.content() == {"key": BODY}
+    assert not store.put_if_absent("key", BODY)
+    assert not open_store(store.uri).put_if_absent("key", b"another")
+    assert there.content() == {"key": BODY}
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_losing_to_a_rival_is_told_although_the_request_failed_first(store: S3Store, proxy: FaultyS3, fault: Fault):
+    rival = open_store(store.uri)
+    assert rival.put_if_absent("key", BODY)
+    proxy.fail(fault)
+    assert not store.put_if_absent("key", BODY), "the same bytes, but another writer's"
+    assert proxy.all_faults_happened
+
+
+def test_an_upload_of_the_same_key_under_way_is_waited_for(store: S3Store, proxy: FaultyS3, there: _Bucket):
+    """409 says that somebody else is writing, not that he has written; he may have failed."""
+    proxy.fail(Fault.CONFLICT, times=2)
+    assert store.put_if_absent("key", b"mine")
+    proxy.fail(Fault.CONFLICT)
+    assert not store.put_if_absent("key", b"late")
+    assert there.content() == {"key": b"mine"}
+
+
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.INTERNAL_ERROR, Fault.CUT_ANSWER, Fault.LOSE_ANSWER])
+def test_a_read_that_fails_is_repeated(store: S3Store, proxy: FaultyS3, tmp_path: Path, fault: Fault):
+    store.put("key", BODY)
+    proxy.fail(fault, method="GET")
+    assert store.get("key") == BODY
+    proxy.fail(fault, method="GET", times=2)
+    assert store.get_many(["key", "key", "none"]) == [BODY, BODY, None]
+    digest = a_policy_folder(tmp_path / "model", weights=BODY)
+    store.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
+    proxy.fail(fault, method="GET", part="model.safetensors")
+    fetched = store.fetch_folder("models/m", tmp_path / "cache")
+    assert verify_folder(fetched) == digest and len(list(fetched.iterdir())) == 3
+    assert proxy.all_faults_happened
+
+
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOSE_ANSWER])
+def test_looking_listing_and_deleting_survive_a_fault(store: S3Store, proxy: FaultyS3, fault: Fault):
+    store.put("folder/key", b"")
+    proxy.fail(fault, method="HEAD")
+    assert store.exists("folder/key")
+    proxy.fail(fault, method="GET")
+    assert store.names("folder") == ["key"]
+    proxy.fail(fault, method="GET")
+    assert [file.key for file in store.walk("folder")] == ["folder/key"]
+    proxy.fail(fault, method="POST")
+    store.delete(["folder/key"])
+    assert store.walk("folder") == [] and proxy.all_faults_happened
+
+
+def test_a_server_that_does_not_answer_is_asked_again(proxy: FaultyS3, bucket: str):
+    store = S3Store(f"s3://{bucket}/prefix", config_kwargs={"read_timeout": 0.5, "retries": {"mode": "standard"}})
+    proxy.fail(Fault.STALL)
+    assert store.put_if_absent("key", BODY)
+    proxy.fail(Fault.STALL, method="GET")
+    assert store.get("key") == BODY and proxy.all_faults_happened
+
+
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.INTERNAL_ERROR, Fault.CUT_REQUEST])
+def test_a_write_that_never_arrives_is_a_named_error_and_leaves_the_old_value(
+    impatient: S3Store, proxy: FaultyS3, there: _Bucket, fault: Fault
+):
+    impatient.put("old", b"old")
+    proxy.fail(fault, times=ALWAYS)
+    for write in (impatient.put, impatient.put_if_absent):
+        with pytest.raises(StoreError, match=rf"store {impatient.uri}: cannot write new: ."):
+            write("new", BODY)
+    with pytest.raises(StoreError, match="cannot write old"):
+        impatient.put("old", BODY)
+    assert there.content() == {"old": b"old"}
+
+
+def test_an_error_names_what_the_server_said(impatient: S3Store, proxy: FaultyS3):
+    proxy.fail(Fault.SLOW_DOWN, times=ALWAYS)
+    with pytest.raises(StoreError, match=r"reduce your request rate.*SlowDown, HTTP 503"):
+        impatient.put("key", BODY)
+    proxy.fail(Fault.LOSE_ANSWER, times=ALWAYS, method="GET")
+    with pytest.raises(StoreError, match="cannot read key: Connection was closed"):
+        impatient.get("key")
+
+
+@pytest.mark.parametrize("part", ["uploads", "partNumber=2", "uploadId"])
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.LOSE_ANSWER])
+def test_an_upload_in_parts_survives_a_fault_in_each_of_its_steps(
+    impatient: S3Store, proxy: FaultyS3, there: _Bucket, fault: Fault, part: str
+):
+    """Begin, a part, completion. A lost answer to `begin` leaves an upload nobody knows of, but no object."""
+    proxy.fail(fault, method="PUT" if part == "partNumber=2" else "POST", part=part)
+    impatient.put("large", THREE_PARTS)
+    assert proxy.all_faults_happened and there.content() == {"large": THREE_PARTS}
+
+
+def test_an_upload_in_parts_with_a_cut_part_arrives(impatient: S3Store, proxy: FaultyS3, there: _Bucket):
+    proxy.fail(Fault.CUT_REQUEST, part="partNumber=3")
+    impatient.put("large", THREE_PARTS)
+    assert proxy.all_faults_happened and there.content() == {"large": THREE_PARTS}
+
+
+@pytest.mark.parametrize("fault", [Fault.SLOW_DOWN, Fault.CUT_REQUEST])
+def test_an_upload_in_parts_that_fails_leaves_nothing(
+    impatient: S3Store, proxy: FaultyS3, there: _Bucket, fault: Fault
+):
+    proxy.fail(fault, times=ALWAYS, part="partNumber=2")
+    with pytest.raises(StoreError, match="cannot write large"):
+        impatient.put("large", THREE_PARTS)
+    assert there.content() == {} and there.unfinished() == []
+
+
+@pytest.mark.parametrize("fault", [Fault.QUOTA_EXCEEDED, Fault.DISK_FULL])
+def test_a_full_store_says_so_at_once(store: S3Store, proxy: FaultyS3, there: _Bucket, fault: Fault):
+    for write in (store.put, store.put_if_absent):
+        proxy.fail(fault)
+        with pytest.raises(StoreFull, match=f"store {store.uri} is full.*key.*millrace gc"):
+            write("key", BODY)
+    assert len(proxy.requests) == 2, "asking again makes no room"
+    assert there.content() == {}
+
+
+def test_a_shard_is_committed_once_whatever_happens_on_the_way(store: S3Store, proxy: FaultyS3):
+    log = a_log(store)
+    for fault in PASSING:
+        proxy.fail(fault, part="/shards/")
+        proxy.fail(fault, part="/log/")
+    for number in range(len(PASSING)):
+        shard = commit_shard(log, [a_group(number)], provenance=provenance(f"s{number}"), sampling=SAMPLING)
+        assert read_shard(log, shard).num_rows == 2
+    assert proxy.all_faults_happened
+    again = open_run(open_store(store.uri), "run").state
+    assert list(again.shards) == ["s0", "s1", "s2", "s3"] and again.entries == 2 + 4
+    assert again.counters()["submitted"] == 4
+
+
+def test_a_commit_that_failed_can_be_repeated(impatient: S3Store, proxy: FaultyS3):
+    log = a_log(impatient)
+    for part in ("/shards/", "/log/"):
+        proxy.fail(Fault.CUT_REQUEST, times=ALWAYS, part=part)
+        with pytest.raises(StoreError, match=part):
+            commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
+        proxy.heal()
+        assert list(open_run(open_store(impatient.uri), "run").state.shards) == []
+    shard = commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
+    assert read_shard(log, shard).num_rows == 2 and list(log.state.shards) == ["s0"]
+
+
+def test_an_entry_whose_answers_were_all_lost_is_found_by_its_writer(impatient: S3Store, proxy: FaultyS3):
+    """The error says nothing about whether the entry is there. Appending it again does."""
+    log = a_log(impatient)
+    proxy.fail(Fault.LOSE_ANSWER, times=ALWAYS, part="/log/")
+    with pytest.raises(StoreError, match="cannot write runs/run/log/"):
+        log.append(a_shard("s0", [a_summary(0)]))
+    proxy.heal()
+    rival = RunLog(open_store(impatient.uri), "run")
+    with pytest.raises(Conflict, match="already committed"):
+        rival.append(a_shard("s1", [a_summary(0)]))
+    log.append(a_shard("s0", [a_summary(0)]))
+    log.append(Session(id="next", code_version=""))
+    assert log.state.entries == 4 and list(rival.refresh().shards) == ["s0"]
+
+
+def test_a_dataset_fetches_only_the_columns_asked_for(store: S3Store, proxy: FaultyS3):
+    schema = pa.schema([("reward", pa.float64()), ("tokens", pa.binary())])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema) as writer:
+        for part in range(3):
+            writer.write_batch(pa.record_batch({"reward": [float(part)] * 10, "tokens": [bytes(50_000)] * 10}, schema))
+    data = sink.getvalue().to_pybytes()
+    store.put("data.arrow", data)
+    proxy.requests.clear()
+    proxy.fail(Fault.CUT_ANSWER, method="GET")
+    rewards = store.dataset(["data.arrow"], schema).to_table(columns=["reward"])
+    assert rewards.column("reward").to_pylist() == [0.0] * 10 + [1.0] * 10 + [2.0] * 10
+    assert proxy.all_faults_happened
+    assert sum(request.num_bytes for request in proxy.requests) < len(data) / 20
+
+
+def test_a_store_that_ignores_the_condition_is_refused(store: S3Store, proxy: FaultyS3, there: _Bucket):
+    proxy.fail(Fault.IGNORE_CONDITION, times=ALWAYS)
+    assert store.put_if_absent("key", b"first") and store.put_if_absent("key", b"second"), "both win"
+    assert probe(store) is False
+    with pytest.raises(StoreError, match="lets a second writer replace.*If-None-Match"):
+        _check_run(store)
+    assert there.content() == {"key": b"second"}
+
+
+def test_a_store_that_refuses_the_condition_is_refused_by_name(store: S3Store, proxy: FaultyS3, there: _Bucket):
+    proxy.fail(Fault.REFUSE_CONDITION, times=ALWAYS)
+    store.put("unconditional", b"works")
+    for check in (probe, _check_run):
+        with pytest.raises(ConditionRefused, match="refuses conditional writes.*If-None-Match.*501"):
+            check(store)
+    assert there.content() == {"unconditional": b"works"}
+
+
+def test_a_good_store_passes(store: S3Store, there: _Bucket):
+    _check_run(store)
+    assert there.content() == {}
+
+
+def _check_run(store: S3Store) -> None:
+    check_run(workflow="examples.arithmetic:Arithmetic", dataset="", model="", store=store.uri, evaluation_split="test")

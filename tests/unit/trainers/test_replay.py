@@ -1,0 +1,255 @@
+"""A replay gives the recorded weights bit for bit, and with one change says how far it went elsewhere."""
+
+import dataclasses
+import math
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from storage.claims import next_claim
+from storage.digests import verify_folder
+from storage.log_entries import Rescore, Retire, Step
+from storage.object_store import LocalStore
+from storage.replay import CannotReplay, ReplayedStep, plan_replay
+from storage.rewards import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
+from storage.run_log import RunLog
+from storage.shards import read_shard
+from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows
+from trainers.config import Recipe, TrainSettings
+from trainers.replay import ReplayWorker, compare_updates
+from trainers.worker import PHASES, TrainerWorker
+
+_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> RunLog:
+    """A run of four steps on two groups each, with optimizer state saved at the third."""
+    root = tmp_path_factory.mktemp("finished")
+    log = new_run(root, tiny_folder)
+    rows = random_rows(tiny_folder, num_groups=2 * _STEPS)
+    groups = [group_of([row for row in rows if row.group == p], position=p) for p in range(2 * _STEPS)]
+    for number in range(_STEPS):
+        commit(log, f"shard-{number}", groups[2 * number : 2 * number + 2])
+    recipe = _recipe()
+    worker = TrainerWorker(
+        store_uri=log.store.uri,
+        run_id=log.run_id,
+        settings=recipe.settings,
+        learning_rate=recipe.learning_rate,
+        temperature=recipe.temperature,
+        max_staleness=recipe.max_staleness,
+        seed=recipe.seed,
+        cache=str(root / "cache"),
+    )
+    worker.start()
+    phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
+    for _ in range(_STEPS):
+        claim = next_claim(log.refresh(), batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
+        assert claim is not None
+        worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id="session")
+    assert [step.state_path is not None for step in log.refresh().steps] == [False, False, True, False]
+    return log
+
+
+@pytest.fixture
+def log(finished: RunLog, tmp_path: Path) -> RunLog:
+    """A copy of the finished run, to damage or to add to."""
+    assert isinstance(finished.store, LocalStore)
+    shutil.copytree(finished.store.root, tmp_path / "copy")
+    copy = RunLog(LocalStore(tmp_path / "copy"), finished.run_id)
+    copy.refresh()
+    return copy
+
+
+def _recipe(*, learning_rate: float = 1e-3, **settings: object) -> Recipe:
+    chosen = {"device": "cpu", "checkpoint_every": 3, "num_minibatches": 2, **settings}
+    return Recipe(
+        settings=TrainSettings.model_validate(chosen),
+        learning_rate=learning_rate,
+        temperature=1.0,
+        max_staleness=8,
+        seed=0,
+    )
+
+
+def _replay(
+    log: RunLog,
+    tmp_path: Path,
+    first: int,
+    last: int,
+    *,
+    changed: Recipe | None = None,
+    rewards: str = "",
+    resumed_from: int | None = None,
+    save: Path | None = None,
+) -> list[ReplayedStep]:
+    """What the flow does with a worker."""
+    plan = plan_replay(log.refresh(), run=log.run_id, first=first, last=last, rewards=rewards)
+    worker = ReplayWorker(
+        store_uri=log.store.uri,
+        run_id=log.run_id,
+        plan=plan,
+        recorded=_recipe(),
+        changed=changed or _recipe(),
+        rewards=rewards,
+        cache=str(tmp_path / "cache"),
+    )
+    try:
+        loaded = worker.start()
+        assert loaded == (plan.resumed_from if resumed_from is None else resumed_from)
+        assert all([worker.lead_up(step) for step in range(loaded + 1, first)])
+        steps = [worker.retrain(step) for step in range(first, last + 1)]
+        if save is not None:
+            worker.save_policy(str(save))
+        return steps
+    finally:
+        worker.close()
+        assert not worker._scratch.exists()
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "resumed_from"), [(1, 4, 0), (3, 3, 0), (4, 4, 3)], ids=["all", "led up to", "over a state"]
+)
+def test_unchanged_steps_have_the_recorded_weights_and_metrics(
+    finished: RunLog, tmp_path: Path, first: int, last: int, resumed_from: int
+) -> None:
+    steps = _replay(finished, tmp_path, first, last, resumed_from=resumed_from)
+    assert [step.step for step in steps] == list(range(first, last + 1))
+    recorded: list[Step] = finished.state.steps[first - 1 : last]
+    assert [step.replayed_sha256 for step in steps] == [step.policy.weights_sha256 for step in recorded]
+    for step, original in zip(steps, recorded, strict=True):
+        assert step.identical and (step.distance, step.cosine) == (0.0, 1.0)
+        assert step.replayed == step.recorded and step.recorded.items() <= original.metrics.items()
+        assert {"loss", "grad_norm", "entropy", "clip_fraction", "approx_kl"} <= step.replayed.keys()
+
+
+def test_another_learning_rate_gives_other_weights_further_along_the_same_way(finished: RunLog, tmp_path: Path) -> None:
+    [step] = _replay(finished, tmp_path, 1, 1, changed=_recipe(learning_rate=2e-3))
+    assert not step.identical and step.recorded_sha256 != step.replayed_sha256
+    assert step.recorded["learning_rate"] == 1e-3 and step.replayed["learning_rate"] == 2e-3
+    # Adam's first update is proportional to the learning rate; the second mini-batch's only nearly.
+    assert step.distance == pytest.approx(1.0, abs=0.2)
+    assert step.cosine == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize(("first", "loaded"), [(2, 0), (4, 3)])
+def test_a_change_begins_with_the_span(finished: RunLog, tmp_path: Path, first: int, loaded: int) -> None:
+    # The first mini-batch of a step computes its gap before any update: equal, because nothing was changed before.
+    [step] = _replay(finished, tmp_path, first, first, changed=_recipe(learning_rate=2e-3), resumed_from=loaded)
+    assert step.replayed["engine_gap"] == step.recorded["engine_gap"]
+    assert not step.identical
+
+
+def test_a_new_trainer_in_the_middle_changes_nothing_by_itself(finished: RunLog, tmp_path: Path) -> None:
+    # Another cap on importance weights is another recipe that `strict` runs never read.
+    steps = _replay(finished, tmp_path, 2, 4, changed=_recipe(importance_cap=3.0))
+    assert all(step.identical for step in steps)
+
+
+@pytest.mark.parametrize("change", [{"loss": "cispo"}, {"scale": "none"}, {"weight_decay": 0.1}, {"dtype": "bfloat16"}])
+def test_one_setting_can_be_changed_at_a_time(finished: RunLog, tmp_path: Path, change: dict[str, object]) -> None:
+    first, second = _replay(finished, tmp_path, 2, 3, changed=_recipe(**change))
+    assert not first.identical and first.distance and 0 < first.distance < 2 and first.cosine and first.cosine > 0
+    assert second.distance is not None and second.distance > 0
+
+
+def test_two_losses_are_compared_on_the_same_tokens(finished: RunLog, tmp_path: Path) -> None:
+    [step] = _replay(finished, tmp_path, 1, 1, changed=_recipe(loss="cispo"))
+    for name in ("trained_tokens", "trained_rows", "reward", "engine_gap"):
+        assert step.replayed[name] == step.recorded[name]
+    assert step.replayed["loss"] != step.recorded["loss"]
+
+
+def test_the_replayed_policy_can_be_kept(finished: RunLog, tmp_path: Path) -> None:
+    [step] = _replay(finished, tmp_path, 4, 4, save=tmp_path / "kept")
+    assert verify_folder(tmp_path / "kept") == step.recorded_sha256
+    load_causal_lm(tmp_path / "kept")
+
+
+def test_without_the_recorded_weights_digests_still_compare(log: RunLog, tmp_path: Path) -> None:
+    log.append(Retire(shard_ids=[], policy_versions=[2], state_paths=[], reason="test"))
+    [same] = _replay(log, tmp_path, 2, 2)
+    [other] = _replay(log, tmp_path, 2, 2, changed=_recipe(learning_rate=2e-3))
+    assert same.identical and not other.identical
+    assert other.distance is None and other.cosine is None
+
+
+def test_a_damaged_state_is_passed_over_for_an_earlier_one(log: RunLog, tmp_path: Path) -> None:
+    assert isinstance(log.store, LocalStore)
+    state_path = log.state.steps[2].state_path
+    assert state_path is not None
+    file = log.store.root / state_path / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    [step] = _replay(log, tmp_path, 4, 4, resumed_from=0)
+    assert step.identical
+
+
+def test_a_damaged_shard_names_itself_and_the_way_out(log: RunLog, tmp_path: Path) -> None:
+    assert isinstance(log.store, LocalStore)
+    path = log.store.root / log.shard_key("shard-1")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CannotReplay, match=r"step 2 cannot.*shard-1.arrow.*Put the file back.*--from 4"):
+        _replay(log, tmp_path, 1, 3)
+    with pytest.raises(CannotReplay, match="step 2"):
+        _replay(log, tmp_path, 3, 3)
+    [step] = _replay(log, tmp_path, 4, 4)  # what it promises
+    assert step.identical
+
+
+def _rescore(log: RunLog, name: str, *, factor: float | None) -> None:
+    """Rewards that are the recorded ones times `factor`; with None all but the first are null."""
+    wanted, files = RewardSet(name=name, reward="test:reward", reward_sha256="0" * 64), {}
+    for shard in log.state.shards.values():
+        attempts = attempts_of(read_shard(log, shard))
+        rewards = [
+            NewReward(reward=a.recorded * factor if factor and a.recorded is not None else None, parts={})
+            for a in attempts
+        ]
+        if not factor:
+            rewards[0] = dataclasses.replace(rewards[0], reward=1.0)
+        files[shard.id], _ = put_rewards(log, shard, wanted, attempts, rewards)
+    log.append(Rescore(name=name, reward=wanted.reward, reward_sha256=wanted.reward_sha256, files=files))
+
+
+def test_equal_rewards_of_a_rescore_give_the_recorded_weights_and_others_do_not(log: RunLog, tmp_path: Path) -> None:
+    _rescore(log, "same", factor=1.0)
+    _rescore(log, "negated", factor=-1.0)
+    assert all(step.identical for step in _replay(log, tmp_path, 1, 4, rewards="same"))
+    [negated] = _replay(log, tmp_path, 4, 4, rewards="negated")
+    assert negated.replayed["reward"] == pytest.approx(-negated.recorded["reward"])
+    assert not negated.identical and negated.cosine is not None and negated.cosine < 0.9
+
+
+def test_attempts_whose_new_reward_is_null_teach_nothing(log: RunLog, tmp_path: Path) -> None:
+    _rescore(log, "gone", factor=None)
+    [step] = _replay(log, tmp_path, 1, 1, rewards="gone")
+    # One known reward in all: no group has a preference, so there is no gradient.
+    assert step.replayed["grad_norm"] == 0 and step.replayed["reward"] == 1.0
+    assert step.cosine is None, "nothing moved, so there is no direction"
+
+
+def test_damaged_rewards_name_the_file_and_the_way_out(log: RunLog, tmp_path: Path) -> None:
+    _rescore(log, "same", factor=1.0)
+    log.store.put(rewards_key(log, "same", "shard-0"), b"not these")
+    with pytest.raises(DamagedRewards, match=r"rewards/same/shard-0.arrow.*sha256 differs.*another name"):
+        _replay(log, tmp_path, 1, 1, rewards="same")
+
+
+def test_the_comparison_of_updates_by_hand(tmp_path: Path) -> None:
+    def folder(name: str, a: list[float], b: list[float]) -> Path:
+        (tmp_path / name).mkdir()
+        save_file({"a": torch.tensor([a]), "b": torch.tensor(b)}, str(tmp_path / name / "model.safetensors"))
+        return tmp_path / name
+
+    start = folder("start", [1, 1], [1])
+    recorded = folder("recorded", [4, 5], [1])  # moved by (3, 4, 0)
+    new = folder("new", [1, 5], [4])  # moved by (0, 4, 3)
+    distance, cosine = compare_updates(new, recorded, start=start)
+    assert distance == pytest.approx(math.sqrt(18) / 5) and cosine == pytest.approx(16 / 25)
+    assert compare_updates(recorded, recorded, start=start) == (0.0, pytest.approx(1.0))
+    assert compare_updates(new, start, start=start) == (None, None)
