@@ -44,7 +44,7 @@ from storage.shard_schema import flat
 from storage.shards import commit_shard, read_shard
 from trainers.samples import COLUMNS, gather_samples
 
-REPETITIONS = 5
+REPETITIONS = 7
 TOKEN_COLUMNS = {"input_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "weight_versions": np.int32}
 """What the trainer gets: 13 bytes per token. GB/s below are of these, whatever the file holds."""
 MEMORY_ROWS = 2048

@@ -28,7 +28,7 @@ from storage.log_entries import Evaluation, GroupSummary, Policy, Step
 from storage.registry import dataset_digest
 from storage.run_log import RunLog
 from storage.run_state import OUTCOMES, RunState
-from storage.shard_codec import flat
+from storage.shard_schema import flat
 from storage.shards import DamagedShard, read_shard
 
 _PARENTS_SHOWN = 8

@@ -32,8 +32,6 @@ from storage.shard_schema import (
     check,
     check_schema,
     content_sha256,
-    flat,  # noqa: F401 - readers of a table take it from here
-    row_offsets,  # noqa: F401
 )
 
 COMPRESSION = "lz4"
