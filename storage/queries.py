@@ -27,6 +27,7 @@ import pyarrow.fs
 from storage.digests import sha256_of
 from storage.log_entries import Evaluation, LogEntry, Shard, Step, to_json
 from storage.object_store import StoreError
+from storage.query_rewards import RewardRows
 from storage.run_log import RunLog
 from storage.run_state import OUTCOMES, RunState
 from storage.shard_schema import SCHEMA, BadShard, check_schema
@@ -41,6 +42,7 @@ VIEWS = {
     "tokens": "one row per token, prompts too; logprob 0 and version −1 where nothing was sampled",
     "steps": "one row per optimizer step: what it took, what it made, and every metric",
     "evaluations": "one row per held-out score of a policy version",
+    "rewards": "one row per attempt and `millrace rescore`: the reward it would have had; the recorded one stays",
     "shard_rows": "the shards' columns as they are stored (docs/shard_format.md), and shard_id",
 }
 """Every view, and what a row of it is."""
@@ -118,6 +120,10 @@ SELECT
     r.shard_id, g.shard_number
 FROM shard_rows r LEFT JOIN groups g ON g.shard_id = r.shard_id AND g.id = r.group_id;
 
+CREATE VIEW rewards AS
+SELECT group_id || '/' || attempt AS trajectory_id, name, reward, reward_parts, group_id, attempt, shard_id
+FROM reward_rows;
+
 CREATE VIEW turns AS
 SELECT
     trajectory_id, sequence_idx, turn_idx,
@@ -179,6 +185,7 @@ class Queries:
             "groups": _groups(state, shards, version_of),
             "steps": _steps(entries),
             "evaluations": _evaluations(entries),
+            "reward_rows": RewardRows.of(log, {shard.id for shard in readable}, left_out=self.left_out),
         }
         for name, table in tables.items():
             self._connection.register(name, table)

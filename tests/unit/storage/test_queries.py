@@ -13,13 +13,14 @@ import pytest
 import s3fs
 
 from storage.digests import sha256_of
-from storage.log_entries import Evaluation, Quarantine, Retire, Shard
+from storage.log_entries import Evaluation, Quarantine, Rescore, Retire, Shard
 from storage.object_store import LocalStore, ObjectStore, StoreError, open_store
 from storage.queries import VIEWS, Queries, open_queries
 from storage.records import Message, RolloutGroup, ToolCall
+from storage.rewards import NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.run_log import RunLog
 from storage.shard_codec import encode_shard
-from storage.shards import commit_shard
+from storage.shards import commit_shard, read_shard
 from tests.builders import (
     SAMPLING,
     a_group,
@@ -83,6 +84,15 @@ def _a_run(store: ObjectStore) -> RunLog:
     outcomes = {"trained": ["0.task0"], "stale": ["0.task1"], "filtered": ["0.task2"], "failed": ["0.task3"]}
     log.append(a_step(log.state, **outcomes))
     return log
+
+
+def _rescore(log: RunLog, name: str, rewards: Sequence[float | None]) -> None:
+    """New rewards for the first attempts of shard `s0`."""
+    shard, made_by = log.state.shards["s0"], {"reward": f"my:{name}", "reward_sha256": "1" * 64}
+    attempts = attempts_of(read_shard(log, shard))[: len(rewards)]
+    new = [NewReward(reward=reward, parts={"style": reward}) for reward in rewards]
+    digest, _ = put_rewards(log, shard, RewardSet(name=name, **made_by), attempts, new)
+    log.append(Rescore(name=name, files={"s0": digest}, **made_by))
 
 
 def _rows(queries: Queries, sql: str) -> list[tuple[Any, ...]]:
@@ -176,8 +186,31 @@ def test_groups_steps_and_evaluations_are_those_of_the_log(store: ObjectStore):
     assert _rows(queries, "SELECT version, score, num_failed, shard_id FROM evaluations") == [(0, 0.5, 1, "e0")]
 
 
+def test_rewards_of_a_rescore_stand_beside_the_recorded_ones(any_store: ObjectStore):
+    log = _a_run(any_store)
+    _rescore(log, "strict", [0.0, None])
+    _rescore(log, "kind", [1.0, 0.5])
+    compared = """
+        SELECT t.id, t.reward AS old, w.reward AS new FROM trajectories t JOIN rewards w ON w.trajectory_id = t.id
+        WHERE w.name = 'strict' ORDER BY t.id
+    """
+    assert _rows(open_queries(log), compared) == [("0.task0/0", 1.0, 0.0), ("0.task0/1", 0.0, None)]
+    assert _rows(open_queries(log), "SELECT name, count(*) FROM rewards GROUP BY name ORDER BY name") == [
+        ("kind", 2),
+        ("strict", 2),
+    ]
+    any_store.put(rewards_key(log, "kind", "s0"), b"cut off")
+    queries = open_queries(log)
+    assert _rows(queries, "SELECT DISTINCT name FROM rewards") == [("strict",)]
+    assert "sha256 differs" in queries.left_out["rewards kind of s0"]
+    log.append(Quarantine(shard_id="s0", reason="lost"))
+    assert _rows(open_queries(log), "SELECT * FROM rewards") == []
+
+
 def test_every_view_has_columns_and_rows(store: ObjectStore):
-    queries = open_queries(_a_run(store))
+    log = _a_run(store)
+    _rescore(log, "strict", [0.0])
+    queries = open_queries(log)
     for view in VIEWS:
         assert list(queries.columns(view)) == queries.select(f"SELECT * FROM {view}").schema.names
         assert _rows(queries, f"SELECT count(*) FROM {view}")[0][0] > 0
