@@ -24,7 +24,7 @@ ifeq ($(filter cpu gpu,$(DEVICE)),)
 $(error MILLRACE_DEVICE is "$(DEVICE)": it can be cpu or gpu)
 endif
 
-FIRST_INSTALL := $(if $(filter cpu,$(DEVICE)),3–4 minutes and 4.7 GB,several minutes) the first time
+FIRST_INSTALL := $(if $(filter cpu,$(DEVICE)),3–4 minutes and 5.4 GB,several minutes) the first time
 PIP_INSTALL := .venv/bin/python -m pip install --no-deps --no-input --disable-pip-version-check --progress-bar off
 
 .ONESHELL:

@@ -1,4 +1,4 @@
-"""DESIGN section 1 as a test: who may import whom, which library lives where, and what an import may cost."""
+"""The architecture as a test: who may import whom, which library lives where, and what an import may cost."""
 
 from __future__ import annotations
 
