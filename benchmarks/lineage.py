@@ -163,8 +163,8 @@ def _command_seconds(arguments: list[str]) -> float:
 
 
 def main(
-    entries: Annotated[int, typer.Option(help="Entries in the synthetic part of the log.")] = 100_000,
-    repeats: Annotated[int, typer.Option(help="Times every question is asked; the median counts.")] = 5,
+    entries: Annotated[int, typer.Option(min=4, help="Entries in the synthetic part of the log.")] = 100_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Times every question is asked; the median counts.")] = 5,
     output: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
 ) -> None:
     """Write the run (minutes), ask every question, print the table."""

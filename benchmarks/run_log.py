@@ -11,6 +11,7 @@ alias: 100,000 entries are a run of 25,000 steps and 10⁶ trajectories.
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -33,7 +34,7 @@ from storage.log_entries import (
     Shard,
     Step,
 )
-from storage.object_store import ObjectStore, open_store
+from storage.object_store import LocalStore, ObjectStore, open_store
 from storage.run_log import RunLog
 from storage.runs import create_run
 
@@ -96,6 +97,13 @@ def _round(step: int) -> list[Entry]:
     return [shard, made, registration, Alias(name="rollout", version=step, checksum="c" * 64)]
 
 
+def delete_run(store: ObjectStore, run_id: str) -> None:
+    """Leave nothing of a synthetic run in a store that may be somebody's."""
+    store.delete([file.key for file in store.walk(f"runs/{run_id}")])
+    if isinstance(store, LocalStore):
+        shutil.rmtree(store.root / "runs" / run_id, ignore_errors=True)  # folders that are empty now
+
+
 def open_seconds(store: ObjectStore, run_id: str, repeats: int) -> float:
     """Median wall-clock of opening the log and looking at its newest step."""
     seconds = []
@@ -108,31 +116,34 @@ def open_seconds(store: ObjectStore, run_id: str, repeats: int) -> float:
 
 
 def main(
-    entries: Annotated[int, typer.Option(help="Entries in the log.")] = 100_000,
+    entries: Annotated[int, typer.Option(min=4, help="Entries in the log.")] = 100_000,
     store: Annotated[str, typer.Option(help="Where to put it; a temporary folder by default.")] = "",
     output: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
 ) -> None:
-    """Write a log, open it from its segments, remove them, and open it entry by entry."""
+    """Write a log, open it from its segments, remove them, open it entry by entry, and delete it."""
     with tempfile.TemporaryDirectory() as scratch:
         place = open_store(store or scratch)
         run_id = f"benchmark-{time.time_ns()}"
-        started = time.perf_counter()
-        write_run(place, run_id, entries)
-        append_ms = 1000 * (time.perf_counter() - started) / entries
-        with_segments = open_seconds(place, run_id, 5)
-        segments = place.walk(f"runs/{run_id}/log/segments")
-        place.delete([file.key for file in segments])
-        one_by_one = open_seconds(place, run_id, 1)
-        numbers = {
-            "ratio": one_by_one / with_segments,
-            "entries": entries,
-            "trajectories": entries // 4 * GROUPS * ATTEMPTS,
-            "store": "s3" if store.startswith("s3:") else "local",
-            "open_seconds": with_segments,
-            "open_seconds_without_segments": one_by_one,
-            "append_milliseconds": append_ms,
-            "segment_megabytes": sum(file.num_bytes for file in segments) / 1e6,
-        }
+        try:
+            started = time.perf_counter()
+            write_run(place, run_id, entries)
+            append_ms = 1000 * (time.perf_counter() - started) / entries
+            with_segments = open_seconds(place, run_id, 5)
+            segments = place.walk(f"runs/{run_id}/log/segments")
+            place.delete([file.key for file in segments])
+            one_by_one = open_seconds(place, run_id, 1)
+            numbers = {
+                "ratio": one_by_one / with_segments,
+                "entries": entries,
+                "trajectories": entries // 4 * GROUPS * ATTEMPTS,
+                "store": "s3" if store.startswith("s3:") else "local",
+                "open_seconds": with_segments,
+                "open_seconds_without_segments": one_by_one,
+                "append_milliseconds": append_ms,
+                "segment_megabytes": sum(file.num_bytes for file in segments) / 1e6,
+            }
+        finally:
+            delete_run(place, run_id)
     table = Table(title=f"opening a run of {entries} entries, {numbers['trajectories']} trajectories")
     for column in ("entry by entry / segments", "segments", "entry by entry", "append", "segments on disk"):
         table.add_column(column, justify="right")

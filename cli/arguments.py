@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from storage.run_log import RunLog
 
 StoreOption = Annotated[str, typer.Option(help="Where the runs are; by default .millrace/store.")]
+EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out attempts too.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 
 import typer
@@ -15,28 +16,30 @@ MENDABLE = (ValueError, FileNotFoundError, PermissionError)
 """Errors whose message already says what to do; subclasses such as ConfigError and RunExists included."""
 
 
-def mendable_types() -> tuple[type[BaseException], ...]:
-    """All such errors; imported late, because storage is not needed to print a usage message."""
-    from infra.fleet import WorkerDied
-    from infra.services import ServiceFailed
-    from rollouts.executor import NothingAccepted, WrongWorkflow
-    from storage.object_store import StoreError
-    from storage.run_state import Conflict, LogDamaged
-    from storage.runs import RunBusy
-    from tasks.train import Stalled
+MENDABLE_ELSEWHERE = {
+    "infra.fleet": ("WorkerDied",),
+    "infra.services": ("ServiceFailed",),
+    "rollouts.executor": ("NothingAccepted", "WrongWorkflow"),
+    "storage.digests": ("DigestMismatch",),
+    "storage.object_store": ("StoreError",),
+    "storage.registry": ("RegistryUnavailable",),
+    "storage.run_state": ("Conflict", "LogDamaged"),
+    "storage.runs": ("RunBusy",),
+    "storage.shards": ("DamagedShard",),
+    "tasks.train": ("Stalled",),
+}
+"""More of them, by the module that defines them."""
 
-    return (
-        *MENDABLE,
-        StoreError,
-        RunBusy,
-        Conflict,
-        LogDamaged,
-        NothingAccepted,
-        WrongWorkflow,
-        WorkerDied,
-        ServiceFailed,
-        Stalled,
-    )
+
+def mendable_types() -> tuple[type[BaseException], ...]:
+    """All such errors that can have been raised: what nobody has imported nobody has raised."""
+    elsewhere = [
+        getattr(sys.modules[module], name)
+        for module, names in MENDABLE_ELSEWHERE.items()
+        if module in sys.modules
+        for name in names
+    ]
+    return (*MENDABLE, *elsewhere)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cli.lineage import ranges
+from cli.formatting import ranges, size
 from infra.environment import store_uri
 from storage.object_store import open_store
 from storage.retention import RunReport, collect_garbage
@@ -43,9 +43,11 @@ def collect(
         typer.echo(json.dumps([as_document(report) for report in reports], indent=2))
         return
     reports = collect_garbage(opened, runs, rules, dry_run=True, ignore_readers=ignore_readers)
+    if not reports:
+        console.print(f"no runs in {escape(opened.uri)}", soft_wrap=True)
     for report in reports:
         _print(report, console)
-    free = [report for report in reports if ignore_readers or not report.readers]
+    free = [report for report in reports if not report.problem and (ignore_readers or not report.readers)]
     if dry_run or not any(report.items for report in free):
         return
     if not sure:
@@ -75,6 +77,7 @@ def as_document(report: RunReport) -> dict[str, Any]:
         "bytes": report.num_bytes,
         "freed_bytes": report.freed_bytes,
         "removed": report.removed,
+        "problem": report.problem,
         "by_kind": {kind: {"count": count, "bytes": num} for kind, (count, num) in report.by_kind().items()},
         "kept_policies": {str(version): reason for version, reason in report.kept.items()},
         "readers": [{"what": r.what, "host": r.host, "pid": r.pid} for r in report.readers],
@@ -83,6 +86,9 @@ def as_document(report: RunReport) -> dict[str, Any]:
 
 
 def _print(report: RunReport, console: Console) -> None:
+    if report.problem:
+        console.print(f"[bold]{escape(report.run)}[/]  [yellow]left alone[/]: {escape(report.problem)}", soft_wrap=True)
+        return
     console.print(
         f"[bold]{escape(report.run)}[/]  {size(report.num_bytes)}, of which would go {size(report.freed_bytes)}"
     )
@@ -101,16 +107,6 @@ def _print(report: RunReport, console: Console) -> None:
     for reader in report.readers:
         console.print(
             f"  [yellow]in use[/] by {escape(reader.what)}, process {reader.pid} on {escape(reader.host)}: nothing is "
-            "removed until it ends (a dead one counts for a day); --ignore-readers removes all the same",
+            "removed until it ends (a dead one counts for three hours); --ignore-readers removes all the same",
             soft_wrap=True,
         )
-
-
-def size(num_bytes: int) -> str:
-    """Bytes for people: `1.2 GB`, in powers of 1000 as disks are sold."""
-    value = float(num_bytes)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"

@@ -5,6 +5,7 @@ In: `MODEL@VERSION`, `MODEL@ALIAS`, or a run with a policy version, trajectory o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cli.formatting import counted, number, ranges, versions_of
 from infra.environment import home, store_uri, tracking_uri
 from infra.services import running_services
 from storage.lineage import (
@@ -26,6 +28,7 @@ from storage.lineage import (
 )
 from storage.log_entries import to_json
 from storage.object_store import open_store
+from storage.retention import reading
 from storage.run_log import RunLog
 from storage.runs import open_run
 
@@ -68,7 +71,8 @@ def show_lineage(
         policy = _version(log, name, tracking)
     elif policy is None:
         policy = log.state.newest_version
-    made = policy_lineage(log, policy, verify=verify)
+    with reading(log, "lineage --verify", quiet=True) if verify else contextlib.nullcontext():
+        made = policy_lineage(log, policy, verify=verify)
     if console:
         _print_policy(made, console, show_all=show_all, mlflow=_mlflow_page(made, tracking))
     return to_json(made)
@@ -111,22 +115,23 @@ def _print_policy(made: PolicyLineage, console: Console, *, show_all: bool, mlfl
     state = [*(["live"] if made.live else []), *made.aliases, *(["weights retired"] if made.retired else [])]
     registered = f"{made.registry_model} version {made.registry_version}" if made.registry_version else "not registered"
     facts = {
-        "policy": f"[bold]{made.version}[/] of run {made.run}" + (f"  ({', '.join(state)})" if state else ""),
-        "registry": registered + (f"  {mlflow}" if mlflow else ""),
-        "weights": f"{made.weights}\nsha256 {made.weights_sha256}",
+        "policy": f"[bold]{made.version}[/] of run {escape(made.run)}"
+        + (f"  ({escape(', '.join(state))})" if state else ""),
+        "registry": escape(registered + (f"  {mlflow}" if mlflow else "")),
+        "weights": f"{escape(made.weights)}\nsha256 {made.weights_sha256}",
         "trained from": " → ".join(map(str, made.parents)) + (" → …" if made.parents and made.parents[-1] else "")
         if made.parents
         else "nothing: it is the base model",
     }
     if made.step is not None:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in made.outcomes.items())
-        facts["step"] = f"{made.step}, session {made.session_id or 'not recorded'}: {counts}"
+        facts["step"] = f"{made.step}, session {escape(made.session_id or 'not recorded')}: {counts}"
         facts["sampled by"] = _policies(made.sampled_by)
         facts["data set"] = f"{made.dataset_digest} (groups and files, as in MLflow)"
     facts["reward code"] = f"sha256 {made.reward_sha256}" if made.reward_sha256 else "not recorded"
-    facts["code"] = made.code_version or "not recorded"
-    facts["configuration"] = f"{made.config}\nsha256 {made.config_sha256}"
-    scores = [f"{e.split} {e.score:.3f} on {e.num_tasks} tasks" for e in made.evaluations]
+    facts["code"] = escape(made.code_version) or "not recorded"
+    facts["configuration"] = f"{escape(made.config)}\nsha256 {made.config_sha256}"
+    scores = [f"{escape(e.split)} {e.score:.3f} on {e.num_tasks} tasks" for e in made.evaluations]
     facts["evaluations"] = ", ".join(scores) or "none"
     if made.verified:
         good = f"[green]verified[/]: {len(made.shards)} shards and the policy's files are as recorded"
@@ -144,10 +149,10 @@ def _print_groups(made: PolicyLineage, console: Console, *, show_all: bool) -> N
     for heading in ("prompt", "group", "usable", "reward", "sampled by"):
         table.add_column(heading)
     for group in shown:
-        versions = ranges(range(group.head_version, group.tail_version + 1))
+        versions = versions_of(vars(group))
         usable = f"{group.usable} of {group.expected}"
-        table.add_row(escape(group.prompt_id), escape(group.id), usable, _number(group.mean_reward), versions)
-    console.print(f"\n{len(made.groups)} prompts")
+        table.add_row(escape(group.prompt_id), escape(group.id), usable, number(group.mean_reward), versions)
+    console.print(f"\n{counted(len(made.groups), 'prompt')}")
     console.print(table)
     if len(shown) < len(made.groups):
         console.print(f"[dim]… {len(made.groups) - len(shown)} more; --all shows them[/]")
@@ -155,10 +160,10 @@ def _print_groups(made: PolicyLineage, console: Console, *, show_all: bool) -> N
 
 def _print_group(log: RunLog, lineage: GroupLineage, console: Console) -> None:
     group = lineage.group
-    failed = ", ".join(f"{count} {status}" for status, count in group.failures.items())
+    failed = ", ".join(f"{count} {escape(status)}" for status, count in group.failures.items())
     prompt = f"prompt {escape(group.prompt_id)}, epoch {group.epoch}"
     facts = {
-        "group": f"[bold]{escape(group.id)}[/] of run {log.run_id}: {prompt}",
+        "group": f"[bold]{escape(group.id)}[/] of run {escape(log.run_id)}: {prompt}",
         "attempts": f"{group.usable} usable of {group.expected}" + (f" ({failed})" if failed else ""),
         "shard": _shard(lineage.shard),
     }
@@ -172,7 +177,7 @@ def _print_group(log: RunLog, lineage: GroupLineage, console: Console) -> None:
     if lineage.influenced:
         facts["influenced"] = f"{_policies(lineage.influenced)} ({len(lineage.influenced)})"
         notes = [f"{lineage.live} is live"] if lineage.live is not None else []
-        notes += [f"{version} is {name!r}" for name, version in lineage.aliases.items()]
+        notes += [f"{version} is {escape(repr(name))}" for name, version in lineage.aliases.items()]
         notes += [f"{ranges(lineage.registered)} registered in MLflow"] if lineage.registered else []
         notes += [f"weights of {ranges(lineage.retired)} retired"] if lineage.retired else []
         facts["of these"] = ", ".join(notes) or "none is live, registered or has an alias"
@@ -190,31 +195,16 @@ def _print_facts(facts: dict[str, str], console: Console) -> None:
 def _shard(shard: ShardUse) -> str:
     problem = f"\n[red]{escape(shard.problem)}[/]" if shard.problem else ""
     groups = f", {shard.groups} groups trained here" if shard.groups else ""
-    return f"{shard.uri}\nsha256 {shard.sha256}, {shard.rows} rows{groups}{problem}"
+    return f"{escape(shard.uri)}\nsha256 {shard.sha256}, {shard.rows} rows{groups}{problem}"
 
 
 def _attempt(facts: AttemptFacts) -> str:
-    parts = ", ".join(f"{name} {_number(value)}" for name, value in facts.reward_parts.items())
+    parts = ", ".join(f"{escape(name)} {number(value)}" for name, value in facts.reward_parts.items())
     return (
-        f"{facts.attempt}: reward {_number(facts.reward)}" + (f" ({parts})" if parts else "") + f", {facts.status}, "
+        f"{facts.attempt}: reward {number(facts.reward)}" + (f" ({parts})" if parts else "") + f", {facts.status}, "
         f"{facts.sampled_tokens} tokens sampled by {_policies(facts.versions)}"
     )
 
 
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
-
-
 def _policies(versions: Sequence[int]) -> str:
     return f"{'policy' if len(versions) == 1 else 'policies'} {ranges(versions)}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: `1, 3–7`."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)

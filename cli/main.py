@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cli.arguments import StoreOption, open_named
+from cli.arguments import EvalOption, JsonOption, StoreOption, open_named
 from cli.errors import explained
 from cli.traj_commands import traj
 from infra.environment import prepare_environment
@@ -51,7 +51,7 @@ def train(run_file: Path, overrides: Overrides = None) -> None:
 def status(
     run: str,
     store: StoreOption = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """A run in numbers, read from its log alone."""
     with explained():
@@ -67,9 +67,9 @@ def status(
 @app.command(name="eval")
 def evaluate(
     run: str,
-    version: Annotated[int | None, typer.Option(help="Policy version; the newest by default.")] = None,
-    num_tasks: Annotated[int, typer.Option(help="At most this many problems; 0: as the run evaluates.")] = 0,
-    n_samples: Annotated[int, typer.Option(help="Attempts per problem; 0: as the run evaluates.")] = 0,
+    version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
+    num_tasks: Annotated[int, typer.Option(min=0, help="At most this many problems; 0: as the run evaluates.")] = 0,
+    n_samples: Annotated[int, typer.Option(min=0, help="Attempts per problem; 0: as the run evaluates.")] = 0,
     store: StoreOption = "",
 ) -> None:
     """Score one policy version on held-out tasks, on an engine of its own."""
@@ -83,11 +83,11 @@ def evaluate(
 def lineage(
     target: Annotated[str, typer.Argument(metavar="MODEL@VERSION", help="Or MODEL@ALIAS, or a run; see the options.")],
     policy: Annotated[int | None, typer.Option(help="A policy version of the run, instead of MLflow's number.")] = None,
-    trajectory: Annotated[str, typer.Option(help="GROUP/ATTEMPT: every policy this attempt influenced.")] = "",
+    trajectory: Annotated[str, typer.Option(help="Every policy this attempt influenced; its id is in `traj ls`.")] = "",
     prompt: Annotated[str, typer.Option(help="The same for every group of a prompt.")] = "",
     verify: Annotated[bool, typer.Option("--verify", help="Read the shards and weights again; check digests.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Every prompt, not the first few.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: JsonOption = False,
     store: StoreOption = "",
     tracking: Annotated[str, typer.Option(help="MLflow, for what only it knows; by default .millrace's.")] = "",
 ) -> None:
@@ -160,7 +160,7 @@ def replay(
     loss: Annotated[str | None, typer.Option(help="Another train.loss: clip or cispo.")] = None,
     rewards: Annotated[str, typer.Option(help="Train on these rewards of `millrace rescore`.")] = "",
     save: Annotated[str, typer.Option(help="A new folder for the replayed policy.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:
     """Train recorded steps again without generating: to the same weights, or to see what one change does."""
@@ -186,9 +186,9 @@ def rescore(
     run: str,
     reward: Annotated[str, typer.Option(help="module:function or file.py:function of (reply, answer).")],
     name: Annotated[str, typer.Option(help="What the new rewards are called; by default like the function.")] = "",
-    include_eval: Annotated[bool, typer.Option("--eval", help="Held-out attempts too.")] = False,
-    processes: Annotated[int, typer.Option(help="Reward processes; by default one per core.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    include_eval: EvalOption = False,
+    processes: Annotated[int, typer.Option(min=0, help="Reward processes; 0: one per core.")] = 0,
+    as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:
     """Compute new rewards for recorded attempts, beside the recorded ones; nothing is overwritten."""

@@ -20,8 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cli.housekeeping import size
-from cli.trajectories import one_line
+from cli.formatting import counted, one_line, shortened, size
 from storage.exports import export_dpo, export_sft
 from storage.queries import VIEWS, open_queries
 from storage.retention import reading
@@ -99,9 +98,9 @@ def export(
             num_rows = export_sft(queries, file, where=where, include_eval=include_eval, force=force)
         else:
             num_rows = export_dpo(queries, file, where=where, margin=margin, include_eval=include_eval, force=force)
-    what = "conversations" if kind == "sft" else "pairs"
-    console.print(f"{num_rows} {what}, {size(file.stat().st_size)}: {file}", soft_wrap=True)
-    console.print(f'[dim]datasets.load_dataset("parquet", data_files="{file}")[/]', soft_wrap=True)
+    what = counted(num_rows, "conversation" if kind == "sft" else "pair")
+    console.print(f"{what}, {size(file.stat().st_size)}: {escape(str(file))}", soft_wrap=True)
+    console.print(f'[dim]datasets.load_dataset("parquet", data_files="{escape(str(file))}")[/]', soft_wrap=True)
     return queries.left_out
 
 
@@ -184,8 +183,7 @@ def _cell(value: Any) -> Text:
     if isinstance(value, float):
         return Text(f"{value:.6g}" if abs(value) < 1e6 else f"{value:.12g}")
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text = one_line(text)
-    return Text(text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…")
+    return Text(shortened(one_line(text), _MOST_CHARACTERS))
 
 
 def _short(kind: str) -> str:

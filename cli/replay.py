@@ -5,13 +5,17 @@ In: a run, a span, and perhaps a change. Out: a table; exit status 1 when an unc
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from cli.formatting import number
 from cli.training import run_flow
+
+_number = functools.partial(number, missing="-")
 
 COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "approx_kl", "reward")
 """Metrics of the table of a span; one step alone is shown with all."""
@@ -106,7 +110,3 @@ def _span(steps: list[dict[str, Any]]) -> Table:
 
 def _verdict(step: dict[str, Any]) -> str:
     return "[green]same[/]" if step["identical"] else "[yellow]other[/]"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"

@@ -41,6 +41,7 @@ from cli.report_groups import group_lists
 from cli.report_prompts import VISITS, prompt_history
 from infra.environment import home
 from storage.queries import Queries, open_queries
+from storage.retention import reading
 from storage.run_log import RunLog
 from storage.run_state import OUTCOMES
 from storage.runs import run_config
@@ -62,7 +63,9 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     if any(parent.is_file() for parent in target.parents):
         raise ValueError(f"--out {target} lies under a file, not under a folder; choose another place")
     target.parent.mkdir(parents=True, exist_ok=True)
-    page = render(gather(log)).encode("utf-8", "replace")  # a lone surrogate in a log has no UTF-8 form
+    with reading(log, "report", quiet=True):
+        found = gather(log)
+    page = render(found).encode("utf-8", "replace")  # a lone surrogate in a log has no UTF-8 form
     handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -193,8 +196,8 @@ def _notes(log: RunLog, queries: Queries) -> list[str]:
         notes.append(
             "The log's counts and rewards of these shards are in here, their tokens and conversations are not."
         )
-    if state.retired_shards:
-        shards = _counted(len(state.retired_shards), "shard")
+    if retired := sum(shard_id in state.shards for shard_id in state.retired_shards):  # the rest never were in the log
+        shards = _counted(retired, "shard")
         policies = _counted(len(state.retired_policies), "policy version")
         notes.append(
             f"Retention has removed the files of {shards}, and the weights of {policies}. "

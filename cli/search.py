@@ -17,9 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from cli.formatting import counted, number, one_line, versions_of
 from infra.environment import home
 from rollouts.loading import absolute_path, load_object
 from storage.records import TRAINABLE_STATUSES
+from storage.retention import reading
 from storage.run_log import RunLog
 from storage.run_state import OUTCOMES, RunState
 from storage.search_index import Found, SearchIndex, Update, index_folder
@@ -40,10 +42,11 @@ def build_index(log: RunLog, *, embedding: str, rebuild: bool, console: Console)
     if embedding:
         load_object(embedding)
     index, started = open_index(log), time.perf_counter()
-    report = _update(index, console, embedding=embedding, rebuild=rebuild)
-    news = f"{_shards(report.shards_added)} added" if report.shards_added else "nothing new"
+    with reading(log, "index", quiet=True):
+        report = _update(index, console, embedding=embedding, rebuild=rebuild)
+    news = f"{counted(report.shards_added, 'shard')} added" if report.shards_added else "nothing new"
     if report.shards_removed:
-        news += f", {_shards(report.shards_removed)} removed"
+        news += f", {counted(report.shards_removed, 'shard')} removed"
     console.print(
         f"run {log.run_id}: {news} in {time.perf_counter() - started:.1f} s; {report.trajectories} trajectories to "
         f"search, {f'vectors by {report.embedding}' if report.embedding else 'without vectors'}",
@@ -63,7 +66,7 @@ def search(
     if update:
         _update(index, notes)
     elif behind := index.behind():
-        notes.print(f"the index lacks {_shards(behind)} of the run; leave out --no-update to add what is new")
+        notes.print(f"the index lacks {counted(behind, 'shard')} of the run; leave out --no-update to add what is new")
     return index.find(query, filters, count=count, similar=similar)
 
 
@@ -109,11 +112,10 @@ def print_found(found: list[Found], query: SearchQuery, console: Console) -> Non
         table.add_column(name, no_wrap=True, overflow="fold", justify="right" if numeric else "left")
     table.add_column("text", overflow="fold", ratio=1)
     for one in found:
-        versions = f"{one.head_version}" + (f"–{one.tail_version}" if one.tail_version != one.head_version else "")
         outcome = "held-out" if one.is_eval else f"{one.outcome or '-'}{f' {one.step}' if one.step else ''}"
         score = "-" if one.score is None else f"{one.score:.2f}"
-        reward = "none" if one.reward is None else f"{one.reward:g}"
-        table.add_row(one.id, score, reward, one.status, versions, outcome, snippet(one.text, query))
+        versions = versions_of(vars(one))
+        table.add_row(one.id, score, number(one.reward), one.status, versions, outcome, snippet(one.text, query))
     console.print(table)
 
 
@@ -124,7 +126,7 @@ def snippet(text: str, query: SearchQuery) -> Text:
     start = 0 if first <= _SNIPPET // 3 else first - _SNIPPET // 4
     end = min(start + _SNIPPET, len(text))
     shown = Text("…" if start else "", style="dim")
-    shown.append("".join(" " if c in "\t\r" else c for c in text[start:end].replace("\n", "⏎")), style="default")
+    shown.append(one_line(text[start:end]), style="default")
     offset = start - (1 if start else 0)
     for span_start, span_end in spans:
         if span_start < end:
@@ -162,10 +164,6 @@ def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
     finally:
         if bar.live.is_started:
             bar.stop()
-
-
-def _shards(count: int) -> str:
-    return f"{count} shard{'' if count == 1 else 's'}"
 
 
 def _reward(text: str) -> tuple[Operator, float]:

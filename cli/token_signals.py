@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cli.trajectories import number
+from cli.formatting import number
 from cli.trajectory_view import Coloring, by_advantage, by_gap, by_logprob, by_version
 from storage.digests import DigestMismatch, verify_folder
 from storage.queries import open_queries
@@ -84,7 +84,7 @@ class Colorist:
         why = "trainer's logprob minus the engine's"
         if not is_plain and (sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0):
             why += ", which is of the tokens that top-p, top-k and min-p left"
-        return by_gap(row, gaps, why)
+        return by_gap(gaps, why)
 
     def _logprobs(self, token_ids: list[int], version: int, temperature: float) -> list[float]:
         """Log-probability of every token but the first under a policy, by the trainer's own forward on the CPU."""

@@ -13,15 +13,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cli.arguments import JsonOption, StoreOption, open_named
+from cli.arguments import EvalOption, JsonOption, StoreOption, open_named
 from cli.errors import explained
 
-traj = typer.Typer(no_args_is_help=True, help="Look at trajectories; a trajectory's id is GROUP/ATTEMPT.")
+traj = typer.Typer(no_args_is_help=True, help="Look at trajectories; `traj ls` lists their ids, GROUP/ATTEMPT.")
 
 WhereOption = Annotated[
     str, typer.Option(help='Only those for which this SQL holds, for example "reward < 1 and num_turns > 2".')
 ]
-EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out trajectories too.")]
 
 
 @traj.command()
@@ -46,7 +45,7 @@ def ls(
 @traj.command()
 def show(
     run: str,
-    trajectory: Annotated[str, typer.Argument(metavar="[ID]", help="For example 0.37+45/3; else the newest.")] = "",
+    trajectory: Annotated[str, typer.Argument(metavar="[ID]", help="Take one from `traj ls`; else the newest.")] = "",
     worst: Annotated[bool, typer.Option("--worst", help="Lowest reward first.")] = False,
     best: Annotated[bool, typer.Option("--best", help="Highest reward first.")] = False,
     group: Annotated[str | None, typer.Option(help="Only this group id.")] = None,
@@ -85,6 +84,7 @@ def show(
             where=where,
             include_eval=include_eval,
             count=count,
+            notes=Console(highlight=False, stderr=True),
         )
         for row in rows:
             show_trajectory(row, tokenizer, console, colorist.color(row, color))
@@ -93,7 +93,7 @@ def show(
 @traj.command()
 def diff(
     run: str,
-    a: Annotated[str, typer.Argument(metavar="ID_A")],
+    a: Annotated[str, typer.Argument(metavar="ID_A", help="Take both from `traj ls`.")],
     b: Annotated[str, typer.Argument(metavar="ID_B")],
     run_b: Annotated[str, typer.Option(help="The run of ID_B, where it is another one.")] = "",
     store: StoreOption = "",
@@ -106,7 +106,10 @@ def diff(
         logs = [open_named(run, store)]
         logs.append(open_named(run_b, store) if run_b else logs[0])
         tokenizers = [load_tokenizer(log) for log in logs]
-        rows = [find_trajectories(log, trajectory_id=name)[0] for log, name in zip(logs, (a, b), strict=True)]
+        notes = Console(highlight=False, stderr=True)
+        rows = [
+            find_trajectories(log, trajectory_id=name, notes=notes)[0] for log, name in zip(logs, (a, b), strict=True)
+        ]
         names = [f"{log.run_id}: {name}" if run_b else name for log, name in zip(logs, (a, b), strict=True)]
         left, right = sides(rows, names, tokenizers)
         by_text = tokenizers[0].to_str() != tokenizers[1].to_str()
@@ -199,11 +202,11 @@ def search(
     version: Annotated[str, typer.Option(help="Sampled by this policy version or range: 5, 3..7, 3.., ..7.")] = "",
     step: Annotated[int | None, typer.Option(help="Only groups this step passed over.")] = None,
     outcome: Annotated[str, typer.Option(help="trained, filtered, stale, failed or pending.")] = "",
-    include_eval: Annotated[bool, typer.Option("--eval", help="Held-out trajectories too.")] = False,
+    include_eval: EvalOption = False,
     similar: Annotated[bool, typer.Option("--similar", help="Nearest in meaning, by the index's embedding.")] = False,
     update: Annotated[bool, typer.Option(help="First index what was committed since.")] = True,
     count: Annotated[int, typer.Option("-n", min=1, help="At most this many.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:
     """Find trajectories by what was said and which tools were called, best match first."""

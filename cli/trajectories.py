@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cli.formatting import counted, number, one_line, versions_of
 from storage.queries import Queries, open_queries
 from storage.run_log import RunLog
 
@@ -32,11 +33,13 @@ def find_trajectories(
     include_eval: bool = False,
     where: str = "",
     count: int = 1,
+    notes: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Shard rows of at most `count` attempts, newest first, or lowest or highest reward first; the rest filters.
 
     A row also has `id`, `outcome`, `step`, `policy_version` and `shard_id`. An attempt that edited its history has
     several rows, one after the other. Every file that is shown was compared with the digest in the log.
+    `notes` hears which shards were passed over.
     Raises `ValueError` when nothing matches, and for an id, step or condition that cannot be.
     """
     if worst and best:
@@ -74,9 +77,11 @@ def find_trajectories(
     if not rows:
         missing = trajectory_id or (f"group {group}" if group is not None else "such trajectory")
         raise ValueError(
-            f"run {log.run_id!r} has no {missing}{_because(queries.left_out, shard_ids)}; "
+            f"run {log.run_id!r} has no {missing}{_because(queries.left_out)}; "
             f"`millrace traj ls {log.run_id}` lists what it has"
         )
+    if notes:
+        note_left_out(queries.left_out, notes)
     return rows
 
 
@@ -99,7 +104,7 @@ def list_trajectories(log: RunLog, *, where: str, include_eval: bool, count: int
         rows = queries.select(sql).to_pylist()
     if not rows:
         hint = "" if include_eval else "; held-out ones are listed with --eval"
-        raise ValueError(f"run {log.run_id!r} has no such trajectory{_because(queries.left_out, shard_ids)}{hint}")
+        raise ValueError(f"run {log.run_id!r} has no such trajectory{_because(queries.left_out)}{hint}")
     console.print(_listing(rows[:count], console.width))
     if len(rows) > count:
         console.print(f"[dim]the newest {count}; more with -n, others with --where[/]")
@@ -111,7 +116,7 @@ def note_left_out(left_out: Mapping[str, str], console: Console) -> None:
     for shard_id, reason in list(left_out.items())[:3]:
         console.print(f"[yellow]left out:[/] shard {escape(shard_id)}: {escape(reason)}", soft_wrap=True)
     if len(left_out) > 3:
-        console.print(f"[yellow]left out:[/] {len(left_out) - 3} more shards")
+        console.print(f"[yellow]left out:[/] {counted(len(left_out) - 3, 'more shard')}")
 
 
 def load_tokenizer(log: RunLog) -> Any:
@@ -122,31 +127,11 @@ def load_tokenizer(log: RunLog) -> Any:
 
 
 def split_id(trajectory_id: str) -> tuple[str, int]:
-    """Group and attempt of a trajectory id such as `0.37+45/3`. Raises `ValueError` for anything else."""
+    """Group and attempt of a trajectory id, `GROUP/ATTEMPT`. Raises `ValueError` for anything else."""
     group, _, attempt = trajectory_id.rpartition("/")
     if not group or not attempt.isdecimal():
-        raise ValueError(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT, for example 0.37+45/3")
+        raise ValueError(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT; take one from `traj ls`")
     return group, int(attempt)
-
-
-def one_line(text: str) -> str:
-    """Text that cannot break a line, nor steer the terminal: a policy may say anything."""
-    return printable(text).replace("\n", "⏎").replace("\t", " ")
-
-
-def printable(text: str) -> str:
-    """Text without control characters other than newline and tab."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
-
-
-def number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4g}"
-
-
-def versions_of(row: Mapping[str, Any]) -> str:
-    """Policy versions that sampled a row's tokens."""
-    head, tail = row["head_version"], row["tail_version"]
-    return f"{head}" + (f"–{tail}" if tail != head else "")
 
 
 def outcome_of(row: Mapping[str, Any]) -> str:
@@ -248,7 +233,7 @@ def _scope(
     return scope
 
 
-def _because(left_out: Mapping[str, str], shard_ids: Sequence[str] | None) -> str:
+def _because(left_out: Mapping[str, str]) -> str:
     """Why shards that were asked for gave nothing."""
     reasons = [f"shard {shard_id} is left out: {reason}" for shard_id, reason in left_out.items()]
     return f" ({'; '.join(reasons[:3])})" if reasons else ""

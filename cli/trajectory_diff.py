@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.trajectories import number, one_line, outcome_of, printable, versions_of
+from cli.formatting import number, one_line, printable, versions_of
+from cli.trajectories import outcome_of
 from cli.trajectory_view import decode
 
 MOST_ROWS = 24

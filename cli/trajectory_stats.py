@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.trajectories import number, one_line
+from cli.formatting import number, one_line
 from storage.queries import Queries
 
 BY = {"version": "tail_version", "step": "step", "prompt": "prompt_id", "status": "status"}
@@ -147,20 +147,16 @@ def _table(rows: list[dict[str, Any]], by: str) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows[:MOST_ROWS]:
         cells = [
-            _percent(row[key]) if key.endswith("_share") else str(row[key]) if key == "attempts" else _rounded(row[key])
-            for key in columns.values()
+            _percent(row[key]) if key.endswith("_share") else number(row[key], digits=3, missing="-")
+            for key in list(columns.values())[1:]
         ]
-        table.add_row(Text("none" if row["key"] is None else one_line(str(row["key"]))), *cells)
+        table.add_row(Text("none" if row["key"] is None else one_line(str(row["key"]))), str(row["attempts"]), *cells)
     return table
 
 
 def _spread(stats: dict[str, Any], name: str, points: tuple[str, ...]) -> str:
     quantiles = "  ".join(f"{point} {number(stats[f'{name}_{point}'])}" for point in points)
     return f"mean {number(stats[f'{name}_mean'])}  {quantiles}"
-
-
-def _rounded(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
 
 
 def _percent(share: float) -> str:

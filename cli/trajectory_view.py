@@ -17,7 +17,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from cli.trajectories import number, one_line, outcome_of, printable, versions_of
+from cli.formatting import number, one_line, printable, versions_of
+from cli.trajectories import outcome_of
 
 MOST_VALUES = 40
 """Sampled tokens that are printed with their values; longer replies are running text, in colour alone."""
@@ -141,7 +142,7 @@ def by_advantage(row: Mapping[str, Any], advantage: float, why: str, *, oldest: 
     )
 
 
-def by_gap(row: Mapping[str, Any], gaps: Sequence[float], why: str) -> Coloring:
+def by_gap(gaps: Sequence[float], why: str) -> Coloring:
     """Trainer's minus engine's logprob of each token; NaN where nothing was sampled."""
     known = [abs(gap) for gap in gaps if not math.isnan(gap)]
     legend = _heat_legend("< 0.01", "< 0.1", "more")

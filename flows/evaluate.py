@@ -12,7 +12,7 @@ from prefect import flow
 from flows.config import make_config
 from flows.train_grpo import start_engine
 from tasks.rollout import evaluate_policy
-from tasks.session import reading_session, saved_config
+from tasks.session import reading_session
 from tasks.track import track
 
 
@@ -40,7 +40,7 @@ async def evaluate(
         temperature: 0 is greedy. Empty: as the run evaluates.
     """
     async with reading_session(store=store, tracking=tracking, run_id=run, what="evaluate") as session:
-        config = make_config(saved_config(session), source=f"run {run}")
+        config = make_config(session.config, source=f"run {run}")
         wanted = {"split": split or None, "num_tasks": num_tasks or None, "n_samples": n_samples or None}
         changes = {key: value for key, value in (wanted | {"temperature": temperature}).items() if value is not None}
         settings = type(config.evaluation).model_validate(config.evaluation.model_dump() | changes)

@@ -29,14 +29,14 @@ async def maintain(
     trained on, what resumes the run, and what is waiting to be trained on stays in any case.
 
     Args:
-        runs: Names of runs. Empty: every run in the store.
+        runs: Names of runs. Empty: every run in the store; one whose log is damaged is left alone then.
         store: Where the runs are. Empty: .millrace/store.
         keep_last: Keep the newest so many policies of each run.
         keep_every: Keep every so many policy versions one more. 0: none.
         older_than: Remove only what is older: 12h, 30d, 8w. Empty: any age.
         max_size: Remove the oldest first, until the runs together are no larger: 50GB. Empty: all that may go.
         dry_run: Only say what would be removed.
-        ignore_readers: Remove even while a replay, index or report reads the run.
+        ignore_readers: Remove even while a replay, rescore, export, index, report or lineage check reads the run.
     """
     freed: dict[str, Any] = await collect_from_runs(
         runs=runs,

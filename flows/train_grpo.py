@@ -181,9 +181,9 @@ def is_due(step: int, config: RunConfig) -> bool:
 
 
 async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:
-    """Evaluate the live policy unless its score is in the log already."""
-    state = session.log.state
+    """Evaluate the live policy unless its score on the run's own split is in the log already."""
+    state, split = session.log.state, config.evaluation.split
     assert state.live is not None
     version = state.live.version
-    if is_due(state.step, config) and version not in {evaluation.version for evaluation in state.evaluations}:
+    if is_due(state.step, config) and (version, split) not in {(e.version, e.split) for e in state.evaluations}:
         await evaluate_policy(session, version=version, settings=config.evaluation)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -20,16 +21,21 @@ from storage.digests import sha256_of_file, sha256_of_json
 def load_object(path: str) -> Any:
     """Import what `path` names.
 
-    Raises `ValueError` with the fix when the form is wrong, the module or the name is missing.
+    A module may lie in the working directory, which is first in `sys.path` from here on: a console script has it not.
+    Raises `ValueError` with the fix when the form is wrong, the module or the name is missing, or the code does not
+    parse; what else the code raises rises.
     """
     module_path, _, name = path.rpartition(":")
     is_file = module_path.endswith(".py")
     if not module_path or not name or (module_path.startswith(".") and not is_file):
         raise ValueError(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
     try:
-        module = _load_file(Path(module_path)) if is_file else importlib.import_module(module_path)
+        module = _load_file(Path(module_path)) if is_file else _load_module(module_path)
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(f"{path!r} cannot be imported: {error}; run from the folder that holds it") from error
+    except SyntaxError as error:
+        where = f"{error.filename}, line {error.lineno}" if error.filename else module_path
+        raise ValueError(f"{path!r} cannot be imported: {error.msg} in {where}") from error
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
@@ -84,6 +90,13 @@ def _source_file(target: Any) -> Path | None:
     return Path(file).resolve() if file else None
 
 
+def _load_module(name: str) -> Any:
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
 def _load_file(path: Path) -> Any:
     path = path.resolve()
     if not path.exists():
@@ -104,4 +117,12 @@ def _load_file(path: Path) -> Any:
 
 
 def _public_names(module: Any) -> str:
-    return ", ".join(sorted(name for name in vars(module) if name[0].isupper())) or "no classes"
+    """The classes and functions that a module itself defines."""
+    names = [
+        name
+        for name, value in vars(module).items()
+        if (inspect.isclass(value) or inspect.isfunction(value))
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+    ]
+    return ", ".join(sorted(names)) or "no classes or functions"

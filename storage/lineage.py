@@ -5,7 +5,8 @@ In: a run's log and a policy version, a trajectory or a prompt. Out: plain recor
     policy ─▶ its step ─▶ shards (digests) ─▶ groups, prompts ─▶ the policies that sampled their tokens
     trajectory ─▶ its shard, its row ─▶ what became of its group ─▶ the step ─▶ its policy and all that descend from it
 
-Nothing here walks over all groups or shards, so a million trajectories cost as much as a thousand.
+Nothing here reads all groups or shards, so a million trajectories cost as much as a thousand. Two answers do look at
+every group's id: which groups are of a prompt, and the id nearest to one the run does not have.
 """
 
 from __future__ import annotations
@@ -262,6 +263,7 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
         reason = next(claimed.reason for claimed in getattr(step.claim, outcome) if claimed.group_id == group_id)
     policy = step.policy.version if step is not None and outcome == "trained" else None
     influenced = _descendants(state, policy) if policy is not None else []
+    versions = set(influenced)
     return GroupLineage(
         group=group,
         shard=_shard_use(log, state.shard_of[group_id], step),
@@ -271,8 +273,8 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
         step=number,
         policy=policy,
         influenced=influenced,
-        live=state.newest_version if state.newest_version in influenced else None,
-        aliases={name: alias.version for name, alias in state.aliases.items() if alias.version in set(influenced)},
+        live=state.newest_version if state.newest_version in versions else None,
+        aliases={name: alias.version for name, alias in state.aliases.items() if alias.version in versions},
         registered=[version for version in influenced if version in state.registrations],
         retired=[version for version in influenced if version in state.retired_policies],
     )

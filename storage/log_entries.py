@@ -213,11 +213,11 @@ class Retire:
     """Files that retention removes; committed before the first of them is deleted."""
 
     shard_ids: list[str]
-    """Shards whose file goes; their summaries stay in the log."""
+    """Shards whose file goes, their summaries stay in the log; and files no entry names, which none may name later."""
     policy_versions: list[int]
     """Policies whose weights go."""
     state_paths: list[str]
-    """Folders of optimizer state that go."""
+    """Folders of optimizer state that go, and folders of policies and states that no step committed."""
     reason: str
     """The retention rule, for people."""
 

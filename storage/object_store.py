@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import math
 import os
 import shutil
@@ -17,13 +18,17 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 from urllib.parse import unquote, urlparse
 
 import pyarrow as pa
 
 MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
 """Environment variable: gigabytes (10^9 bytes) of a disk that shards and policies leave free; 1 unless set."""
+
+STORE_REMEDY = "Make room with `millrace gc`, choose another `store`"
+BLOCK_BYTES = 2**20
+"""How much of a file is in memory while it is copied."""
 
 
 class StoreError(Exception):
@@ -84,10 +89,10 @@ class ObjectStore(Protocol):
     def walk(self, prefix: str) -> list[StoredFile]:
         """Every key under the folder `prefix`, at any depth, sorted; for housekeeping, never for truth."""
 
-    def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
-        """The Arrow IPC files at `keys` as one dataset, read column by column when somebody asks.
+    def open_input(self, key: str) -> pa.NativeFile:
+        """The bytes at `key` for Arrow to read in pieces, of which only those asked for are fetched.
 
-        A file that is missing or cut off is found when it is read: `OSError`, or `pyarrow.ArrowInvalid`.
+        Raises `FileNotFoundError` when there are none. Damage, and errors of the connection, come up when it is read.
         """
 
     def names(self, prefix: str) -> list[str]:
@@ -97,7 +102,10 @@ class ObjectStore(Protocol):
         """Copy the files of a local folder, `last` after all others, so its presence means the rest is there."""
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:
-        """A local folder with the files under `prefix`: the folder itself, or a copy under `cache`."""
+        """A local folder with the files under `prefix`: the folder itself, or a copy under `cache`.
+
+        Raises `FileNotFoundError` when there are none.
+        """
 
 
 class LocalStore:
@@ -109,17 +117,16 @@ class LocalStore:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         path = self._path(key)
-        with self._finished_temporary(path, data, reserve=0) as temporary:
+        with self._finished_temporary(path, io.BytesIO(data), len(data), reserve=0) as temporary:
             try:
                 os.link(temporary, path)
             except FileExistsError:
                 return False
+            _sync_folder(path.parent)
         return True
 
     def put(self, key: str, data: bytes) -> None:
-        path = self._path(key)
-        with self._finished_temporary(path, data, reserve=reserved_bytes()) as temporary:
-            os.replace(temporary, path)
+        self._put(key, io.BytesIO(data), len(data))
 
     def get(self, key: str) -> bytes:
         return self._path(key).read_bytes()
@@ -153,11 +160,8 @@ class LocalStore:
                     files.append(StoredFile(key=key, num_bytes=found.st_size, modified_at=found.st_mtime))
         return sorted(files, key=lambda file: file.key)
 
-    def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
-
-        files = [str(self._path(key)) for key in keys]
-        disk = pa.fs.LocalFileSystem(use_mmap=True)
-        return pa.dataset.dataset(files, schema=schema, format="ipc", filesystem=disk)
+    def open_input(self, key: str) -> pa.NativeFile:
+        return pa.memory_map(str(self._path(key)))
 
     def names(self, prefix: str) -> list[str]:
         folder = self._path(prefix)
@@ -169,7 +173,7 @@ class LocalStore:
         was_whole = self.exists(f"{prefix}/{last}")
         try:
             for file in files:
-                self.put(f"{prefix}/{file.name}", file.read_bytes())
+                self._put_file(file, f"{prefix}/{file.name}")
         except StoreFull:
             if not was_whole:
                 self.delete([f"{prefix}/{file.name}" for file in files])
@@ -188,24 +192,29 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self.root / key
 
+    def _put_file(self, file: Path, key: str) -> None:
+        with open(file, "rb") as source:
+            self._put(key, source, file.stat().st_size)
+
+    def _put(self, key: str, source: BinaryIO, num_bytes: int) -> None:
+        path = self._path(key)
+        with self._finished_temporary(path, source, num_bytes, reserve=reserved_bytes()) as temporary:
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+
     @contextlib.contextmanager
-    def _finished_temporary(self, path: Path, data: bytes, *, reserve: float) -> Iterator[Path]:
-        check_room(path.parent, len(data), reserve=reserve, what=self._title)
+    def _finished_temporary(self, path: Path, source: BinaryIO, num_bytes: int, *, reserve: float) -> Iterator[Path]:
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            yield temporary
-        except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                # The disk was not full when we looked, or this user's quota is.
-                raise _store_full(path.parent, len(data), reserve=reserve, what=self._title) from error
-            raise
-        finally:
-            temporary.unlink(missing_ok=True)
+        with room_for(num_bytes, path.parent, reserve=reserve, what=self._title):
+            try:
+                _make_folder(path.parent)
+                with open(temporary, "xb") as file:
+                    shutil.copyfileobj(source, file, BLOCK_BYTES)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield temporary
+            finally:
+                temporary.unlink(missing_ok=True)
 
 
 def open_store(uri: str) -> ObjectStore:
@@ -242,8 +251,13 @@ def probe(store: ObjectStore) -> bool:
     key = f"probe/{uuid.uuid4().hex}"
     try:
         first = store.put_if_absent(key, b"1")
-        second = store.put_if_absent(key, b"2")
-        store.put(key, b"3")  # what is not conditional needs more free space, and on S3 may need another permission
+        try:
+            second = store.put_if_absent(key, b"2")
+            store.put(key, b"3")  # what is not conditional needs more free space, and on S3 may need another permission
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error tells more
+                store.delete([key])
+            raise
         store.delete([key])
     except StoreFull:
         raise
@@ -271,10 +285,23 @@ def reserved_bytes() -> float:
     return gigabytes * 1e9
 
 
-def check_room(folder: Path, num_bytes: int, *, reserve: float, what: str) -> None:
+def check_room(folder: Path, num_bytes: int, *, reserve: float, what: str, remedy: str = STORE_REMEDY) -> None:
     """Raise `StoreFull` unless `num_bytes` fit on the disk of `folder`, which need not exist yet, beside `reserve`."""
     if num_bytes + reserve > _free_bytes(folder):
-        raise _store_full(folder, num_bytes, reserve=reserve, what=what)
+        raise _store_full(folder, num_bytes, reserve=reserve, what=what, remedy=remedy)
+
+
+@contextlib.contextmanager
+def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy: str = STORE_REMEDY) -> Iterator[None]:
+    """`check_room`, and the same error where a write inside the block finds the disk full after all."""
+    check_room(folder, num_bytes, reserve=reserve, what=what, remedy=remedy)
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # The disk was not full when we looked, or this user's quota is.
+            raise _store_full(folder, num_bytes, reserve=reserve, what=what, remedy=remedy) from error
+        raise
 
 
 def last_after_others(folder: Path, last: str) -> list[Path]:
@@ -299,11 +326,34 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _store_full(folder: Path, num_bytes: int, *, reserve: float, what: str) -> StoreFull:
+def _make_folder(folder: Path) -> None:
+    """Make a folder and those above it, to outlast a power loss."""
+    made = []
+    while not folder.exists():
+        made.append(folder)
+        folder = folder.parent
+    for new in reversed(made):
+        new.mkdir(exist_ok=True)
+        _sync_folder(new.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Bring a folder's names to the disk: a file that is synced while its name is not is gone after a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems sync names by themselves, and refuse to be asked
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _store_full(folder: Path, num_bytes: int, *, reserve: float, what: str, remedy: str) -> StoreFull:
     kept = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
     return StoreFull(
-        f"{what} is full: {_size(_free_bytes(folder))} free, {_size(num_bytes)} to write{kept}. Make room with "
-        f"`millrace gc`, choose another `store`, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
+        f"{what} is full: {_size(_free_bytes(folder))} free, {_size(num_bytes)} to write{kept}. "
+        f"{remedy}, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
         "Nothing that was committed is lost: the same command goes on from there"
     )
 

@@ -317,8 +317,7 @@ class _ShardRows(ds.FileSystemDataset):
 
     def _columns_of(self, shard: Shard, names: list[str]) -> pa.Table:
         """What stands in the file, in bounds. The digest is not looked at: that would take the whole file."""
-        (file,) = self._log.store.dataset([self._log.shard_key(shard.id)], SCHEMA).get_fragments()
-        with file.open() as source:
+        with self._log.store.open_input(self._log.shard_key(shard.id)) as source:
             schema = pa.ipc.open_file(source).schema
             check_schema(schema, name=shard.id)
             fields = [schema.get_field_index(name) for name in names]

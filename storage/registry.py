@@ -7,7 +7,9 @@ The cursor is a tag of the MLflow run, written in the same call as the metrics i
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from storage.digests import sha256_of_json
 from storage.log_entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
 from storage.run_log import RunLog
 from storage.runs import run_config
+
+logger = logging.getLogger("millrace.registry")
 
 _CURSOR = "millrace.synced_entries"
 _LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
@@ -56,10 +60,11 @@ class Registry:
         cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
         if cursor == 0:
             self._log_config(run_id)
+        entries, sessions = self._log.entries[cursor:], self._log.state.sessions
         # What made a version is the session before it, which need not be the one that tells MLflow.
-        before = (self._log.entries[number].body for number in reversed(range(cursor)))
-        session = next((body for body in before if isinstance(body, Session)), None)
-        for entry in self._log.entries[cursor:]:
+        num_before = len(sessions) - sum(isinstance(entry.body, Session) for entry in entries)
+        session = sessions[num_before - 1] if num_before else None
+        for entry in entries:
             match entry.body:
                 case Session() as session:
                     self._tag_session(run_id, session)
@@ -71,9 +76,7 @@ class Registry:
                 case Retire() as retire:
                     self._tag_retired(run_id, retire)
                 case Alias() as alias:
-                    version = self._find_version(run_id, alias.version)
-                    assert version is not None, "the log names a policy before its alias"
-                    self._client.set_registered_model_alias(self.model_name, alias.name, version)
+                    self._set_alias(run_id, alias)
                 case _:
                     pass
             self._log_metrics(run_id, entry)
@@ -102,13 +105,20 @@ class Registry:
         self._run_id = str(run.info.run_id)
         return self._run_id
 
+    @functools.cached_property
+    def _config(self) -> dict[str, Any]:
+        return run_config(self._log)
+
+    @functools.cached_property
+    def _config_sha256(self) -> str:
+        return sha256_of_json(self._config)
+
     def _log_config(self, run_id: str) -> None:
         """The run's configuration as parameters; logging the same again changes nothing."""
         from mlflow.entities import Param, RunTag
 
-        config = run_config(self._log)
-        parameters = [Param(key, value) for key, value in _flatten(config).items()]
-        tags = [RunTag("millrace.config_sha256", sha256_of_json(config))]
+        parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
+        tags = [RunTag("millrace.config_sha256", self._config_sha256)]
         self._client.log_batch(run_id, params=parameters, tags=tags)
 
     def _tag_session(self, run_id: str, session: Session) -> None:
@@ -117,6 +127,15 @@ class Registry:
 
         tags = {"millrace.code_version": session.code_version, "millrace.reward_sha256": session.reward_sha256}
         self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def _set_alias(self, run_id: str, alias: Alias) -> None:
+        version = self._find_version(run_id, alias.version)
+        if version is None:  # the log names a policy before its alias, so somebody has deleted it in MLflow
+            logger.warning(
+                "MLflow has no version of policy %d any more, so alias %s is not set there", alias.version, alias.name
+            )
+        else:
+            self._client.set_registered_model_alias(self.model_name, alias.name, version)
 
     def _tag_retired(self, run_id: str, retire: Retire) -> None:
         """Say on each version that its weights are gone; what made it stays visible."""
@@ -176,7 +195,7 @@ class Registry:
             "millrace.version": str(policy.version),
             "millrace.parent": "" if policy.parent is None else str(policy.parent),
             "millrace.weights_sha256": policy.weights_sha256,
-            "millrace.config_sha256": sha256_of_json(run_config(self._log)),
+            "millrace.config_sha256": self._config_sha256,
             "millrace.code_version": session.code_version if session else "",
             "millrace.reward_sha256": session.reward_sha256 if session else "",
         }

@@ -7,11 +7,8 @@ In: runs, and rules by age, size, aliases and counts. Out: what is, or would be,
                           └──────────────────────┘
 
 The log says what is gone before the first file goes: killed in between, the next run of this finishes the deletion.
+That goes for files without an entry too: the log then refuses the entry of a writer that slept and comes after all.
 A reader registers before it folds the log and we look for readers after `Retire`, so it either is seen, or sees.
-
-A policy is kept while it is the base model, live, named by an alias, among the newest, one of every so many, or has the
-best score. A kept policy reaches what trains it again: its shards, the saved state before its step, and the shards of
-the steps in between. What resumes the run, and every shard with a pending group, is reached always.
 """
 
 from __future__ import annotations
@@ -21,25 +18,28 @@ import json
 import logging
 import os
 import socket
+import threading
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from storage.log_entries import Retire, from_json, to_json
 from storage.object_store import LocalStore, ObjectStore, StoredFile, StoreError
-from storage.replay import saved_steps
-from storage.retention_rules import Rules
+from storage.retention_rules import Facts, Rules, kept_policies, reach
 from storage.run_log import RunLog
-from storage.run_state import Conflict, RunState
+from storage.run_state import Conflict, LogDamaged
 from storage.runs import open_run
 
 logger = logging.getLogger("millrace.retention")
 
 Kind = Literal["policy", "state", "shard", "orphan", "temporary"]
 
-_READER_SECONDS = 24 * 3600.0
+_READER_SECONDS = 3 * 3600.0
+"""How old a registration of a reader is at most while it lives, on the store's clock."""
+_RENEW_SECONDS = 3600.0
 _MOST_CONFLICTS = 100
 
 
@@ -89,6 +89,8 @@ class RunReport:
     """Who is reading; while there are any, nothing is deleted."""
     removed: bool
     """False after a dry run, and where readers held it up."""
+    problem: str = ""
+    """Why the run was left alone: its log is damaged."""
 
     @property
     def freed_bytes(self) -> int:
@@ -104,19 +106,49 @@ class RunReport:
         return totals
 
 
+class _Registration:
+    """That somebody reads a run's files, said again every hour until it is taken back."""
+
+    def __init__(self, log: RunLog, reader: Reader) -> None:
+        self._log = log
+        self._document = json.dumps(to_json(reader)).encode()
+        self._key = self._put()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="reader", daemon=True)
+        self._thread.start()
+
+    def take_back(self) -> None:
+        """Retention need not wait any more. One that cannot be deleted is forgotten by its age."""
+        self._ended.set()
+        self._thread.join()
+        with contextlib.suppress(OSError, StoreError):
+            self._log.store.delete([self._key])
+
+    def _put(self) -> str:
+        key = self._log.key(f"readers/{uuid.uuid4().hex}.json")
+        # Unlike `put`, also where the disk is full and retention is called to make room: so a new name every time.
+        self._log.store.put_if_absent(key, self._document)
+        return key
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEW_SECONDS):
+            with contextlib.suppress(OSError, StoreError):  # the next one is early enough
+                old, self._key = self._key, self._put()
+                self._log.store.delete([old])
+
+
 @contextlib.contextmanager
-def reading(log: RunLog, what: str) -> Iterator[None]:
+def reading(log: RunLog, what: str, *, quiet: bool = False) -> Iterator[None]:
     """Keep retention away from a run's files while the block runs. Folds the log: what is retired by then is gone.
 
-    A reader that dies without a word holds retention up for a day, by the store's clock.
+    A reader that dies without a word holds retention up for three hours, by the store's clock. Whoever may only read
+    the store reads all the same, with a warning unless `quiet`.
     """
-    key = log.key(f"readers/{uuid.uuid4().hex}.json")
-    reader = Reader(what=what, host=socket.gethostname(), pid=os.getpid())
     try:
-        log.store.put_if_absent(key, json.dumps(to_json(reader)).encode())
+        registration = _Registration(log, Reader(what=what, host=socket.gethostname(), pid=os.getpid()))
     except (OSError, StoreError) as error:
-        # Whoever may only read shall read all the same.
-        logger.warning("%s: cannot register as a reader, so retention may remove files meanwhile: %s", what, error)
+        level = logging.DEBUG if quiet else logging.WARNING
+        logger.log(level, "%s: cannot register as a reader, so retention may remove files meanwhile: %s", what, error)
         log.refresh()
         yield
         return
@@ -124,7 +156,7 @@ def reading(log: RunLog, what: str) -> Iterator[None]:
         log.refresh()
         yield
     finally:
-        log.store.delete([key])
+        registration.take_back()
 
 
 def collect_garbage(
@@ -132,77 +164,48 @@ def collect_garbage(
 ) -> list[RunReport]:
     """Remove what nothing needs from some runs, or from all of the store's where none is named.
 
-    Safe beside producers, trainers and a second call of itself. Raises `FileNotFoundError` for an unknown run.
+    Safe beside producers, trainers and a second call of itself. Raises `FileNotFoundError` for an unknown run, and
+    `LogDamaged` for a named one; where none is named, damaged ones are reported and left alone.
     """
-    names = list(dict.fromkeys(run_ids)) or [n for n in store.names("runs") if store.exists(f"runs/{n}/run.json")]
+    named = list(dict.fromkeys(run_ids))
     now = _now(store)
-    surveys = [_Survey(open_run(store, name), now=now) for name in names]
+    surveys, damaged = [], []
+    for name in named or [n for n in store.names("runs") if store.exists(f"runs/{n}/run.json")]:
+        try:
+            surveys.append(_Survey(open_run(store, name), now=now))
+        except LogDamaged as error:
+            if named:
+                raise
+            damaged.append(_left_alone(name, error))
     plans = [survey.removable(rules) for survey in surveys]
     chosen = _choose(plans, rules, now=now, num_bytes=sum(survey.num_bytes for survey in surveys))
     reports = []
     for survey, plan, names_chosen in zip(surveys, plans, chosen, strict=True):
         items = [item for item in plan if (item.kind, item.name) in names_chosen]
         readers = survey.readers()
-        if not dry_run and (ignore_readers or not readers):
-            items, readers = survey.remove(rules, names_chosen, ignore_readers=ignore_readers)
+        try:
+            if not dry_run and (ignore_readers or not readers):
+                items, readers = survey.remove(rules, names_chosen, ignore_readers=ignore_readers)
+        except LogDamaged as error:
+            if named:
+                raise
+            damaged.append(_left_alone(survey.log.run_id, error))
+            continue
         reports.append(
             RunReport(
                 run=survey.log.run_id,
                 num_bytes=survey.num_bytes,
-                kept=kept_policies(survey.log.state, rules),
+                kept=survey.kept(rules),
                 items=items,
                 readers=readers,
                 removed=not dry_run and (ignore_readers or not readers),
             )
         )
-    return reports
+    return reports + damaged
 
 
-def kept_policies(state: RunState, rules: Rules) -> dict[int, str]:
-    """Policy versions that stay, and why. What is retired already stays retired."""
-    best: dict[str, tuple[float, int]] = {}
-    for evaluation in state.evaluations:
-        if evaluation.version not in state.retired_policies:
-            best[evaluation.split] = max(
-                best.get(evaluation.split, (-1.0e300, 0)), (evaluation.score, evaluation.version)
-            )
-    kept: dict[int, str] = {}
-    for version in state.policies:
-        reasons = ["base model"] if version == 0 else []
-        reasons += ["live"] if version == state.newest_version else []
-        reasons += [f"alias {name}" for name, alias in state.aliases.items() if alias.version == version]
-        reasons += [f"best on {split}" for split, (_, scored) in best.items() if scored == version]
-        reasons += ["among the newest"] if version > state.newest_version - rules.keep_last else []
-        reasons += [f"every {rules.keep_every}"] if rules.keep_every and version % rules.keep_every == 0 else []
-        if reasons and version not in state.retired_policies:
-            kept[version] = ", ".join(reasons)
-    return dict(sorted(kept.items()))
-
-
-@dataclass
-class _Reach:
-    """What the kept policies, a resume and the queue need."""
-
-    shards: set[str] = field(default_factory=set)
-    states: set[str] = field(default_factory=set)
-
-
-def _reach(state: RunState, kept: Iterable[int]) -> _Reach:
-    reach = _Reach(shards={state.shard_of[group_id] for group_id in state.pending})
-    kept = set(kept)
-    # Training step n again starts from the newest state before it; a resume is about to train the next step.
-    targets = [step.claim.step for step in state.steps if step.policy.version in kept] + [state.step + 1]
-    for target in targets:
-        saved = next(saved_steps(state, at_most=target - 1), None)
-        if saved is not None and saved.state_path is not None:
-            reach.states.add(saved.state_path)
-        for step in state.steps[saved.claim.step if saved else 0 : min(target, state.step)]:
-            reach.shards.update(step.shard_sha256)
-    scored = {evaluation.shard_id: evaluation.version for evaluation in state.evaluations}
-    for shard_id, shard in state.shards.items():
-        if shard.is_eval and scored.get(shard_id, shard.head_version) in kept:
-            reach.shards.add(shard_id)
-    return reach
+def _left_alone(run_id: str, error: LogDamaged) -> RunReport:
+    return RunReport(run=run_id, num_bytes=0, kept={}, items=[], readers=[], removed=False, problem=str(error))
 
 
 class _Survey:
@@ -216,6 +219,7 @@ class _Survey:
         self._files = log.store.walk(log.prefix)
         self.num_bytes = sum(file.num_bytes for file in self._files)
         self._unfinished = _unfinished_writes(log)
+        self._facts = Facts()
         log.refresh()
 
     def readers(self) -> list[Reader]:
@@ -225,40 +229,44 @@ class _Survey:
         readers: list[Reader] = [from_json(Reader, json.loads(data)) for data in found if data is not None]
         return readers
 
+    def kept(self, rules: Rules) -> dict[int, str]:
+        """Policy versions that stay by the log as it is now, and why."""
+        self._facts.extend(self.log)
+        return kept_policies(self.log.state, rules, self._facts.evaluations)
+
     def removable(self, rules: Rules) -> list[Item]:
         """What may go by the log as it is now, whatever its age, as long as it is not just being written."""
-        state = self.log.state
-        kept = kept_policies(state, rules)
-        reach = _reach(state, kept)
-        version_at = {policy.path: version for version, policy in state.policies.items()}
-        states = {step.state_path for step in state.steps if step.state_path is not None}
+        state, facts = self.log.state, self._facts
+        kept = self.kept(rules)
+        needed = reach(state, facts, kept)
         items = []
         for (folder, name), files in self._by_owner().items():
             path = self.log.key(f"{folder}/{name}")
             settled = self._now - max(file.modified_at for file in files) >= rules.orphan_seconds
             match folder:
-                case "policies" if path in version_at:
-                    version = version_at[path]
+                case "policies" if path in facts.version_at:
+                    version = facts.version_at[path]
                     if version not in kept:  # what is retired is not among the kept, whatever the rules are now
                         items.append(
                             _item("policy", str(version), files, "no rule keeps it", version in state.retired_policies)
                         )
-                case "state" if path in states:
-                    if path not in reach.states or path in state.retired_states:
+                case "state" if path in facts.states:
+                    if path not in needed.states or path in state.retired_states:
                         reason = "no kept policy and no resume starts from it"
                         items.append(_item("state", path, files, reason, path in state.retired_states))
                 case "shards" if name in state.shards:
-                    shard = state.shards[name]
-                    awaited = shard.is_eval and name not in state.evaluation_shards and not settled
-                    if name in state.retired_shards or (name not in reach.shards and not awaited):
-                        reason = "no kept policy was scored with it" if shard.is_eval else "no kept policy needs it"
+                    is_eval = name in facts.eval_shards
+                    awaited = is_eval and name not in state.evaluation_shards and not settled
+                    if name in state.retired_shards or (name not in needed.shards and not awaited):
+                        reason = "no kept policy was scored with it" if is_eval else "no kept policy needs it"
                         items.append(_item("shard", name, files, reason, name in state.retired_shards))
                 case "readers":
                     if self._now - files[0].modified_at >= _READER_SECONDS:
                         items.append(_item("temporary", path, files, "its reader is gone", False))
                 case _:
-                    if settled:
-                        items.append(_item("orphan", path, files, "no log entry names it", False))
+                    retired = path in state.retired_states or (folder == "shards" and name in state.retired_shards)
+                    if settled or retired:
+                        items.append(_item("orphan", path, files, "no log entry names it", retired))
         items += [
             _item("temporary", file.key, [file], "a write that was cut off", False)
             for file in self._unfinished
@@ -273,24 +281,14 @@ class _Survey:
         for _ in range(_MOST_CONFLICTS):
             self.log.refresh()
             items = [item for item in self.removable(rules) if (item.kind, item.name) in chosen]
-            new = [item for item in items if item.in_log and not item.retired]
-            if not new:
-                break
             try:
-                self.log.append(
-                    Retire(
-                        shard_ids=[item.name for item in new if item.kind == "shard"],
-                        policy_versions=[int(item.name) for item in new if item.kind == "policy"],
-                        state_paths=[item.name for item in new if item.kind == "state"],
-                        reason=str(rules),
-                    )
-                )
+                self.log.append(self._retire([item for item in items if not item.retired], rules))
                 break
             except Conflict:
-                continue  # an alias was set meanwhile: plan again
+                continue  # an alias was set, or an orphan got its entry meanwhile: plan again
         else:
             raise Conflict(f"run {self.log.run_id!r} changed {_MOST_CONFLICTS} times while it was planned; try again")
-        # The append folded the log once more: an orphan may have got its entry after all.
+        # The append folded the log once more: orphaned rewards may have got their entry, which it does not refuse.
         left = {(item.kind, item.name) for item in self.removable(rules)}
         items = [item for item in items if (item.kind, item.name) in left]
         readers = self.readers()
@@ -298,6 +296,20 @@ class _Survey:
             self.log.store.delete([key for item in items for key in item.keys])
             _remove_empty_folders(self.log.store, items)
         return items, readers
+
+    def _retire(self, items: Sequence[Item], rules: Rules) -> Retire:
+        """The entry that says so; without anything in it, one that every log holds already."""
+        folder = self.log.key("shards/")
+        lost = [item.name for item in items if item.kind == "orphan"]
+        writers = (self.log.key("policies/"), self.log.key("state/"))
+        return Retire(
+            shard_ids=[item.name for item in items if item.kind == "shard"]
+            + [name.removeprefix(folder) for name in lost if name.startswith(folder)],
+            policy_versions=[int(item.name) for item in items if item.kind == "policy"],
+            state_paths=[item.name for item in items if item.kind == "state"]
+            + [name for name in lost if name.startswith(writers)],
+            reason=str(rules),
+        )
 
     def _by_owner(self) -> dict[tuple[str, str], list[StoredFile]]:
         """The run's data files by what they belong to; rewards belong to their shard where the log knows them."""
@@ -373,9 +385,10 @@ def _unfinished_writes(log: RunLog) -> list[StoredFile]:
     if not isinstance(log.store, LocalStore):
         return []
     root, found = log.store.root, []
-    for path in (root / log.prefix).rglob(".*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # its writer just finished
-            status = path.stat()
-            key = str(path.relative_to(root))
-            found.append(StoredFile(key=key, num_bytes=status.st_size, modified_at=status.st_mtime))
+    for folder, _, names in os.walk(root / log.prefix):  # passes over a folder that another gc is just removing
+        for path in (Path(folder, name) for name in names if name.startswith(".") and name.endswith(".tmp")):
+            with contextlib.suppress(FileNotFoundError):  # its writer just finished
+                status = path.stat()
+                key = str(path.relative_to(root))
+                found.append(StoredFile(key=key, num_bytes=status.st_size, modified_at=status.st_mtime))
     return found

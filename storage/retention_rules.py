@@ -1,12 +1,22 @@
-"""What retention keeps: the rules, and how people write them.
+"""What retention keeps: the rules, how people write them, and what they keep of a run.
 
-In: counts, an age and a size. Out: `Rules`.
+In: counts, an age and a size; a run's log. Out: `Rules`; the policies they keep, and what these reach.
+
+A policy is kept while it is the base model, live, named by an alias, among the newest, one of every so many, or has the
+best score. A kept policy reaches what trains it again: its shards, the saved state before its step, and the shards of
+the steps in between. What resumes the run, and every shard with a pending group, is reached always.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from storage.log_entries import Evaluation, Policy, Shard, Step
+from storage.run_log import RunLog
+from storage.run_state import RunState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,98 @@ class Rules:
         parts += [f"older than {self.older_than_seconds:.0f} s"] if self.older_than_seconds else []
         parts += [f"at most {self.max_bytes} bytes"] if self.max_bytes is not None else []
         return ", ".join(parts)
+
+
+@dataclass
+class Facts:
+    """What a plan looks up, taken from every entry once: decoding 10⁵ entries takes seconds, and a plan is made often.
+
+    Holds names and numbers, not entries: those of a long run would fill gigabytes.
+    """
+
+    steps: list[tuple[int, str | None, tuple[str, ...]]] = field(default_factory=list)
+    """Per step: the version it made, the folder of its saved state, the shards it read."""
+    states: set[str] = field(default_factory=set)
+    version_at: dict[str, int] = field(default_factory=dict)
+    """Folder → policy version."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    eval_shards: dict[str, int] = field(default_factory=dict)
+    """Id of an evaluation's shard → the version that sampled it."""
+    _seen: int = 0
+
+    def extend(self, log: RunLog) -> None:
+        """Take in the entries that were folded since the last call."""
+        for number in range(self._seen, len(log.entries)):
+            match log.entries[number].body:
+                case Step(policy=policy, state_path=state_path, shard_sha256=shards):
+                    self.steps.append((policy.version, state_path, tuple(shards)))
+                    self.version_at[policy.path] = policy.version
+                    if state_path is not None:
+                        self.states.add(state_path)
+                case Policy(path=path, version=version):
+                    self.version_at[path] = version
+                case Evaluation() as evaluation:
+                    self.evaluations.append(evaluation)
+                case Shard(is_eval=True) as shard:
+                    self.eval_shards[shard.id] = shard.head_version
+                case _:
+                    pass
+        self._seen = len(log.entries)
+
+
+def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluation]) -> dict[int, str]:
+    """Policy versions that stay, and why. What is retired already stays retired."""
+    best: dict[str, tuple[float, int]] = {}
+    for evaluation in evaluations:
+        if evaluation.version not in state.retired_policies:
+            best[evaluation.split] = max(
+                best.get(evaluation.split, (-1.0e300, 0)), (evaluation.score, evaluation.version)
+            )
+    kept: dict[int, str] = {}
+    for version in state.policies:
+        reasons = ["base model"] if version == 0 else []
+        reasons += ["live"] if version == state.newest_version else []
+        reasons += [f"alias {name}" for name, alias in state.aliases.items() if alias.version == version]
+        reasons += [f"best on {split}" for split, (_, scored) in best.items() if scored == version]
+        reasons += ["among the newest"] if version > state.newest_version - rules.keep_last else []
+        reasons += [f"every {rules.keep_every}"] if rules.keep_every and version % rules.keep_every == 0 else []
+        if reasons and version not in state.retired_policies:
+            kept[version] = ", ".join(reasons)
+    return dict(sorted(kept.items()))
+
+
+@dataclass
+class Reach:
+    """What the kept policies, a resume and the queue need."""
+
+    shards: set[str] = field(default_factory=set)
+    states: set[str] = field(default_factory=set)
+
+
+def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> Reach:
+    """What must stay for policies `kept`. `facts` must have taken in what `state` has."""
+    found = Reach(shards={state.shard_of[group_id] for group_id in state.pending})
+    kept = set(kept)
+    saved = {
+        number: path
+        for number, (_, path, _) in enumerate(facts.steps, start=1)
+        if path is not None and path not in state.retired_states
+    }
+    numbers = list(saved)
+    # Training step n again starts from the newest state before it; a resume is about to train the next step.
+    targets = [number for number, (version, _, _) in enumerate(facts.steps, start=1) if version in kept]
+    for target in [*targets, state.step + 1]:
+        before = bisect.bisect_left(numbers, target)
+        start = numbers[before - 1] if before else 0
+        if start:
+            found.states.add(saved[start])
+        for _, _, shards in facts.steps[start:target]:
+            found.shards.update(shards)
+    scored = {evaluation.shard_id: evaluation.version for evaluation in facts.evaluations}
+    for shard_id, version in facts.eval_shards.items():
+        if scored.get(shard_id, version) in kept:
+            found.shards.add(shard_id)
+    return found
 
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}

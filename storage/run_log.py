@@ -126,19 +126,21 @@ class RunLog:
     def _open_segments(self) -> None:
         """Start from the segments there are, as far as they follow one another."""
         segments: list[Segment] = []
+        archived = merged = 0
         reached = -1
-        while reached < self._num_archived:
-            reached = self._num_archived
+        while reached < archived:
+            reached = archived
             for size in reversed(self.segment_sizes):
-                for segment in self._read_segments(self._num_archived, size):
+                for segment in self._read_segments(archived, size):
                     segments.append(segment)
-                    if self._num_merged == self._num_archived and size == self.segment_sizes[-1]:
-                        self._num_merged += size
-                    self._num_archived += size
+                    if merged == archived and size == self.segment_sizes[-1]:
+                        merged += size
+                    archived += size
         if segments:
             archive = Archive(segments)
             self.state = archive.fold()
             self.entries = LazyList(range(len(archive)), archive.entry)
+            self._num_archived, self._num_merged = archived, merged
 
     def _read_segments(self, first: int, size: int) -> Iterator[Segment]:
         """Segments of one size that follow one another from entry `first` on."""

@@ -90,7 +90,7 @@ class RunState:
     retired_shards: set[str] = field(default_factory=set)
     retired_policies: set[int] = field(default_factory=set)
     retired_states: set[str] = field(default_factory=set)
-    """Folders of optimizer state that retention took away."""
+    """Folders of optimizer state that retention took away, and folders of policies no step had committed."""
 
     @property
     def step(self) -> int:
@@ -176,6 +176,8 @@ class RunState:
                         f"step {claim.step} does not follow step {self.step}: another trainer is working on this run; "
                         "stop one of them, or use another `run` id"
                     )
+                if not self.retired_states.isdisjoint((policy.path, body.state_path)):
+                    raise Conflict(f"step {claim.step} came so late that its files were removed; start this run again")
                 if policy.version in self.policies:
                     raise Conflict(f"policy version {policy.version} is already published")
                 if not claim.base_version == policy.parent == self.newest_version:
@@ -205,6 +207,10 @@ class RunState:
                 named = {alias.version for alias in self.aliases.values()} | {self.newest_version}
                 if kept := named.intersection(body.policy_versions):
                     raise Conflict(f"policy versions {sorted(kept)} are live or have an alias")
+                # A plan may take these for files no step has committed; what a resume needs is never retired otherwise.
+                newest = {self.live.path, self.steps[-1].state_path} if self.live and self.steps else set()
+                if kept_paths := newest.intersection(body.state_paths):
+                    raise Conflict(f"{', '.join(sorted(map(str, kept_paths)))} is the newest step's")
             case _:
                 pass
 

@@ -15,6 +15,7 @@ because not every server checks the condition when parts are put together (Ceph 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -27,14 +28,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from storage.digests import sha256_of
 from storage.object_store import (
     ConditionRefused,
     StoredFile,
     StoreError,
     StoreFull,
-    check_room,
     last_after_others,
     reserved_bytes,
+    room_for,
 )
 
 MOST_CONDITIONAL_BYTES = 2**30
@@ -73,7 +75,7 @@ class S3Store:
         self._fs = s3fs.S3FileSystem(
             use_listings_cache=False,
             skip_instance_cache=True,
-            default_cache_type="none",  # reading ahead fetches every column when a dataset asks for one
+            default_cache_type="none",  # reading ahead fetches every column where one is asked for
             config_kwargs=config,
             **options,
         )
@@ -184,9 +186,9 @@ class S3Store:
             if info["type"] == "file"
         ]
 
-    def dataset(self, keys: Sequence[str], schema: pa.Schema) -> pa.dataset.Dataset:
-
-        return pa.dataset.dataset([self._path(key) for key in keys], schema=schema, format="ipc", filesystem=self._fs)
+    def open_input(self, key: str) -> pa.NativeFile:
+        with self._explained("read", key):
+            return pa.PythonFile(self._fs.open(self._path(key), "rb"), mode="r")
 
     def names(self, prefix: str) -> list[str]:
         try:
@@ -204,15 +206,21 @@ class S3Store:
         files = {name: file for name, file in files.items() if "/" not in name}
         if not files:
             raise FileNotFoundError(self._path(prefix))
-        target = cache / prefix
-        missing = [name for name in files if not (target / name).exists()]
-        num_bytes = sum(files[name].num_bytes for name in missing)
-        check_room(target, num_bytes, reserve=reserved_bytes(), what=f"the cache folder {cache}")
-        target.mkdir(parents=True, exist_ok=True)
+        target = cache / sha256_of(self.uri.encode())[:16] / prefix  # other stores have the same keys
+        missing = [name for name, file in files.items() if not _has_size(target / name, file.num_bytes)]
+        room = functools.partial(
+            room_for,
+            folder=target,
+            reserve=reserved_bytes(),
+            what=f"the cache folder {cache}",
+            remedy="Delete it (what is needed is fetched again)",
+        )
+        with room(sum(files[name].num_bytes for name in missing)):
+            target.mkdir(parents=True, exist_ok=True)
         for name in missing:
             partial = target / f".{name}.{uuid.uuid4().hex}.tmp"
             try:
-                with self._explained("read", files[name].key):
+                with self._explained("read", files[name].key), room(files[name].num_bytes):
                     self._get_file(files[name].key, partial)
                 os.replace(partial, target / name)
             finally:
@@ -270,6 +278,10 @@ class S3Store:
                     "on from there"
                 ) from error
             raise StoreError(f"store {self.uri}: cannot {action} {key}: {reason}") from error
+
+
+def _has_size(file: Path, num_bytes: int) -> bool:
+    return file.is_file() and file.stat().st_size == num_bytes
 
 
 def _response(error: BaseException | None) -> dict[str, Any]:

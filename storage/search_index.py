@@ -31,6 +31,7 @@ from storage.digests import sha256_of
 from storage.log_entries import Shard
 from storage.object_store import LocalStore, StoreError
 from storage.run_log import RunLog
+from storage.run_state import claimed_groups
 from storage.search_query import Filters, SearchQuery, sql_text
 from storage.search_rows import EMBEDDING, ROW, Embed, attempt_rows, unit_vectors
 from storage.shards import DamagedShard, read_shard
@@ -162,6 +163,8 @@ class SearchIndex:
         table = self._open()
         start = self._start_similar(table, query) if similar else self._start_words(table, query)
         where = filters.sql() if similar else query.sql(filters)
+        if filters.step is not None:
+            where = f"({where}) AND {self._in_shards_of(filters.step)}"
         fetched = 8 * count
         while True:
             with self._damage_named():
@@ -327,6 +330,13 @@ class SearchIndex:
             .distance_type("dot")
             .select(["group_id", "shard_id", "_distance"])
         )
+
+    def _in_shards_of(self, step: int) -> str:
+        """Condition of the rows whose shard holds a group that the step passed over."""
+        steps = self.log.state.steps
+        claimed = claimed_groups(steps[step - 1]) if 1 <= step <= len(steps) else []
+        shard_ids = dict.fromkeys(group.shard_id for _, group in claimed)
+        return f"shard_id IN ({', '.join(map(sql_text, shard_ids))})" if shard_ids else "false"
 
     def _is_wanted(self, hit: dict[str, Any], filters: Filters) -> bool:
         """The filters only the log can answer."""

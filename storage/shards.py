@@ -44,11 +44,15 @@ def commit_shard(
     is_eval: bool = False,
     seconds: dict[str, float] | None = None,
 ) -> Shard:
-    """Write the groups as one shard and commit it. Calling it again with the same shard id changes nothing.
+    """Write the groups as one shard and commit it; returns what the log holds.
 
+    Calling it again with the same shard id changes nothing, whatever the groups are.
     Raises `storage.run_log.Conflict` when another producer has committed one of the prompts meanwhile;
     the file then stays behind unreferenced.
     """
+    recorded = log.refresh().shards.get(provenance.shard_id)
+    if recorded is not None:
+        return recorded
     started = time.perf_counter()
     table = shard_table(groups, provenance=provenance, sampling=sampling, is_eval=is_eval)
     with ThreadPoolExecutor(max_workers=2) as beside:  # compressing, hashing and the disk leave the interpreter free
@@ -71,8 +75,7 @@ def commit_shard(
         producer=provenance.producer,
         seconds={**(seconds or {}), "commit": time.perf_counter() - started},
     )
-    log.append(shard)
-    return shard
+    return log.append(shard).shards[shard.id]
 
 
 def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
@@ -83,10 +86,12 @@ def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = Non
     a rule, or was removed by retention; `NewerSchema` when a newer Millrace wrote it.
     """
     table = _committed(log, shard, columns=columns)
-    state = log.state
-    first = next((i for i in state.shards if i not in state.quarantined and i not in state.retired_shards), None)
     tokenizer = _tokenizer_of(table)
-    expected = tokenizer if first in (None, shard.id) else _first_tokenizer(log, first)
+    try:
+        first = _first_readable(log, len(log.state.retired_shards), len(log.state.quarantined))
+    except LookupError:
+        return table
+    expected = tokenizer if first == shard.id else _first_tokenizer(log, first)
     if tokenizer and expected and tokenizer != expected:
         raise DamagedShard(
             shard.id,
@@ -150,6 +155,19 @@ def _file(log: RunLog, shard: Shard) -> str:
 def _tokenizer_of(table: pa.Table) -> str:
     """Digest of the vocabulary the rows were made with; empty where the producer did not say."""
     return str(table.schema.metadata.get(b"tokenizer_sha256", b"").decode())
+
+
+@functools.lru_cache(maxsize=8)
+def _first_readable(log: RunLog, num_retired: int, num_quarantined: int) -> str:
+    """Id of the run's first shard that is still there, looked for again when one more is not.
+
+    Raises `LookupError`, which is not kept, where there is none: the next shard will be the first.
+    """
+    state = log.state
+    for shard_id in state.shards:
+        if shard_id not in state.quarantined and shard_id not in state.retired_shards:
+            return shard_id
+    raise LookupError(f"run {log.run_id} has no shard that can be read")
 
 
 @functools.lru_cache(maxsize=8)

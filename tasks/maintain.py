@@ -52,7 +52,9 @@ async def collect_from_runs(
 
 def _say(report: RunReport, dry_run: bool) -> None:
     counts = ", ".join(f"{count} × {kind}" for kind, (count, _) in report.by_kind().items()) or "nothing"
-    if report.readers and not report.removed:
+    if report.problem:
+        logger.warning("%s: left alone: %s", report.run, report.problem)
+    elif report.readers and not report.removed:
         names = ", ".join(f"{reader.what} (process {reader.pid} on {reader.host})" for reader in report.readers)
         logger.warning("%s: in use by %s; nothing was removed", report.run, names)
     else:

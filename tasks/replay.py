@@ -44,7 +44,11 @@ def check_replay(
 async def start_replay(
     session: RunSession, *, plan: ReplayPlan, recorded: Recipe, changed: Recipe, rewards: str
 ) -> int:
-    """Load the nearest saved state before the span; returns its step, 0 for the base policy."""
+    """Load the nearest saved state before the span; returns its step, 0 for the base policy.
+
+    Raises `storage.replay.CannotReplay` when retention took what the plan needs before this session could hold it off.
+    """
+    plan = plan_replay(session.log.refresh(), run=session.log.run_id, first=plan.first, last=plan.last, rewards=rewards)
     arguments = {
         "store_uri": session.log.store.uri,
         "run_id": session.log.run_id,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import subprocess
+import threading
 import uuid
 from collections.abc import AsyncIterator
 from importlib.metadata import version
@@ -40,6 +41,9 @@ class RunSession:
         self.memory = memory
         self.session_id = session_id
         self.tracking = tracking_uri(tracking)
+        self.tracking_log = RunLog(log.store, log.run_id)
+        """The same log, for tracking alone: it is folded in a thread, under `tracking_lock`."""
+        self.tracking_lock = threading.Lock()
         self.cache = home() / "cache"
         self.arrivals = asyncio.Event()
         """Set whenever this session's own producer has committed a shard."""
@@ -48,6 +52,11 @@ class RunSession:
         self.warned_of_gap = False
         """True once this session has said that engine and trainer disagree."""
         self._hosted: dict[str, Hosted] = {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The run's configuration as it was frozen, `steps` and the places of store and tracking left out."""
+        return run_config(self.log)
 
     async def host(self, role: str, path: str, *, name: str, arguments: dict[str, Any]) -> Hosted:
         """Start a worker in a process of its own and remember it under its role."""
@@ -99,11 +108,6 @@ async def reading_session(*, store: str, tracking: str, run_id: str, what: str) 
     with reading(log, what), PeakMemory() as memory:
         async with Fleet(log_folder=home() / "logs" / run_id) as fleet:
             yield RunSession(log=log, fleet=fleet, memory=memory, session_id="", tracking=tracking)
-
-
-def saved_config(session: RunSession) -> dict[str, Any]:
-    """The run's configuration as it was frozen, `steps` and the places of store and tracking left out."""
-    return run_config(session.log)
 
 
 def code_version() -> str:

@@ -13,7 +13,6 @@ from prefect.cache_policies import NO_CACHE
 
 from storage.log_entries import Registration
 from storage.registry import Registry, RegistryUnavailable
-from storage.runs import open_run
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.track")
@@ -31,8 +30,9 @@ async def track(session: RunSession, *, finished: bool = False) -> int:
 def _sync(session: RunSession, finished: bool) -> list[Registration]:
     try:
         # A log of its own: folding is not thread-safe, and this runs beside the round.
-        log = open_run(session.log.store, session.log.run_id)
-        return Registry(log, tracking_uri=session.tracking).sync(finished=finished)
+        with session.tracking_lock:
+            session.tracking_log.refresh()
+            return Registry(session.tracking_log, tracking_uri=session.tracking).sync(finished=finished)
     except RegistryUnavailable as error:
         logger.warning(
             "MLflow at %s did not take everything in; the log keeps it for later: %s", session.tracking, error

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from rollouts.executor import Limits
 from storage.digests import seal_folder
 from storage.log_entries import Claim, ClaimedGroup, GroupSummary, Policy, Session, Shard, Step
@@ -75,8 +77,8 @@ class MemoryStore:
         inside = sorted(key for key in self.files if key.startswith(f"{prefix}/"))
         return [StoredFile(key=key, num_bytes=len(self.files[key]), modified_at=0.0) for key in inside]
 
-    def dataset(self, keys: Sequence[str], schema: Any) -> Any:
-        raise NotImplementedError
+    def open_input(self, key: str) -> pa.NativeFile:
+        return pa.BufferReader(self.get(key))
 
     def names(self, prefix: str) -> list[str]:
         inside = [key.removeprefix(f"{prefix}/") for key in self.files if key.startswith(f"{prefix}/")]

@@ -14,7 +14,7 @@ import pytest
 
 from storage.digests import DIGEST_FILE, sha256_of, verify_folder
 from storage.log_entries import Session
-from storage.object_store import ObjectStore, open_store, probe
+from storage.object_store import ObjectStore, StoreFull, open_store, probe
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.runs import RunBusy, open_run, trainer_lock
@@ -107,31 +107,24 @@ def test_what_another_process_writes_is_there_at_once(store: ObjectStore):
     assert run_together(write_in_turns, 2, store.uri, 6) == [[], []]
 
 
-def test_a_dataset_reads_the_columns_asked_for(store: ObjectStore):
-    schema = pa.schema([("number", pa.int64()), ("text", pa.string())])
-    for part in range(2):
-        rows = pa.table({"number": [part * 2, part * 2 + 1], "text": ["x" * 1000, f"part {part}"]}, schema=schema)
-        store.put(f"data/{part}.arrow", _ipc_file(rows))
-    dataset = store.dataset(["data/0.arrow", "data/1.arrow"], schema)
-    assert dataset.to_table(columns=["number"]).to_pydict() == {"number": [0, 1, 2, 3]}
-    only = dataset.to_table(columns=["text"], filter=pa.compute.field("number") == 3)
-    assert only.to_pydict() == {"text": ["part 1"]}
-    assert store.dataset([], schema).count_rows() == 0
+def test_arrow_reads_a_value_in_pieces(store: ObjectStore):
+    rows = pa.table({"number": range(4), "text": ["x" * 1000] * 4})
+    store.put("data/rows.arrow", _ipc_file(rows))
+    with store.open_input("data/rows.arrow") as source:
+        assert source.seekable() and source.size() == len(_ipc_file(rows))
+        numbers = pa.ipc.IpcReadOptions(included_fields=[0])
+        assert pa.ipc.open_file(source, options=numbers).read_all().to_pydict() == {"number": [0, 1, 2, 3]}
+        assert source.read_at(6, 0) == b"ARROW1"
 
 
-def test_a_dataset_fills_in_a_column_that_older_files_lack(store: ObjectStore):
-    store.put("data/old.arrow", _ipc_file(pa.table({"number": [1]})))
-    wider = pa.schema([("number", pa.int64()), ("added", pa.float64())])
-    assert store.dataset(["data/old.arrow"], wider).to_table().to_pydict() == {"number": [1], "added": [None]}
-
-
-def test_a_dataset_says_which_file_is_missing_or_broken(store: ObjectStore):
-    schema = pa.schema([("number", pa.int64())])
+def test_a_missing_or_broken_value_does_not_open_as_arrow(store: ObjectStore):
     with pytest.raises(FileNotFoundError, match="gone"):
-        store.dataset(["data/gone.arrow"], schema).to_table()
-    store.put("data/cut.arrow", _ipc_file(pa.table({"number": [1]}))[:-20])
-    with pytest.raises((pa.ArrowInvalid, OSError), match="cut.arrow"):
-        store.dataset(["data/cut.arrow"], schema).to_table()
+        store.open_input("data/gone.arrow")
+    whole = _ipc_file(pa.table({"number": [1]}))
+    for name, data in {"cut": whole[:-20], "empty": b""}.items():
+        store.put(f"data/{name}.arrow", data)
+        with store.open_input(f"data/{name}.arrow") as source, pytest.raises((pa.ArrowException, OSError)):
+            pa.ipc.open_file(source)
 
 
 def test_a_folder_goes_there_and_comes_back_whole(store: ObjectStore, tmp_path: Path):
@@ -149,8 +142,28 @@ def test_a_missing_folder_is_an_error(store: ObjectStore, tmp_path: Path):
         store.fetch_folder("models/m", tmp_path)
 
 
+def test_a_folder_that_was_half_written_when_it_was_fetched_is_whole_the_next_time(store: ObjectStore, tmp_path: Path):
+    digest = a_policy_folder(tmp_path / "model", weights=bytes(range(256)) * 1000)
+    store.put("models/m/model.safetensors", b"half")
+    early = store.fetch_folder("models/m", tmp_path / "cache")
+    assert (early / "model.safetensors").read_bytes() == b"half"
+    store.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
+    assert verify_folder(store.fetch_folder("models/m", tmp_path / "cache")) == digest
+
+
 def test_the_store_keeps_writers_apart_and_the_probe_leaves_nothing(store: ObjectStore):
     assert probe(store) is True
+    assert store.walk("probe") == []
+
+
+def test_a_probe_that_fails_midway_leaves_nothing(store: ObjectStore, monkeypatch: pytest.MonkeyPatch):
+    def full(key: str, data: bytes) -> None:
+        raise StoreFull("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "put", full)
+        with pytest.raises(StoreFull, match="no room"):
+            probe(store)
     assert store.walk("probe") == []
 
 

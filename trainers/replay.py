@@ -55,16 +55,25 @@ class Retrainer:
         self._dtype = _stored_dtype(self._base_folder)
 
     def load_nearest_state(self, at_most: int) -> int:
-        """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy."""
+        """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy.
+
+        Raises `ValueError` for a state of another step than the log says.
+        """
         for step in saved_steps(self._log.state, at_most=at_most):
             assert step.state_path is not None
             try:
-                self.load_state(self._fetch(step.state_path))
-                return step.claim.step
+                loaded = self.load_state(self._fetch(step.state_path))
             except (DigestMismatch, FileNotFoundError) as error:
                 logger.warning(
                     "the state of step %d cannot be loaded, an earlier one will do: %s", step.claim.step, error
                 )
+                continue
+            if loaded != step.claim.step:
+                raise ValueError(
+                    f"{self._log.store.uri}/{step.state_path} holds the state of step {loaded}, the log says of step "
+                    f"{step.claim.step}; put the right folder back, or remove it and an earlier one will do"
+                )
+            return loaded
         return 0
 
     def samples(self, claim: Claim, *, rewards: str = "") -> Samples:
@@ -90,11 +99,14 @@ class Retrainer:
             for step in steps:
                 self.train(step.claim, self.samples(step.claim))
         except DamagedShard as error:
-            logger.warning("step %d cannot be trained again: %s", steps[-1].claim.step, error)
+            logger.warning("step %d cannot be trained again: %s", step.claim.step, error)
         self.settle(steps[-1])
 
     def settle(self, step: Step) -> bool:
-        """True when the weights are those `step` made; if not, take the recorded ones."""
+        """True when the weights are those `step` made; if not, take the recorded ones.
+
+        Raises `FileNotFoundError` where those are gone, `storage.digests.DigestMismatch` where they are altered.
+        """
         with tempfile.TemporaryDirectory() as scratch:
             digest = self.save_policy(Path(scratch) / "policy")
         if digest == step.policy.weights_sha256:
@@ -119,9 +131,9 @@ class Retrainer:
         """Write everything the next step depends on."""
         save_state(self.trainer.model, self.trainer.optimizer, folder, step=step)
 
-    def load_state(self, folder: Path) -> None:
-        """Take over what `save_state` wrote, perhaps under another recipe."""
-        load_state(self.trainer.model, self.trainer.optimizer, folder)
+    def load_state(self, folder: Path) -> int:
+        """Take over what `save_state` wrote, perhaps under another recipe; returns its step."""
+        return load_state(self.trainer.model, self.trainer.optimizer, folder)
 
     def _fetch(self, path: str) -> Path:
         return self._log.store.fetch_folder(path, self._cache)
@@ -164,13 +176,22 @@ class ReplayWorker:
         """Train a step before the span, as it was recorded. The last of them says whether its weights are the
         recorded ones; the others say True.
 
-        Raises `storage.replay.CannotReplay` when its shards are damaged.
+        Raises `storage.replay.CannotReplay` when its shards are damaged, or when the span needs its recorded weights
+        and they are gone.
         """
         recorded = self._log.state.steps[step - 1]
         self._train(recorded, rewards="")
         if step < self._plan.first - 1:
             return True
-        identical = self._retrainer.settle(recorded)
+        try:
+            identical = self._retrainer.settle(recorded)
+        except (FileNotFoundError, DigestMismatch) as error:
+            state, version = self._log.state, recorded.policy.version
+            reason = "retention removed them" if version in state.retired_policies else str(error)
+            raise CannotReplay(
+                f"the steps up to {step} gave other weights than recorded, and step {step + 1} cannot start from the "
+                f"recorded ones, policy {version}: {reason}; {later_start(state, step + 1)}"
+            ) from error
         self._enter_span()
         return identical
 

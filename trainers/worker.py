@@ -54,8 +54,7 @@ class TrainerWorker:
         )
         self._cache = Path(cache)
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
-        self._newest: Claim | None = None  # in the weights; null for the base policy's
-        self._halfway = False  # an update was begun and not finished
+        self._policy_path: str | None = None  # of the policy in the weights; null while the log knows none like them
 
     def start(self) -> int:
         """Load the run's base policy, resume its optimizer, and return the number of steps re-trained on the way."""
@@ -65,7 +64,7 @@ class TrainerWorker:
         since = steps[self._retrainer.load_nearest_state(len(steps)) :]
         if since:
             self._retrainer.restore(since)
-        self._newest = steps[-1].claim if steps else None
+        self._unsaved, self._policy_path = None, self._live_path()
         return len(since)
 
     def train_step(
@@ -74,15 +73,23 @@ class TrainerWorker:
         """Train on a claim, publish the policy's files and commit the step.
 
         Raises `storage.shards.DamagedShard` before any weight changes, `storage.run_state.Conflict` when another
-        trainer committed this step, or one before it, first. Called again for a step it has committed, it returns
-        that step.
+        trainer committed this step, or one before it, first. Called again for a step this session has committed, it
+        returns that step.
         """
         steps = self._log.refresh().steps
-        if claim.step <= len(steps) and (done := steps[claim.step - 1]).claim == claim:
+        if claim.step <= len(steps):
+            done = steps[claim.step - 1]
+            # Two trainers build equal claims from one log: what tells them apart is the session.
+            if (done.claim, done.session_id) != (claim, session_id):
+                raise Conflict(
+                    f"step {claim.step} is committed: another trainer is working on this run; stop one of them, or "
+                    "use another `run` id"
+                )
+            self._took(done)  # its commit may have succeeded without an answer
             return done
         started = time.perf_counter()
         if self._unsaved is None or self._unsaved[0] != claim:
-            if self._halfway or self._newest != (steps[-1].claim if steps else None):
+            if self._policy_path != self._live_path():
                 raise Conflict(
                     f"step {claim.step}: the trainer's weights are not policy version {claim.base_version}; an update "
                     "broke off, or another trainer is working on this run. Stop the other one and start this run again"
@@ -102,7 +109,8 @@ class TrainerWorker:
                 self._retrainer.save_state(folder, step=claim.step)
         finished = time.perf_counter()
         phases = {**extra_metrics, "train_seconds": trained - started, "save_seconds": finished - trained}
-        round_seconds = time.time() - round_started
+        # The round may have started by another machine's clock; it took no less than was measured here.
+        round_seconds = max(time.time() - round_started, finished - started)
         busy_seconds = sum(phases[f"{phase}_seconds"] for phase in PHASES)
         step = Step(
             claim=claim,
@@ -120,7 +128,7 @@ class TrainerWorker:
             session_id=session_id,
         )
         self._log.append(step)
-        self._unsaved = None
+        self._took(step)
         return step
 
     def close(self) -> None:
@@ -128,10 +136,18 @@ class TrainerWorker:
 
     def _train(self, claim: Claim) -> dict[str, float]:
         samples = self._retrainer.samples(claim)
-        self._halfway = True
-        metrics = self._retrainer.train(claim, samples)
-        self._halfway, self._newest = False, claim
-        return metrics
+        self._policy_path = None
+        return self._retrainer.train(claim, samples)
+
+    def _took(self, step: Step) -> None:
+        """Note that the weights trained on the step's claim are the policy it names."""
+        if self._unsaved is not None and self._unsaved[0] == step.claim:
+            self._unsaved, self._policy_path = None, step.policy.path
+
+    def _live_path(self) -> str:
+        live = self._log.state.live
+        assert live is not None, "a run has a base policy before it has a trainer"
+        return live.path
 
     @contextlib.contextmanager
     def _writing(self, path: str) -> Iterator[Path]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.housekeeping import size
 from cli.main import app
 from storage.retention import reading
 from storage.run_log import RunLog
@@ -82,6 +81,18 @@ def test_a_reader_is_named_and_can_be_ignored(log: RunLog) -> None:
         assert code == 0 and "freed" in output and _policies(log) == ["4-a"]
 
 
+def test_a_damaged_run_is_named_and_the_others_are_collected(log: RunLog) -> None:
+    a_log(log.store, run_id="broken")
+    log.store.put("runs/broken/log/00000000000000000001.json", b"{")
+    code, output = _gc("--keep-last", "1", "--yes")
+    assert code == 0 and "broken  left alone: " in output and "a reader came" not in output
+    assert _policies(log) == ["4-a"]
+    documents = json.loads(_gc("--dry-run", "--json")[1])
+    assert ["cannot be read" in document["problem"] for document in documents] == [False, True]
+    code, output = _gc("broken", "--dry-run")
+    assert code == 2 and "cannot be read" in output
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -96,5 +107,7 @@ def test_what_cannot_be_meant_is_refused(log: RunLog, arguments: list[str], sent
     assert code == 2 and sentence in output and len(_policies(log)) == 4
 
 
-def test_sizes_are_for_people() -> None:
-    assert [size(n) for n in (0, 999, 1000, 1_234_567, 5 * 10**12)] == ["0 B", "999 B", "1.0 KB", "1.2 MB", "5.0 TB"]
+def test_a_store_without_runs_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    code, output = _gc("--yes")
+    assert code == 0 and "no runs in" in output and str(tmp_path) in output

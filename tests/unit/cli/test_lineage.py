@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli.lineage import ranges
 from cli.main import app
 from storage.log_entries import Alias, Registration, Session
 from storage.registry import Registry
@@ -129,5 +128,7 @@ def test_the_page_in_mlflow_is_named_where_there_is_a_server(log: RunLog) -> Non
     assert "http://tracking:5000/#/models/run/versions/3" in output
 
 
-def test_ranges() -> None:
-    assert ranges([1, 3, 4, 5, 9]) == "1, 3–5, 9" and ranges(range(2)) == "0–1" and ranges([]) == ""
+def test_names_in_brackets_are_no_markup(log: RunLog) -> None:
+    log.append(Alias(name="[red]team", version=2, checksum=""))
+    assert "[red]team" in _lineage("run@rollout")[1]
+    assert "2 is '[red]team'" in _lineage("run", "--trajectory", "0.task10/1")[1]

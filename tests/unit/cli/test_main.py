@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from cli.errors import MENDABLE_ELSEWHERE, mendable_types
 from cli.main import app, parse_overrides
 from cli.status import run_status
 from storage.log_entries import Evaluation, LogEntry, Policy, Session
@@ -60,6 +63,22 @@ def test_bad_input_is_one_sentence_before_anything_starts(
     assert not (tmp_path / "store" / "runs").exists(), "nothing was created"
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rescore", "run", "--reward", "rollouts.rewards:exact", "--processes", "-1"],
+        ["eval", "run", "--num-tasks", "-1"],
+        ["eval", "run", "--n-samples", "-1"],
+    ],
+)
+def test_a_negative_count_is_refused_by_its_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    create_run(LocalStore(tmp_path / "store"), "run", {})
+    code, output = _invoke(tmp_path, *arguments, monkeypatch=monkeypatch)
+    assert code == 2 and "Invalid value" in output and "Traceback" not in output
+
+
 def test_a_data_file_with_a_broken_line_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "1+2?"}\n')
@@ -108,3 +127,10 @@ def test_wall_seconds_leave_out_the_time_between_sessions(tmp_path: Path) -> Non
         for kind, body in [("session", session), ("policy", policy)]:
             log.state.apply(LogEntry(number=log.state.entries, kind=kind, written_at=next(times), body=body))
     assert run_status(log)["wall_seconds"] == 15.0
+
+
+def test_every_mendable_error_exists() -> None:
+    for module, names in MENDABLE_ELSEWHERE.items():
+        for name in names:
+            assert issubclass(getattr(importlib.import_module(module), name), Exception)
+            assert getattr(sys.modules[module], name) in mendable_types()

@@ -24,6 +24,21 @@ def reward(reply):
 """
 
 
+SCRIPT = """
+import asyncio
+from rollouts.loading import load_object
+from rollouts.scoring import RewardPool
+
+double = load_object("my_rewards:double")
+
+async def play():
+    async with RewardPool(num_processes=1, timeout=30) as pool:
+        return (await pool.score(double, 2)).reward
+
+print(double(1), asyncio.run(play()))
+"""
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     (tmp_path / "game.py").write_text(FILE)
@@ -73,8 +88,28 @@ def test_a_missing_module_or_file_is_named_with_the_likely_reason(path: str):
 
 
 def test_a_missing_name_lists_what_there_is(file: Path):
-    with pytest.raises(ValueError, match="has no 'Chess'; it has Game"):
+    with pytest.raises(ValueError, match="has no 'Chess'; it has Game, reward$"):
         load_object(f"{file}:Chess")
+
+
+def test_a_module_in_the_working_directory_loads_in_a_console_script_and_in_reward_processes(tmp_path: Path):
+    """A script has its own folder at the front of `sys.path`, and the working directory nowhere."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "my_rewards.py").write_text("def double(number):\n    return 2.0 * number\n")
+    script = tmp_path / "bin" / "script.py"
+    script.write_text(SCRIPT)
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True)
+    assert done.stdout == "2.0 4.0\n", done.stderr
+
+
+@pytest.mark.parametrize("code", ["def reward(:\n", "\n  x = 1\n"])
+def test_code_that_does_not_parse_is_one_sentence_with_its_line(file: Path, code: str):
+    file.write_text("BOARD = 1\n" + code)
+    with pytest.raises(ValueError, match=rf"cannot be imported: .* in {file}, line [23]$"):
+        load_object(f"{file}:Game")
 
 
 def test_an_error_in_the_users_file_is_raised_as_it_is_every_time(file: Path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -120,10 +119,9 @@ def test_a_cancelled_call_leaves_no_answer_behind_for_the_next():
 
 def test_as_many_processes_as_asked_for_are_used_and_kept():
     async def play(pool: RewardPool) -> None:
-        started = time.monotonic()
         scored = await asyncio.gather(*(pool.score(slow, 0.5) for _ in range(2)))
         ids = {(await pool.score(process_id, "")).reward for _ in range(4)}
-        assert len(ids) == 2 and time.monotonic() - started < 20
+        assert len(ids) == 2
         assert [s.reward for s in scored] == [0.5, 0.5]
 
     _with_pool(play, num_processes=2)

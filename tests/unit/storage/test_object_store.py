@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import os
 import shutil
+import stat
 import subprocess
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,9 +58,9 @@ def test_a_folder_arrives_with_the_named_file_last(tmp_path: Path):
     order = []
 
     class Watched(LocalStore):
-        def put(self, key: str, data: bytes) -> None:
+        def _put_file(self, file: Path, key: str) -> None:
             order.append(key)
-            super().put(key, data)
+            super()._put_file(file, key)
 
     folder = tmp_path / "model"
     (folder / "not-copied").mkdir(parents=True)
@@ -67,7 +70,57 @@ def test_a_folder_arrives_with_the_named_file_last(tmp_path: Path):
     assert order == ["models/m/a.safetensors", "models/m/k.txt", "models/m/z.json", "models/m/digest.json"]
 
 
-def test_a_dataset_is_mapped_into_memory_and_not_copied(store: LocalStore):
+def test_a_large_file_of_a_folder_is_copied_in_pieces(store: LocalStore, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model" / "weights"
+    weights.write_bytes(os.urandom(2**20) * 64)
+    tracemalloc.start()
+    try:
+        store.put_folder(tmp_path / "model", "models/m", last="weights")
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < weights.stat().st_size / 8
+    assert filecmp.cmp(weights, store.root / "models/m/weights", shallow=False)
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if_absent"])
+def test_a_name_is_on_the_disk_before_a_write_returns(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, operation: str
+):
+    """Else a log entry could outlast a power loss that its shard does not."""
+    synced: list[tuple[int, list[str]]] = []
+
+    def watched(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, _all_files(store)))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    getattr(store, operation)("new/folder/key", b"value")
+    folder = store.root / "new" / "folder"
+    content = (folder / "key").stat().st_ino
+    above = [path.stat().st_ino for path in (store.root.parent, store.root, folder.parent)]
+    assert [inode for inode, _ in synced] == [*above, content, folder.stat().st_ino]
+    assert "new/folder/key" in synced[-1][1] and "new/folder/key" not in synced[-2][1]
+    synced.clear()
+    getattr(store, operation)("new/folder/other", b"value")
+    assert [inode for inode, _ in synced] == [(folder / "other").stat().st_ino, folder.stat().st_ino]
+
+
+def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+):
+    sync = os.fsync
+
+    def refusing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    assert store.put_if_absent("a/key", b"value") and store.get("a/key") == b"value"
+
+
+def test_a_file_for_arrow_is_mapped_into_memory_and_not_copied(store: LocalStore):
     rows = pa.table({"number": range(10**6)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, rows.schema) as writer:
@@ -75,7 +128,7 @@ def test_a_dataset_is_mapped_into_memory_and_not_copied(store: LocalStore):
     store.put("data.arrow", sink.getvalue().to_pybytes())
     del sink
     before = pa.total_allocated_bytes()
-    table = store.dataset(["data.arrow"], rows.schema).to_table()
+    table = pa.ipc.open_file(store.open_input("data.arrow")).read_all()
     assert pa.total_allocated_bytes() - before < table.nbytes / 100
     assert table.equals(rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from storage.digests import sha256_of_json
-from storage.log_entries import Alias, Evaluation, Retire, Session
+from storage.log_entries import Alias, Evaluation, LogEntry, Retire, Session
+from storage.object_store import LocalStore
 from storage.registry import Registry, RegistryUnavailable, dataset_digest, prepare_database, registered_version
 from storage.run_log import RunLog
 from storage.runs import create_run, run_config
@@ -183,6 +185,47 @@ def test_a_sync_that_died_before_its_cursor_is_repeated_without_doubles(mirror: 
         # The session that died never said in the log what it had registered, so this one does.
         assert again == mirror.registered
         assert mirror.everything() == before
+
+
+def test_an_alias_of_a_version_somebody_deleted_in_mlflow_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    log = create_run(local_store(tmp_path), "run", CONFIG)
+    _two_steps(log)
+    mirror = _sync(log, tmp_path / "mlflow.db")
+    mirror.client.delete_model_version("run", mirror.versions()["2"].version)
+    log.append(Alias(name="best", version=2, checksum="sum2"))
+    log.append(Alias(name="second", version=1, checksum="sum1"))
+    with caplog.at_level(logging.WARNING, logger="millrace.registry"):
+        Registry(log, tracking_uri=mirror.tracking).sync()
+    assert "no version of policy 2 any more, so alias best is not set" in caplog.text
+    assert mirror.client.get_model_version_by_alias("run", "second").tags["millrace.version"] == "1"
+    assert mirror.run().data.tags["millrace.synced_entries"] == str(log.state.entries)
+
+
+def test_a_sync_decodes_only_the_entries_after_its_cursor(mirror: _Mirror, tmp_path: Path):
+    """And reads the configuration once, however many versions there are to register."""
+    read: list[str] = []
+
+    class Entries(list[LogEntry]):
+        def __getitem__(self, at: Any) -> Any:
+            read.append(repr(at))
+            return super().__getitem__(at)
+
+    class Store(LocalStore):
+        def get(self, key: str) -> bytes:
+            read.append(key)
+            return super().get(key)
+
+    log = RunLog(Store(mirror.log.store.root), "run")  # type: ignore[attr-defined]
+    log.refresh()
+    log.entries = Entries(log.entries)
+    cursor = log.state.entries - 1
+    mirror.client.set_tag(mirror.run().info.run_id, "millrace.synced_entries", str(cursor))
+    read.clear()
+    Registry(log, tracking_uri=mirror.tracking).sync()
+    assert read == [repr(slice(cursor, None))]
+    read.clear()
+    _sync(log, tmp_path / "again.db")
+    assert read == [log.key("run.json"), repr(slice(0, None))]
 
 
 def test_a_deleted_database_is_made_anew_from_the_log(mirror: _Mirror, tmp_path: Path):

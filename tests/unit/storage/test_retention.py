@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import pytest
@@ -14,14 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 
+from storage import log_segments, retention
 from storage.claims import next_claim
 from storage.log_entries import Alias, Evaluation, Quarantine, Rescore, Retire
-from storage.object_store import LocalStore, ObjectStore, open_store
+from storage.object_store import LocalStore, ObjectStore, StoreError, open_store
 from storage.replay import plan_replay
-from storage.retention import RunReport, collect_garbage, kept_policies, reading
-from storage.retention_rules import Rules, make_rules
+from storage.retention import RunReport, collect_garbage, reading
+from storage.retention_rules import Rules, kept_policies, make_rules
 from storage.run_log import RunLog
-from storage.run_state import Conflict, RunState
+from storage.run_state import Conflict, LogDamaged, RunState
 from storage.runs import open_run
 from storage.shards import commit_shard, read_shard
 from tests.builders import (
@@ -118,7 +123,7 @@ def _check(log: RunLog, rules: Rules) -> None:
             for shard_id in state.steps[number - 1].shard_sha256:
                 assert log.shard_key(shard_id) in present
 
-    for version in kept_policies(state, rules):
+    for version in kept_policies(state, rules, state.evaluations):
         if version:
             assert f"{state.policies[version].path}/model.safetensors" in present
             assert_trainable(version, version)
@@ -175,7 +180,7 @@ def test_policies_are_kept_by_count_interval_alias_and_score(tmp_path: Path):
         _score(log, version, score, _shard(log, -1, version=version, is_eval=True))
     log.append(Alias(name="rollout", version=6, checksum=""))
     rules = Rules(keep_last=2, keep_every=5)
-    assert kept_policies(log.state, rules) == {
+    assert kept_policies(log.state, rules, log.state.evaluations) == {
         0: "base model, every 5",
         3: "best on test",
         5: "every 5",
@@ -238,7 +243,70 @@ def test_files_without_an_entry_go_when_no_writer_can_still_be_at_it(tmp_path: P
     assert kinds == {"policies/2-lost": "orphan", "state/2-lost": "orphan", "shards/.s9.arrow.0123.tmp": "temporary"}
     assert _files(store, "policies", "state", "shards", "rewards") == ["policies/1-a", "shards/s1"]
     assert store.exists(index) and not (store.root / log.key("shards/.s9.arrow.0123.tmp")).exists()
-    assert log.refresh().retired_shards == set(), "what never was in the log is not retired there"
+    state, entries = log.refresh(), log.state.entries
+    assert state.retired_shards == {"lost"}
+    assert state.retired_states == {"runs/run/policies/2-lost", "runs/run/state/2-lost"}
+    assert _collect(store, orphan_seconds=0.0).items == [] and log.refresh().entries == entries
+
+
+@pytest.mark.parametrize("folder", ["shards", "policies", "state"])
+def test_a_writer_that_comes_after_its_files_were_removed_is_refused(tmp_path: Path, folder: str):
+    store = local_store(tmp_path)
+    log = _train(a_log(store), steps=1)
+    _shard(log, 2, version=1)
+    files = {"shards": "shards/s9.arrow", "policies": "policies/2-late/m", "state": "state/2-late/m"}
+    store.put(log.key(files[folder]), b"its writer sleeps")
+    _collect(store, orphan_seconds=0.0)
+    assert not store.exists(log.key(files[folder]))
+    step = a_step(log.refresh(), trained=["0.task2"])
+    match folder:
+        case "shards":
+            with pytest.raises(Conflict, match="new id"):
+                log.append(a_shard("s9", [a_summary(9)]))
+        case "policies":
+            late = replace(step, policy=replace(step.policy, path=log.key("policies/2-late")))
+            with pytest.raises(Conflict, match="step 2 came so late that its files were removed"):
+                log.append(late)
+        case "state":
+            with pytest.raises(Conflict, match="start this run again"):
+                log.append(replace(step, state_path=log.key("state/2-late")))
+    log.append(step)
+    assert RunLog(store, "run").refresh() == log.state
+
+
+def test_an_orphan_that_was_retired_is_deleted_whatever_its_age(tmp_path: Path):
+    """Whoever retired it was killed, or found a reader."""
+    store = local_store(tmp_path)
+    log = _train(a_log(store), steps=1)
+    store.put(log.shard_key("s9"), b"x")
+    store.put(log.key("state/9-a/m"), b"x")
+    log.append(Retire(shard_ids=["s9"], policy_versions=[], state_paths=[log.key("state/9-a")], reason=""))
+    assert {(item.kind, item.retired) for item in _collect(store).items} == {("orphan", True)}
+    assert _files(store, "shards", "state") == ["shards/s1"]
+
+
+def test_a_step_that_gets_its_entry_in_the_end_keeps_its_files(tmp_path: Path):
+    """Its trainer slept between files and entry, and woke up while the plan called them orphans."""
+
+    class Late(LocalStore):
+        woken = False
+
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            if b'"retire"' in data and not Late.woken:
+                Late.woken = True
+                rival = open_run(LocalStore(self.root), "run")
+                step = a_step(rival.state, trained=["0.task3"])
+                rival.append(replace(step, state_path=rival.key("state/3-a")))
+            return super().put_if_absent(key, data)
+
+    log = _train(a_log(local_store(tmp_path)), steps=2)
+    _shard(log, 3, version=2)
+    for name in ("policies/3-a/model.safetensors", "state/3-a/state.safetensors"):
+        log.store.put(log.key(name), b"not yet committed")
+    report = _collect(Late(tmp_path / "store"), orphan_seconds=0.0)
+    assert Late.woken and {item.kind for item in report.items} == {"policy"}
+    assert log.refresh().retired_states == set() and log.state.retired_policies == {1}, "2 was live in the plan"
+    _check(log, Rules(keep_last=1))
 
 
 def test_an_orphan_that_gets_its_entry_in_the_end_stays(tmp_path: Path):
@@ -340,7 +408,7 @@ def test_a_reader_holds_everything_up(store: ObjectStore):
     assert _collect(store).removed and log.refresh().retired_policies == {1, 2}
 
 
-def test_a_reader_that_broke_off_is_gone_and_one_that_died_is_forgotten_after_a_day(tmp_path: Path):
+def test_a_reader_that_broke_off_is_gone_and_one_that_died_is_forgotten_after_three_hours(tmp_path: Path):
     store = local_store(tmp_path)
     log = _train(a_log(store), steps=3, state_every=1)
     with pytest.raises(RuntimeError), reading(log, "replay"):
@@ -350,12 +418,79 @@ def test_a_reader_that_broke_off_is_gone_and_one_that_died_is_forgotten_after_a_
     dead.__enter__()
     [name] = store.names("runs/run/readers")
     file = store.root / "runs/run/readers" / name
-    os.utime(file, (file.stat().st_mtime - DAY + 60,) * 2)
+    os.utime(file, (file.stat().st_mtime - 3 * 3600 + 60,) * 2)
     assert [reader.what for reader in _collect(store).readers] == ["index"]
     os.utime(file, (file.stat().st_mtime - 120,) * 2)
     report = _collect(store)
     assert report.removed and report.readers == [] and "temporary" in report.by_kind()
     assert store.names("runs/run/readers") == []
+
+
+def test_a_reader_that_lives_long_says_so_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    renewed = threading.Event()
+
+    class Watched(LocalStore):
+        def delete(self, keys: Sequence[str]) -> None:
+            super().delete(keys)
+            renewed.set()
+
+    monkeypatch.setattr(retention, "_RENEW_SECONDS", 0.01)
+    log = RunLog(Watched(tmp_path / "store"), "run")
+    _train(a_log(local_store(tmp_path)), steps=1)
+    with reading(log, "replay"):
+        first = log.store.names("runs/run/readers")
+        renewed.clear()
+        assert renewed.wait(60)
+        assert log.store.names("runs/run/readers") != first
+    assert log.store.names("runs/run/readers") == []
+    assert "reader" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the real one")])
+def test_a_reader_that_cannot_sign_off_keeps_its_result_and_its_error(tmp_path: Path, error: Exception | None):
+    class Stuck(LocalStore):
+        def delete(self, keys: Sequence[str]) -> None:
+            raise StoreError("no connection")
+
+    _train(a_log(local_store(tmp_path)), steps=1)
+    log = RunLog(Stuck(tmp_path / "store"), "run")
+    with pytest.raises(RuntimeError, match="the real one") if error else contextlib.nullcontext():  # noqa: SIM117
+        with reading(log, "replay"):
+            if error:
+                raise error
+
+
+def test_a_damaged_run_is_left_alone_and_the_others_are_collected(tmp_path: Path):
+    store = local_store(tmp_path)
+    for run in ("broken", "whole"):
+        log = a_log(store, run_id=run)
+        store.put(log.shard_key("lost"), b"x")
+    store.put("runs/broken/log/00000000000000000001.json", b"{")
+    whole, broken = collect_garbage(store, [], Rules(orphan_seconds=0.0), dry_run=False)
+    assert (whole.run, whole.removed, whole.problem) == ("whole", True, "")
+    assert (broken.run, broken.removed, broken.items) == ("broken", False, [])
+    assert "00000000000000000001.json cannot be read" in broken.problem
+    assert store.exists("runs/broken/shards/lost.arrow") and not store.exists("runs/whole/shards/lost.arrow")
+    with pytest.raises(LogDamaged):
+        collect_garbage(store, ["broken"], Rules(), dry_run=True)
+
+
+def test_the_log_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = _train(a_log(local_store(tmp_path)), steps=60, state_every=10)
+    log.append(Alias(name="shipped", version=33, checksum=""))
+    asked: list[int] = []
+    decode = log_segments.Archive._entry
+
+    def counted(self: log_segments.Archive, number: int) -> object:
+        asked.append(number)
+        return decode(self, number)
+
+    monkeypatch.setattr(log_segments.Archive, "_entry", counted)
+    # The least a cache can hold: what is asked for twice is decoded twice.
+    uncached = SimpleNamespace(lru_cache=lambda maxsize: lambda function: function)
+    monkeypatch.setattr(log_segments, "functools", uncached)
+    assert _collect(log.store).removed
+    assert asked and max(Counter(asked).values()) <= 2, "once for the plans, and sessions and aliases once for the fold"
 
 
 def test_a_reader_that_comes_after_the_entry_sees_it_and_stops_the_deletion(tmp_path: Path):
@@ -385,7 +520,11 @@ def test_whoever_may_only_read_reads_all_the_same(tmp_path: Path, caplog: pytest
 
     _train(a_log(local_store(tmp_path)), steps=1)
     log = RunLog(ReadOnly(tmp_path / "store"), "run")
-    with reading(log, "report"):
+    caplog.set_level(logging.INFO)
+    with reading(log, "report", quiet=True):
+        assert log.state.step == 1
+    assert caplog.text == ""
+    with reading(log, "replay"):
         assert log.state.step == 1
     assert "cannot register" in caplog.text
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import shutil
 import uuid
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 
 from storage.digests import DIGEST_FILE
 from storage.log_entries import Session
-from storage.object_store import ObjectStore, StoreError, open_store, probe
+from storage.object_store import MIN_FREE_VARIABLE, ObjectStore, StoreError, StoreFull, open_store, probe
 from storage.run_log import RunLog
 from storage.s3_store import MOST_CONDITIONAL_BYTES, S3Store
 from storage.shards import commit_shard, read_shard
@@ -90,6 +93,48 @@ def test_a_folder_goes_up_with_its_seal_last(store: ObjectStore, tmp_path: Path)
 
     Watched(store.uri).put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
     assert [path.rsplit("/", 1)[-1] for path in written] == ["config.json", "model.safetensors", DIGEST_FILE]
+
+
+def test_stores_with_the_same_keys_share_no_cached_file(store: ObjectStore, bucket: str, tmp_path: Path):
+    other = open_store(f"s3://{bucket}/other")
+    for its, content in ((store, b"ours"), (other, b"else")):
+        its.put("models/m/weights", content)
+    for its, content in ((store, b"ours"), (other, b"else"), (store, b"ours")):
+        assert (its.fetch_folder("models/m", tmp_path) / "weights").read_bytes() == content
+
+
+def test_what_is_in_the_cache_is_not_fetched_again_unless_it_was_cut_off(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("a", "b"):
+        store.put(f"models/m/{name}", name.encode() * 100)
+    folder = store.fetch_folder("models/m", tmp_path)
+    (folder / "a").write_bytes(b"a" * 50)
+    fetched = []
+    get_file = S3Store._get_file
+    monkeypatch.setattr(S3Store, "_get_file", lambda *args: fetched.append(args[1]) or get_file(*args))
+    assert store.fetch_folder("models/m", tmp_path) == folder
+    assert fetched == ["models/m/a"] and (folder / "a").read_bytes() == b"a" * 100
+
+
+def test_a_full_cache_disk_says_what_to_delete(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Before the first byte, and where the disk fills up on the way."""
+    store.put("models/m/weights", b"x")
+    advice = (
+        rf"cache folder {tmp_path} is full: .*Delete it \(what is needed is fetched again\), or set {MIN_FREE_VARIABLE}"
+    )
+
+    def fills_up(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    full = shutil.disk_usage("/")._replace(free=10**8)
+    for place, name, stand_in in ((shutil, "disk_usage", lambda path: full), (S3Store, "_get_file", fills_up)):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, stand_in)
+            with pytest.raises(StoreFull, match=advice) as raised:
+                store.fetch_folder("models/m", tmp_path)
+        assert "millrace gc" not in str(raised.value)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_missing_bucket_says_what_to_check(bucket: str):

@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import boto3
 import lancedb
@@ -232,6 +233,28 @@ def test_filters_come_before_the_count(tmp_path: Path) -> None:
     index.update()
     assert [found.id for found in _find(index, "word", count=1, reward=(">", 0.5))] == ["0.task1/0"]
     assert [found.id for found in _find(index, "word", count=1, outcome="pending")] == ["0.task1/0"]
+
+
+def test_a_step_looks_at_its_own_shards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only attempt ranks last of 401: looking for it among all would take several looks, each larger."""
+    log = a_log()
+    _commit(log, "s0", *[_said("word word word", attempt=attempt) for attempt in range(400)])
+    _commit(log, "s1", _said("word and much else that makes it rank last"), position=1)
+    log.append(a_step(log.state, trained=["0.task1"]))
+    index = _index(log, tmp_path)
+    index.update()
+    looks = []
+    start = index._start_words
+
+    def counted(table: Any, query: SearchQuery) -> Any:
+        begin = start(table, query)
+        return lambda: looks.append(1) or begin()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(index, "_start_words", counted)
+    assert [found.id for found in _find(index, "word", count=1, step=1)] == ["0.task1/0"]
+    assert len(looks) == 1
+    for nowhere in (0, 2):
+        assert _find(index, "word", step=nowhere) == []
 
 
 def test_outcome_and_step_are_asked_of_the_log_not_of_the_index(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ def test_committing_twice_is_committing_once():
     assert log.refresh().entries == entries
     assert log.state.shards == {"s0": shard}
     assert read_shard(log, shard).num_rows == 4
+
+
+def test_committing_other_groups_under_a_committed_id_leaves_the_committed_ones():
+    """The file too: overwritten, it would no longer have the digest in the log."""
+    log = a_log()
+    shard = _commit(log)
+    data = log.store.get(log.shard_key("s0"))
+    assert _commit(RunLog(log.store, "run"), positions=(2, 3)) == shard
+    assert log.store.get(log.shard_key("s0")) == data
+    assert read_shard(log, shard).num_rows == 4 and list(log.refresh().shards) == ["s0"]
 
 
 def test_prompts_somebody_else_committed_are_a_conflict_and_the_log_is_untouched():
@@ -196,11 +207,41 @@ def test_a_shard_made_with_another_tokenizer_is_damage():
 def test_the_tokenizer_is_that_of_the_first_shard_that_is_still_there():
     log = a_log()
     shards = [_commit_with(log, f"s{i}", i, digest * 64) for i, digest in enumerate("cbab")]
+    assert read_shard(log, shards[0]).num_rows == 2
     log.append(Quarantine(shard_id="s0", reason="not ours"))
     log.store.delete([log.shard_key("s0")])
     assert read_shard(log, shards[1]).num_rows == read_shard(log, shards[3]).num_rows == 2
     with pytest.raises(DamagedShard, match="first shard s1"):
         read_shard(log, shards[2])
+
+
+def test_the_first_shard_after_all_were_quarantined_says_which_tokenizer():
+    log = a_log()
+    lost = _commit_with(log, "s0", 0, "a" * 64)
+    log.append(Quarantine(shard_id="s0", reason="not ours"))
+    assert read_shard(log, lost).num_rows == 2, "nothing to compare it with"
+    first, other = _commit_with(log, "s1", 1, "b" * 64), _commit_with(log, "s2", 2, "c" * 64)
+    assert read_shard(log, first).num_rows == 2
+    with pytest.raises(DamagedShard, match="first shard s1"):
+        read_shard(log, other)
+
+
+def test_reading_does_not_pass_over_the_retired_shards_every_time(monkeypatch: pytest.MonkeyPatch):
+    log = a_log()
+    shards = [_commit_with(log, f"s{i}", i, "a" * 64) for i in range(4)]
+    for shard in shards[:2]:
+        log.append(Quarantine(shard_id=shard.id, reason="not ours"))
+    passes = []
+
+    class Watched(dict[str, Shard]):
+        def __iter__(self) -> Iterator[str]:
+            passes.append(1)
+            return super().__iter__()
+
+    monkeypatch.setattr(log.state, "shards", Watched(log.state.shards))
+    for _ in range(3):
+        assert [read_shard(log, shard).num_rows for shard in shards[2:]] == [2, 2]
+    assert len(passes) == 1
 
 
 def test_a_local_shard_is_mapped_and_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from storage.claims import next_claim
-from storage.digests import verify_folder
+from storage.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.log_entries import Rescore, Retire, Step
 from storage.object_store import LocalStore
 from storage.replay import CannotReplay, ReplayedStep, plan_replay
@@ -83,6 +83,7 @@ def _replay(
     first: int,
     last: int,
     *,
+    recorded: Recipe | None = None,
     changed: Recipe | None = None,
     rewards: str = "",
     resumed_from: int | None = None,
@@ -94,7 +95,7 @@ def _replay(
         store_uri=log.store.uri,
         run_id=log.run_id,
         plan=plan,
-        recorded=_recipe(),
+        recorded=recorded or _recipe(),
         changed=changed or _recipe(),
         rewards=rewards,
         cache=str(tmp_path / "cache"),
@@ -177,6 +178,29 @@ def test_without_the_recorded_weights_digests_still_compare(log: RunLog, tmp_pat
     [other] = _replay(log, tmp_path, 2, 2, changed=_recipe(learning_rate=2e-3))
     assert same.identical and not other.identical
     assert other.distance is None and other.cosine is None
+
+
+def test_a_span_that_needs_weights_retention_removed_says_where_it_can_start(log: RunLog, tmp_path: Path) -> None:
+    assert isinstance(log.store, LocalStore)
+    log.append(Retire(shard_ids=[], policy_versions=[1], state_paths=[], reason="test"))
+    shutil.rmtree(log.store.root / log.state.policies[1].path)
+    elsewhere = _recipe(learning_rate=2e-3)  # stands for hardware that computes something else
+    with pytest.raises(CannotReplay, match=r"up to 1 gave other.*step 2.*policy 1: retention removed.*--from 4"):
+        _replay(log, tmp_path, 2, 2, recorded=elsewhere)
+    [step] = _replay(log, tmp_path, 2, 2)
+    assert step.identical, "where the weights come out as recorded, nobody needs the removed ones"
+
+
+def test_a_state_of_another_step_than_the_log_says_is_refused(log: RunLog, tmp_path: Path) -> None:
+    assert isinstance(log.store, LocalStore)
+    state_path = log.state.steps[2].state_path
+    assert state_path is not None
+    folder = log.store.root / state_path
+    (folder / "state.json").write_text('{"step": 7}')
+    (folder / DIGEST_FILE).unlink()
+    seal_folder(folder)
+    with pytest.raises(ValueError, match=r"holds the state of step 7.*of step 3"):
+        _replay(log, tmp_path, 4, 4)
 
 
 def test_a_damaged_state_is_passed_over_for_an_earlier_one(log: RunLog, tmp_path: Path) -> None:

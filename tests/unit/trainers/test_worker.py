@@ -64,9 +64,13 @@ def _claim(log: RunLog, *, batch_size: int = _BATCH) -> Claim:
     return claim
 
 
-def _train(worker: TrainerWorker, claim: Claim) -> Step:
+def _train(
+    worker: TrainerWorker, claim: Claim, *, session_id: str = "session", round_started: float | None = None
+) -> Step:
     phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
-    return worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id="session")
+    return worker.train_step(
+        claim, extra_metrics=phases, round_started=round_started or time.time(), session_id=session_id
+    )
 
 
 def _train_steps(worker: TrainerWorker, log: RunLog, count: int) -> list[Step]:
@@ -176,13 +180,13 @@ def test_a_recorded_step_whose_shard_is_lost_resumes_from_the_recorded_weights(
 ) -> None:
     first = _worker(log, tmp_path)
     first.start()
-    _train_steps(first, log, 1)
+    _train_steps(first, log, 2)
     shard_id = log.refresh().steps[0].claim.trained[0].shard_id
     (log.store.root / log.shard_key(shard_id)).unlink()  # type: ignore[attr-defined]
     resumed = _worker(log, tmp_path)
     with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
         resumed.start()
-    assert "step 1 cannot be trained again" in caplog.text
+    assert "step 1 cannot be trained again" in caplog.text, "not the last one of those to be trained"
     assert _weights(resumed) == _weights(first)
 
 
@@ -199,6 +203,67 @@ def test_the_trainer_that_commits_second_gets_a_conflict(log: RunLog, tmp_path: 
     with pytest.raises(Conflict, match="another trainer"):
         _train(second, other)
     assert log.refresh().steps == [committed]
+
+
+def test_an_equal_claim_of_another_session_is_not_taken_for_our_own(log: RunLog, tmp_path: Path) -> None:
+    first, second = _worker(log, tmp_path), _worker(log, tmp_path, learning_rate=2e-3)
+    first.start(), second.start()
+    claim = _claim(log)  # one log, so both build the same one
+    committed = _train(first, claim, session_id="a")
+    for _ in range(2):
+        with pytest.raises(Conflict, match="step 1 is committed: another trainer is working on this run"):
+            _train(second, claim, session_id="b")
+    assert log.refresh().steps == [committed]
+
+
+def test_a_trainer_overtaken_while_it_trains_is_in_conflict_however_often_it_is_asked(
+    log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = _worker(log, tmp_path), _worker(log, tmp_path, learning_rate=2e-3)
+    first.start(), second.start()
+    claim = _claim(log)
+    save, committed = second._retrainer.save_policy, []
+
+    def overtaken(folder: Path) -> str:
+        committed.append(_train(first, claim, session_id="a"))
+        return save(folder)
+
+    monkeypatch.setattr(second._retrainer, "save_policy", overtaken)
+    with pytest.raises(Conflict, match="another trainer"):
+        _train(second, claim, session_id="b")
+    with pytest.raises(Conflict, match="another trainer"):  # as the flow's task asks again
+        _train(second, claim, session_id="b")
+    # Nor does it go on from a step it did not make, though that one's claim is what its weights were trained on.
+    with pytest.raises(Conflict, match="not policy version 1"):
+        _train(second, _claim(log), session_id="b")
+    assert log.refresh().steps == committed
+
+
+def test_a_commit_whose_answer_was_lost_is_found_by_the_retry(
+    log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = _worker(log, tmp_path)
+    worker.start()
+    append = worker._log.append
+
+    def unanswered(step: Step) -> None:
+        append(step)
+        raise OSError("no answer")
+
+    claim = _claim(log)
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(worker._log, "append", unanswered)
+        _train(worker, claim)
+    assert log.refresh().steps == [_train(worker, claim)]
+    assert _train(worker, _claim(log)).policy.version == 2
+
+
+def test_a_round_is_never_shorter_than_what_was_measured_of_it(log: RunLog, tmp_path: Path) -> None:
+    worker = _worker(log, tmp_path)
+    worker.start()
+    metrics = _train(worker, _claim(log), round_started=time.time() + 3600).metrics  # another machine's clock
+    assert metrics["round_seconds"] == pytest.approx(metrics["train_seconds"] + metrics["save_seconds"])
+    assert metrics["tokens_per_second"] > 0 and metrics["idle_seconds"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_trainer_that_missed_a_step_does_not_train_the_next_one(log: RunLog, tmp_path: Path) -> None:

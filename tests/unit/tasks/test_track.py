@@ -1,0 +1,91 @@
+"""Tracking keeps one fold of the log, in a thread of its own, and never more than one at work on it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.log_entries import Alias, Registration
+from storage.registry import RegistryUnavailable
+from storage.run_log import RunLog
+from tasks import track
+from tasks.session import RunSession
+from tests.builders import a_log
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    nothing: Any = None
+    return RunSession(log=a_log(), fleet=nothing, memory=nothing, session_id="s", tracking="")
+
+
+def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
+    session: RunSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[RunLog, int]] = []
+
+    class Registry:
+        def __init__(self, log: RunLog, *, tracking_uri: str) -> None:
+            seen.append((log, log.state.entries))
+
+        def sync(self, *, finished: bool) -> list[Registration]:
+            if len(seen) == 2:
+                raise RegistryUnavailable("down")
+            return [Registration(version=0, model_name="run", registry_version="1")]
+
+    monkeypatch.setattr(track, "Registry", Registry)
+    assert len(track._sync(session, False)) == 1
+    read: list[str] = []
+    get_many = session.log.store.get_many
+    monkeypatch.setattr(session.log.store, "get_many", lambda keys: read.extend(keys) or get_many(keys))
+    session.log.append(Alias(name="rollout", version=0, checksum="sum"))
+    assert track._sync(session, False) == [], "an outage is a warning"
+    assert [entries for _, entries in seen] == [2, 3]
+    assert seen[0][0] is seen[1][0] is not session.log
+    assert not any(key.endswith(f"{0:020d}.json") for key in read)
+
+
+def test_two_calls_at_once_take_turns(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, second_asked = threading.Event(), threading.Event()
+    at_work, most = 0, 0
+
+    class Registry:
+        def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
+
+        def sync(self, *, finished: bool) -> list[Registration]:
+            nonlocal at_work, most
+            at_work += 1
+            most = max(most, at_work)
+            inside.set()
+            assert second_asked.wait(30)
+            at_work -= 1
+            return []
+
+    class Lock:
+        """Tells when the second caller has come to the lock, which the first one holds."""
+
+        def __init__(self, lock: threading.Lock) -> None:
+            self.lock = lock
+
+        def __enter__(self) -> None:
+            if inside.is_set():
+                assert self.lock.locked()
+                second_asked.set()
+            self.lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+
+    monkeypatch.setattr(track, "Registry", Registry)
+    monkeypatch.setattr(session, "tracking_lock", Lock(session.tracking_lock))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(track._sync, session, False)
+        assert inside.wait(30)
+        second = pool.submit(track._sync, session, True)
+        assert first.result() == second.result() == []
+    assert most == 1
