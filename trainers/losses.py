@@ -87,5 +87,4 @@ def _sums(log_ratio_T: torch.Tensor, is_clipped_T: torch.Tensor, mask_T: torch.T
         "clip_fraction": float((is_clipped_T.to(mask_T.dtype) * mask_T).sum()),
         # k3 ≥ 0 estimate of KL(old ‖ new), http://joschu.net/blog/kl-approx.html
         "approx_kl": float(((log_ratio_T.exp() - 1 - log_ratio_T) * mask_T).sum()),
-        "logprob_gap": float(log_ratio_T.abs().sum()),
     }

@@ -83,14 +83,14 @@ class Trainer:
         proximal_T = self._current_logprobs(samples) if settings.stale_policy == "correct" else None
         totals: dict[str, float] = {}
         grad_norms: list[float] = []
-        engine_gap = 0.0
+        at_start: dict[str, float] = {}
         order = np.random.Generator(np.random.PCG64([self._seed, step])).permutation(np.unique(samples.groups_B))
         for groups in np.array_split(order, settings.num_minibatches):
             rows = np.flatnonzero(np.isin(samples.groups_B, groups))
             sums, grad_norm = self._update(samples, rows, advantages_B, trained_T, proximal_T)
-            gap = sums.pop("logprob_gap") / max(1.0, sums["tokens"])
-            # Before the first update the trainer holds the very weights that sampled, so what differs is the engine.
-            engine_gap = gap if not grad_norms else engine_gap
+            off_policy = {name: sums.pop(name) for name in _OFF_POLICY}
+            # Before the first update the trainer holds the step's base policy: staleness and the engine make the rest.
+            at_start = at_start or {"tokens": max(1.0, sums["tokens"]), **off_policy}
             grad_norms.append(grad_norm)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
         num_trained = max(1.0, totals.pop("tokens"))
@@ -98,13 +98,17 @@ class Trainer:
             "loss": totals.pop("loss") / settings.num_minibatches,
             **{key: value / num_trained for key, value in totals.items()},
             **reward_metrics,
-            "engine_gap": engine_gap,
+            "engine_gap": at_start["log_ratio_size"] / at_start["tokens"],
+            "off_policy_kl": at_start["off_policy_kl"] / at_start["tokens"],
+            "effective_sample_size": at_start["ratio"] ** 2
+            / max(1e-30, at_start["tokens"] * at_start["ratio_squared"]),
             "grad_norm": float(np.mean(grad_norms)),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "trained_tokens": num_trained,
             "trained_rows": float(samples.num_rows),
             "staleness_mean": float(lag_T[samples.mask_T].mean()),
             "staleness_max": float(lag_T.max()),
+            **_shares_by_lag(lag_T[samples.mask_T], max_staleness),
             "masked_stale_fraction": float(1 - trained_T.sum() / max(1, samples.mask_T.sum())),
         }
 
@@ -158,6 +162,7 @@ class Trainer:
                 "loss": float(output.loss.detach()),
                 "tokens": float(pack.trained.sum()),
                 "entropy": float((entropy * pack.trained).sum()),
+                **_off_policy_sums(logprobs.detach(), pack),
                 **output.sums,
             }
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
@@ -219,6 +224,27 @@ class Trainer:
             tokens=tokens,
             is_last=is_last,
         )
+
+
+_OFF_POLICY = ("log_ratio_size", "off_policy_kl", "ratio", "ratio_squared")
+
+
+def _off_policy_sums(logprobs_T: torch.Tensor, pack: Pack) -> dict[str, float]:
+    """How far the policy has moved from the ones that sampled, summed over trained tokens; ρ = now / when sampled.
+
+    k3 = ρ − 1 − ln ρ, http://joschu.net/blog/kl-approx.html
+    """
+    log_ratio_T = (logprobs_T - pack.old_logprobs) * pack.trained
+    ratio_T = log_ratio_T.exp() * pack.trained
+    sums = (log_ratio_T.abs(), ratio_T - pack.trained - log_ratio_T, ratio_T, ratio_T.square())
+    return {name: float(values_T.sum()) for name, values_T in zip(_OFF_POLICY, sums, strict=True)}
+
+
+def _shares_by_lag(lags: np.ndarray, max_staleness: int) -> dict[str, float]:
+    """The histogram of staleness: share of sampled tokens so many versions behind, and of those over the bound."""
+    counts = np.bincount(lags.clip(0, max_staleness + 1), minlength=max_staleness + 2) / max(1, len(lags))
+    names = [*(f"staleness_share_{lag}" for lag in range(max_staleness + 1)), "staleness_share_over"]
+    return dict(zip(names, counts.tolist(), strict=True))
 
 
 def _next_token(values_T: np.ndarray, tokens: np.ndarray, is_last: np.ndarray) -> torch.Tensor:

@@ -211,6 +211,32 @@ def test_groups_with_equal_rewards_give_no_gradient_and_are_counted(tiny_folder:
     assert largest_difference(weights(trainer), before) == 0
 
 
+@pytest.mark.parametrize("stale_policy", ["strict", "correct"])
+def test_what_is_off_policy_is_measured_before_the_first_update(
+    tiny_folder: Path, rows: list[Row], stale_policy: str
+) -> None:
+    causal_lm = load_causal_lm(tiny_folder)
+    with torch.no_grad():
+        new = [logprobs_alone(causal_lm, row.prompt + row.reply)[len(row.prompt) - 1 :].double() for row in rows]
+    log_ratio = np.concatenate([n.numpy() - np.array(row.logprobs) for n, row in zip(new, rows, strict=True)])
+    ratio = np.exp(log_ratio)
+    metrics = take_step(trainer_of(tiny_folder, stale_policy=stale_policy), samples_of(rows))
+    assert metrics["engine_gap"] == pytest.approx(np.abs(log_ratio).mean(), rel=1e-4)
+    assert metrics["off_policy_kl"] == pytest.approx((ratio - 1 - log_ratio).mean(), rel=1e-4)
+    size = ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
+    assert metrics["effective_sample_size"] == pytest.approx(size, rel=1e-4) and size < 1
+
+
+def test_the_histogram_of_staleness_counts_sampled_tokens_by_lag(tiny_folder: Path, rows: list[Row]) -> None:
+    aged = _aged(rows, _first_half_stale(rows))
+    stale = sum(len(row.reply) // 2 for row in rows) / sum(len(row.reply) for row in rows)
+    metrics = take_step(trainer_of(tiny_folder), samples_of(aged), step=3, max_staleness=1)
+    shares = {name: value for name, value in metrics.items() if name.startswith("staleness_share")}
+    assert shares == pytest.approx(
+        {"staleness_share_0": 1 - stale, "staleness_share_1": 0.0, "staleness_share_over": stale}
+    )
+
+
 def test_the_learning_rate_warms_up_linearly(tiny_folder: Path, samples: Samples) -> None:
     trainer = trainer_of(tiny_folder, learning_rate=1e-3, warmup_steps=4)
     start = weights(trainer)
