@@ -142,6 +142,7 @@ def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: 
     console.print(
         "next:\n"
         f"  {command} status {config.run}              [dim]# the run in numbers; --json for scripts[/]\n"
+        f"  {command} report {config.run}              [dim]# one web page: curves, time, groups, prompts[/]\n"
         f"  {command} traj show {config.run} --worst   [dim]# the worst trajectories, with reward and versions[/]\n"
         f"  {command} eval {config.run} --version 0    [dim]# score another policy version[/]\n"
         f"  {command} train {run_file} run={config.run}-async max_staleness=2\n"
