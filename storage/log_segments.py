@@ -39,6 +39,7 @@ from storage.log_entries import (
     from_json,
 )
 from storage.run_state import OUTCOMES, LogDamaged, RunState, claimed_groups, merged
+from storage.tables import ipc_bytes
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -85,10 +86,7 @@ def merge_segments(segments: Sequence[Segment], *, run_id: str, first: int) -> b
 
 def _pack(table: pa.Table, *, run_id: str, first: int) -> bytes:
     table = table.combine_chunks().replace_schema_metadata({"run_id": run_id, "first": str(first)})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(table)
-    data = bytes(sink.getvalue())
+    data = ipc_bytes(table, compression="zstd")
     return hashlib.sha256(data).digest() + data
 
 
@@ -220,7 +218,8 @@ class Archive:
             state.rescored[body.name] = merged(state.rescored.get(body.name), body)
         for body in bodies("retire"):
             state.retire(body)
-        self._drop_lost(state, group_ids, positions)
+        if state.quarantined:
+            self._drop_lost(state, group_ids, positions)
         return state
 
     def _flat(self, column: str, rows: np.ndarray) -> tuple[np.ndarray, Any]:
@@ -237,15 +236,15 @@ class Archive:
         lost = [
             (group_id, position)
             for group_id, position in zip(group_ids, positions, strict=True)
-            if state.quarantined and group_id in state.pending and state.shard_of[group_id] in state.quarantined
+            if group_id in state.pending and state.shard_of[group_id] in state.quarantined
         ]
         for group_id, _ in lost:
             del state.pending[group_id], state.groups[group_id], state.shard_of[group_id]
         state.retries = Counter(position for _, position in lost)
-        if lost:
-            gone = {group_id for group_id, _ in lost}
-            kept = zip(group_ids, positions, strict=True)
-            state.positions = {position for group_id, position in kept if group_id not in gone}
+        # Looked up again rather than removed: a lost position may have been committed again.
+        state.positions = {
+            position for group_id, position in zip(group_ids, positions, strict=True) if group_id in state.groups
+        }
 
 
 def _numbers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:

@@ -14,24 +14,18 @@ from __future__ import annotations
 import functools
 import os
 import tempfile
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.fs
 
-from storage.digests import sha256_of
 from storage.log_entries import Evaluation, LogEntry, Shard, Step, to_json
-from storage.object_store import StoreError
 from storage.query_rewards import RewardRows
+from storage.query_shards import ShardRows
 from storage.run_log import RunLog
 from storage.run_state import OUTCOMES, RunState
-from storage.shard_schema import SCHEMA, BadShard, check_schema
-from storage.shards import DamagedShard, read_shard
 
 Result = TypeVar("Result")
 
@@ -46,12 +40,6 @@ VIEWS = {
     "shard_rows": "the shards' columns as they are stored (docs/shard_format.md), and shard_id",
 }
 """Every view, and what a row of it is."""
-
-READ_AHEAD = 2 * max(4, os.cpu_count() or 1)
-"""Shards read at once: on S3 a query waits for answers rather than for the processor."""
-
-_ROWS_SCHEMA = SCHEMA.append(pa.field("shard_id", pa.string()))
-_FLAT_COLUMNS = [field.name for field in _ROWS_SCHEMA if not pa.types.is_nested(field.type)]
 
 _GROUPS_SCHEMA = pa.schema(
     [
@@ -177,7 +165,7 @@ class Queries:
                 self.left_out[shard.id] = "retired: retention has removed the file"
             else:
                 readable.append(shard)
-        self._rows = _ShardRows.of(log, readable, left_out=self.left_out, verify=verify)
+        self._rows = ShardRows.of(log, readable, left_out=self.left_out, verify=verify)
         scratch = Path(tempfile.gettempdir()) / f"millrace-duckdb-{os.getpid()}"
         self._connection = duckdb.connect(config={"python_enable_replacements": False, "temp_directory": str(scratch)})
         tables = {
@@ -238,112 +226,6 @@ def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None, verif
         return Queries(log, [log.state.shards[shard_id] for shard_id in shard_ids], [], verify=verify)
     entries = list(log.entries)  # each is unpacked when it is looked at, so once
     return Queries(log, [e.body for e in entries if isinstance(e.body, Shard)], entries, verify=verify)
-
-
-class _ShardRows(ds.FileSystemDataset):
-    """The rows of some shards. DuckDB hands `scanner` the columns and the filter of each query.
-
-    Every file is read by itself, so that a damaged one is told apart, and is checked before anybody follows its
-    offsets: Arrow reads what it finds, and DuckDB would run over the end of a buffer. As a dataset it only says which
-    shards a filter can concern, by what the log knows of them; its "paths" are shard ids and are never opened.
-    """
-
-    failure: Exception | None
-    """What went wrong with the store while the last query read it."""
-
-    @classmethod
-    def of(cls, log: RunLog, shards: Sequence[Shard], *, left_out: dict[str, str], verify: bool) -> _ShardRows:
-        nowhere, ipc = pa.fs.LocalFileSystem(), ds.IpcFileFormat()
-        fragments = [
-            ipc.make_fragment(
-                shard.id,
-                nowhere,
-                partition_expression=(ds.field("shard_id") == shard.id) & (ds.field("is_eval") == shard.is_eval),
-            )
-            for shard in shards
-        ]
-        rows = cls(fragments, _ROWS_SCHEMA, ipc, nowhere)
-        rows._log, rows._verify, rows._left_out, rows.failure = log, verify, left_out, None
-        rows._shards = {shard.id: shard for shard in shards}
-        return rows
-
-    def scanner(self, columns: list[str] | None = None, filter: ds.Expression | None = None) -> ds.Scanner:
-        chosen = self.schema.names if columns is None else columns
-        schema = pa.schema([self.schema.field(name) for name in chosen])
-        reader = pa.RecordBatchReader.from_batches(schema, self._batches(chosen, filter))
-        return ds.Scanner.from_batches(reader)
-
-    def _batches(self, columns: list[str], mask: ds.Expression | None) -> Iterator[pa.RecordBatch]:
-        """In log order, with the next few files being read meanwhile."""
-        self.failure = None
-        # Arrow's own filter would follow offsets that nobody has checked yet, so the table is filtered after that.
-        needed = columns if mask is None else list(dict.fromkeys([*columns, *_FLAT_COLUMNS]))
-        reading: deque[Future[pa.Table | None]] = deque()
-        with ThreadPoolExecutor(READ_AHEAD) as pool:
-            try:
-                for fragment in self.get_fragments(mask):
-                    reading.append(pool.submit(self._read, self._shards[fragment.path], needed))
-                    if len(reading) == READ_AHEAD:
-                        yield from _narrowed(reading.popleft().result(), columns, mask)
-                while reading:
-                    yield from _narrowed(reading.popleft().result(), columns, mask)
-            except Exception as error:
-                self.failure = error
-                raise
-            finally:
-                for future in reading:
-                    future.cancel()
-
-    def _read(self, shard: Shard, columns: list[str]) -> pa.Table | None:
-        """These columns of one shard, and perhaps more; null, and a note of why, where its file is damaged."""
-        if shard.id in self._left_out:
-            return None
-        stored = [name for name in columns if name in SCHEMA.names] or ["attempt"]  # without a column there are no rows
-        try:
-            if self._verify:
-                table = read_shard(self._log, shard, columns=stored).select(stored)
-            else:
-                table = self._columns_of(shard, stored)
-        except DamagedShard as error:
-            self._left_out[shard.id] = error.reason
-            return None
-        except BadShard as error:
-            self._left_out[shard.id] = str(error)
-            return None
-        except (pa.ArrowException, OSError):
-            self._left_out[shard.id] = self._damage(shard)
-            return None
-        return table.append_column("shard_id", pa.repeat(pa.scalar(shard.id), len(table)))
-
-    def _columns_of(self, shard: Shard, names: list[str]) -> pa.Table:
-        """What stands in the file, in bounds. The digest is not looked at: that would take the whole file."""
-        with self._log.store.open_input(self._log.shard_key(shard.id)) as source:
-            schema = pa.ipc.open_file(source).schema
-            check_schema(schema, name=shard.id)
-            fields = [schema.get_field_index(name) for name in names]
-            options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-            table = pa.ipc.open_file(source, options=options).read_all()
-        table.validate(full=True)
-        return table
-
-    def _damage(self, shard: Shard) -> str:
-        """What is wrong with a file that could not be read; raises what the store raises when it is the store."""
-        try:
-            data = self._log.store.get(self._log.shard_key(shard.id))
-        except FileNotFoundError:
-            return "the file is missing"
-        if sha256_of(data) == shard.sha256:
-            raise StoreError(
-                f"store {self._log.store.uri}: shard {shard.id} could not be read at first; run this again"
-            )
-        return f"its sha256 differs from the log's ({len(data)} of {shard.num_bytes} bytes)"
-
-
-def _narrowed(table: pa.Table | None, columns: list[str], mask: ds.Expression | None) -> list[pa.RecordBatch]:
-    if table is None:
-        return []
-    batches: list[pa.RecordBatch] = (table if mask is None else table.filter(mask)).select(columns).to_batches()
-    return batches
 
 
 def _groups(state: RunState, shards: Sequence[Shard], version_of: Callable[[int], int]) -> pa.Table:

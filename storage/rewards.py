@@ -19,6 +19,7 @@ from storage.digests import sha256_of
 from storage.log_entries import Shard
 from storage.run_log import RunLog
 from storage.run_state import RunState
+from storage.tables import ipc_bytes
 
 SCHEMA = pa.schema(
     [
@@ -126,10 +127,7 @@ def put_rewards(
             }
         ),
     )
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(table)
-    data = bytes(sink.getvalue())
+    data = ipc_bytes(table, compression="zstd")
     if log.store.put_if_absent(rewards_key(log, wanted.name, shard.id), data):
         return sha256_of(data), table
     found = find_rewards(log, shard, wanted)

@@ -7,7 +7,6 @@ The format is written down for other languages in docs/shard_format.md.
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from storage.shard_schema import (
     check_schema,
     content_sha256,
 )
+from storage.tables import ipc_bytes
 
 COMPRESSION = "lz4"
 """Of the buffers inside the file; chosen by measurement, see docs/shard_format.md. A reader takes any."""
@@ -99,10 +99,7 @@ def encode_shard(
 
 def file_of(table: pa.Table) -> bytes:
     """The bytes of a shard's file."""
-    file = io.BytesIO()
-    with pa.ipc.new_file(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=COMPRESSION)) as writer:
-        writer.write_table(table)
-    return file.getvalue()  # hands out its buffer, where Arrow's own stream would copy it
+    return ipc_bytes(table, compression=COMPRESSION)
 
 
 def shard_table(

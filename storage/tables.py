@@ -1,17 +1,28 @@
-"""Tables that are not shards.
+"""Tables as files: the Arrow IPC bytes of one, and the rows of a Parquet file.
 
-In: a Parquet file. Out: rows as dictionaries.
+In: a table, or a Parquet file. Out: bytes, or rows as dictionaries.
 """
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
+import pyarrow as pa
+
+
+def ipc_bytes(table: pa.Table, *, compression: str) -> bytes:
+    """The table as an Arrow IPC file, its metadata included."""
+    file = io.BytesIO()
+    with pa.ipc.new_file(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table)
+    return file.getvalue()  # hands out its buffer, where Arrow's own stream would copy it
 
 
 def read_parquet_rows(file: Path) -> list[dict[str, Any]]:
     """All rows of a Parquet file."""
+    import pyarrow.parquet as pq
+
     rows: list[dict[str, Any]] = pq.read_table(file).to_pylist()
     return rows
