@@ -272,9 +272,9 @@ def test_an_integer_is_read_back_however_it_is_written(number: int, number_forma
 def test_a_reply_of_a_million_characters_is_read_at_once(piece: str) -> None:
     reply = piece * (1_000_000 // len(piece))
     final_answer("18")
-    start = time.process_time()  # not wall time: other work on the machine must not fail this
+    start = time.thread_time()  # neither wall time nor other threads: their work must not fail this
     final_answer(reply)
-    assert time.process_time() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 @pytest.mark.parametrize(
