@@ -40,7 +40,7 @@ def rescore_run(
         attempts = bar.add_task(f"rewards {rewards.name}", total=rescoring.num_attempts)
         running = rescoring.run(
             num_processes=processes or os.cpu_count() or 1,
-            timeout=config.rollout.reward_timeout,
+            timeout=config.reward.timeout,
             on_attempts=lambda count: bar.advance(attempts, count),
         )
         return asyncio.run(running)

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rollouts.config import EngineSettings, EvaluationSettings, RolloutSettings, SamplingSettings
+from rollouts.config import EngineSettings, EvaluationSettings, RewardSettings, RolloutSettings, SamplingSettings
 from trainers.config import TrainSettings, WarmupSettings
 
 
@@ -30,6 +30,8 @@ class Settings(BaseModel):
     """How tokens are drawn."""
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     """How attempts are scheduled and stored."""
+    reward: RewardSettings = Field(default_factory=RewardSettings)
+    """How replies are scored."""
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     """Held-out evaluation."""
     engine: EngineSettings = Field(default_factory=EngineSettings)
@@ -61,8 +63,9 @@ class RunConfig(Settings):
     """Prompt groups trained per step."""
     n_samples: int = Field(default=8, ge=1)
     """Attempts per prompt: the group size."""
-    max_staleness: int = Field(default=0, ge=0)
-    """How many policy versions a trained token may be behind (η). 0 is synchronous training."""
+    max_staleness: float = Field(default=0, ge=0)
+    """How many weight updates a trained token may be behind (η). 0 is synchronous training; 0.5 lets rollouts run
+    half a batch ahead."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     seed: int = Field(default=0, ge=0)

@@ -41,7 +41,7 @@ async def train_grpo(
     steps: int = 100,
     batch_size: int = 64,
     n_samples: int = 8,
-    max_staleness: int = 0,
+    max_staleness: float = 0,
     learning_rate: float = 1e-6,
     seed: int = 0,
     settings: Settings = Settings(),  # noqa: B008 - Prefect shows the default in the form
@@ -58,7 +58,7 @@ async def train_grpo(
         steps: Optimizer steps in all.
         batch_size: Prompt groups trained per step.
         n_samples: Attempts per prompt, the group size.
-        max_staleness: How many policy versions a trained token may be behind. 0 is synchronous training.
+        max_staleness: How many weight updates a trained token may be behind. 0 is synchronous training.
         learning_rate: Peak learning rate of AdamW.
         seed: Seeds prompt order, sampling, mini-batches and the base model made here.
         settings: Everything else, one block per part.
@@ -124,6 +124,7 @@ async def start_engine(
         dataset=config.dataset,
         engine=config.engine,
         rollout=config.rollout,
+        reward=config.reward,
         sampling=config.sampling,
         n_samples=config.n_samples,
         batch_size=config.batch_size,

@@ -7,9 +7,11 @@ claim, per token (`storage/claims.py`).
 
 from __future__ import annotations
 
+import math
+
 
 def capacity(
-    *, max_concurrent: int, running: int, max_staleness: int, version: int, batch_size: int, accepted: int
+    *, max_concurrent: int, running: int, max_staleness: float, version: int, batch_size: int, accepted: int
 ) -> int:
     """Groups that may start: min(concurrency room, staleness room).
 
@@ -20,4 +22,4 @@ def capacity(
     v · batch_size plus what is still pending. A rejected group leaves `running` without entering `accepted`,
     so its room comes back. max_staleness = 0 is synchronous training.
     """
-    return min(max_concurrent - running, (max_staleness + version + 1) * batch_size - (accepted + running))
+    return min(max_concurrent - running, math.floor((max_staleness + version + 1) * batch_size) - (accepted + running))

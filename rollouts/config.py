@@ -24,26 +24,71 @@ class RolloutSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
+    num_workers: int = Field(default=1, ge=1)
+    """Rollout workers, each with an engine of its own."""
     max_concurrent: int = Field(default=64, ge=1)
-    """Most prompt groups in flight at once."""
+    """Most prompt groups in flight at once, per worker."""
     min_usable: int = Field(default=2, ge=1)
     """A group with fewer usable attempts is counted as failed and not trained."""
+    retries: int = Field(default=1, ge=0)
+    """How often the prompt of a failed group runs again."""
+    exclude_statuses: list[Literal["truncated", "max_turns"]] = []
+    """Attempts that end like this are counted and not trained (DAPO's overlong filtering)."""
     drop_uniform_groups: bool = False
     """Reject groups whose attempts all got the same reward (DAPO's dynamic sampling)."""
+    dynamic_batch: bool = False
+    """Take `batch_size` attempted groups per step and train those that were accepted, instead of waiting for
+    `batch_size` accepted ones."""
     max_attempts: int = Field(default=10, ge=1)
-    """Stop with a report after this many batches' worth of groups in a row without one accepted."""
+    """A step goes with what was accepted after this many batches' worth of groups; if that is nothing, see
+    `on_nothing_accepted`."""
+    on_nothing_accepted: Literal["fail", "skip_step", "masked"] = "fail"
+    """`fail` stops the run with a report; `skip_step` counts the step and keeps the weights; `masked` takes an
+    optimizer step without a gradient, so that schedules and moments go on."""
+    pace: bool = True
+    """Let a new policy version wait for a running group that it would push over the staleness bound, for as long as
+    the engine stays busy."""
     attempt_timeout: float = Field(default=600.0, gt=0)
     """Seconds one attempt may take before it ends with status `timeout`."""
+    max_tool_turns: int = Field(default=8, ge=0)
+    """Turns of one attempt whose tool calls are executed; an attempt that asks for more ends as `max_turns`."""
+    tool_timeout: float = Field(default=30.0, gt=0)
+    """Seconds one tool call may take before the policy is told that it timed out."""
+    tool_output_chars: int = Field(default=8192, ge=16)
+    """Longer tool results are cut, with a note that says so."""
     stall_timeout: float = Field(default=1800.0, gt=0)
     """Seconds without any progress after which the run fails with a report instead of waiting for ever."""
-    reward_timeout: float = Field(default=30.0, gt=0)
-    """Seconds one reward call may take before its process is killed."""
-    reward_processes: int = Field(default=1, ge=1)
-    """Child processes that compute rewards."""
     shard_bytes: int = Field(default=64 * 2**20, ge=1024)
     """Flush a shard when its tokens reach about this size, even before the batch is full."""
     shard_seconds: float = Field(default=30.0, gt=0)
     """Flush finished groups after this many seconds, even before the batch is full."""
+
+
+class RewardSettings(BaseModel):
+    """How replies are scored, and what becomes of the score: (weighted sum + bias) · scale, clipped, less overlong."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    timeout: float = Field(default=30.0, gt=0)
+    """Seconds one reward call may take before its process is killed."""
+    on_timeout: Literal["exclude", "zero", "fail"] = "exclude"
+    """A reward that took too long: `exclude` the attempt, give it `zero`, or `fail` the run."""
+    processes: int = Field(default=1, ge=1)
+    """Child processes that compute rewards."""
+    memory_gb: float = Field(default=4.0, gt=0)
+    """Address space of one reward process; a reward that wants more fails, and only it."""
+    weights: dict[str, float] = {}
+    """Weight of each named part in the sum; parts that are not named here count 1."""
+    bias: float = 0.0
+    """Added to the weighted sum."""
+    scale: float = 1.0
+    """Multiplies the result."""
+    clip: float | None = Field(default=None, gt=0)
+    """Rewards are clipped to [−clip, clip]."""
+    overlong_tokens: int = Field(default=0, ge=0)
+    """Width of the zone before `sampling.max_tokens` in which length costs reward (DAPO's soft overlong punishment)."""
+    overlong_penalty: float = Field(default=1.0, ge=0)
+    """What a reply at the very limit loses."""
 
 
 class EvaluationSettings(BaseModel):
@@ -61,6 +106,11 @@ class EvaluationSettings(BaseModel):
     """Attempts per problem; the score is their mean (avg@n)."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy decoding."""
+    max_concurrent: int = Field(default=64, ge=1)
+    """Most problems in flight at once."""
+    own_engine: bool = False
+    """Evaluate on an engine of its own, so that a new policy never waits for an evaluation; it costs the memory of
+    one more engine."""
 
 
 class EngineSettings(BaseModel):
@@ -72,7 +122,12 @@ class EngineSettings(BaseModel):
     """`vllm`, on GPU and CPU alike; `scripted` answers at random, for trying a pipeline without a model server."""
     max_model_len: int = Field(default=2048, ge=8)
     """Longest prompt plus replies of one trajectory, in tokens."""
+    update_mode: Literal["keep", "wait", "abort"] = "keep"
+    """New weights and running requests: `keep` freezes them over the swap, `wait` lets them finish first, `abort`
+    stops them and continues each from the tokens it has."""
     clear_cache_on_reload: bool = True
     """Drop prefix-cache blocks computed by the old weights when new ones are loaded."""
+    tool_parser: str = "hermes"
+    """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed unread to vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""

@@ -16,21 +16,13 @@ import time
 from collections.abc import Sequence
 
 from rollouts.admission import capacity
-from rollouts.chat import Chat, OutOfRoom
-from rollouts.chat_tokens import ChatTokens
-from rollouts.engine import Engine, EngineError
+from rollouts.attempts import Player
 from rollouts.prompts import PromptStream
-from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import RolloutWorkflow, Score, WorkflowContext, set_workflow_context
-from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory
+from storage.records import RolloutGroup, RolloutTask, Sampling
 
 
 class NothingAccepted(RuntimeError):
     """Every group of many in a row failed or was rejected; the message says how and shows the last error."""
-
-
-class WrongWorkflow(TypeError):
-    """The workflow returned something other than one `Score`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,14 +31,11 @@ class Limits:
 
     n_samples: int
     batch_size: int
-    max_staleness: int
+    max_staleness: float
     total_groups: int
     """Accepted groups the whole run needs: steps × batch_size."""
     max_concurrent: int
-    min_usable: int
-    drop_uniform_groups: bool
     max_attempts: int
-    attempt_timeout: float
     shard_bytes: int
     shard_seconds: float
 
@@ -57,23 +46,15 @@ class Executor:
     def __init__(
         self,
         *,
-        workflow: RolloutWorkflow,
-        engine: Engine,
-        tokens: ChatTokens,
-        rewards: RewardPool,
+        player: Player,
         prompts: PromptStream,
         limits: Limits,
         sampling: Sampling,
-        max_model_len: int,
     ) -> None:
-        self._workflow = workflow
-        self._engine = engine
-        self._tokens = tokens
-        self._rewards = rewards
+        self._player = player
         self._prompts = prompts
         self._limits = limits
         self._sampling = sampling
-        self._max_model_len = max_model_len
         self._version = 0
         self._accepted = 0
         self._retries: dict[int, int] = {}
@@ -164,7 +145,7 @@ class Executor:
         async def one(task: RolloutTask) -> RolloutGroup:
             async with gate:
                 name = f"eval{version}.{task.id}"
-                return await self._group(
+                return await self._player.group(
                     task,
                     group_id=name,
                     position=position,
@@ -219,7 +200,7 @@ class Executor:
         limits = self._limits
         retry = self._retries.get(position, 0)
         try:
-            group = await self._group(
+            group = await self._player.group(
                 task,
                 group_id=f"{epoch}.{task.id}" + (f".retry{retry}" if retry else ""),
                 position=position,
@@ -231,6 +212,9 @@ class Executor:
             if not self._finished:
                 self._oldest_finished = time.monotonic()
             self._finished.append(group)
+            if not group.accepted:
+                errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
+                self._last_error = errors[-1] if errors else self._last_error
             self._accepted += group.accepted
             self._in_a_row = 0 if group.accepted else self._in_a_row + 1
             if self._in_a_row >= limits.max_attempts * limits.batch_size:
@@ -245,98 +229,3 @@ class Executor:
             assert task_now is not None
             self._running.discard(task_now)
             self._changed.set()
-
-    async def _group(
-        self,
-        task: RolloutTask,
-        *,
-        group_id: str,
-        position: int,
-        epoch: int,
-        n_samples: int,
-        sampling: Sampling,
-        is_eval: bool,
-    ) -> RolloutGroup:
-        queued_at = time.time()
-        try:
-            async with asyncio.TaskGroup() as attempts:
-                started = [
-                    attempts.create_task(self._attempt(task, group_id, attempt, sampling, is_eval))
-                    for attempt in range(n_samples)
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None  # only `WrongWorkflow` leaves an attempt, and one says it all
-        trajectories = [attempt.result() for attempt in started]
-        group = RolloutGroup(
-            id=group_id,
-            task=task,
-            position=position,
-            epoch=epoch,
-            expected=n_samples,
-            trajectories=trajectories,
-            queued_at=queued_at,
-        )
-        reason = "" if is_eval else self._reject_reason(group)
-        return dataclasses.replace(group, accepted=not reason, reject_reason=reason)
-
-    def _reject_reason(self, group: RolloutGroup) -> str:
-        rewards = [trajectory.reward for trajectory in group.usable]
-        if len(rewards) < self._limits.min_usable:
-            errors = [t.error for t in group.trajectories if t.error]
-            self._last_error = errors[-1] if errors else self._last_error
-            return f"{len(rewards)} usable of {group.expected}, {self._limits.min_usable} needed"
-        if self._limits.drop_uniform_groups and len(set(rewards)) == 1:
-            return f"uniform reward {rewards[0]:g}"
-        return ""
-
-    async def _attempt(
-        self, task: RolloutTask, group_id: str, attempt: int, sampling: Sampling, is_eval: bool
-    ) -> Trajectory:
-        set_workflow_context(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
-        set_reward_pool(self._rewards)
-        chat = Chat(
-            engine=self._engine,
-            tokens=self._tokens,
-            sampling=sampling,
-            max_model_len=self._max_model_len,
-            request_id=f"{group_id}/{attempt}",
-        )
-        started_at, started = time.time(), time.perf_counter()
-        score, error = Score(reward=None), ""
-        try:
-            async with asyncio.timeout(self._limits.attempt_timeout):
-                returned = await self._workflow.run(task, chat)
-            if not isinstance(returned, Score):
-                raise WrongWorkflow(
-                    f"{type(self._workflow).__name__}.run returned {type(returned).__name__}; one call plays one "
-                    "attempt and returns one Score. Grouping is `n_samples` in the run file"
-                )
-            score, status = returned, "truncated" if chat.cut_off else "ok"
-        except WrongWorkflow:
-            raise
-        except (TimeoutError, RewardTimeout) as exception:
-            status, error = (
-                "timeout",
-                str(exception) or f"attempt took more than {self._limits.attempt_timeout:g} s",
-            )
-        except RewardFailed as exception:
-            status, error = "reward_error", str(exception)
-        except OutOfRoom as exception:
-            status, error = "truncated", str(exception)
-        except EngineError as exception:
-            status, error = "engine_error", str(exception)
-        except Exception as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
-            status, error = "env_error", f"{type(exception).__name__}: {exception}"
-        generate_seconds = sum(turn.generate_seconds for turn in chat.turns)
-        return Trajectory(
-            attempt=attempt,
-            turns=chat.turns,
-            messages=chat.recorded,
-            status=status,
-            reward=score.reward,
-            reward_parts=score.parts,
-            reward_seconds=max(0.0, time.perf_counter() - started - generate_seconds),
-            started_at=started_at,
-            finished_at=time.time(),
-            error=error,
-        )

@@ -15,8 +15,9 @@ import time
 import uuid
 from pathlib import Path
 
+from rollouts.attempts import AttemptLimits, Player
 from rollouts.chat_tokens import ChatTokens
-from rollouts.config import EngineSettings
+from rollouts.config import EngineSettings, RewardSettings
 from rollouts.engine import Engine
 from rollouts.executor import Executor, Limits
 from rollouts.loading import load_object
@@ -68,8 +69,8 @@ class RolloutWorker:
         engine: EngineSettings,
         limits: Limits,
         sampling: Sampling,
-        reward_timeout: float,
-        reward_processes: int,
+        attempt_limits: AttemptLimits,
+        reward: RewardSettings,
         seed: int,
         code_version: str,
         config_sha256: str,
@@ -83,8 +84,8 @@ class RolloutWorker:
         self._engine_settings = engine
         self._limits = limits
         self._sampling = sampling
-        self._reward_timeout = reward_timeout
-        self._reward_processes = reward_processes
+        self._attempt_limits = attempt_limits
+        self._reward = reward
         self._seed = seed
         self._code_version = code_version
         self._config_sha256 = config_sha256
@@ -111,16 +112,20 @@ class RolloutWorker:
         self._engine = make_engine(self._engine_settings, self._tokens, seed=self._seed, version=policy.version)
         checksum = await self._engine.start(folder, policy.version)
         self._version = policy.version
-        self._rewards = RewardPool(num_processes=self._reward_processes, timeout=self._reward_timeout)
-        self._executor = Executor(
+        self._rewards = RewardPool(num_processes=self._reward.processes, timeout=self._reward.timeout)
+        self._player = Player(
             workflow=self._workflow,
             engine=self._engine,
             tokens=self._tokens,
             rewards=self._rewards,
+            limits=self._attempt_limits,
+            max_model_len=self._engine_settings.max_model_len,
+        )
+        self._executor = Executor(
+            player=self._player,
             prompts=PromptStream(self._workflow.tasks("train"), seed=self._seed, committed=self._log.state.positions),
             limits=self._limits,
             sampling=self._sampling,
-            max_model_len=self._engine_settings.max_model_len,
         )
         return checksum
 

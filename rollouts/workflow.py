@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollouts.chat import Chat
-from storage.records import Message, RolloutTask
+from storage.records import Message, RolloutGroup, RolloutTask, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,17 @@ class RolloutWorkflow:
     async def run(self, task: RolloutTask, chat: Chat) -> Score:
         """Play one attempt. Raise for a fault of the environment; score low for a fault of the policy."""
         raise NotImplementedError
+
+    async def score_group(self, task: RolloutTask, attempts: Sequence[Trajectory]) -> Sequence[Score] | None:
+        """Rewards that compare the usable attempts at one task, in their order; they replace those of `run`.
+
+        Null, the default, leaves the rewards of `run`.
+        """
+        return None
+
+    def accept(self, group: RolloutGroup) -> bool:
+        """False keeps a group with enough usable attempts from being trained; it is stored with the reason."""
+        return True
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         """Example conversations for warming up a model made from scratch; only needed for that."""

@@ -16,7 +16,7 @@ StalePolicy = Literal["strict", "mask", "correct"]
 
 
 def next_claim(
-    state: RunState, *, batch_size: int, max_staleness: int, stale_policy: StalePolicy, min_usable: int
+    state: RunState, *, batch_size: int, max_staleness: float, stale_policy: StalePolicy, min_usable: int
 ) -> Claim | None:
     """Walk the pending groups in commit order until `batch_size` of them can be trained.
 

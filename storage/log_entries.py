@@ -48,6 +48,8 @@ class GroupSummary:
     """Newest policy version of any sampled token; −1 without rows."""
     mean_reward: float | None
     """Over usable attempts."""
+    retried: bool = False
+    """True where the group came to nothing and its prompt runs again: the position stays free."""
 
 
 @dataclass(frozen=True, kw_only=True)

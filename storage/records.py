@@ -139,11 +139,14 @@ class Trajectory:
     """Unix seconds."""
     error: str = ""
     """What went wrong, where the status names a fault."""
+    excluded: bool = False
+    """True where the run file's `rollout.exclude_statuses` names this status: counted, and not trained."""
 
     @property
     def usable(self) -> bool:
         """True when this attempt may be trained on."""
-        return self.status in TRAINABLE_STATUSES and self.reward is not None and any(t.sampled_ids for t in self.turns)
+        fit = self.status in TRAINABLE_STATUSES and self.reward is not None and not self.excluded
+        return fit and any(t.sampled_ids for t in self.turns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +154,7 @@ class RolloutGroup:
     """All attempts at one task in one epoch: the unit of admission, claim and advantage."""
 
     id: str
-    """`<epoch>.<task id>`, with `.retry<k>` where a damaged shard made the prompt run again."""
+    """`<epoch>.<task id>`, with `.retry<k>` where the prompt runs again: it came to nothing, or its shard was lost."""
     task: RolloutTask
     """The problem."""
     position: int
@@ -168,6 +171,8 @@ class RolloutGroup:
     """Why it was rejected."""
     queued_at: float = 0.0
     """Unix seconds at admission."""
+    will_retry: bool = False
+    """True where the group came to nothing and its prompt runs again, under another group id."""
 
     @property
     def usable(self) -> list[Trajectory]:

@@ -61,7 +61,7 @@ def summarise(group: RolloutGroup) -> GroupSummary:
     for trajectory in group.trajectories:
         if not trajectory.usable:
             status = trajectory.status
-            if status in TRAINABLE_STATUSES:
+            if status in TRAINABLE_STATUSES and not trajectory.excluded:
                 status = "no_reward" if trajectory.reward is None else "no_tokens"
             failures[status] = failures.get(status, 0) + 1
     return GroupSummary(
@@ -78,6 +78,7 @@ def summarise(group: RolloutGroup) -> GroupSummary:
         head_version=min(versions, default=NOT_SAMPLED),
         tail_version=max(versions, default=NOT_SAMPLED),
         mean_reward=float(np.mean(rewards)) if rewards else None,
+        retried=group.will_retry,
     )
 
 

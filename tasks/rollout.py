@@ -13,7 +13,8 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from rollouts.config import EngineSettings, EvaluationSettings, RolloutSettings, SamplingSettings
+from rollouts.attempts import AttemptLimits
+from rollouts.config import EngineSettings, EvaluationSettings, RewardSettings, RolloutSettings, SamplingSettings
 from rollouts.executor import Limits
 from rollouts.loading import absolute_path
 from storage.digests import sha256_of_json
@@ -35,10 +36,11 @@ async def start_rollout_worker(
     dataset: str,
     engine: EngineSettings,
     rollout: RolloutSettings,
+    reward: RewardSettings,
     sampling: SamplingSettings,
     n_samples: int,
     batch_size: int,
-    max_staleness: int,
+    max_staleness: float,
     steps: int,
     seed: int,
     name: str = "rollout-0",
@@ -65,8 +67,10 @@ async def start_rollout_worker(
         "engine": engine,
         "limits": limits,
         "sampling": Sampling(**sampling.model_dump()),
-        "reward_timeout": rollout.reward_timeout,
-        "reward_processes": rollout.reward_processes,
+        "attempt_limits": AttemptLimits(
+            **rollout.model_dump(include={f.name for f in dataclasses.fields(AttemptLimits)})
+        ),
+        "reward": reward,
         "seed": seed,
         "code_version": session.log.state.sessions[-1].code_version,
         "config_sha256": sha256_of_json(run_config(session.log)),

@@ -36,7 +36,7 @@ async def start_trainer(
     settings: TrainSettings,
     learning_rate: float,
     temperature: float,
-    max_staleness: int,
+    max_staleness: float,
     seed: int,
 ) -> None:
     """Load the policy and resume the optimizer, re-training recorded steps where no state was saved since."""
@@ -61,7 +61,7 @@ async def next_batch(
     session: RunSession,
     *,
     batch_size: int,
-    max_staleness: int,
+    max_staleness: float,
     stale_policy: StalePolicy,
     min_usable: int,
     stall_timeout: float,

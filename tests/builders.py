@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from rollouts.attempts import AttemptLimits
 from rollouts.executor import Limits
 from storage.digests import seal_folder
 from storage.log_entries import Claim, ClaimedGroup, GroupSummary, Policy, Session, Shard, Step
@@ -28,13 +29,12 @@ LIMITS = Limits(
     max_staleness=0,
     total_groups=1000,
     max_concurrent=64,
-    min_usable=2,
-    drop_uniform_groups=False,
     max_attempts=2,
-    attempt_timeout=10.0,
     shard_bytes=2**20,
     shard_seconds=10.0,
 )
+
+ATTEMPT_LIMITS = AttemptLimits(min_usable=2, drop_uniform_groups=False, exclude_statuses=[], attempt_timeout=10.0)
 
 BASE = Policy(version=0, path="models/base", weights_sha256="0" * 64, parent=None)
 

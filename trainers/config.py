@@ -22,6 +22,8 @@ class TrainSettings(BaseModel):
     """Lower clip bound of the probability ratio: 1 − clip_low. `cispo` has none."""
     clip_high: float = Field(default=0.28, gt=0)
     """Upper clip bound of the probability ratio: 1 + clip_high (DAPO's clip-higher)."""
+    steps_per_update: int = Field(default=1, ge=1)
+    """Optimizer steps between two weight updates of the engine; staleness is counted in updates."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer updates per step; the claimed groups are split between them."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -56,8 +58,8 @@ class Recipe:
     """Peak learning rate of AdamW."""
     temperature: float
     """At which the tokens were sampled."""
-    max_staleness: int
-    """Versions a trained token may be behind."""
+    max_staleness: float
+    """Weight updates a trained token may be behind; the bound is the next whole number."""
     seed: int
     """Shuffles groups into mini-batches."""
 

@@ -10,6 +10,7 @@ The result is a function of policy, samples, settings, seed and step alone: repl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class Trainer:
             self.model.parameters(), lr=learning_rate, weight_decay=settings.weight_decay, betas=(0.9, 0.99)
         )
 
-    def step(self, samples: Samples, *, step: int, base_version: int, max_staleness: int) -> dict[str, float]:
+    def step(self, samples: Samples, *, step: int, base_version: int, max_staleness: float) -> dict[str, float]:
         """Train on one claim's samples; returns the step's metrics, means over trained tokens or attempts.
 
         `step` counts from 1 and sets the learning rate and the mini-batch shuffle.
@@ -79,7 +80,9 @@ class Trainer:
             group["lr"] = self._learning_rate * min(1.0, step / max(1, settings.warmup_steps))
         advantages_B, reward_metrics = self._advantages(samples)
         lag_T = np.where(samples.mask_T, base_version - samples.versions_T, 0)
-        trained_T = samples.mask_T & (lag_T <= max_staleness) if settings.stale_policy == "mask" else samples.mask_T
+        trained_T = (
+            samples.mask_T & (lag_T <= math.ceil(max_staleness)) if settings.stale_policy == "mask" else samples.mask_T
+        )
         proximal_T = self._current_logprobs(samples) if settings.stale_policy == "correct" else None
         totals: dict[str, float] = {}
         grad_norms: list[float] = []
@@ -108,7 +111,7 @@ class Trainer:
             "trained_rows": float(samples.num_rows),
             "staleness_mean": float(lag_T[samples.mask_T].mean()),
             "staleness_max": float(lag_T.max()),
-            **_shares_by_lag(lag_T[samples.mask_T], max_staleness),
+            **_shares_by_lag(lag_T[samples.mask_T], bound),
             "masked_stale_fraction": float(1 - trained_T.sum() / max(1, samples.mask_T.sum())),
         }
 

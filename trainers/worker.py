@@ -39,7 +39,7 @@ class TrainerWorker:
         settings: TrainSettings,
         learning_rate: float,
         temperature: float,
-        max_staleness: int,
+        max_staleness: float,
         seed: int,
         cache: str,
     ) -> None:

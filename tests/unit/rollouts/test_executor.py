@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollouts.attempts import AttemptLimits, Player, WrongWorkflow
 from rollouts.chat import Chat
 from rollouts.chat_tokens import ChatTokens
 from rollouts.engine import EngineError
-from rollouts.executor import Executor, NothingAccepted, WrongWorkflow
+from rollouts.executor import Executor, NothingAccepted
 from rollouts.prompts import PromptStream
 from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.scripted_engine import ScriptedEngine
 from rollouts.workflow import RolloutWorkflow, Score, workflow_context
 from storage.records import RolloutGroup, RolloutTask, Sampling
-from tests.builders import LIMITS, a_policy_folder
+from tests.builders import ATTEMPT_LIMITS, LIMITS, a_policy_folder
 
 Play = Callable[[RolloutTask, Chat], Awaitable[Any]]
 
@@ -55,15 +56,20 @@ class _Bench:
     ) -> None:
         self.engine = engine or ScriptedEngine(lambda *_: [5, 6, 1])
         tasks = [RolloutTask(id=f"task{index}", prompt=str(index)) for index in range(num_tasks)]
-        self.executor = Executor(
+        bounds = {f.name for f in fields(AttemptLimits)}
+        player = Player(
             workflow=_Workflow(play),
             engine=self.engine,
             tokens=tokens,
             rewards=RewardPool(num_processes=1, timeout=5),
+            limits=replace(ATTEMPT_LIMITS, **{name: limits.pop(name) for name in bounds & limits.keys()}),
+            max_model_len=max_model_len,
+        )
+        self.executor = Executor(
+            player=player,
             prompts=PromptStream(tasks, seed=0, committed=set(committed)),
             limits=replace(LIMITS, **limits),
             sampling=Sampling(max_tokens=max_tokens),
-            max_model_len=max_model_len,
         )
 
     def play(self, script: Callable[[Executor], Awaitable[Any]]) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from rollouts.chat import Chat
 from rollouts.chat_tokens import ChatTokens
-from rollouts.config import EngineSettings
+from rollouts.config import EngineSettings, RewardSettings
 from rollouts.executor import Limits
 from rollouts.prompts import PromptStream
 from rollouts.worker import RolloutWorker
@@ -24,7 +24,7 @@ from storage.run_state import Conflict
 from storage.runs import open_run
 from storage.shards import read_shard
 from tests import builders
-from tests.builders import a_log, a_policy_folder, a_step, local_store
+from tests.builders import ATTEMPT_LIMITS, a_log, a_policy_folder, a_step, local_store
 
 LIMITS = replace(builders.LIMITS, batch_size=3, total_groups=300, max_concurrent=8)
 
@@ -78,8 +78,8 @@ class _Run:
             "engine": EngineSettings(kind="scripted", max_model_len=64),
             "limits": LIMITS,
             "sampling": Sampling(max_tokens=8),
-            "reward_timeout": 20.0,
-            "reward_processes": 1,
+            "attempt_limits": ATTEMPT_LIMITS,
+            "reward": RewardSettings(timeout=20.0),
             "seed": 0,
             "code_version": "c0de",
             "config_sha256": "a" * 64,
