@@ -80,9 +80,8 @@ class Trainer:
             group["lr"] = self._learning_rate * min(1.0, step / max(1, settings.warmup_steps))
         advantages_B, reward_metrics = self._advantages(samples)
         lag_T = np.where(samples.mask_T, base_version - samples.versions_T, 0)
-        trained_T = (
-            samples.mask_T & (lag_T <= math.ceil(max_staleness)) if settings.stale_policy == "mask" else samples.mask_T
-        )
+        bound = math.ceil(max_staleness)
+        trained_T = samples.mask_T & (lag_T <= bound) if settings.stale_policy == "mask" else samples.mask_T
         proximal_T = self._current_logprobs(samples) if settings.stale_policy == "correct" else None
         totals: dict[str, float] = {}
         grad_norms: list[float] = []
