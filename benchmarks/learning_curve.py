@@ -19,16 +19,23 @@ from storage.object_store import open_store
 from storage.run_log import RunLog
 from storage.runs import open_run
 
+TOOL_CALLS = "tool_calls_per_attempt"
+
 
 def curve(log: RunLog) -> dict[str, Any]:
-    """Reward per step and held-out score per version, with seconds since the run's first entry."""
+    """Reward and tool calls per step and held-out score per version, with seconds since the run's first entry."""
     start = log.entries[0].written_at
-    steps = [(entry, entry.body) for entry in log.entries if isinstance(entry.body, Step)]
+    steps = [(e, e.body) for e in log.entries if isinstance(e.body, Step) and "reward" in e.body.metrics]
     scores = [(entry, entry.body) for entry in log.entries if isinstance(entry.body, Evaluation)]
     return {
         "status": {key: value for key, value in run_status(log).items() if key not in ("store", "policy")},
         "reward": [[body.claim.step, body.metrics["reward"], entry.written_at - start] for entry, body in steps],
         "held_out": [[body.version, body.score, entry.written_at - start] for entry, body in scores],
+        TOOL_CALLS: [
+            [body.claim.step, body.metrics[TOOL_CALLS], entry.written_at - start]
+            for entry, body in steps
+            if TOOL_CALLS in body.metrics
+        ],
     }
 
 
@@ -44,13 +51,18 @@ def draw(numbers: dict[str, Any], picture: Path) -> None:
     versions, scores, _ = zip(*sorted(numbers["held_out"]), strict=True)
     axes.plot(steps, rewards, color="#8aa9c9", linewidth=1.5, label="mean reward of the rollouts (sampled)")
     axes.plot(versions, scores, color="#c0392b", marker="o", linewidth=2, label="held-out accuracy (greedy)")
+    most_calls = 1.0
+    if numbers[TOOL_CALLS]:
+        called, calls, _ = zip(*numbers[TOOL_CALLS], strict=True)
+        axes.plot(called, calls, color="#5d9b5d", linestyle="--", linewidth=1.5, label="tool calls per attempt")
+        most_calls = max(1.0, *calls)
     for version, score in ((versions[0], scores[0]), (versions[-1], scores[-1])):
         axes.annotate(f"{score:.3f}", (version, score), textcoords="offset points", xytext=(0, 8), ha="center")
     status = numbers["status"]
     minutes, gib = status["wall_seconds"] / 60, status["peak_memory_bytes"] / 2**30
     axes.set_title(f"{status['run']}: {status['step']} GRPO steps in {minutes:.1f} min, at most {gib:.1f} GiB")
     axes.set_xlabel("optimizer step")
-    axes.set_ylim(0, 1.05)
+    axes.set_ylim(0, 1.05 * most_calls)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()

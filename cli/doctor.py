@@ -57,6 +57,7 @@ def checks(config: RunConfig | None) -> list[tuple[str, Callable[[], Finding]]]:
     tracking = tracking_uri(config.tracking if config else "")
     return [
         ("Python", check_python),
+        ("sandbox", check_sandbox),
         ("lock", check_lock),
         ("disk", check_disk),
         ("memory", check_memory),
@@ -66,6 +67,17 @@ def checks(config: RunConfig | None) -> list[tuple[str, Callable[[], Finding]]]:
         ("tokenizer", lambda: check_tokenizer(config)),
         ("vLLM", check_vllm),
     ]
+
+
+def check_sandbox() -> Finding:
+    """Can foreign code be run without a network and without a way out of its folder?"""
+    from rollouts.sandbox import sandbox_report
+
+    missing = sandbox_report()
+    if not missing:
+        return Finding(good=True, text="code of a reply runs under Landlock and seccomp")
+    # Only rewards that run code need it, and those refuse by themselves.
+    return Finding(good=True, text=f"rewards that run a reply's code will refuse: {'; '.join(missing)}")
 
 
 def check_python() -> Finding:

@@ -19,14 +19,17 @@ MENDABLE = (ValueError, FileNotFoundError, PermissionError)
 MENDABLE_ELSEWHERE = {
     "infra.fleet": ("WorkerDied",),
     "infra.services": ("ServiceFailed",),
-    "rollouts.executor": ("NothingAccepted", "WrongWorkflow"),
+    "rollouts.attempts": ("WrongWorkflow",),
+    "rollouts.evaluation": ("MixedVersions",),
+    "storage.claims": ("NothingAccepted",),
     "storage.digests": ("DigestMismatch",),
     "storage.object_store": ("StoreError",),
     "storage.registry": ("RegistryUnavailable",),
     "storage.run_state": ("Conflict", "LogDamaged"),
     "storage.runs": ("RunBusy",),
     "storage.shards": ("DamagedShard",),
-    "tasks.train": ("Stalled",),
+    "tasks.evaluation": ("EvaluationFailed",),
+    "tasks.watchdog": ("Stalled",),
 }
 """More of them, by the module that defines them."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from storage.log_entries import Evaluation
+
 
 def number(value: float | None, *, digits: int = 4, missing: str = "none") -> str:
     """A number with at most so many significant digits."""
@@ -58,3 +60,21 @@ def one_line(text: str) -> str:
 def shortened(text: str, most: int) -> str:
     """At most so many characters, the last of them `…` where some are missing."""
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def held_out(evaluation: Evaluation) -> tuple[str, str]:
+    """An evaluation's score, `held-out avg@8 0.490 ± 0.021`, and the rest: `on 200 tasks × 8 attempts, pass@1 …`.
+
+    One in which every attempt failed has no score.
+    """
+    counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
+    if evaluation.failed:
+        return "evaluation failed:", f"all {evaluation.num_failed} attempts did ({counts})"
+    several = evaluation.n_samples > 1
+    error = "" if evaluation.standard_error is None else f" ± {evaluation.standard_error:.3f}"
+    score = f"held-out {f'avg@{evaluation.n_samples} ' if several else ''}{evaluation.score:.3f}{error}"
+    facts = [f"on {counted(evaluation.num_tasks, 'task')}" + (f" × {evaluation.n_samples} attempts" if several else "")]
+    facts += [f"pass@{k} {chance:.3f}" for k, chance in evaluation.pass_at.items() if several]
+    if evaluation.num_failed:
+        facts.append(f"{evaluation.num_failed} failed" + (f" ({counts})" if counts else ""))
+    return score, ", ".join([*facts, f"{evaluation.seconds:.1f} s"])

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cli.formatting import counted, number, ranges, versions_of
+from cli.formatting import counted, held_out, number, ranges, versions_of
 from infra.environment import home, store_uri, tracking_uri
 from infra.services import running_services
 from storage.lineage import (
@@ -131,8 +131,8 @@ def _print_policy(made: PolicyLineage, console: Console, *, show_all: bool, mlfl
     facts["reward code"] = f"sha256 {made.reward_sha256}" if made.reward_sha256 else "not recorded"
     facts["code"] = escape(made.code_version) or "not recorded"
     facts["configuration"] = f"{escape(made.config)}\nsha256 {made.config_sha256}"
-    scores = [f"{escape(e.split)} {e.score:.3f} on {e.num_tasks} tasks" for e in made.evaluations]
-    facts["evaluations"] = ", ".join(scores) or "none"
+    scores = [escape(f"{e.split}: {' '.join(held_out(e))}") for e in made.evaluations]
+    facts["evaluations"] = "\n".join(scores) or "none"
     if made.verified:
         good = f"[green]verified[/]: {len(made.shards)} shards and the policy's files are as recorded"
         facts["digests"] = "\n".join(f"[red]{escape(problem)}[/]" for problem in made.problems) or good

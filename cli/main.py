@@ -31,6 +31,8 @@ Overrides = Annotated[
 ]
 
 app.add_typer(traj, name="traj")
+rollout = typer.Typer(no_args_is_help=True, help="Try a workflow without training.")
+app.add_typer(rollout, name="rollout")
 
 
 @app.callback()
@@ -68,15 +70,38 @@ def status(
 def evaluate(
     run: str,
     version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
-    num_tasks: Annotated[int, typer.Option(min=0, help="At most this many problems; 0: as the run evaluates.")] = 0,
-    n_samples: Annotated[int, typer.Option(min=0, help="Attempts per problem; 0: as the run evaluates.")] = 0,
+    split: Annotated[str, typer.Option(help="Split of the workflow; by default the one the run evaluates.")] = "",
+    num_tasks: Annotated[int | None, typer.Option(min=1, help="Most problems; by default as the run.")] = None,
+    n_samples: Annotated[int | None, typer.Option(min=1, help="Attempts per problem; by default as the run.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; by default as the run.")] = None,
+    as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:
-    """Score one policy version on held-out tasks, on an engine of its own."""
+    """Score one policy version on held-out tasks, on an engine of its own: avg@n, pass@k, failures."""
     with explained():
-        from cli.training import evaluate_run
+        from cli.evaluate import evaluate_run, print_evaluation
 
-        evaluate_run(run, version=version, num_tasks=num_tasks, n_samples=n_samples, store=store)
+        wanted = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
+        console = Console(highlight=False, stderr=as_json)
+        found = evaluate_run(run, version=version, wanted=wanted, store=store, console=console)
+        if as_json:
+            typer.echo(json.dumps(found, indent=2))
+        else:
+            print_evaluation(found, console)
+
+
+@rollout.command()
+def once(
+    run: Annotated[str, typer.Argument(help="A run; `millrace train FILE steps=0` makes one without training it.")],
+    n: Annotated[int, typer.Option("--n", min=0, help="Prompts to attempt, each as often as the run does.")] = 1,
+    store: StoreOption = "",
+) -> None:
+    """Attempt a run's first prompts once with its live policy and show everything; nothing is committed."""
+    with explained():
+        from cli.rollout import print_groups, rollout_once
+
+        console = Console(highlight=False)
+        print_groups(rollout_once(open_named(run, store), num_prompts=n, console=console), console)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
+from cli.formatting import held_out
 from cli.status import run_status
 from flows.config import RunConfig
 from infra.environment import home
@@ -45,8 +46,8 @@ class Follower:
     def __enter__(self) -> Follower:
         if self._shown:
             self._console.print(f"continuing run [bold]{self._log.run_id}[/] at step {self._log.state.step}")
-            scores = self._log.state.evaluations
-            self._score = scores[-1].score if scores else None
+            scores = [evaluation.score for evaluation in self._log.state.evaluations if not evaluation.failed]
+            self._score = scores[-1] if scores else None
         self._status.start()
         self._thread.start()
         return self
@@ -85,12 +86,11 @@ class Follower:
             case Policy() as policy:
                 self._console.print(f"[dim]base policy {policy.weights_sha256[:12]} at {policy.path}[/]")
             case Evaluation() as evaluation:
-                self._score = evaluation.score
-                failed = f", {evaluation.num_failed} failed" if evaluation.num_failed else ""
-                self._console.print(
-                    f"[bold cyan]policy {evaluation.version}: held-out {evaluation.score:.3f}[/] "
-                    f"[dim]on {evaluation.num_tasks} tasks{failed}, {evaluation.seconds:.1f} s[/]"
-                )
+                score, facts = held_out(evaluation)
+                if not evaluation.failed:
+                    self._score = evaluation.score
+                colour = "red" if evaluation.failed else "cyan"
+                self._console.print(f"[bold {colour}]policy {evaluation.version}: {score}[/] [dim]{facts}[/]")
             case Step() as step:
                 if not self._header_shown:
                     self._console.print(f"[dim]{LEGEND}[/]")
@@ -103,9 +103,12 @@ class Follower:
     def _row(self, step: Step) -> str:
         metrics = step.metrics
         score = "-" if self._score is None else f"{self._score:.3f}"
-        staleness = f"{metrics['staleness_mean']:.1f} max {metrics['staleness_max']:.0f}"
+        reward, staleness = "-", step.claim.fallback  # a step with nothing to train has neither
+        if not step.claim.fallback:
+            reward = f"{metrics['reward']:.3f}"
+            staleness = f"{metrics['staleness_mean']:.1f} max {metrics['staleness_max']:.0f}"
         return (
-            f"{f'{step.claim.step}/{self._steps}':>8} {metrics['reward']:>6.3f} {score:>8} {staleness:>10} "
+            f"{f'{step.claim.step}/{self._steps}':>8} {reward:>6} {score:>8} {staleness:>10} "
             f"{metrics['tokens_per_second']:>8.0f} {metrics['round_seconds']:>5.1f}s {time_split(metrics)}"
         )
 

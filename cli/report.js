@@ -197,7 +197,7 @@ const pictures = {
     follow(view, stops, i => {
       const lines = [], at = xs.indexOf(stops[i]);
       if (at >= 0) lines.push(`${stepNames[at]}: reward ${number(reward.mean[at])}` + (reward.low ? ` (${number(reward.low[at])} to ${number(reward.high[at])})` : ""));
-      for (const s of scores.filter(score => score.x === stops[i])) lines.push(`policy ${s.x}: held-out ${s.y.toFixed(3)} on ${count(s.tasks)} tasks` + (s.failed ? `, ${count(s.failed)} attempts failed` : ""));
+      for (const s of scores.filter(score => score.x === stops[i])) lines.push(`policy ${s.x}: ${s.text}`);
       return lines.join("\n");
     });
   },

@@ -24,6 +24,7 @@ from typing import Any
 
 import jinja2
 
+from cli.formatting import held_out
 from cli.report_curves import (
     Spans,
     curves,
@@ -40,6 +41,7 @@ from cli.report_curves import (
 from cli.report_groups import group_lists
 from cli.report_prompts import VISITS, prompt_history
 from infra.environment import home
+from rollouts.evaluation import failure_of
 from storage.queries import Queries, open_queries
 from storage.retention import reading
 from storage.run_log import RunLog
@@ -85,9 +87,10 @@ def gather(log: RunLog) -> dict[str, Any]:
     metrics = step_metrics(queries)
     drawn = {**curves(metrics, spans), **reply_lengths(queries, spans)}
     rewards = _reward_range(queries)
-    lags, bound = token_lags(queries), config.get("max_staleness", 0)
-    policy = config.get("train", {}).get("stale_policy", "strict")
-    evaluations = sorted(state.evaluations, key=lambda evaluation: evaluation.version)
+    training, bound = config.get("train", {}), math.ceil(config.get("max_staleness", 0))
+    lags = token_lags(queries, steps_per_update=training.get("steps_per_update", 1))
+    policy = training.get("stale_policy", "strict")
+    evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
     histories = [prompt_history(queries, name, rewards) for name in VISITS]
     counters = state.counters()
     report = {
@@ -108,7 +111,7 @@ def gather(log: RunLog) -> dict[str, Any]:
         "losses": _losses(queries),
         "rewards": rewards,
         "evaluations": evaluations,
-        "evaluation_seconds": sum(evaluation.seconds for evaluation in evaluations),
+        "evaluation_seconds": sum(evaluation.seconds for evaluation in state.evaluations),
         "rescored": sorted(state.rescored),
         "settings": _flat(config),
         "figures": figures(drawn),
@@ -120,8 +123,7 @@ def gather(log: RunLog) -> dict[str, Any]:
             "spans": spans.edges(),
             "metrics": drawn,
             "held_out": [
-                {"x": e.version, "y": e.score, "tasks": e.num_tasks, "failed": e.num_failed, "split": e.split}
-                for e in evaluations
+                {"x": e.version, "y": e.score, "text": " ".join(held_out(e)), "split": e.split} for e in evaluations
             ],
             "lags": lag_bars(lags, bound=bound),
             "shards": shard_versions(queries),
@@ -196,6 +198,10 @@ def _notes(log: RunLog, queries: Queries) -> list[str]:
         notes.append(
             "The log's counts and rewards of these shards are in here, their tokens and conversations are not."
         )
+    failed = [_sentence(failure_of(evaluation)) for evaluation in state.evaluations if evaluation.failed]
+    notes += failed[:MOST_NOTES]
+    if len(failed) > MOST_NOTES:
+        notes.append(f"and {len(failed) - MOST_NOTES:,} more failed evaluations")
     if retired := sum(shard_id in state.shards for shard_id in state.retired_shards):  # the rest never were in the log
         shards = _counted(retired, "shard")
         policies = _counted(len(state.retired_policies), "policy version")
@@ -204,6 +210,10 @@ def _notes(log: RunLog, queries: Queries) -> list[str]:
             "Their groups are counted; their tokens and conversations are gone."
         )
     return notes
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:

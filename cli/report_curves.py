@@ -135,11 +135,12 @@ def time_budget(metrics: dict[str, np.ndarray]) -> dict[str, Any]:
     return {"phases": phases, "round": rounds, "sum": together, "overlap": together > 1.02 * rounds}
 
 
-def token_lags(queries: Queries) -> list[tuple[int, int]]:
-    """Trained tokens by lag: how many versions behind the policy being trained they were sampled."""
+def token_lags(queries: Queries, *, steps_per_update: int) -> list[tuple[int, int]]:
+    """Trained tokens by lag: how many weight updates behind the policy being trained they were sampled."""
+    k = int(steps_per_update)
     found = queries.select(
-        """
-        SELECT g.policy_version - 1 - versions.key AS lag, sum(versions.value)::BIGINT AS tokens
+        f"""
+        SELECT (g.policy_version - 1) // {k} - versions.key // {k} AS lag, sum(versions.value)::BIGINT AS tokens
         FROM (
             SELECT shard_id, group_id, unnest(map_entries(list_aggregate(weight_versions, 'histogram'))) AS versions
             FROM shard_rows WHERE NOT is_eval

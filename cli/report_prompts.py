@@ -22,7 +22,8 @@ VISITS = {
     "held-out": (
         "policy version",
         "SELECT g.prompt_id, e.version AS place, g.mean_reward AS reward, g.shard_id "
-        "FROM groups g JOIN evaluations e ON e.shard_id = g.shard_id",
+        "FROM groups g JOIN (SELECT version, unnest(shard_ids) AS shard_id FROM evaluations) e "
+        "ON e.shard_id = g.shard_id",
     ),
     "training": (
         "epoch",

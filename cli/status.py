@@ -17,7 +17,8 @@ def run_status(log: RunLog) -> dict[str, Any]:
     """The run in numbers; null where it has none yet. Accuracies are held-out scores, 0 to 1."""
     state = log.state
     live = state.live
-    evaluations = sorted(state.evaluations, key=lambda evaluation: evaluation.version)
+    evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
+    last = evaluations[-1] if evaluations else None
     registration = state.registrations.get(live.version) if live else None
     return {
         "run": log.run_id,
@@ -27,7 +28,10 @@ def run_status(log: RunLog) -> dict[str, Any]:
         "weights_sha256": live.weights_sha256 if live else None,
         "policy": f"{log.store.uri}/{live.path}" if live else None,
         "accuracy_before": evaluations[0].score if evaluations else None,
-        "accuracy_after": evaluations[-1].score if evaluations else None,
+        "accuracy_after": last.score if last else None,
+        "accuracy_standard_error": last.standard_error if last else None,
+        "pass_at": last.pass_at if last else None,
+        "failed_evaluations": len(state.evaluations) - len(evaluations),
         "wall_seconds": round(state.worked_seconds, 1),
         "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
         "mlflow_model": registration.model_name if registration else None,
@@ -47,6 +51,8 @@ def print_status(status: dict[str, Any], console: Console) -> None:
     for key, value in status.items():
         if key == "peak_memory_bytes":
             key, value = "peak memory", f"{value / 2**30:.2f} GiB"
+        elif key == "pass_at":
+            key, value = "pass@k", ", ".join(f"{k}: {chance:.3f}" for k, chance in (value or {}).items()) or None
         elif isinstance(value, float):
             value = f"{value:.3f}" if "accuracy" in key else f"{value:.1f}"
         table.add_row(f"[dim]{key.replace('_', ' ')}[/]", "-" if value is None else str(value))

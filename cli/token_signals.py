@@ -67,7 +67,8 @@ class Colorist:
         oldest = 0
         if config["train"]["stale_policy"] == "mask":
             base_version = self._log.state.steps[row["step"] - 1].claim.base_version
-            oldest = base_version - config["max_staleness"]
+            steps_per_update = config["train"].get("steps_per_update", 1)
+            oldest = (base_version // steps_per_update - math.ceil(config["max_staleness"])) * steps_per_update
         return by_advantage(row, advantage, why, oldest=oldest)
 
     def _gap(self, row: Mapping[str, Any]) -> Coloring:

@@ -22,7 +22,7 @@ from cli.services import use_running_services
 from flows.config import RunConfig, Settings, default_values, load_run_file
 from infra.environment import store_uri
 from storage.object_store import open_store
-from storage.runs import create_run, open_run, trainer_lock
+from storage.runs import create_run, trainer_lock
 
 Result = TypeVar("Result")
 
@@ -53,22 +53,6 @@ def check_before_anything_starts(config: RunConfig) -> None:
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
     with trainer_lock(create_run(store, config.run, document, defaults=default_values())):
         pass
-
-
-def evaluate_run(run: str, *, version: int | None, num_tasks: int, n_samples: int, store: str) -> None:
-    """Run the evaluation flow and print the score. Raises `FileNotFoundError` for an unknown run at once."""
-    open_run(open_store(store_uri(store)), run)
-    console = Console(highlight=False)
-
-    async def flow() -> dict[str, Any]:
-        from flows.evaluate import evaluate
-
-        result = await evaluate(run=run, store=store, version=version, num_tasks=num_tasks, n_samples=n_samples)
-        return dict(result)
-
-    with console.status(f"evaluating {run}"):
-        result = run_flow(flow(), console)
-    console.print(f"policy {result['version']}: held-out [bold]{result['score']:.3f}[/] on split {result['split']!r}")
 
 
 def run_flow(flow: Awaitable[Result], console: Console) -> Result:

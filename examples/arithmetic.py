@@ -32,6 +32,9 @@ class Arithmetic(RolloutWorkflow):
         reply = await chat.ask(task.prompt)
         return await score(exact, reply, task.answer)
 
+    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
+        return task.answer
+
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         draw = random.Random(seed)
         tasks = draw.choices(self.tasks("train"), k=count)

@@ -13,7 +13,7 @@ from rollouts.datasets import read_dataset
 from rollouts.rewards import gsm8k
 from rollouts.scoring import score
 from rollouts.workflow import RolloutWorkflow, Score
-from storage.records import RolloutTask
+from storage.records import Message, RolloutTask
 
 INSTRUCTION = "Think step by step. Write the final answer as a number after ####."
 
@@ -33,3 +33,6 @@ class Gsm8k(RolloutWorkflow):
     async def run(self, task: RolloutTask, chat: Chat) -> Score:
         reply = await chat.ask(f"{task.prompt}\n{INSTRUCTION}")
         return await score(gsm8k, reply, task.answer)
+
+    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
+        return task.answer

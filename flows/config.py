@@ -94,11 +94,28 @@ class RunConfig(Settings):
                 f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
                 f"engine.max_model_len = {self.engine.max_model_len}; lower the one or raise the other"
             )
+        if self.rollout.stall_timeout < self.rollout.attempt_timeout:
+            problems.append(
+                f"rollout.stall_timeout = {self.rollout.stall_timeout:g} is below rollout.attempt_timeout = "
+                f"{self.rollout.attempt_timeout:g}: a slow attempt would look like a stall; raise the one or lower "
+                "the other"
+            )
+        if self.reward.overlong_tokens > self.sampling.max_tokens:
+            problems.append(
+                f"reward.overlong_tokens = {self.reward.overlong_tokens} is above sampling.max_tokens = "
+                f"{self.sampling.max_tokens}: every reply would be overlong; lower it"
+            )
         if self.rollout.drop_uniform_groups and self.n_samples < 2:
             problems.append("rollout.drop_uniform_groups with n_samples = 1 rejects every group; raise n_samples")
         if problems:
             raise ValueError("\n".join(problems))
         return self
+
+    @property
+    def of_rollouts(self) -> dict[str, Any]:
+        """What a rollout worker depends on, by the names of `tasks.worker_arguments`."""
+        names = ("workflow", "dataset", "engine", "rollout", "reward", "sampling", "train", "n_samples", "batch_size")
+        return {name: getattr(self, name) for name in (*names, "max_staleness", "steps", "seed")}
 
     @property
     def settings(self) -> Settings:

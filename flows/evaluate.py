@@ -1,16 +1,19 @@
 """The evaluation flow: one policy version, held-out tasks, a score in the run's log.
 
-In: a run and a version. Out: the score. It runs on an engine of its own, beside a training that goes on.
+In: a run and a version. Out: avg@n, pass@k, failures, standard error. It runs on an engine of its own, beside a
+training that goes on.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from prefect import flow
 
-from flows.config import make_config
+from flows.config import RunConfig, make_config
 from flows.train_grpo import start_engine
+from tasks.evaluation import check_split, look_up_policy, raise_if_failed, warn_of_greedy_attempts
 from tasks.rollout import evaluate_policy
 from tasks.session import reading_session
 from tasks.track import track
@@ -23,8 +26,8 @@ async def evaluate(
     tracking: str = "",
     version: int | None = None,
     split: str = "",
-    num_tasks: int = 0,
-    n_samples: int = 0,
+    num_tasks: int | None = None,
+    n_samples: int | None = None,
     temperature: float | None = None,
 ) -> dict[str, Any]:
     """Score one policy version of a run on held-out tasks.
@@ -35,16 +38,31 @@ async def evaluate(
         tracking: MLflow tracking URI. Empty: a SQLite database in .millrace.
         version: Policy version. Empty: the newest.
         split: Split of the workflow. Empty: the run's own evaluation split.
-        num_tasks: At most this many problems. 0: as the run evaluates.
-        n_samples: Attempts per problem. 0: as the run evaluates.
+        num_tasks: At most this many problems. Empty: as the run evaluates.
+        n_samples: Attempts per problem. Empty: as the run evaluates.
         temperature: 0 is greedy. Empty: as the run evaluates.
     """
+    wanted = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
+    config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted)
+    settings = config.evaluation
+    warn_of_greedy_attempts(n_samples=settings.n_samples, temperature=settings.temperature)
     async with reading_session(store=store, tracking=tracking, run_id=run, what="evaluate") as session:
-        config = make_config(session.config, source=f"run {run}")
-        wanted = {"split": split or None, "num_tasks": num_tasks or None, "n_samples": n_samples or None}
-        changes = {key: value for key, value in (wanted | {"temperature": temperature}).items() if value is not None}
-        settings = type(config.evaluation).model_validate(config.evaluation.model_dump() | changes)
         await start_engine(session, config, name="evaluator-0", version=version)
+        session.evaluator = session.hosted["evaluator-0"]
         evaluation = await evaluate_policy(session, version=version, settings=settings)
         await track(session)
-        return {"run": run, "version": evaluation.version, "split": evaluation.split, "score": evaluation.score}
+    raise_if_failed(evaluation)
+    return {"run": run, **dataclasses.asdict(evaluation)}
+
+
+def plan_evaluation(*, run: str, store: str, version: int | None, wanted: dict[str, Any]) -> tuple[RunConfig, int]:
+    """The run's configuration, its evaluation changed by what is `wanted` and not null, and the policy version.
+
+    Raises `ValueError` or `FileNotFoundError` for what cannot work, before anything starts.
+    """
+    saved, chosen = look_up_policy(store=store, run=run, version=version)
+    changes = {key: value for key, value in wanted.items() if value is not None}
+    document = {**saved, "evaluation": {**saved.get("evaluation", {}), **changes}}
+    config = make_config(document, source=f"evaluating run {run}")
+    check_split(workflow=config.workflow, dataset=config.dataset, split=config.evaluation.split)
+    return config, chosen

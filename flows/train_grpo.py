@@ -24,10 +24,13 @@ from prefect import flow
 from flows.config import RunConfig, Settings, default_values, make_config
 from tasks.base_model import provide_base_model
 from tasks.preflight import check_run
-from tasks.rollout import collect_shard, evaluate_policy, mark_served, publish_policy, start_rollout_worker
+from tasks.rollout import evaluate_policy, produce_until_death
 from tasks.session import RunSession, training_session
 from tasks.track import track
-from tasks.train import next_batch, start_trainer, train_step
+from tasks.train import claim_rules, next_batch, start_trainer, train_step
+from tasks.watchdog import watched
+from tasks.worker_arguments import worker_arguments
+from tasks.workers import join, mark_served, publish_policy, start_rollout_worker
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -86,6 +89,7 @@ async def train_grpo(
         workflow=config.workflow,
         config=config.model_dump(mode="json"),
         defaults=default_values(),
+        num_workers=config.rollout.num_workers + 1 + config.evaluation.own_engine,
     ) as session:
         await start(session, config)
         await train(session, config)
@@ -93,7 +97,7 @@ async def train_grpo(
 
 
 async def start(session: RunSession, config: RunConfig) -> None:
-    """Base policy first, then engine and trainer at the same time."""
+    """Base policy first, then engines and trainer at the same time."""
     await provide_base_model(
         session,
         model=config.model,
@@ -110,69 +114,57 @@ async def start(session: RunSession, config: RunConfig) -> None:
         max_staleness=config.max_staleness,
         seed=config.seed,
     )
-    checksum, _ = await asyncio.gather(start_engine(session, config), starting_trainer)
-    mark_served(session, checksum=checksum)
+    workers = [session.next_worker_name() for _ in range(config.rollout.num_workers)]
+    evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
+    starting = [start_engine(session, config, name=name) for name in (*workers, *evaluators)]
+    *checksums, _ = await asyncio.gather(*starting, starting_trainer)
+    mark_served(session, checksums=checksums)
+    session.workers = {name: session.hosted[name] for name in workers}
+    session.evaluator = session.hosted.get("evaluator-0")
 
 
-async def start_engine(
-    session: RunSession, config: RunConfig, *, name: str = "rollout-0", version: int | None = None
-) -> str:
-    """An engine that serves a policy version, the live one by default; returns the checksum of its weights."""
-    checksum: str = await start_rollout_worker(
-        session,
-        workflow=config.workflow,
-        dataset=config.dataset,
-        engine=config.engine,
-        rollout=config.rollout,
-        reward=config.reward,
-        sampling=config.sampling,
-        n_samples=config.n_samples,
-        batch_size=config.batch_size,
-        max_staleness=config.max_staleness,
-        steps=config.steps,
-        seed=config.seed,
-        name=name,
-        version=version,
-    )
+async def start_engine(session: RunSession, config: RunConfig, *, name: str, version: int | None = None) -> str:
+    """A worker whose engine serves a policy version, the live one by default; returns the checksum of its weights."""
+    arguments = worker_arguments(session.log, cache=session.cache, **config.of_rollouts)
+    checksum: str = await start_rollout_worker(session, name=name, arguments=arguments, version=version)
     return checksum
 
 
 async def train(session: RunSession, config: RunConfig) -> None:
     """The loop. `produce` runs beside it; evaluation and tracking never hold it up."""
+    patience = config.rollout.stall_timeout
+    rules = claim_rules(
+        batch_size=config.batch_size, max_staleness=config.max_staleness, rollout=config.rollout, train=config.train
+    )
     async with asyncio.TaskGroup() as beside:
         beside.create_task(evaluate_if_due(session, config))
         tracking = beside.create_task(track(session))
-        producing = beside.create_task(produce(session))
+        producing = [beside.create_task(produce(session, config, name)) for name in session.workers]
         round_started = time.time()
         while session.log.state.step < config.steps:
-            claim = await next_batch(
-                session,
-                batch_size=config.batch_size,
-                max_staleness=config.max_staleness,
-                stale_policy=config.train.stale_policy,
-                min_usable=config.rollout.min_usable,
-                stall_timeout=config.rollout.stall_timeout,
-            )
-            step = await train_step(session, claim=claim, round_started=round_started)
+            claim = await next_batch(session, rules=rules, pace=config.rollout.pace, stall_timeout=patience)
+            training = train_step(session, claim=claim, round_started=round_started)
+            step = await watched(session, training, what=f"step {claim.step}", seconds=patience)
             if step is None:
                 continue  # a damaged shard went into quarantine
             round_started = time.time()
-            await publish_policy(session, policy=step.policy)
+            if step.policy.version % config.train.steps_per_update == 0 or claim.step == config.steps:
+                publishing = publish_policy(session, policy=step.policy)
+                await watched(session, publishing, what=f"publishing policy {step.policy.version}", seconds=patience)
             beside.create_task(evaluate_if_due(session, config))
             if tracking.done():
                 tracking = beside.create_task(track(session))
-        producing.cancel()
+        for producer in producing:
+            producer.cancel()
     await track(session, finished=True)
 
 
-async def produce(session: RunSession) -> None:
-    """Collect shard after shard; each is one task run. Ends when it is cancelled."""
-    number = session.log.state.entries
-    await session.rollout.call("refresh")
-    while True:
-        await session.rollout.call("wait_for_work")
-        await collect_shard(session, number=number)
-        number += 1
+async def produce(session: RunSession, config: RunConfig, name: str) -> None:
+    """Collect shard after shard with one worker, and with another where it dies. Ends when it is cancelled."""
+    while await produce_until_death(session, worker=name):
+        name = session.next_worker_name()
+        await start_engine(session, config, name=name)
+        await join(session, name)
 
 
 def is_due(step: int, config: RunConfig) -> bool:

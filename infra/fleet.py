@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import importlib
 import inspect
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -25,6 +27,7 @@ from typing import Any
 logger = logging.getLogger("millrace.fleet")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STUCK_SECONDS = 120.0
 _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
@@ -63,17 +66,27 @@ class _Host:
         _redirect_output(log_file)
         module, _, name = path.partition(":")
         self._target = getattr(importlib.import_module(module), name)(**arguments)
+        self._turning: asyncio.Task[None] | None = None
 
     async def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self._turning = self._turning or asyncio.create_task(_log_stacks_when_stuck())
         result = getattr(self._target, method)(*arguments, **keywords)
         return await result if inspect.isawaitable(result) else result
+
+
+async def _log_stacks_when_stuck() -> None:
+    """Write every thread's stack to the log when this process's event loop has not turned for a while."""
+    while True:
+        faulthandler.dump_traceback_later(_STUCK_SECONDS)
+        await asyncio.sleep(_STUCK_SECONDS / 4)
 
 
 class Fleet:
     """The Ray cluster of one session: joined at `RAY_ADDRESS`, else started in-process and stopped at the end."""
 
-    def __init__(self, *, log_folder: Path) -> None:
+    def __init__(self, *, log_folder: Path, num_workers: int = 1) -> None:
         self._log_folder = log_folder
+        self._num_workers = num_workers
         self._hosted: list[Hosted] = []
         self.num_gpus = 0.0
 
@@ -91,7 +104,7 @@ class Fleet:
             logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
             options |= {
                 "include_dashboard": False,
-                "num_cpus": max(4, os.cpu_count() or 1),  # slots, not cores: workers mostly wait for each other
+                "num_cpus": max(64, os.cpu_count() or 1),  # slots, not cores: workers mostly wait for each other
                 "object_store_memory": 128 * 2**20,
                 "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
             }
@@ -114,8 +127,8 @@ class Fleet:
 
     @property
     def gpus_per_worker(self) -> float:
-        """GPUs for the rollout worker and for the trainer each: one, half of the only one, or none."""
-        return 1.0 if self.num_gpus >= 2 else self.num_gpus / 2
+        """GPUs for each of the processes that hold a model: one, an even share of one, or none."""
+        return 1 / math.ceil(self._num_workers / self.num_gpus) if self.num_gpus else 0.0
 
     async def run(self, name: str, path: str, **arguments: Any) -> Any:
         """Run one function (`package.module:function`) in a process of its own and return its result."""

@@ -14,10 +14,14 @@ from collections.abc import Sequence
 
 from rollouts.chat import Chat, OutOfRoom
 from rollouts.chat_tokens import ChatTokens
+from rollouts.config import RewardSettings
 from rollouts.engine import Engine, EngineError
+from rollouts.reward_shaping import check_weights, shaped
 from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
+from rollouts.tool_parsing import ToolParser
+from rollouts.tools import ToolUnavailable
 from rollouts.workflow import RolloutWorkflow, Score, WorkflowContext, set_workflow_context
-from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory
+from storage.records import RolloutGroup, RolloutTask, Sampling, Status, Trajectory
 
 
 class WrongWorkflow(TypeError):
@@ -32,6 +36,9 @@ class AttemptLimits:
     drop_uniform_groups: bool
     exclude_statuses: Sequence[str]
     attempt_timeout: float
+    max_tool_turns: int = 8
+    tool_timeout: float = 30.0
+    tool_output_chars: int = 8192
 
 
 class Player:
@@ -46,6 +53,8 @@ class Player:
         rewards: RewardPool,
         limits: AttemptLimits,
         max_model_len: int,
+        tool_parser: ToolParser | None = None,
+        shaping: RewardSettings | None = None,
     ) -> None:
         self._workflow = workflow
         self._engine = engine
@@ -53,6 +62,9 @@ class Player:
         self._rewards = rewards
         self._limits = limits
         self._max_model_len = max_model_len
+        self._tool_parser = tool_parser
+        self._shaping = shaping or RewardSettings()
+        self._unseen_weights = set(self._shaping.weights)
 
     async def group(
         self,
@@ -65,7 +77,11 @@ class Player:
         sampling: Sampling,
         is_eval: bool,
     ) -> RolloutGroup:
-        """All attempts at a task. Raises what is wrong with the workflow itself, see `WrongWorkflow`."""
+        """All attempts at a task.
+
+        Raises what is wrong with the workflow itself, see `WrongWorkflow`; `ValueError` for a weight of a reward part
+        that there is not; and `RewardTimeout` where the run file says that it fails the run.
+        """
         queued_at = time.time()
         try:
             async with asyncio.TaskGroup() as attempts:
@@ -75,7 +91,11 @@ class Player:
                 ]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None  # one says it all
-        trajectories = await self._scored_together(task, [attempt.result() for attempt in started])
+        scored = await self._scored_together(task, [attempt.result() for attempt in started])
+        self._unseen_weights = check_weights(self._unseen_weights, scored)
+        trajectories = [
+            shaped(trajectory, self._shaping, max_tokens=sampling.max_tokens, is_eval=is_eval) for trajectory in scored
+        ]
         group = RolloutGroup(
             id=group_id,
             task=task,
@@ -101,11 +121,26 @@ class Player:
     async def _scored_together(self, task: RolloutTask, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Rewards that depend on the other attempts, where the workflow has such."""
         usable = [trajectory for trajectory in trajectories if trajectory.usable]
-        scores = await self._workflow.score_group(task, usable) if usable else None
+        if not usable:
+            return trajectories
+        set_reward_pool(self._rewards)
+        try:
+            async with asyncio.timeout(self._limits.attempt_timeout):
+                scores = await self._workflow.score_group(task, usable)
+        except Exception as exception:  # noqa: BLE001 - user code may raise anything; none of these has a reward now
+            self._stop_if_told(exception, task)
+            status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
+            error = f"score_group: {type(exception).__name__}: {exception}"
+            return [
+                dataclasses.replace(trajectory, status=status, reward=None, error=error)
+                if trajectory.usable
+                else trajectory
+                for trajectory in trajectories
+            ]
         if scores is None:
             return trajectories
-        if len(scores) != len(usable):
-            name = type(self._workflow).__name__
+        name = type(self._workflow).__name__
+        if len(scores) != len(usable) or not all(isinstance(score, Score) for score in scores):
             raise WrongWorkflow(
                 f"{name}.score_group returned {len(scores)} scores for {len(usable)} attempts; return one Score each"
             )
@@ -128,6 +163,10 @@ class Player:
             sampling=sampling,
             max_model_len=self._max_model_len,
             request_id=f"{group_id}/{attempt}",
+            tool_parser=self._tool_parser,
+            max_tool_turns=self._limits.max_tool_turns,
+            tool_timeout=self._limits.tool_timeout,
+            tool_output_chars=self._limits.tool_output_chars,
         )
         started_at, started = time.time(), time.perf_counter()
         score, error = Score(reward=None), ""
@@ -139,10 +178,11 @@ class Player:
                     f"{type(self._workflow).__name__}.run returned {type(returned).__name__}; one call plays one "
                     "attempt and returns one Score. Grouping is `n_samples` in the run file"
                 )
-            score, status = returned, "truncated" if chat.cut_off else "ok"
+            score, status = returned, _end_of(chat)
         except WrongWorkflow:
             raise
         except (TimeoutError, RewardTimeout) as exception:
+            self._stop_if_told(exception, task)
             status, error = (
                 "timeout",
                 str(exception) or f"attempt took more than {self._limits.attempt_timeout:g} s",
@@ -153,6 +193,8 @@ class Player:
             status, error = "truncated", str(exception)
         except EngineError as exception:
             status, error = "engine_error", str(exception)
+        except ToolUnavailable as exception:
+            status, error = "tool_error", str(exception)
         except Exception as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
             status, error = "env_error", f"{type(exception).__name__}: {exception}"
         generate_seconds = sum(turn.generate_seconds for turn in chat.turns)
@@ -169,3 +211,14 @@ class Player:
             error=error,
             excluded=not is_eval and status in self._limits.exclude_statuses,
         )
+
+    def _stop_if_told(self, exception: Exception, task: RolloutTask) -> None:
+        if isinstance(exception, RewardTimeout) and self._rewards.on_timeout == "fail":
+            raise RewardTimeout(f"{exception}, at task {task.id!r}; reward.on_timeout is `fail`") from exception
+
+
+def _end_of(chat: Chat) -> Status:
+    """How an attempt ended that was played to its end."""
+    if chat.max_turns_reached:
+        return "max_turns"
+    return "truncated" if chat.cut_off else "ok"

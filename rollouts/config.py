@@ -46,8 +46,8 @@ class RolloutSettings(BaseModel):
     """`fail` stops the run with a report; `skip_step` counts the step and keeps the weights; `masked` takes an
     optimizer step without a gradient, so that schedules and moments go on."""
     pace: bool = True
-    """Let a new policy version wait for a running group that it would push over the staleness bound, for as long as
-    the engine stays busy."""
+    """Under `train.stale_policy = "strict"`, let a new policy version wait for a running group that it would push over
+    the staleness bound, for as long as the engine stays busy."""
     attempt_timeout: float = Field(default=600.0, gt=0)
     """Seconds one attempt may take before it ends with status `timeout`."""
     max_tool_turns: int = Field(default=8, ge=0)

@@ -2,19 +2,30 @@
 
 In: token ids and sampling settings. Out: token ids, logprobs and, per token, the policy version that sampled it,
 all exactly as the engine reports them.
+
+Logprobs are those of what was really drawn from: log-softmax(logits / temperature), after top-k, top-p and min-p
+where those are set, of the sampled token under the weights that sampled it (`Sampling.logprobs_mode`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from storage.records import Sampling
+
+UpdateMode = Literal["keep", "wait", "abort"]
+"""What becomes of running requests when weights change: frozen and continued, finished first, or stopped and
+continued from the tokens they have."""
 
 
 class EngineError(Exception):
     """The engine could not answer a request, or could not load a policy."""
+
+
+class EngineUnusable(EngineError):
+    """The engine holds no weights it could name a version of, and answers nothing until a policy is loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +39,20 @@ class Generation:
     """`stop` or `length`; anything else is an `EngineError`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightUpdate:
+    """A change of weights that was carried out and verified."""
+
+    checksum: str
+    """Digest of the weights as the engine holds them; equal weights have equal checksums."""
+    mode: UpdateMode
+    """What became of the running requests."""
+    cache_cleared: bool
+    """True where every key and value computed by the old weights was dropped; false where they are used further."""
+    paused_seconds: float
+    """Wall-clock from asking the engine to pause until it went on; with `wait` this includes the drain."""
+
+
 class Engine(Protocol):
     """An engine that serves one policy version at a time and can change it while requests are running."""
 
@@ -35,12 +60,15 @@ class Engine(Protocol):
         """Load a policy folder (HF layout) and begin to serve; returns the checksum of the weights it holds."""
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
-        """Sample one reply. Raises `EngineError`."""
+        """Sample one reply; a change of weights meanwhile shows in the versions only. Raises `EngineError`.
 
-    async def load_policy(self, folder: Path, version: int) -> str:
-        """Swap the weights under the running requests; returns the checksum of the weights it now holds.
+        It has no deadline of its own: cancelling it, as a timeout around it does, ends the request in the engine.
+        """
 
-        Raises `EngineError` with the old version still serving.
+    async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
+        """Change the weights under the running requests, and verify that they changed.
+
+        Raises `EngineError` with the old version still serving, `EngineUnusable` where that could not be had either.
         """
 
     async def stop(self) -> None:

@@ -1,84 +1,103 @@
-"""Runs many attempts at once, groups them, and stops exactly where the staleness formula says.
+"""Runs many prompt groups at once and stops exactly where the staleness formula says.
 
-    PromptStream ─▶ admit (capacity) ─▶ n attempts ─▶ RolloutGroup ─▶ accepted? ─▶ prepare_batch()
-         ▲                                                               │ no: stored too, its room given back
-         └───────────────── given back when a group is abandoned ◀───────┘
+    lease ─▶ ready prompts ─▶ admit (capacity) ─▶ Player.group ─▶ RolloutGroup ─▶ prepare_batch() ─▶ a shard
+               ▲                    ▲                  │ rejected: stored too, its room comes back
+               │                    └──────────────────┤
+               └── came to nothing: the same prompt again, `retries` times ◀──┘
 
 Who waits for whom: `prepare_batch` waits for groups to finish and keeps admitting while it waits; admission waits
-for `set_version` (a newer policy) when the formula says so. Grouping belongs here: a workflow plays one attempt.
+for `set_version` (a newer policy, or a look at the log) when the formula says so. Which prompts are free is for the
+log to say: `lease` is the worker's, and asks it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import time
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 
-from rollouts.admission import capacity
+from rollouts.admission import capacity, should_wait, stragglers
 from rollouts.attempts import Player
-from rollouts.prompts import PromptStream
-from storage.records import RolloutGroup, RolloutTask, Sampling
+from rollouts.prompts import Prompt
+from storage.records import RolloutGroup, Sampling, Trajectory
 
-
-class NothingAccepted(RuntimeError):
-    """Every group of many in a row failed or was rejected; the message says how and shows the last error."""
+LEASE_SHARE = 8
+"""A lease is for at least this part of a batch: a filter that rejects much must not cost a log entry per group."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds the executor; see `rollouts/config.py` for each."""
+    """What bounds the executor; see `rollouts/config.py` and `trainers/config.py` for each."""
 
     n_samples: int
     batch_size: int
     max_staleness: float
+    steps_per_update: int
+    dynamic_batch: bool
     total_groups: int
-    """Accepted groups the whole run needs: steps × batch_size."""
+    """Groups the whole run needs: steps × batch_size."""
     max_concurrent: int
-    max_attempts: int
+    min_usable: int
+    retries: int
+    cancel_stale: bool
+    """Give up running groups that no step could train any more."""
     shard_bytes: int
     shard_seconds: float
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Running:
+    prompt: Prompt
+    version: int
+    """Served when the group started: none of its tokens is older."""
+    started: float
+    given_up: str = ""
+
+
 class Executor:
-    """Produces groups for one run. One per rollout worker; lives in one event loop."""
+    """Produces groups for one run. One per rollout worker; lives in one event loop.
+
+    `lease` returns prompts that are this executor's to start, about `wanted` many; it may call `set_version`.
+    """
 
     def __init__(
         self,
         *,
         player: Player,
-        prompts: PromptStream,
+        lease: Callable[[], Awaitable[Sequence[Prompt]]],
         limits: Limits,
         sampling: Sampling,
     ) -> None:
         self._player = player
-        self._prompts = prompts
+        self._lease = lease
         self._limits = limits
         self._sampling = sampling
         self._version = 0
         self._accepted = 0
-        self._retries: dict[int, int] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._ready: deque[Prompt] = deque()
+        self._leasing: asyncio.Task[None] | None = None
+        self._running: dict[asyncio.Task[None], _Running] = {}
         self._finished: list[RolloutGroup] = []
         self._oldest_finished = 0.0
         self._handed_out = 0
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
-        self._in_a_row = 0
         self._last_error = ""
+        self.num_finished = 0
+        """Groups so far: what a watchdog takes for progress."""
 
-    def set_version(self, version: int, *, accepted: int, retries: dict[int, int]) -> None:
-        """A policy is live: re-base the admission formula on what the log holds.
+    def set_version(self, version: int, *, accepted: int) -> None:
+        """Policy `version` is served: re-base the admission formula on what the log holds.
 
-        `accepted` is version · batch_size + committed pending groups; groups finished here and not yet committed
-        are added. `retries` counts, per position, groups lost to a damaged shard: those positions run again.
+        `accepted` is steps · batch_size + committed pending groups + what other workers have leased; groups finished
+        here and not yet committed are added.
         """
         self._version = version
-        self._accepted = accepted + self._handed_out + sum(group.accepted for group in self._finished)
-        for position, count in retries.items():
-            if self._retries.get(position, 0) < count:
-                self._retries[position] = count
-                self._prompts.give_back(position)
+        self._accepted = accepted + self._handed_out + self._counted(self._finished)
+        if self._limits.cancel_stale:
+            self._give_up_stale()
         self._admit()
         self._changed.set()
 
@@ -94,21 +113,62 @@ class Executor:
             version=self._version,
             batch_size=limits.batch_size,
             accepted=self._accepted,
+            steps_per_update=limits.steps_per_update,
         )
         return min(by_staleness, limits.total_groups - self._accepted - running)
 
+    @property
+    def wanted(self) -> int:
+        """Prompts to lease now."""
+        missing = self.room - len(self._ready)
+        return max(missing, self._limits.batch_size // LEASE_SHARE) if missing > 0 else 0
+
+    def in_flight(self) -> list[int]:
+        """The policy version each running group started under."""
+        return [running.version for running in self._running.values()]
+
     async def wait_for_work(self) -> None:
         """Return once there is something to collect or room to start something."""
-        while not (self._running or self._finished or self.room > 0 or self._failure):
+        while self._is_idle and not (self._finished or self.room > 0 or self._failure):
             self._changed.clear()
             await self._changed.wait()
+
+    async def wait_for_change(self) -> None:
+        """Return when a group has finished or `set_version` was called."""
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def wait_for_stragglers(self, version: int) -> bool:
+        """Wait for running groups that policy `version` + 1 would push over the bound, while the engine stays busy.
+
+        True when groups of that kind have finished and are to be handed out.
+        """
+        limits = self._limits
+        while self._failure is None and should_wait(
+            self.in_flight(),
+            version=version,
+            running=len(self._running),
+            max_concurrent=limits.max_concurrent,
+            max_staleness=limits.max_staleness,
+            steps_per_update=limits.steps_per_update,
+        ):
+            await self.wait_for_change()
+        heads = [
+            min(turn.weight_versions[0] for t in group.usable for turn in t.turns if turn.sampled_ids)
+            for group in self._finished
+            if group.accepted
+        ]
+        late = stragglers(
+            heads, version=version, max_staleness=limits.max_staleness, steps_per_update=limits.steps_per_update
+        )
+        return late > 0
 
     async def prepare_batch(self) -> list[RolloutGroup]:
         """Finished groups for one shard; keeps submitting while it waits.
 
         Returns when a batch of groups, `shard_bytes`, or `shard_seconds` is reached, the policy version changes
-        with groups at hand, or nothing more can run before the next version. Raises what a workflow's programming
-        error raised, and `NothingAccepted` instead of waiting for ever.
+        with groups at hand, or nothing more can run before the next version. A filter that rejects everything cannot
+        hold it up: rejected groups count. Raises what a workflow's programming error raised.
         """
         version = self._version
         self._admit()
@@ -116,7 +176,7 @@ class Executor:
             self._changed.clear()
             timeout = None
             if self._finished:
-                timeout = max(0.0, self._oldest_finished + self._limits.shard_seconds - time.monotonic())
+                timeout = max(0.0, self._oldest_finished + self._limits.shard_seconds - _now())
             try:
                 async with asyncio.timeout(timeout):
                     await self._changed.wait()
@@ -125,107 +185,166 @@ class Executor:
             self._admit()
         if self._failure is not None:
             raise self._failure
+        return self.hand_out()
+
+    def hand_out(self) -> list[RolloutGroup]:
+        """What has finished by now; tell `mark_committed` when it is in the log, or was dropped."""
         ready, self._finished = self._finished, []
-        self._handed_out = sum(group.accepted for group in ready)
+        self._handed_out += self._counted(ready)
         return ready
 
-    def mark_committed(self) -> None:
-        """The groups last handed out are in the log, where `set_version` will count them from now on."""
-        self._handed_out = 0
+    def mark_committed(self, groups: Sequence[RolloutGroup]) -> None:
+        """These groups, handed out before, are counted by the log from now on."""
+        self._handed_out -= self._counted(groups)
 
-    async def evaluate(
-        self, tasks: Sequence[RolloutTask], *, version: int, n_samples: int, sampling: Sampling, position: int
-    ) -> list[RolloutGroup]:
-        """Attempt held-out tasks, at most `max_concurrent` at a time; admission and prompts are not touched.
-
-        `version` is the policy version that is loaded, for the groups' names.
-        """
+    async def rollout_batch(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
+        """Attempt these prompts once and return every group, whatever a filter says of it. For debugging."""
         gate = asyncio.Semaphore(self._limits.max_concurrent)
 
-        async def one(task: RolloutTask) -> RolloutGroup:
+        async def one(prompt: Prompt) -> RolloutGroup:
             async with gate:
-                name = f"eval{version}.{task.id}"
-                return await self._player.group(
-                    task,
-                    group_id=name,
-                    position=position,
-                    epoch=0,
-                    n_samples=n_samples,
-                    sampling=sampling,
-                    is_eval=True,
-                )
+                return await self._play(prompt)
 
-        return list(await asyncio.gather(*(one(task) for task in tasks)))
+        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
-    async def close(self) -> None:
-        """Cancel what is running; its prompts are not committed, so a resume asks them again."""
-        running = list(self._running)
+    async def close(self) -> list[RolloutGroup]:
+        """Cancel what is running, whose prompts are asked again some day; returns what has finished meanwhile."""
+        self._ready.clear()
+        running = [*self._running, *([self._leasing] if self._leasing else [])]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        return self.hand_out()
 
     def report(self) -> str:
-        """One sentence on where the executor stands."""
+        """A few words on where the executor stands."""
         accepted = sum(group.accepted for group in self._finished)
-        rejected = len(self._finished) - accepted
         sentence = (
-            f"{accepted} of {self._limits.batch_size} accepted, {rejected} rejected, {len(self._running)} running, "
-            f"{self._in_a_row} in a row without acceptance"
+            f"policy {self._version}: {accepted} of {self._limits.batch_size} accepted and not committed, "
+            f"{len(self._finished) - accepted} rejected, {len(self._running)} running, room for {self.room} more"
         )
+        if self._running:
+            oldest = min(self._running.values(), key=lambda running: running.started)
+            seconds = _now() - oldest.started
+            sentence += f"; oldest {oldest.prompt.group_id} for {seconds:.0f} s, since policy {oldest.version}"
         return f"{sentence}; last error: {self._last_error}" if self._last_error else sentence
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._running or self._ready or self._leasing)
+
+    def _counted(self, groups: Sequence[RolloutGroup]) -> int:
+        """How many of them use up capacity: a rejected one gives it back, unless a step takes attempts as they come."""
+        if self._limits.dynamic_batch:
+            return sum(not group.will_retry for group in groups)
+        return sum(group.accepted for group in groups)
 
     def _flush_due(self, version: int) -> bool:
         if self._failure is not None:
             return True
+        is_over = self._is_idle and self.room <= 0
         if not self._finished:
-            return not self._running and self.room <= 0
+            return is_over
         limits = self._limits
         turns = [turn for group in self._finished for t in group.trajectories for turn in t.turns]
         size = sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)
         return (
-            sum(group.accepted for group in self._finished) >= limits.batch_size
+            len(self._finished) >= limits.batch_size
             or size * 13 >= limits.shard_bytes  # int32 id + float32 logprob + int32 version + bool mask
-            or time.monotonic() - self._oldest_finished >= limits.shard_seconds
+            or _now() - self._oldest_finished >= limits.shard_seconds
             or version != self._version
-            or (not self._running and self.room <= 0)
+            or is_over
         )
 
     def _admit(self) -> None:
-        while self._failure is None and self.room > 0:
-            position, epoch, task = self._prompts.next()
-            running = asyncio.create_task(self._run_group(position, epoch, task))
-            self._running.add(running)
+        if self._failure is not None:
+            return
+        while self._ready and self.room > 0:
+            prompt = self._ready.popleft()
+            task = asyncio.create_task(self._run(prompt))
+            self._running[task] = _Running(prompt=prompt, version=self._version, started=_now())
+        if self.wanted and self._leasing is None:
+            self._leasing = asyncio.create_task(self._lease_more())
 
-    async def _run_group(self, position: int, epoch: int, task: RolloutTask) -> None:
-        limits = self._limits
-        retry = self._retries.get(position, 0)
+    async def _lease_more(self) -> None:
         try:
-            group = await self._player.group(
-                task,
-                group_id=f"{epoch}.{task.id}" + (f".retry{retry}" if retry else ""),
-                position=position,
-                epoch=epoch,
-                n_samples=limits.n_samples,
-                sampling=self._sampling,
-                is_eval=False,
-            )
-            if not self._finished:
-                self._oldest_finished = time.monotonic()
-            self._finished.append(group)
-            if not group.accepted:
-                errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
-                self._last_error = errors[-1] if errors else self._last_error
-            self._accepted += group.accepted
-            self._in_a_row = 0 if group.accepted else self._in_a_row + 1
-            if self._in_a_row >= limits.max_attempts * limits.batch_size:
-                self._failure = NothingAccepted(f"giving up: {self.report()}")
+            self._ready.extend(await self._lease())
+        except Exception as error:  # noqa: BLE001 - whatever the log said: prepare_batch raises it to the caller
+            self._failure = error
+        finally:
+            self._leasing = None
+        if self._ready:
+            self._admit()
+        self._changed.set()
+
+    async def _run(self, prompt: Prompt) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            self._take(prompt, await self._play(prompt))
         except asyncio.CancelledError:
-            self._prompts.give_back(position)
-            raise
+            reason = self._running[task].given_up
+            if not reason:
+                raise
+            task.uncancel()
+            self._take(prompt, self._cancelled(prompt, reason))
         except Exception as error:  # noqa: BLE001 - a bug in the workflow: prepare_batch raises it to the caller
             self._failure = error
         finally:
-            task_now = asyncio.current_task()
-            assert task_now is not None
-            self._running.discard(task_now)
+            self._running.pop(task, None)
             self._changed.set()
+
+    async def _play(self, prompt: Prompt) -> RolloutGroup:
+        return await self._player.group(
+            prompt.task,
+            group_id=prompt.group_id,
+            position=prompt.position,
+            epoch=prompt.epoch,
+            n_samples=self._limits.n_samples,
+            sampling=self._sampling,
+            is_eval=False,
+        )
+
+    def _take(self, prompt: Prompt, group: RolloutGroup) -> None:
+        """A group has finished: count it, and let its prompt run again where it came to nothing."""
+        came_to_nothing = not group.accepted and len(group.usable) < self._limits.min_usable
+        if came_to_nothing and prompt.retry < self._limits.retries:
+            group = dataclasses.replace(group, will_retry=True)
+            self._ready.append(dataclasses.replace(prompt, retry=prompt.retry + 1))
+        errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
+        self._last_error = errors[-1] if errors else self._last_error
+        if not self._finished:
+            self._oldest_finished = _now()
+        self._finished.append(group)
+        self._accepted += self._counted([group])
+        self.num_finished += 1
+
+    def _give_up_stale(self) -> None:
+        """No step can train a group that is over the bound by now: its room is better used."""
+        updates, bound = self._version // self._limits.steps_per_update, math.ceil(self._limits.max_staleness)
+        for task, running in self._running.items():
+            lag = updates - running.version // self._limits.steps_per_update
+            if lag > bound and not running.given_up:
+                running.given_up = f"cancelled: {lag} updates behind, bound {bound}"
+                task.cancel()
+
+    def _cancelled(self, prompt: Prompt, reason: str) -> RolloutGroup:
+        attempts = range(self._limits.n_samples)
+        return RolloutGroup(
+            id=prompt.group_id,
+            task=prompt.task,
+            position=prompt.position,
+            epoch=prompt.epoch,
+            expected=self._limits.n_samples,
+            trajectories=[
+                Trajectory(attempt=attempt, turns=[], messages=[], status="cancelled", reward=None, error=reason)
+                for attempt in attempts
+            ],
+            accepted=False,
+            reject_reason=reason,
+        )
+
+
+def _now() -> float:
+    """The loop's clock, which a simulation may drive."""
+    return asyncio.get_running_loop().time()

@@ -1,17 +1,36 @@
-"""Which prompt comes next: a pure function of the seed and of what is committed.
+"""Which prompt stands where in the endless prompt order: a pure function of the seed.
 
-In: the tasks of a split, a seed, the committed positions. Out: (position, epoch, task), smallest position first.
-Position p is the p-th prompt of an endless sequence that shuffles the tasks anew in every epoch, so a resumed run
-asks exactly the prompts the log lacks.
+In: the tasks of a split and a seed. Out: the prompt at a position. Every epoch shuffles the tasks anew. Which positions
+are free is a fold of the run's log (`RunState.free_positions`), so a resumed run asks exactly what the log lacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from storage.records import RolloutTask
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A problem, and which pass over the data set asks it."""
+
+    position: int
+    """Place in the prompt order: epoch × len(tasks) + index."""
+    epoch: int
+    """Pass over the data set, from 0."""
+    task: RolloutTask
+    """The problem."""
+    retry: int = 0
+    """How often it came to nothing before."""
+
+    @property
+    def group_id(self) -> str:
+        """What the group of its attempts is called."""
+        return f"{self.epoch}.{self.task.id}" + (f".retry{self.retry}" if self.retry else "")
 
 
 def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
@@ -19,10 +38,10 @@ def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_tasks)
 
 
-class PromptStream:
-    """Hands out the positions nobody has yet. `give_back` returns one whose group came to nothing."""
+class PromptOrder:
+    """The endless sequence of a data set's prompts."""
 
-    def __init__(self, tasks: Sequence[RolloutTask], *, seed: int, committed: Collection[int]) -> None:
+    def __init__(self, tasks: Sequence[RolloutTask], *, seed: int) -> None:
         if not tasks:
             raise ValueError("the workflow's train split is empty; give it at least one task")
         ids = {task.id for task in tasks}
@@ -30,22 +49,11 @@ class PromptStream:
             raise ValueError(f"task ids are not unique: {len(tasks)} tasks, {len(ids)} ids")
         self._tasks = tasks
         self._seed = seed
-        self._taken = set(committed)
-        self._lowest = 0
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
-    def next(self) -> tuple[int, int, RolloutTask]:
-        """Take the smallest free position."""
-        while self._lowest in self._taken:
-            self._lowest += 1
-        position = self._lowest
-        self._taken.add(position)
+    def at(self, position: int, *, retry: int = 0) -> Prompt:
+        """The prompt at a position, from 0; `retry` says how often it has run before."""
         epoch, index = divmod(position, len(self._tasks))
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(self._seed, epoch, len(self._tasks)))
-        return position, epoch, self._tasks[int(self._order[1][index])]
-
-    def give_back(self, position: int) -> None:
-        """Free a position that was taken and not committed, or whose shard was lost."""
-        self._taken.discard(position)
-        self._lowest = min(self._lowest, position)
+        return Prompt(position=position, epoch=epoch, task=self._tasks[int(self._order[1][index])], retry=retry)

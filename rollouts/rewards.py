@@ -1,7 +1,10 @@
 r"""Rewards for answers that can be checked: text in, 1.0 or 0.0 out.
 
-In: a model's reply and the reference answer, both plain text. Out: a float. The functions are pure,
-raise nothing for any two strings and use no signals, so they run in any thread or process.
+In: a model's reply and the reference answer, both plain text. Out: a float. The functions are pure and use no
+signals. `gsm8k` and `exact` raise nothing for any two strings and end soon; `math_answer` and `matches` may run for
+ever on some, so they are for a reward process (`score` in `scoring.py`), which can be killed.
+
+`gsm8k` compares the final answers of both:
 
     reply ──final_answer──> "1234.50" ──┐
                                         ├─ same number, exactly? ──> 1.0 or 0.0
@@ -101,6 +104,42 @@ def exact(reply: str, answer: str) -> float:
     0.0
     """
     return float(reply.strip() == answer.strip())
+
+
+def math_answer(reply: str, answer: str) -> float:
+    r"""1.0 when math-verify finds the last answer of `reply` equal to `answer`, else 0.0.
+
+    For LaTeX and plain expressions, intervals, sets, tuples, matrices and texts; values agree to 6 decimals. Boxes
+    beside each other are one answer of several values. `answer` is the bare answer (`\frac{1}{2}`), or a solution with
+    one in `\boxed{…}` or between `$`.
+
+    Raises `ValueError` for an `answer` that holds nothing to compare with: a fault of the data, not of the reply. Some
+    replies (`9^{9^{9^{9}}}`) keep it busy for ever.
+
+    >>> math_answer(r"So $x = \boxed{\frac{2}{4}}$.", "1/2"), math_answer("I cannot tell.", "1/2")
+    (1.0, 0.0)
+    """
+    import logging
+
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it runs without its signals
+    has_mark = re.search(r"\\boxed|(?<!\\)\$|\\[(\[]", answer)
+    expected = parse(answer if has_mark else rf"\boxed{{{answer}}}", parsing_timeout=None)
+    if not expected:
+        raise ValueError(f"the reference answer {answer!r} holds no mathematical expression")
+    return float(verify(expected, parse(reply, parsing_timeout=None), timeout_seconds=None))
+
+
+def matches(reply: str, pattern: str) -> float:
+    r"""1.0 when the regular expression `pattern` is found in `reply`, else 0.0. The dot also matches newlines.
+
+    Raises `re.error` for a pattern that is none. Some patterns take for ever on some replies.
+
+    >>> matches("<think>Hm.</think>42", r"^<think>.*</think>\s*\d+$"), matches("42", r"^<think>")
+    (1.0, 0.0)
+    """
+    return float(re.search(pattern, reply, re.DOTALL) is not None)
 
 
 def final_answer(text: str) -> str | None:

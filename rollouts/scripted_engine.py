@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from rollouts.engine import EngineError, Generation
+from rollouts.engine import EngineError, Generation, WeightUpdate
 from storage.digests import DigestMismatch, verify_folder
 from storage.records import Sampling
 
@@ -32,7 +32,7 @@ class ScriptedEngine:
         self.peak_running = 0
 
     async def start(self, folder: Path, version: int) -> str:
-        return await self.load_policy(folder, version)
+        return (await self.load_policy(folder, version)).checksum
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
         self.running += 1
@@ -54,13 +54,15 @@ class ScriptedEngine:
             finish_reason="stop" if len(token_ids) == len(wanted) else "length",
         )
 
-    async def load_policy(self, folder: Path, version: int) -> str:
+    async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
         try:
             checksum = verify_folder(folder)
         except (DigestMismatch, OSError, ValueError) as error:
-            raise EngineError(f"policy {version} from {folder} was not loaded: {error}") from error
+            raise EngineError(
+                f"policy {version} from {folder} was not loaded, policy {self.version} serves on: {error}"
+            ) from error
         self.version = version
-        return checksum
+        return WeightUpdate(checksum=checksum, mode="keep", cache_cleared=True, paused_seconds=0.0)
 
     async def stop(self) -> None:
         return None

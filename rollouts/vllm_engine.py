@@ -1,27 +1,58 @@
 """vLLM's AsyncLLM behind the `Engine` protocol: the same code on CUDA and on the CPU build.
 
-    load_policy:  pause(keep) ─▶ reload_policy ─▶ checksum ─▶ update_weight_version ─▶ resume (always)
+    load_policy:  pause(mode) ─▶ reload_policy ─▶ checksum verified ─▶ update_weight_version ─▶ resume (always)
+                       │ anything fails: the old weights, checksum and version again, or `EngineUnusable`
 
-In-flight requests are frozen over the swap and go on; each finished output carries per-token version spans.
+What becomes of running requests, by mode:
+    keep   frozen over the swap. With their cache cleared they are computed anew under the new weights and go on from
+           there; otherwise they go on with the keys and values of the old weights.
+    wait   finished first; new ones wait.
+    abort  ended by vLLM; `generate` continues each from its prompt and the tokens it has, as a new request.
+Every finished output carries per-token version spans, stamped by the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollouts.engine import EngineError, Generation
-from storage.digests import sha256_of_json
+from rollouts.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
+from storage.digests import DIGEST_FILE, sha256_of_json
 from storage.records import Sampling
+
+logger = logging.getLogger("millrace.engine")
+
+TRIES = 3
+"""How often old weights are put back, or the engine told to go on, before it is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """A policy folder as the engine is asked to hold it."""
+
+    folder: Path
+    version: int
+    digest: str
+    """Of the safetensors content."""
 
 
 class VllmEngine:
     """One AsyncLLM in this process; its core and workers are child processes of vLLM's own."""
 
     def __init__(
-        self, *, max_model_len: int, seed: int, clear_cache_on_reload: bool, arguments: dict[str, Any]
+        self,
+        *,
+        max_model_len: int,
+        seed: int,
+        update_mode: UpdateMode,
+        clear_cache_on_reload: bool,
+        arguments: dict[str, Any],
     ) -> None:
         self._arguments = {
             "max_model_len": max_model_len,
@@ -32,90 +63,208 @@ class VllmEngine:
             "worker_extension_cls": "rollouts.vllm_worker.ReloadExtension",
             **arguments,
         }
-        self._clear_cache = clear_cache_on_reload
-        self._llm: Any = None
+        self.update_mode: UpdateMode = update_mode
+        """May be changed between updates; so may the next."""
+        self.clear_cache_on_reload = clear_cache_on_reload
+        self.llm: Any = None
+        """vLLM's own engine, null before `start` and after `stop`."""
         self._stop_ids: list[int] = []
-        self._checksum = ""
-        self._swap = asyncio.Lock()
+        self._served: _Weights
+        self._checksums: dict[str, str] = {}
+        """Weights digest → the engine's checksum of them."""
+        self._update = asyncio.Lock()
+        self._updating: asyncio.Task[WeightUpdate]
+        self._running: set[str] = set()
+        self._aborts_begun = 0
+        self._aborts_ended = 0
+        self._unusable = ""
 
     async def start(self, folder: Path, version: int) -> str:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._folder, self._stop_ids = folder, _end_token_ids(folder)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **self._arguments))
-        await self._llm.update_weight_version(str(version))
-        self._checksum = await self._read_checksum()
-        return self._checksum
+        self._stop_ids = _end_token_ids(folder)
+        self._served = _Weights(folder=folder, version=version, digest=_weights_digest(folder))
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **self._arguments))
+        self._checksums[self._served.digest] = await self._read_checksum()
+        return await self._install(self._served)  # a first reload, of the same weights: it must give the same
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
-        from vllm import SamplingParams, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-        parameters = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
-            logprobs=0,  # the sampled token's own
-            stop_token_ids=self._stop_ids,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        final = None
-        try:
-            async for output in self._llm.generate(TokensPrompt(prompt_token_ids=prompt_ids), parameters, request_id):
-                final = output
-        except (EngineDeadError, EngineGenerateError, ValueError) as error:
-            raise EngineError(f"{type(error).__name__}: {error}") from error
-        if final is None:
-            raise EngineError(f"request {request_id} ended without an output")
-        completion = final.outputs[0]
-        if completion.finish_reason not in ("stop", "length"):
-            raise EngineError(f"request {request_id} was ended by the engine: {completion.finish_reason}")
-        token_ids = list(completion.token_ids)
-        return Generation(
-            token_ids=token_ids,
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        finish_reason, num_parts = "abort", 0
+        while finish_reason == "abort":
+            aborts_ended = self._aborts_ended
+            completion = await self._sample(
+                [*prompt_ids, *token_ids],
+                sampling,
+                max_tokens=sampling.max_tokens - len(token_ids),
+                # A part that drew with the seed of the one before it would repeat that one's random numbers.
+                seed=None if sampling.seed is None else sampling.seed + len(token_ids),
+                request_id=f"{request_id}.part{num_parts}" if num_parts else request_id,
+            )
+            sampled = list(completion.token_ids)
             # processed logprobs of a sampled token may round to a hair above 0
-            logprobs=[
+            logprobs += [
                 min(0.0, position[token].logprob)
-                for position, token in zip(completion.logprobs, token_ids, strict=True)
-            ],
-            weight_versions=_expand(completion.weight_versions, len(token_ids)),
-            finish_reason=completion.finish_reason,
-        )
+                for position, token in zip(completion.logprobs or [], sampled, strict=True)
+            ]
+            versions += _expand(completion.weight_versions, len(sampled))
+            token_ids += sampled
+            finish_reason, num_parts = completion.finish_reason, num_parts + 1
+            if finish_reason == "abort" and self._aborts_begun == aborts_ended:
+                break  # no weight update ended it
+        if finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request_id} was ended by the engine: {finish_reason}")
+        return Generation(token_ids=token_ids, logprobs=logprobs, weight_versions=versions, finish_reason=finish_reason)
 
-    async def load_policy(self, folder: Path, version: int) -> str:
-        async with self._swap:
-            await self._llm.pause_generation(mode="keep", clear_cache=self._clear_cache)
-            try:
-                checksum = await self._reload(folder)
-                await self._llm.update_weight_version(str(version))
-            except Exception as error:  # whatever vLLM raised, the old weights are put back before anybody hears of it
-                await self._reload(self._folder)
-                raise EngineError(
-                    f"policy {version} from {folder} was not loaded, the old one serves: {error}"
-                ) from error
-            finally:
-                await self._llm.resume_generation()
-            self._folder, self._checksum = folder, checksum
-            return checksum
+    async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
+        # A task of its own: a caller that is cancelled must not leave half of the new weights behind.
+        self._updating = asyncio.create_task(self._load(folder, version))
+        return await asyncio.shield(self._updating)
 
     async def stop(self) -> None:
-        if self._llm is not None:
-            self._llm.shutdown()
-            self._llm = None
+        if self.llm is not None:
+            self.llm.shutdown()
+            self.llm = None
+
+    async def _sample(
+        self, prompt_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int | None, request_id: str
+    ) -> Any:
+        """vLLM's completion of one request, whatever ended it."""
+        from vllm import SamplingParams, TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        self._refuse_if_unusable()
+        self._running.add(request_id)
+        final = None
+        try:
+            parameters = SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                max_tokens=max_tokens,
+                seed=seed,
+                logprobs=0,  # the sampled token's own
+                stop_token_ids=self._stop_ids,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+            async for output in self.llm.generate(TokensPrompt(prompt_token_ids=prompt_ids), parameters, request_id):
+                final = output
+        except Exception as error:
+            raise EngineError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._running.discard(request_id)
+        self._refuse_if_unusable()
+        if final is None:
+            raise EngineError(f"request {request_id} ended without an output")
+        return final.outputs[0]
+
+    def _refuse_if_unusable(self) -> None:
+        if self._unusable:
+            raise EngineUnusable(self._unusable)
+
+    async def _load(self, folder: Path, version: int) -> WeightUpdate:
+        async with self._update:
+            old, paused = self._served, False
+            started = time.perf_counter()
+            try:
+                new = _Weights(folder=folder, version=version, digest=_weights_digest(folder))
+                await self._pause()
+                paused = True
+                checksum = await self._install(new)
+                self._served, self._unusable = new, ""
+            except Exception as error:
+                if paused:  # nothing was touched before
+                    await self._put_back(old, instead_of=version)
+                self._refuse_if_unusable()
+                raise EngineError(
+                    f"policy {version} from {folder} was not loaded, policy {old.version} serves on: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            finally:
+                await self._resume()
+            return WeightUpdate(
+                checksum=checksum,
+                mode=self.update_mode,
+                cache_cleared=self.clear_cache_on_reload,
+                paused_seconds=time.perf_counter() - started,
+            )
+
+    async def _pause(self) -> None:
+        aborting = self.update_mode == "abort"
+        self._aborts_begun += aborting
+        try:
+            await self._call(self.llm.pause_generation(mode=self.update_mode, clear_cache=self.clear_cache_on_reload))
+        finally:
+            self._aborts_ended += aborting
+
+    async def _install(self, weights: _Weights) -> str:
+        """Load weights into the paused engine and name their version; returns the verified checksum."""
+        checksum = await self._reload(weights.folder)
+        known = self._checksums.get(weights.digest)
+        if known is None and checksum == self._checksums[self._served.digest]:
+            # Other weights may round to the same numbers in the engine's precision. Zeros tell that from a load
+            # that did nothing.
+            await self._call(self.llm.collective_rpc("reset_weights"))
+            known = checksum
+            checksum = await self._reload(weights.folder)
+        if known is not None and checksum != known:
+            raise EngineError(f"after loading {weights.folder} the engine's checksum is {checksum}, not {known}")
+        await self._call(self.llm.update_weight_version(str(weights.version)))
+        self._checksums[weights.digest] = checksum
+        return checksum
+
+    async def _put_back(self, old: _Weights, *, instead_of: int) -> None:
+        """Raises `EngineUnusable` where the weights served before cannot be had either."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                await self._install(old)
+                self._unusable = ""
+                return
+            except Exception as error:  # noqa: BLE001 - tried again, then named
+                logger.warning("policy %d was not put back, try %d of %d: %s", old.version, attempt, TRIES, error)
+                reason = f"{type(error).__name__}: {error}"
+        await self._give_up(
+            f"policy {instead_of} was not loaded, and policy {old.version} could not be put back: {reason}"
+        )
+
+    async def _resume(self) -> None:
+        for attempt in range(1, TRIES + 1):
+            try:
+                await self._call(self.llm.resume_generation())
+                return
+            except Exception as error:  # noqa: BLE001 - tried again, then named
+                logger.warning("the engine did not resume, try %d of %d: %s", attempt, TRIES, error)
+                reason = f"{type(error).__name__}: {error}"
+        await self._give_up(f"generation could not be resumed after a weight update: {reason}")
+
+    async def _give_up(self, reason: str) -> None:
+        """Refuse every request from now on and end those that run; a later policy that loads makes it usable."""
+        self._unusable = self._unusable or reason
+        await self.llm.abort(list(self._running))
+        raise EngineUnusable(self._unusable)
 
     async def _reload(self, folder: Path) -> str:
-        await self._llm.collective_rpc("reload_policy", args=(str(folder),))
+        await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),)))
         return await self._read_checksum()
 
     async def _read_checksum(self) -> str:
         """One digest over the per-tensor checksums of every vLLM worker."""
-        return sha256_of_json(await self._llm.compute_weight_checksums())
+        return sha256_of_json(await self._call(self.llm.compute_weight_checksums()))
+
+    async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a call to the engine core, or `EngineError` where the core ends before it answers."""
+        answer = asyncio.ensure_future(call)
+        # vLLM leaves such a call waiting for ever, but the task that reads the core's outputs ends.
+        await asyncio.wait({answer, self.llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            raise EngineError("the engine core has ended")
+        return answer.result()
 
 
 def _expand(spans: Any, length: int) -> list[int]:
@@ -128,6 +277,11 @@ def _expand(spans: Any, length: int) -> list[int]:
     if covered != length:
         raise EngineError(f"the engine stamped {covered} of {length} tokens with a weight version")
     return versions
+
+
+def _weights_digest(folder: Path) -> str:
+    """From the folder's seal, which the worker has verified before."""
+    return str(json.loads((folder / DIGEST_FILE).read_text())["weights_sha256"])
 
 
 def _end_token_ids(folder: Path) -> list[int]:

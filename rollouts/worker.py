@@ -11,26 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
+import sys
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from rollouts.attempts import AttemptLimits, Player
 from rollouts.chat_tokens import ChatTokens
 from rollouts.config import EngineSettings, RewardSettings
-from rollouts.engine import Engine
+from rollouts.engine import Engine, WeightUpdate
+from rollouts.evaluation import evaluate_tasks
 from rollouts.executor import Executor, Limits
 from rollouts.loading import load_object
-from rollouts.prompts import PromptStream
+from rollouts.prompts import Prompt, PromptOrder
 from rollouts.scoring import RewardPool
+from rollouts.tool_parsing import ToolParser
 from rollouts.workflow import RolloutWorkflow
+from storage.claims import ClaimRules, num_counted
 from storage.digests import verify_folder
-from storage.log_entries import Evaluation, Policy, Shard
+from storage.log_entries import Evaluation, Lease, Policy, Release, Shard
 from storage.object_store import open_store
 from storage.records import RolloutGroup, Sampling
 from storage.run_log import RunLog
 from storage.run_state import Conflict
-from storage.runs import open_run
+from storage.runs import find_policy, open_run
 from storage.shard_codec import Provenance
 from storage.shards import commit_shard
 
@@ -44,6 +51,7 @@ def make_engine(settings: EngineSettings, tokens: ChatTokens, *, seed: int, vers
             return VllmEngine(
                 max_model_len=settings.max_model_len,
                 seed=seed + version,  # an engine that starts again must not draw the same numbers again
+                update_mode=settings.update_mode,
                 clear_cache_on_reload=settings.clear_cache_on_reload,
                 arguments=settings.vllm,
             )
@@ -53,6 +61,16 @@ def make_engine(settings: EngineSettings, tokens: ChatTokens, *, seed: int, vers
             alphabet = tokens.alphabet()
             reply = random_reply(seed=seed, alphabet=alphabet, end_id=tokens.end_id, longest=3)
             return ScriptedEngine(reply, num_choices=len(alphabet))
+
+
+def waiting_tasks() -> list[str]:
+    """One line per place at which asyncio tasks of this process wait, most crowded first."""
+    places: Counter[str] = Counter()
+    for task in asyncio.all_tasks():
+        frames = [f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" for frame in task.get_stack(limit=4)]
+        coroutine = task.get_coro()
+        places[f"{getattr(coroutine, '__qualname__', coroutine)} at {' < '.join(frames) or 'its start'}"] += 1
+    return [f"  {count} × {place}" for place, count in places.most_common(20)]
 
 
 class RolloutWorker:
@@ -68,6 +86,7 @@ class RolloutWorker:
         dataset: str | None,
         engine: EngineSettings,
         limits: Limits,
+        rules: ClaimRules,
         sampling: Sampling,
         attempt_limits: AttemptLimits,
         reward: RewardSettings,
@@ -83,6 +102,7 @@ class RolloutWorker:
         self._dataset = dataset
         self._engine_settings = engine
         self._limits = limits
+        self._rules = rules
         self._sampling = sampling
         self._attempt_limits = attempt_limits
         self._reward = reward
@@ -99,20 +119,20 @@ class RolloutWorker:
         Raises `ValueError` for a version the run does not have, or not any more.
         """
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
-        policies = self._log.state.policies
-        wanted = max(policies) if version is None else version
-        if wanted not in policies:
-            raise ValueError(f"run {self._run_id!r} has no policy version {wanted}; it has 0 to {max(policies)}")
-        if wanted in self._log.state.retired_policies:
-            raise ValueError(f"policy version {wanted} of run {self._run_id!r} was retired: its weights are gone")
-        policy = policies[wanted]
+        policy = find_policy(self._log, version)
         folder = self._policy_folder(policy)
         self._tokens = ChatTokens.load(folder)
         self._workflow: RolloutWorkflow = load_object(self._workflow_path)(self._dataset)
         self._engine = make_engine(self._engine_settings, self._tokens, seed=self._seed, version=policy.version)
         checksum = await self._engine.start(folder, policy.version)
+        self._log.append(Release(holder=self._name, reason="a worker of this name starts"))
         self._version = policy.version
-        self._rewards = RewardPool(num_processes=self._reward.processes, timeout=self._reward.timeout)
+        self._rewards = RewardPool(
+            num_processes=self._reward.processes,
+            timeout=self._reward.timeout,
+            on_timeout=self._reward.on_timeout,
+            memory_gb=self._reward.memory_gb,
+        )
         self._player = Player(
             workflow=self._workflow,
             engine=self._engine,
@@ -120,10 +140,13 @@ class RolloutWorker:
             rewards=self._rewards,
             limits=self._attempt_limits,
             max_model_len=self._engine_settings.max_model_len,
+            tool_parser=ToolParser(self._engine_settings.tool_parser, self._tokens.tokenizer),
+            shaping=self._reward,
         )
+        self._prompts = PromptOrder(self._workflow.tasks("train"), seed=self._seed)
         self._executor = Executor(
             player=self._player,
-            prompts=PromptStream(self._workflow.tasks("train"), seed=self._seed, committed=self._log.state.positions),
+            lease=self._lease,
             limits=self._limits,
             sampling=self._sampling,
         )
@@ -139,19 +162,33 @@ class RolloutWorker:
         """Return once `collect` would have something to do."""
         await self._executor.wait_for_work()
 
+    async def wait_for_stragglers(self, version: int) -> None:
+        """See `Executor.wait_for_stragglers`; what has finished is committed."""
+        if await self._executor.wait_for_stragglers(version):
+            await self._commit_groups(self._executor.hand_out(), seconds=0.0)
+
+    def progress(self) -> int:
+        """Groups finished so far."""
+        return self._executor.num_finished
+
+    def report(self) -> str:
+        """Where this worker stands, and where each of its asyncio tasks waits."""
+        return "\n".join([self._executor.report(), *waiting_tasks()])
+
     async def collect(self) -> Shard | None:
         """Produce and commit the next shard; null when nothing more can run before the next policy."""
         started = time.time()
         groups = await self._executor.prepare_batch()
-        finished = time.time()
-        shard, num_prepared = None, len(groups)
+        return await self._commit_groups(groups, seconds=time.time() - started)
+
+    async def _commit_groups(self, groups: list[RolloutGroup], *, seconds: float) -> Shard | None:
+        """Null when there are none, or others have committed all of these prompts."""
+        shard, prepared = None, groups
         async with self._log_lock:
             while groups and shard is None:
                 shard_id = f"{self._log.state.step:06d}-{self._name}-{uuid.uuid4().hex[:8]}"
                 try:
-                    shard = await asyncio.to_thread(
-                        self._commit, shard_id, groups, self._sampling, finished - started, False
-                    )
+                    shard = await asyncio.to_thread(self._commit, shard_id, groups, self._sampling, seconds, False)
                 except Conflict:
                     # A producer that was given up for dead came back and committed some of these prompts first.
                     taken = self._log.state.positions
@@ -159,68 +196,121 @@ class RolloutWorker:
                     if len(left) == len(groups) and shard_id not in self._log.state.retired_shards:
                         raise
                     groups = left
-            self._executor.mark_committed()
-            if len(groups) < num_prepared:
-                self._rebase()  # the room of what was dropped is free again
+            self._executor.mark_committed(prepared)
+            if prepared:
+                self._rebase()  # what was dropped, or went over the bound while it waited, is room again
         return shard
 
-    async def publish(self, policy: Policy) -> str:
-        """Serve `policy` from the next token on; returns the engine's checksum of the loaded weights.
+    async def rollout_batch(self, num_prompts: int) -> list[RolloutGroup]:
+        """Attempt the first prompts of the run once and return every group; for debugging, nothing is committed."""
+        return await self._executor.rollout_batch([self._prompts.at(position) for position in range(num_prompts)])
+
+    async def publish(self, policy: Policy) -> WeightUpdate:
+        """Serve `policy` from the next token on; returns how the engine took it over.
 
         Raises `storage.digests.DigestMismatch` before touching the engine, `EngineError` with the old version
         still serving.
         """
         folder = await asyncio.to_thread(self._policy_folder, policy)
         async with self._version_pin:
-            checksum = await self._engine.load_policy(folder, policy.version)
+            update = await self._engine.load_policy(folder, policy.version)
             self._version = policy.version
         await self.refresh()
-        return checksum
+        return update
 
-    async def evaluate(self, *, split: str, num_tasks: int, n_samples: int, temperature: float) -> Evaluation:
-        """Score held-out tasks with the loaded version only, store the trajectories and log the result."""
-        started = time.time()
-        sampling = dataclasses.replace(self._sampling, temperature=temperature)
-        tasks = list(self._workflow.tasks(split))[:num_tasks]
-        if not tasks:
-            raise ValueError(f"the workflow's {split!r} split is empty; name another in [evaluation] split")
+    async def evaluate(
+        self, *, split: str, num_tasks: int, n_samples: int, temperature: float, max_concurrent: int
+    ) -> Evaluation:
+        """Score held-out tasks with the loaded version only, store the trajectories and log the result.
+
+        A publication waits until it is over. Raises `rollouts.evaluation.MixedVersions`, `ValueError` for an empty
+        split.
+        """
         async with self._version_pin:
-            version = self._version
-            groups = await self._executor.evaluate(
-                tasks, version=version, n_samples=n_samples, sampling=sampling, position=-1
-            )
-        versions = {v for g in groups for t in g.trajectories for turn in t.turns for v in turn.weight_versions}
-        assert versions <= {version}, f"evaluation of policy {version} has tokens of {versions}"
-        attempts = [trajectory for group in groups for trajectory in group.trajectories]
-        usable = [trajectory for group in groups for trajectory in group.usable]
-        async with self._log_lock:
-            shard_id = f"eval{version}-{self._name}-{uuid.uuid4().hex[:8]}"
-            shard = await asyncio.to_thread(self._commit, shard_id, groups, sampling, time.time() - started, True)
-            evaluation = Evaluation(
-                version=version,
+            return await self._evaluate(
                 split=split,
-                score=sum(t.reward or 0.0 for t in usable) / len(attempts),
-                num_tasks=len(tasks),
-                num_failed=len(attempts) - len(usable),
-                shard_id=shard.id,
-                seconds=time.time() - started,
+                num_tasks=num_tasks,
+                n_samples=n_samples,
+                temperature=temperature,
+                max_concurrent=max_concurrent,
             )
+
+    async def evaluate_version(self, version: int, **settings: Any) -> Evaluation:
+        """`evaluate` one policy version, which is loaded first: for a worker that does nothing but evaluate.
+
+        Calls run one after another. Raises `ValueError` for a version the run does not have, or not any more.
+        """
+        async with self._version_pin:
+            if version != self._version:
+                async with self._log_lock:
+                    await asyncio.to_thread(self._log.refresh)
+                policy = find_policy(self._log, version)
+                folder = await asyncio.to_thread(self._policy_folder, policy)
+                await self._engine.load_policy(folder, version)
+                self._version = version
+            return await self._evaluate(**settings)
+
+    async def _evaluate(
+        self, *, split: str, num_tasks: int, n_samples: int, temperature: float, max_concurrent: int
+    ) -> Evaluation:
+        version, sampling = self._version, dataclasses.replace(self._sampling, temperature=temperature)
+
+        async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
+            async with self._log_lock:
+                await asyncio.to_thread(self._commit, shard_id, groups, sampling, seconds, True)
+
+        evaluation = await evaluate_tasks(
+            itertools.islice(self._workflow.tasks(split), num_tasks),
+            player=self._player,
+            version=version,
+            split=split,
+            n_samples=n_samples,
+            sampling=sampling,
+            max_concurrent=max_concurrent,
+            shard_id=f"eval{version}-{self._name}-{uuid.uuid4().hex[:8]}",
+            shard_bytes=self._limits.shard_bytes,
+            commit=commit,
+        )
+        async with self._log_lock:
             await asyncio.to_thread(self._log.append, evaluation)
         return evaluation
 
     async def close(self) -> None:
-        """Stop producing and release the engine and the reward processes."""
-        await self._executor.close()
+        """Stop producing, release the engine and the reward processes, commit what has finished."""
+        finished = await self._executor.close()
+        await self._workflow.close()
+        if "rollouts.agent_endpoint" in sys.modules:  # what nobody has imported nobody has started
+            from rollouts.agent_endpoint import close_agent_endpoint
+
+            await close_agent_endpoint()
         await self._rewards.close()
         await self._engine.stop()
+        await self._commit_groups(finished, seconds=0.0)
+        self._log.append(Release(holder=self._name, reason="left"))
+
+    async def _lease(self) -> list[Prompt]:
+        """Prompts for the executor that nobody else has, entered into the log before the first of them starts."""
+        async with self._log_lock:
+            while True:
+                await asyncio.to_thread(self._log.refresh)
+                self._rebase()
+                state, wanted = self._log.state, self._executor.wanted
+                if not wanted:
+                    return []
+                lease = Lease(holder=self._name, positions=state.free_positions(wanted), number=state.num_leases)
+                try:
+                    await asyncio.to_thread(self._log.append, lease)
+                except Conflict:
+                    continue  # another worker was first
+                return [self._prompts.at(position, retry=state.retries[position]) for position in lease.positions]
 
     def _rebase(self) -> None:
+        """Tell the executor what the log counts against it."""
         state = self._log.state
+        elsewhere = sum(holder != self._name for holder in state.leased.values())
         # Steps, not the version served here: between a step and its `publish` the step's groups stay accepted.
-        accepted = state.step * self._limits.batch_size + state.pending_accepted
-        # A lost position that was committed again since, perhaps before this worker started, is done.
-        retries = {position: count for position, count in state.retries.items() if position not in state.positions}
-        self._executor.set_version(self._version, accepted=accepted, retries=retries)
+        accepted = state.step * self._limits.batch_size + num_counted(state, self._rules) + elsewhere
+        self._executor.set_version(self._version, accepted=accepted)
 
     def _policy_folder(self, policy: Policy) -> Path:
         folder = self._log.store.fetch_folder(policy.path, self._cache)

@@ -71,6 +71,17 @@ class RolloutWorkflow:
         """False keeps a group with enough usable attempts from being trained; it is stored with the reason."""
         return True
 
+    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str | None:
+        """What a perfect policy says next: the check that a task can be won, and that winning it scores 1.
+
+        `messages` is the conversation so far; its last message is the one to answer. Null, the default, where nobody
+        knows.
+        """
+        return None
+
+    async def close(self) -> None:
+        """Release what all attempts shared; called once, when the worker stops."""
+
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         """Example conversations for warming up a model made from scratch; only needed for that."""
         raise NotImplementedError(f"{type(self).__name__} has no demonstrations to warm up a base model with")

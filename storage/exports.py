@@ -2,7 +2,7 @@
 
 In: an open run and a filter in SQL. Out: one file that `datasets.load_dataset("parquet", data_files=…)` reads.
 
-    sft  messages                      one row per attempt
+    sft  messages                      one row per attempt; also its reward and the named parts of it
     dpo  prompt | chosen | rejected    one row per group whose best and worst attempt differ enough
 
 Both are conversational: a message is `{role, content}`. Held-out attempts stay out unless they are asked for.
@@ -22,7 +22,7 @@ from storage.queries import Queries
 
 _SFT = Template("""
 SELECT list_transform(messages, lambda m: {'role': m.role, 'content': m.content}) AS messages,
-    prompt_id, reward, id AS trajectory_id
+    prompt_id, reward, map_entries(reward_parts) AS reward_parts, id AS trajectory_id
 FROM trajectories
 WHERE sequence_idx = 0 AND len(messages) > 0 AND $condition
 ORDER BY shard_number, position, attempt

@@ -14,7 +14,7 @@ import functools
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -87,7 +87,8 @@ class Policy:
     version: int
     """0 is the base model; every step makes the next one."""
     path: str
-    """Folder in the store: `runs/<run>/policies/<version>-<attempt>`, or `models/<name>` for a base model."""
+    """Folder in the store: `runs/<run>/policies/<version>-<attempt>`, or `models/<name>` for a base model.
+    A version that a step without anything to train has made shares its parent's folder."""
     weights_sha256: str
     """Digest of the safetensors content; equal weights have equal digests."""
     parent: int | None
@@ -122,6 +123,10 @@ class Claim:
     """Rejected by a filter."""
     failed: list[ClaimedGroup]
     """Too few usable attempts."""
+    cancelled: list[ClaimedGroup] = field(default_factory=list)
+    """Given up while they were running."""
+    fallback: str = ""
+    """What the step does where nothing was accepted: `skip_step` or `masked`; empty where something is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +147,11 @@ class Step:
     """Which start of the driver made it."""
 
 
+def piece_id(shard_id: str, number: int) -> str:
+    """Id of one of an evaluation's shards, counted from 0; `shard_id` is that of the first."""
+    return f"{shard_id}-{number}" if number else shard_id
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Held-out score of one policy version."""
@@ -151,15 +161,37 @@ class Evaluation:
     split: str
     """Which split of the workflow."""
     score: float
-    """Mean reward, failed attempts counted as 0."""
+    """avg@n: mean reward over all attempts at all problems, failed attempts counted as 0."""
     num_tasks: int
     """Problems asked."""
     num_failed: int
     """Attempts that ended in a failing status; they are in the denominator."""
     shard_id: str
-    """Where the trajectories are."""
+    """Where the trajectories are, or the first of them: see `shard_ids`."""
     seconds: float
     """Wall-clock."""
+    n_samples: int = 0
+    """Attempts per problem; 0 where an older log did not say."""
+    pass_at: dict[str, float] = field(default_factory=dict)
+    """k → pass@k, the unbiased estimate of how often one of k attempts is correct, for k = 1, 2, 4, … n_samples."""
+    failures: dict[str, int] = field(default_factory=dict)
+    """Count of attempts by failing status."""
+    last_error: str = ""
+    """What one of the failed attempts said, shortened; empty where none failed."""
+    standard_error: float | None = None
+    """Of the score, over problems; null with fewer than two."""
+    num_shards: int = 1
+    """Files the trajectories are in."""
+
+    @property
+    def shard_ids(self) -> list[str]:
+        """Every shard of it, in the order they were committed."""
+        return [piece_id(self.shard_id, number) for number in range(self.num_shards)]
+
+    @property
+    def failed(self) -> bool:
+        """True where every attempt failed: the score, 0, then says nothing about the policy."""
+        return 0 < self.num_tasks * self.n_samples == self.num_failed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +204,12 @@ class Alias:
     """The policy version it names from now on."""
     checksum: str
     """Digest of the weights as the engine holds them after loading."""
+    update_mode: str = ""
+    """What became of the engine's running requests: `keep`, `wait` or `abort`; empty where it was started with it."""
+    cache_cleared: bool = False
+    """True where the keys and values that the policy before had computed were dropped."""
+    paused_seconds: float = 0.0
+    """Wall-clock from asking the engine to pause until it went on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,9 +274,46 @@ class Session:
     """Digest of the workflow's source file and of those of the functions it scores with."""
 
 
-Entry = Session | Shard | Step | Policy | Evaluation | Alias | Registration | Quarantine | Rescore | Retire
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Prompts that a rollout worker is about to attempt, so that no other starts them."""
+
+    holder: str
+    """Name of the rollout worker."""
+    positions: list[int]
+    """Places of the prompt order."""
+    number: int
+    """How many leases the log held when this one was reckoned; if it holds more by now, it has to be reckoned anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """A rollout worker has left: what it had leased and not committed is free again."""
+
+    holder: str
+    """Name of the rollout worker."""
+    reason: str
+    """Why, for people."""
+
+
+Entry = (
+    Session
+    | Lease
+    | Release
+    | Shard
+    | Step
+    | Policy
+    | Evaluation
+    | Alias
+    | Registration
+    | Quarantine
+    | Rescore
+    | Retire
+)
 ENTRY_KINDS: dict[str, type] = {
     "session": Session,
+    "lease": Lease,
+    "release": Release,
     "shard": Shard,
     "step": Step,
     "policy": Policy,

@@ -27,10 +27,12 @@ from storage.log_entries import (
     ENTRY_KINDS,
     Alias,
     Evaluation,
+    Lease,
     LogEntry,
     Policy,
     Quarantine,
     Registration,
+    Release,
     Rescore,
     Retire,
     Session,
@@ -46,6 +48,9 @@ V = TypeVar("V")
 
 _DIGEST = hashlib.sha256().digest_size
 
+_LAYOUT = "2"
+"""Of the columns below. A segment of another layout is passed over, and its entries are read one by one."""
+
 _SCHEMA = pa.schema(
     [
         ("document", pa.binary()),
@@ -54,7 +59,8 @@ _SCHEMA = pa.schema(
         ("written_at", pa.float64()),
         ("num_rows", pa.int64()),  # of a training shard, else 0
         ("group_ids", pa.list_(pa.string())),  # of a training shard, or of a step's claim
-        ("positions", pa.list_(pa.int64())),  # of a training shard's groups
+        ("positions", pa.list_(pa.int64())),  # of a training shard's groups, or of a lease
+        ("retried", pa.list_(pa.bool_())),  # of a training shard's groups
         ("outcomes", pa.list_(pa.int8())),  # of a claim's groups, as an index into OUTCOMES
     ]
 )
@@ -85,7 +91,8 @@ def merge_segments(segments: Sequence[Segment], *, run_id: str, first: int) -> b
 
 
 def _pack(table: pa.Table, *, run_id: str, first: int) -> bytes:
-    table = table.combine_chunks().replace_schema_metadata({"run_id": run_id, "first": str(first)})
+    metadata = {"run_id": run_id, "first": str(first), "layout": _LAYOUT}
+    table = table.combine_chunks().replace_schema_metadata(metadata)
     data = ipc_bytes(table, compression="zstd")
     return hashlib.sha256(data).digest() + data
 
@@ -98,7 +105,12 @@ def _index(entry: LogEntry) -> dict[str, Any]:
                 "num_rows": shard.num_rows,
                 "group_ids": [group.id for group in shard.groups],
                 "positions": [group.position for group in shard.groups],
+                "retried": [group.retried for group in shard.groups],
             }
+        case Lease() as lease:
+            return {"key": lease.holder, "positions": lease.positions}
+        case Release() as release:
+            return {"key": release.holder}
         case Step() as step:
             claimed = claimed_groups(step)
             return {
@@ -123,12 +135,14 @@ class Segment:
         if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
             raise LogDamaged(f"segment {first} of run {run_id!r} is damaged")
         self._buffer = pa.py_buffer(data).slice(_DIGEST)
+        expected = {b"run_id": run_id.encode(), b"first": str(first).encode(), b"layout": _LAYOUT.encode()}
+        if pa.ipc.open_file(self._buffer).schema.metadata != expected:
+            raise LogDamaged(f"segment {first} of run {run_id!r} is not that segment, or of another layout")
         columns = list(range(1, len(_SCHEMA)))
         with pa.ipc.open_file(self._buffer, options=pa.ipc.IpcReadOptions(included_fields=columns)) as file:
             self.index: pa.Table = file.read_all()
-        expected = {b"run_id": run_id.encode(), b"first": str(first).encode()}
-        if self.index.schema.metadata != expected or self.index.num_rows != size:
-            raise LogDamaged(f"segment {first} of run {run_id!r} is not that segment")
+        if self.index.num_rows != size:
+            raise LogDamaged(f"segment {first} of run {run_id!r} has {self.index.num_rows} of {size} entries")
 
     def table(self) -> pa.Table:
         """Everything in it."""
@@ -180,6 +194,7 @@ class Archive:
         versions = {int(key): row for key, row in newest("policy", "step").items()}
         shard_rows, group_ids = self._flat("group_ids", rows("shard"))
         positions = self._flat("positions", rows("shard"))[1].tolist()
+        retried = self._flat("retried", rows("shard"))[1]
         claim_rows, claimed = self._flat("group_ids", steps)
         outcomes = self._flat("outcomes", steps)[1].tolist()
         step_of = np.searchsorted(steps, claim_rows) + 1
@@ -198,7 +213,9 @@ class Archive:
             shard_of=dict(zip(group_ids, keys[shard_rows].tolist(), strict=True)),
             outcomes=dict(zip(claimed, [OUTCOMES[outcome] for outcome in outcomes], strict=True)),
             step_of=dict(zip(claimed, step_of.tolist(), strict=True)),
-            positions=set(positions),
+            positions={position for position, again in zip(positions, retried, strict=True) if not again},
+            retries=Counter(position for position, again in zip(positions, retried, strict=True) if again),
+            num_leases=len(rows("lease")),
             steps=LazyList(steps.tolist(), lambda row: self.entry(row).body),
             policies=LazyMap(versions, lambda row: _policy(self.entry(row))),
             newest_version=max(versions, default=-1),
@@ -219,8 +236,25 @@ class Archive:
         for body in bodies("retire"):
             state.retire(body)
         if state.quarantined:
-            self._drop_lost(state, group_ids, positions)
+            self._drop_lost(state, group_ids, positions, retried)
+        state.leased = self._leased(int(sessions[-1]) if len(sessions) else 0)
         return state
+
+    def _leased(self, since: int) -> dict[int, str]:
+        """Leases that are open after the last entry; those from before entry `since` are over."""
+        leased: dict[int, str] = {}
+        tail = self._index.slice(since).select(["kind", "key", "num_rows", "positions", "retried"])
+        tail = tail.filter(pc.is_in(tail["kind"], value_set=pa.array(["lease", "release", "shard"])))
+        for row in tail.to_pylist():
+            if row["kind"] == "lease":
+                leased.update(dict.fromkeys(row["positions"], row["key"]))
+            elif row["kind"] == "release":
+                leased = {position: holder for position, holder in leased.items() if holder != row["key"]}
+            else:
+                for position, again in zip(row["positions"] or [], row["retried"] or [], strict=True):
+                    if not again:
+                        leased.pop(position, None)
+        return leased
 
     def _flat(self, column: str, rows: np.ndarray) -> tuple[np.ndarray, Any]:
         """The values of a list column in some rows, end to end, and the row each is from."""
@@ -228,23 +262,23 @@ class Archive:
         lists = self._index[column].combine_chunks().take(indices)
         lengths = [length or 0 for length in lists.value_lengths().to_pylist()]
         values = lists.flatten()
-        return np.repeat(rows, lengths), values.to_pylist() if pa.types.is_string(values.type) else _numbers(values)
+        is_number = pa.types.is_integer(values.type)
+        return np.repeat(rows, lengths), _numbers(values) if is_number else values.to_pylist()
 
     @staticmethod
-    def _drop_lost(state: RunState, group_ids: list[str], positions: list[int]) -> None:
+    def _drop_lost(state: RunState, group_ids: list[str], positions: list[int], retried: Sequence[bool]) -> None:
         """Groups of quarantined shards that no step had taken are gone, and their prompts ran again."""
+        groups = list(zip(group_ids, positions, retried, strict=True))
         lost = [
-            (group_id, position)
-            for group_id, position in zip(group_ids, positions, strict=True)
+            (group_id, position, again)
+            for group_id, position, again in groups
             if group_id in state.pending and state.shard_of[group_id] in state.quarantined
         ]
-        for group_id, _ in lost:
+        for group_id, _, _ in lost:
             del state.pending[group_id], state.groups[group_id], state.shard_of[group_id]
-        state.retries = Counter(position for _, position in lost)
+        state.retries.update(position for _, position, again in lost if not again)
         # Looked up again rather than removed: a lost position may have been committed again.
-        state.positions = {
-            position for group_id, position in zip(group_ids, positions, strict=True) if group_id in state.groups
-        }
+        state.positions = {position for group_id, position, again in groups if group_id in state.groups and not again}
 
 
 def _numbers(column: pa.Array | pa.ChunkedArray) -> np.ndarray:

@@ -35,7 +35,7 @@ VIEWS = {
     "turns": "one row per call of the policy, with the tools it asked for",
     "tokens": "one row per token, prompts too; logprob 0 and version −1 where nothing was sampled",
     "steps": "one row per optimizer step: what it took, what it made, and every metric",
-    "evaluations": "one row per held-out score of a policy version",
+    "evaluations": "one row per held-out score of a policy version, with pass@k and failures",
     "rewards": "one row per attempt and `millrace rescore`: the reward it would have had; the recorded one stays",
     "shard_rows": "the shards' columns as they are stored (docs/shard_format.md), and shard_id",
 }
@@ -81,7 +81,13 @@ _EVALUATIONS_SCHEMA = pa.schema(
         ("num_tasks", pa.int32()),
         ("num_failed", pa.int32()),
         ("shard_id", pa.string()),
+        ("shard_ids", pa.list_(pa.string())),
         ("seconds", pa.float64()),
+        ("n_samples", pa.int32()),
+        ("pass_at", pa.map_(pa.string(), pa.float64())),
+        ("failures", pa.map_(pa.string(), pa.int32())),
+        ("last_error", pa.string()),
+        ("standard_error", pa.float64()),
         ("written_at", pa.timestamp("us")),
     ]
 )
@@ -275,9 +281,15 @@ def _steps(entries: Sequence[LogEntry]) -> pa.Table:
 
 def _evaluations(entries: Sequence[LogEntry]) -> pa.Table:
     rows = [
-        {**to_json(entry.body), "written_at": _microseconds(entry.written_at)}
+        {
+            **to_json(evaluation),
+            "shard_ids": evaluation.shard_ids,
+            "pass_at": list(evaluation.pass_at.items()),
+            "failures": list(evaluation.failures.items()),
+            "written_at": _microseconds(entry.written_at),
+        }
         for entry in entries
-        if isinstance(entry.body, Evaluation)
+        if isinstance(evaluation := entry.body, Evaluation)
     ]
     return pa.Table.from_pylist(rows, schema=_EVALUATIONS_SCHEMA)
 

@@ -154,7 +154,8 @@ class Registry:
             case Step() as body:
                 values, step = {f"train/{key}": value for key, value in body.metrics.items()}, body.claim.step
             case Evaluation() as body:
-                values, step = {f"eval/{body.split}/score": body.score}, body.version
+                values = {f"eval/{body.split}/{key}": value for key, value in _evaluation_metrics(body).items()}
+                step = body.version
             case _:
                 pass
         timestamp = int(entry.written_at * 1000)
@@ -292,3 +293,16 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         return {k: v for key, inner in value.items() for k, v in _flatten(inner, f"{prefix}{key}.").items()}
     return {prefix[:-1]: str(value)[:6000]}
+
+
+def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """What MLflow charts of an evaluation; no score where every attempt failed, for it would look like a bad policy."""
+    metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
+    if evaluation.n_samples:
+        metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)
+    if evaluation.failed:
+        return metrics
+    metrics["score"] = evaluation.score
+    if evaluation.standard_error is not None:
+        metrics["standard_error"] = evaluation.standard_error
+    return metrics | {f"pass_at_{k}": chance for k, chance in evaluation.pass_at.items()}

@@ -59,7 +59,7 @@ class Item:
 
     kind: Kind
     name: str
-    """Policy version, shard id, or the path inside the run."""
+    """Policy version, or those that share the files; shard id, or the path inside the run."""
     reason: str
     """Why nothing needs it."""
     num_bytes: int
@@ -240,32 +240,38 @@ class _Survey:
         kept = self.kept(rules)
         needed = reach(state, facts, kept)
         items = []
-        for (folder, name), files in self._by_owner().items():
+        owned = self._by_owner()
+        settled = {
+            owner: self._now - max(file.modified_at for file in files) >= rules.orphan_seconds
+            for owner, files in owned.items()
+        }
+        unscored = {name: version for name, version in facts.eval_shards.items() if name not in facts.scored_shards}
+        # An evaluation commits shard after shard, and its score last.
+        running = {version for name, version in unscored.items() if not settled.get(("shards", name), True)}
+        for (folder, name), files in owned.items():
             path = self.log.key(f"{folder}/{name}")
-            settled = self._now - max(file.modified_at for file in files) >= rules.orphan_seconds
             match folder:
-                case "policies" if path in facts.version_at:
-                    version = facts.version_at[path]
-                    if version not in kept:  # what is retired is not among the kept, whatever the rules are now
-                        items.append(
-                            _item("policy", str(version), files, "no rule keeps it", version in state.retired_policies)
-                        )
+                case "policies" if path in facts.versions_at:
+                    versions = facts.versions_at[path]
+                    if kept.keys().isdisjoint(versions):  # what is retired is not kept, whatever the rules are now
+                        retired = state.retired_policies.issuperset(versions)
+                        names = ", ".join(map(str, versions))
+                        items.append(_item("policy", names, files, "no rule keeps it", retired))
                 case "state" if path in facts.states:
                     if path not in needed.states or path in state.retired_states:
                         reason = "no kept policy and no resume starts from it"
                         items.append(_item("state", path, files, reason, path in state.retired_states))
                 case "shards" if name in state.shards:
-                    is_eval = name in facts.eval_shards
-                    awaited = is_eval and name not in state.evaluation_shards and not settled
+                    awaited = unscored.get(name) in running
                     if name in state.retired_shards or (name not in needed.shards and not awaited):
-                        reason = "no kept policy was scored with it" if is_eval else "no kept policy needs it"
+                        reason = "its evaluation never ended" if name in unscored else "no kept policy needs it"
                         items.append(_item("shard", name, files, reason, name in state.retired_shards))
                 case "readers":
                     if self._now - files[0].modified_at >= _READER_SECONDS:
                         items.append(_item("temporary", path, files, "its reader is gone", False))
                 case _:
                     retired = path in state.retired_states or (folder == "shards" and name in state.retired_shards)
-                    if settled or retired:
+                    if settled[folder, name] or retired:
                         items.append(_item("orphan", path, files, "no log entry names it", retired))
         items += [
             _item("temporary", file.key, [file], "a write that was cut off", False)
@@ -305,7 +311,7 @@ class _Survey:
         return Retire(
             shard_ids=[item.name for item in items if item.kind == "shard"]
             + [name.removeprefix(folder) for name in lost if name.startswith(folder)],
-            policy_versions=[int(item.name) for item in items if item.kind == "policy"],
+            policy_versions=[int(name) for item in items if item.kind == "policy" for name in item.name.split(", ")],
             state_paths=[item.name for item in items if item.kind == "state"]
             + [name for name in lost if name.startswith(writers)],
             reason=str(rules),

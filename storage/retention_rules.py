@@ -57,11 +57,13 @@ class Facts:
     steps: list[tuple[int, str | None, tuple[str, ...]]] = field(default_factory=list)
     """Per step: the version it made, the folder of its saved state, the shards it read."""
     states: set[str] = field(default_factory=set)
-    version_at: dict[str, int] = field(default_factory=dict)
-    """Folder → policy version."""
+    versions_at: dict[str, list[int]] = field(default_factory=dict)
+    """Folder → its policy versions, rising: a step that was skipped makes a version without files of its own."""
     evaluations: list[Evaluation] = field(default_factory=list)
     eval_shards: dict[str, int] = field(default_factory=dict)
-    """Id of an evaluation's shard → the version that sampled it."""
+    """Id of a shard of evaluation rows → the version that sampled it."""
+    scored_shards: dict[str, int] = field(default_factory=dict)
+    """Those that an evaluation names → the version it is about. The others are of one that runs, or was killed."""
     _seen: int = 0
 
     def extend(self, log: RunLog) -> None:
@@ -70,13 +72,14 @@ class Facts:
             match log.entries[number].body:
                 case Step(policy=policy, state_path=state_path, shard_sha256=shards):
                     self.steps.append((policy.version, state_path, tuple(shards)))
-                    self.version_at[policy.path] = policy.version
+                    self.versions_at.setdefault(policy.path, []).append(policy.version)
                     if state_path is not None:
                         self.states.add(state_path)
                 case Policy(path=path, version=version):
-                    self.version_at[path] = version
+                    self.versions_at.setdefault(path, []).append(version)
                 case Evaluation() as evaluation:
                     self.evaluations.append(evaluation)
+                    self.scored_shards |= dict.fromkeys(evaluation.shard_ids, evaluation.version)
                 case Shard(is_eval=True) as shard:
                     self.eval_shards[shard.id] = shard.head_version
                 case _:
@@ -88,7 +91,7 @@ def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluatio
     """Policy versions that stay, and why. What is retired already stays retired."""
     best: dict[str, tuple[float, int]] = {}
     for evaluation in evaluations:
-        if evaluation.version not in state.retired_policies:
+        if evaluation.version not in state.retired_policies and not evaluation.failed:
             best[evaluation.split] = max(
                 best.get(evaluation.split, (-1.0e300, 0)), (evaluation.score, evaluation.version)
             )
@@ -132,10 +135,7 @@ def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> Reach:
             found.states.add(saved[start])
         for _, _, shards in facts.steps[start:target]:
             found.shards.update(shards)
-    scored = {evaluation.shard_id: evaluation.version for evaluation in facts.evaluations}
-    for shard_id, version in facts.eval_shards.items():
-        if scored.get(shard_id, version) in kept:
-            found.shards.add(shard_id)
+    found.shards.update(shard_id for shard_id, version in facts.scored_shards.items() if version in kept)
     return found
 
 

@@ -3,11 +3,12 @@
 In: `LogEntry`s in order. Out: `RunState`. Reading and writing the entries is `run_log`.
 
 Conservation law, true after every entry:
-submitted = trained + filtered + stale + failed + pending, counted in prompt groups.
+submitted = trained + filtered + stale + failed + cancelled + pending, counted in prompt groups.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, MutableMapping, MutableSequence
 from dataclasses import dataclass, field, replace
@@ -19,10 +20,12 @@ from storage.log_entries import (
     Entry,
     Evaluation,
     GroupSummary,
+    Lease,
     LogEntry,
     Policy,
     Quarantine,
     Registration,
+    Release,
     Rescore,
     Retire,
     Session,
@@ -30,7 +33,7 @@ from storage.log_entries import (
     Step,
 )
 
-OUTCOMES = ("trained", "filtered", "stale", "failed")
+OUTCOMES = ("trained", "filtered", "stale", "failed", "cancelled")
 
 
 class Conflict(Exception):
@@ -69,9 +72,13 @@ class RunState:
     step_of: dict[str, int] = field(default_factory=dict)
     """Group id → the step that passed over it."""
     positions: set[int] = field(default_factory=set)
-    """Places of the prompt order that are committed and not lost."""
+    """Places of the prompt order that are committed and neither lost nor to be tried again."""
+    leased: dict[int, str] = field(default_factory=dict)
+    """Places that are being attempted → the worker's name."""
+    num_leases: int = 0
+    """Leases so far, over or not."""
     retries: Counter[int] = field(default_factory=Counter)
-    """How often a position was lost to a damaged shard and has to run again."""
+    """How often a position has to run again: its group came to nothing, or its shard was damaged."""
     steps: MutableSequence[Step] = field(default_factory=list)
     """In order: step `k` is `steps[k - 1]`."""
     policies: MutableMapping[int, Policy] = field(default_factory=dict)
@@ -91,6 +98,8 @@ class RunState:
     retired_policies: set[int] = field(default_factory=set)
     retired_states: set[str] = field(default_factory=set)
     """Folders of optimizer state that retention took away, and folders of policies no step had committed."""
+    _first_free: int = field(default=0, compare=False)
+    """No place before this one is free."""
 
     @property
     def step(self) -> int:
@@ -111,6 +120,13 @@ class RunState:
     def pending_accepted(self) -> int:
         """Groups ready to be claimed."""
         return sum(1 for group_id in self.pending if self.groups[group_id].accepted)
+
+    def free_positions(self, count: int) -> list[int]:
+        """The first places of the prompt order that are neither committed nor leased."""
+        while self._first_free in self.positions or self._first_free in self.leased:
+            self._first_free += 1
+        free = (p for p in itertools.count(self._first_free) if p not in self.positions and p not in self.leased)
+        return list(itertools.islice(free, count))
 
     def counters(self) -> dict[str, int]:
         """The conservation law's terms, in prompt groups; `quarantined` counts shards and stands outside it."""
@@ -133,6 +149,10 @@ class RunState:
         match body:
             case Session():
                 return any(session.id == body.id for session in self.sessions)
+            case Lease():
+                return all(self.leased.get(position) == body.holder for position in body.positions)
+            case Release():
+                return body.holder not in self.leased.values()
             case Shard():
                 return body.id in self.shards
             case Step(claim=claim, policy=policy):
@@ -160,10 +180,17 @@ class RunState:
     def fits(self, body: Entry) -> None:
         """Raise `Conflict` when `body` contradicts what is already committed."""
         match body:
+            case Lease() if body.number != self.num_leases:
+                raise Conflict(f"{body.holder} reckoned its lease before another worker's was committed")
+            case Lease(positions=positions):
+                if taken := _taken(positions, self.positions) or _taken(positions, self.leased):
+                    raise Conflict(f"prompt positions {taken[:5]} are not free for {body.holder}")
             case Shard() if body.id in self.retired_shards:
                 raise Conflict(f"shard {body.id} came so late that its file was removed; write it again under a new id")
             case Shard(is_eval=False, groups=groups):
-                if taken := _taken([group.position for group in groups], self.positions):
+                wanted = [group.position for group in groups if not group.retried]
+                again = [group.position for group in groups if group.retried]
+                if taken := _taken(wanted, self.positions) or _taken(set(again), self.positions):
                     raise Conflict(f"shard {body.id}: prompt positions {taken} are already committed")
                 if taken := _taken([group.id for group in groups], self.groups):
                     raise Conflict(
@@ -230,6 +257,12 @@ class RunState:
                 self.earlier_seconds = self.worked_seconds
                 self.session_started_at = entry.written_at
                 self.sessions.append(session)
+                self._free(list(self.leased))  # the workers of an earlier session are gone, or too late
+            case Lease(holder=holder, positions=positions):
+                self.leased.update(dict.fromkeys(positions, holder))
+                self.num_leases += 1
+            case Release(holder=holder):
+                self._free([position for position, name in self.leased.items() if name == holder])
             case Shard() as shard:
                 self.shards[shard.id] = shard
                 if not shard.is_eval:
@@ -238,7 +271,11 @@ class RunState:
                         self.groups[group.id] = group
                         self.shard_of[group.id] = shard.id
                         self.pending[group.id] = None
-                        self.positions.add(group.position)
+                        if group.retried:  # its worker keeps the lease and tries again
+                            self.retries[group.position] += 1
+                        else:
+                            self.positions.add(group.position)
+                            self.leased.pop(group.position, None)
             case Step() as step:
                 for outcome, claimed in claimed_groups(step):
                     del self.pending[claimed.group_id]
@@ -265,8 +302,10 @@ class RunState:
                 for group in self.shards[shard_id].groups:
                     if group.id in self.pending:
                         del self.pending[group.id], self.groups[group.id], self.shard_of[group.id]
-                        self.positions.discard(group.position)
-                        self.retries[group.position] += 1
+                        if not group.retried:
+                            self.positions.discard(group.position)
+                            self._first_free = min(self._first_free, group.position)
+                            self.retries[group.position] += 1
         self.last_at = entry.written_at
 
     def retire(self, body: Retire) -> None:
@@ -274,6 +313,11 @@ class RunState:
         self.retired_shards.update(body.shard_ids)
         self.retired_policies.update(body.policy_versions)
         self.retired_states.update(body.state_paths)
+
+    def _free(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            del self.leased[position]
+            self._first_free = min(self._first_free, position)
 
     def _publish(self, policy: Policy) -> None:
         self.policies[policy.version] = policy

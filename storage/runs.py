@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.digests import sha256_of, sha256_of_json
+from storage.log_entries import Policy
 from storage.object_store import LocalStore, ObjectStore
 from storage.run_log import RunLog
 
@@ -66,6 +67,22 @@ def open_run(store: ObjectStore, run_id: str) -> RunLog:
     log = RunLog(store, run_id)
     log.refresh()
     return log
+
+
+def find_policy(log: RunLog, version: int | None) -> Policy:
+    """A policy whose weights are there; the newest where `version` is null.
+
+    Raises `ValueError` for a version the run does not have, or not any more.
+    """
+    state = log.state
+    if state.live is None:
+        raise ValueError(f"run {log.run_id!r} has no policy yet; train it first")
+    wanted = state.newest_version if version is None else version
+    if wanted not in state.policies:
+        raise ValueError(f"run {log.run_id!r} has no policy version {wanted}; it has 0 to {state.newest_version}")
+    if wanted in state.retired_policies:
+        raise ValueError(f"policy version {wanted} of run {log.run_id!r} was retired: its weights are gone")
+    return state.policies[wanted]
 
 
 def run_config(log: RunLog) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from storage.log_entries import to_json
 from storage.object_store import open_store
 from storage.replay import Replay, ReplayedStep, ReplayPlan, plan_replay
 from storage.runs import open_run, run_config
-from tasks.session import TRAINER, RunSession, code_version
+from tasks.session import RunSession, code_version
 from trainers.config import Recipe
 
 logger = logging.getLogger("millrace.replay")
@@ -59,8 +59,8 @@ async def start_replay(
         "cache": str(session.cache),
     }
     # Hosted as the trainer is: other threads would add up in another order.
-    worker = await session.host(TRAINER, "trainers.replay:ReplayWorker", name="replay-0", arguments=arguments)
-    loaded: int = await worker.call("start")
+    session.trainer = await session.host("replay-0", "trainers.replay:ReplayWorker", arguments=arguments)
+    loaded: int = await session.trainer.call("start")
     logger.info("starting from %s", f"the state saved at step {loaded}" if loaded else "the base policy")
     return loaded
 

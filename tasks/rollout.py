@@ -1,110 +1,54 @@
-"""Prefect tasks around the rollout worker: start it, let it produce a shard, evaluate, publish a policy to it.
+"""Prefect tasks that a rollout worker does: produce a shard, evaluate a policy.
 
 In: a session. Out: small records; trajectories themselves go from the worker to the store.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import time
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from rollouts.attempts import AttemptLimits
-from rollouts.config import EngineSettings, EvaluationSettings, RewardSettings, RolloutSettings, SamplingSettings
-from rollouts.executor import Limits
-from rollouts.loading import absolute_path
-from storage.digests import sha256_of_json
-from storage.log_entries import Alias, Evaluation, Policy, Shard
-from storage.records import Sampling
-from storage.runs import run_config
-from tasks.session import ROLLOUT, RunSession
+from infra.fleet import WorkerDied
+from rollouts.config import EvaluationSettings
+from rollouts.evaluation import failure_of
+from storage.log_entries import Evaluation, Shard
+from tasks.session import REPLACEMENTS, RunSession
+from tasks.workers import leave, refresh_workers
 
 logger = logging.getLogger("millrace.rollout")
 
-ROLLOUT_ALIAS = "rollout"
 
-
-@task(name="start-rollout-worker", cache_policy=NO_CACHE, persist_result=False)
-async def start_rollout_worker(
-    session: RunSession,
-    *,
-    workflow: str,
-    dataset: str,
-    engine: EngineSettings,
-    rollout: RolloutSettings,
-    reward: RewardSettings,
-    sampling: SamplingSettings,
-    n_samples: int,
-    batch_size: int,
-    max_staleness: float,
-    steps: int,
-    seed: int,
-    name: str = "rollout-0",
-    version: int | None = None,
-) -> str:
-    """Load a policy, the live one by default, into an engine; returns the checksum of the weights it holds.
-
-    Nothing is produced before the worker is told to look at the log.
-    """
-    logger.info("starting the inference engine")
-    limits = Limits(
-        n_samples=n_samples,
-        batch_size=batch_size,
-        max_staleness=max_staleness,
-        total_groups=steps * batch_size,
-        **rollout.model_dump(include={f.name for f in dataclasses.fields(Limits)}),
-    )
-    arguments = {
-        "store_uri": session.log.store.uri,
-        "run_id": session.log.run_id,
-        "name": name,
-        "workflow": absolute_path(workflow),
-        "dataset": dataset or None,
-        "engine": engine,
-        "limits": limits,
-        "sampling": Sampling(**sampling.model_dump()),
-        "attempt_limits": AttemptLimits(
-            **rollout.model_dump(include={f.name for f in dataclasses.fields(AttemptLimits)})
-        ),
-        "reward": reward,
-        "seed": seed,
-        "code_version": session.log.state.sessions[-1].code_version,
-        "config_sha256": sha256_of_json(run_config(session.log)),
-        "cache": str(session.cache),
-    }
-    worker = await session.host(ROLLOUT, "rollouts.worker:RolloutWorker", name=name, arguments=arguments)
-    checksum: str = await worker.call("start", version)
-    return checksum
-
-
-def mark_served(session: RunSession, *, checksum: str) -> None:
-    """Put the alias `rollout` on the live policy; warn where an engine held other weights under the same version."""
-    live = session.log.refresh().live
-    assert live is not None, "the base policy comes first"
-    recorded = session.log.state.aliases.get(ROLLOUT_ALIAS)
-    if recorded is not None and recorded.version == live.version and recorded.checksum != checksum:
-        logger.warning("the engine's checksum of policy %d differs from the one recorded before", live.version)
-    session.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=checksum))
-    logger.info("the engine serves policy %d", live.version)
-
-
-@task(name="collect", task_run_name="collect-{number}", cache_policy=NO_CACHE, persist_result=False)
-async def collect_shard(session: RunSession, *, number: int) -> dict[str, Any] | None:
+@task(name="collect", task_run_name="collect-{worker}-{number}", cache_policy=NO_CACHE, persist_result=False)
+async def collect_shard(session: RunSession, *, worker: str, number: int) -> dict[str, Any] | None:
     """One committed shard: its id, rows and tokens; null when nothing could run."""
-    shard: Shard | None = await session.rollout.call("collect")
+    shard: Shard | None = await session.workers[worker].call("collect")
     session.arrivals.set()
     if shard is None:
         return None
+    session.replacements_left = REPLACEMENTS
+    await refresh_workers(session, but=worker)  # what was rejected is room for everybody
     return {
         "shard": shard.id,
         "rows": shard.num_rows,
         "tokens": shard.num_tokens,
         "groups": len(shard.groups),
     }
+
+
+async def produce_until_death(session: RunSession, *, worker: str) -> bool:
+    """Collect shard after shard until the worker dies. True when another one may take its place."""
+    number = session.log.state.entries
+    try:
+        await session.workers[worker].call("refresh")
+        while True:
+            await session.workers[worker].call("wait_for_work")
+            await collect_shard(session, worker=worker, number=number)
+            number += 1
+    except WorkerDied as death:
+        return await leave(session, worker, death=death)
 
 
 @task(
@@ -114,23 +58,17 @@ async def collect_shard(session: RunSession, *, number: int) -> dict[str, Any] |
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-async def evaluate_policy(session: RunSession, *, version: int | None, settings: EvaluationSettings) -> Evaluation:
-    """Held-out score of the version that is loaded; a later publication waits for it, training does not."""
-    evaluation: Evaluation = await session.rollout.call("evaluate", **settings.model_dump(exclude={"every"}))
+async def evaluate_policy(session: RunSession, *, version: int, settings: EvaluationSettings) -> Evaluation:
+    """Held-out score of a policy version.
+
+    On an engine of its own where the session has one. Else on a rollout worker's, which serves this version now: a
+    later publication waits for it, training does not.
+    """
+    arguments = settings.model_dump(exclude={"every", "own_engine"})
+    if session.evaluator is not None:
+        evaluation: Evaluation = await session.evaluator.call("evaluate_version", version, **arguments)
+    else:
+        evaluation = await next(iter(session.workers.values())).call("evaluate", **arguments)
+    if problem := failure_of(evaluation):
+        logger.warning(problem)
     return evaluation
-
-
-@task(
-    name="publish",
-    task_run_name="publish-{policy.version}",
-    retries=2,
-    retry_delay_seconds=1,
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
-async def publish_policy(session: RunSession, *, policy: Policy) -> None:
-    """Swap the engine's weights under its running requests and move the alias `rollout`."""
-    started = time.perf_counter()
-    checksum = await session.rollout.call("publish", policy)
-    session.log.append(Alias(name=ROLLOUT_ALIAS, version=policy.version, checksum=checksum))
-    session.publish_seconds = time.perf_counter() - started

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import subprocess
 import threading
@@ -29,7 +30,8 @@ from storage.runs import create_run, open_run, run_config, trainer_lock
 
 logger = logging.getLogger("millrace.session")
 
-ROLLOUT, TRAINER = "rollout", "trainer"
+REPLACEMENTS = 3
+"""Workers that may die in a row, without a shard in between, before a run gives up."""
 
 
 class RunSession:
@@ -51,35 +53,45 @@ class RunSession:
         """How long the last publication took."""
         self.warned_of_gap = False
         """True once this session has said that engine and trainer disagree."""
-        self._hosted: dict[str, Hosted] = {}
+        self.hosted: dict[str, Hosted] = {}
+        """Every process of this session that holds a model, by name."""
+        self.workers: dict[str, Hosted] = {}
+        """The rollout workers that produce, by name."""
+        self.replacements_left = REPLACEMENTS
+        """How many dead workers may be replaced before the next shard is committed."""
+        self.evaluator: Hosted | None = None
+        """The worker that does nothing but evaluate; null where a rollout worker does it beside its own work."""
+        self.trainer: Hosted
+        self._names = (f"rollout-{number}" for number in itertools.count())
 
     @property
     def config(self) -> dict[str, Any]:
         """The run's configuration as it was frozen, `steps` and the places of store and tracking left out."""
         return run_config(self.log)
 
-    async def host(self, role: str, path: str, *, name: str, arguments: dict[str, Any]) -> Hosted:
-        """Start a worker in a process of its own and remember it under its role."""
+    async def host(self, name: str, path: str, *, arguments: dict[str, Any]) -> Hosted:
+        """Start a worker in a process of its own."""
         hosted = await self.fleet.host(name, path, arguments=arguments, num_gpus=self.fleet.gpus_per_worker)
-        self._hosted[role] = hosted
+        self.hosted[name] = hosted
         return hosted
 
-    @property
-    def rollout(self) -> Hosted:
-        """The rollout worker, once started."""
-        return self._hosted[ROLLOUT]
-
-    @property
-    def trainer(self) -> Hosted:
-        """The trainer, once started."""
-        return self._hosted[TRAINER]
+    def next_worker_name(self) -> str:
+        """A name no rollout worker of this session has had."""
+        return next(self._names)
 
 
 @contextlib.asynccontextmanager
 async def training_session(
-    *, store: str, tracking: str, run_id: str, workflow: str, config: dict[str, Any], defaults: dict[str, Any]
+    *,
+    store: str,
+    tracking: str,
+    run_id: str,
+    workflow: str,
+    config: dict[str, Any],
+    defaults: dict[str, Any],
+    num_workers: int,
 ) -> AsyncIterator[RunSession]:
-    """Create or reopen a run, take its trainer lock, and start the fleet.
+    """Create or reopen a run, take its trainer lock, and start the fleet, for `num_workers` processes with a model.
 
     `defaults` as in `storage.runs.create_run`.
 
@@ -93,7 +105,7 @@ async def training_session(
         log.append(session)
         if log.state.step:
             logger.info("continuing run %s after step %d", run_id, log.state.step)
-        async with Fleet(log_folder=home() / "logs" / run_id) as fleet:
+        async with Fleet(log_folder=home() / "logs" / run_id, num_workers=num_workers) as fleet:
             yield RunSession(log=log, fleet=fleet, memory=memory, session_id=session.id, tracking=tracking)
 
 
@@ -106,7 +118,7 @@ async def reading_session(*, store: str, tracking: str, run_id: str, what: str) 
     prepare_environment()
     log = open_run(open_store(store_uri(store)), run_id)
     with reading(log, what), PeakMemory() as memory:
-        async with Fleet(log_folder=home() / "logs" / run_id) as fleet:
+        async with Fleet(log_folder=home() / "logs" / run_id, num_workers=1) as fleet:
             yield RunSession(log=log, fleet=fleet, memory=memory, session_id="", tracking=tracking)
 
 

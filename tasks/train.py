@@ -12,10 +12,13 @@ import time
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from storage.claims import StalePolicy, next_claim
+from rollouts.config import RolloutSettings
+from storage.claims import ClaimRules, next_claim
 from storage.log_entries import Claim, Quarantine, Step
 from storage.shards import DamagedShard
-from tasks.session import TRAINER, RunSession
+from tasks.session import RunSession
+from tasks.watchdog import Stalled, num_finished, where_everybody_stands
+from tasks.workers import refresh_workers, wait_for_stragglers
 from trainers.config import TrainSettings
 
 logger = logging.getLogger("millrace.train")
@@ -23,10 +26,6 @@ logger = logging.getLogger("millrace.train")
 
 SUSPICIOUS_GAP = 0.1
 """Nats per token; bfloat16 rounding stays an order of magnitude below."""
-
-
-class Stalled(RuntimeError):
-    """No shard was committed for too long; the message says what was waited for."""
 
 
 @task(name="start-trainer", cache_policy=NO_CACHE, persist_result=False)
@@ -50,47 +49,54 @@ async def start_trainer(
         "seed": seed,
         "cache": str(session.cache),
     }
-    trainer = await session.host(TRAINER, "trainers.worker:TrainerWorker", name="trainer-0", arguments=arguments)
-    replayed = await trainer.call("start")
+    session.trainer = await session.host("trainer-0", "trainers.worker:TrainerWorker", arguments=arguments)
+    replayed = await session.trainer.call("start")
     if replayed:
         logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
 
 
+def claim_rules(*, batch_size: int, max_staleness: float, rollout: RolloutSettings, train: TrainSettings) -> ClaimRules:
+    """What the claims of a run depend on besides its log."""
+    return ClaimRules(
+        batch_size=batch_size,
+        max_staleness=max_staleness,
+        stale_policy=train.stale_policy,
+        min_usable=rollout.min_usable,
+        steps_per_update=train.steps_per_update,
+        dynamic_batch=rollout.dynamic_batch,
+        max_attempts=rollout.max_attempts,
+        on_nothing_accepted=rollout.on_nothing_accepted,
+    )
+
+
 @task(name="next-batch", cache_policy=NO_CACHE, persist_result=False)
-async def next_batch(
-    session: RunSession,
-    *,
-    batch_size: int,
-    max_staleness: float,
-    stale_policy: StalePolicy,
-    min_usable: int,
-    stall_timeout: float,
-) -> Claim:
+async def next_batch(session: RunSession, *, rules: ClaimRules, pace: bool, stall_timeout: float) -> Claim:
     """Wait until enough groups are committed and claim them.
 
-    Raises `Stalled` after `stall_timeout` seconds without a new log entry.
+    With `pace`, groups that are running and that this step's policy would push over the bound are waited for, as long
+    as their engines have other work too.
+    Raises `storage.claims.NothingAccepted`, and `Stalled` after `stall_timeout` seconds in which no group finished.
     """
     log = session.log
-    last_progress, last_entries = time.monotonic(), -1
+    # Where the trainer masks or corrects old tokens no group is lost, and waiting would only cost.
+    seen, last_progress, paced = -1, time.monotonic(), not (pace and rules.stale_policy == "strict")
     while True:
         session.arrivals.clear()
         state = log.refresh()
-        claim = next_claim(
-            state,
-            batch_size=batch_size,
-            max_staleness=max_staleness,
-            stale_policy=stale_policy,
-            min_usable=min_usable,
-        )
+        claim = next_claim(state, rules)
         if claim is not None:
-            return claim
-        if state.entries != last_entries:
-            last_progress, last_entries = time.monotonic(), state.entries
+            if paced:
+                return claim
+            await wait_for_stragglers(session, version=claim.base_version)
+            paced = True
+            continue  # what has finished meanwhile may be in the log already, committed by `produce`
         waited = time.monotonic() - last_progress
-        if waited > stall_timeout:
+        if waited > min(1.0, stall_timeout) and (progress := state.entries + await num_finished(session)) != seen:
+            seen, last_progress = progress, time.monotonic()
+        elif waited > stall_timeout:
             raise Stalled(
-                f"no progress for {waited:.0f} s: {state.pending_accepted} of {batch_size} groups are ready for step "
-                f"{state.step + 1}; its log is {session.rollout.log_file}"
+                f"no progress for {waited:.0f} s: {state.pending_accepted} of {rules.batch_size} groups are ready for "
+                f"step {state.step + 1}\n{await where_everybody_stands(session)}"
             )
         try:
             # Our own producer sets the event; a producer on another machine is seen by the next look at the log.
@@ -134,10 +140,11 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
     except DamagedShard as damaged:
         logger.warning("%s: quarantined, its prompts run again", damaged)
         session.log.append(Quarantine(shard_id=damaged.shard_id, reason=damaged.reason))
-        await session.rollout.call("refresh")
+        await refresh_workers(session)
         return None
     session.log.refresh()
-    suspicious = step.metrics["staleness_max"] == 0 and step.metrics["engine_gap"] > SUSPICIOUS_GAP
+    # A step without anything to train has neither.
+    suspicious = step.metrics.get("staleness_max") == 0 and step.metrics["engine_gap"] > SUSPICIOUS_GAP
     if suspicious and not session.warned_of_gap:
         session.warned_of_gap = True
         logger.warning(

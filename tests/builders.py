@@ -5,15 +5,17 @@ In: the few values a test is about. Out: complete records, everything else plaus
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from rollouts.attempts import AttemptLimits
-from rollouts.executor import Limits
+from rollouts.executor import Executor, Limits
+from rollouts.prompts import Prompt, PromptOrder
 from storage.digests import seal_folder
 from storage.log_entries import Claim, ClaimedGroup, GroupSummary, Policy, Session, Shard, Step
 from storage.object_store import LocalStore, StoredFile
@@ -27,9 +29,13 @@ LIMITS = Limits(
     n_samples=2,
     batch_size=4,
     max_staleness=0,
+    steps_per_update=1,
+    dynamic_batch=False,
     total_groups=1000,
     max_concurrent=64,
-    max_attempts=2,
+    min_usable=2,
+    retries=0,
+    cancel_stale=True,
     shard_bytes=2**20,
     shard_seconds=10.0,
 )
@@ -37,6 +43,22 @@ LIMITS = Limits(
 ATTEMPT_LIMITS = AttemptLimits(min_usable=2, drop_uniform_groups=False, exclude_statuses=[], attempt_timeout=10.0)
 
 BASE = Policy(version=0, path="models/base", weights_sha256="0" * 64, parent=None)
+
+
+class FreePrompts:
+    """Leases prompts to an executor as a log would: the first ones that nobody has."""
+
+    executor: Executor
+
+    def __init__(self, tasks: Sequence[RolloutTask], *, committed: Collection[int] = ()) -> None:
+        self._order = PromptOrder(tasks, seed=0)
+        self._taken = set(committed)
+
+    async def __call__(self) -> list[Prompt]:
+        free = (position for position in itertools.count() if position not in self._taken)
+        positions = list(itertools.islice(free, self.executor.wanted))
+        self._taken.update(positions)
+        return [self._order.at(position) for position in positions]
 
 
 class MemoryStore:

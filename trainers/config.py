@@ -32,7 +32,7 @@ class TrainSettings(BaseModel):
     """AdamW's decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the gradient's global norm to this."""
-    stale_policy: Literal["strict", "mask", "correct"] = "strict"
+    stale_policy: Literal["strict", "mask", "correct"] = "mask"
     """Tokens over the staleness bound: `strict` drops their group, `mask` masks them, `correct` keeps them
     under capped importance weights."""
     importance_cap: float = Field(default=2.0, ge=1)

@@ -9,6 +9,7 @@ weights need equal threads.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import shutil
@@ -26,6 +27,7 @@ from storage.rewards import read_rewards, with_rewards
 from storage.run_log import RunLog
 from storage.runs import open_run
 from storage.shards import DamagedShard, read_shard
+from storage.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
 from trainers.config import Recipe
 from trainers.samples import COLUMNS, Samples, gather_samples
@@ -76,22 +78,32 @@ class Retrainer:
             return loaded
         return 0
 
-    def samples(self, claim: Claim, *, rewards: str = "") -> Samples:
-        """A claim's rows, read from its shards, with the recorded rewards or those of a rescore.
+    def samples(self, claim: Claim, *, rewards: str = "") -> Samples | None:
+        """A claim's rows, read from its shards, with the recorded rewards or those of a rescore; null where it trains
+        nothing.
 
         Raises `storage.shards.DamagedShard` and `storage.rewards.DamagedRewards`.
         """
+        if claim.fallback:
+            return None
         shards = [self._log.state.shards[name] for name in dict.fromkeys(group.shard_id for group in claim.trained)]
-        tables = {shard.id: read_shard(self._log, shard, columns=COLUMNS) for shard in shards}
+        tables = {shard.id: read_shard(self._log, shard, columns=(*COLUMNS, "turns")) for shard in shards}
         if rewards:
             tables = {s.id: with_rewards(tables[s.id], read_rewards(self._log, s, rewards)) for s in shards}
-        return gather_samples(claim.trained, tables)
+        samples = gather_samples(claim.trained, tables)
+        return dataclasses.replace(samples, turn_metrics=turn_metrics(claim.trained, tables))
 
-    def train(self, claim: Claim, samples: Samples) -> dict[str, float]:
-        """One optimizer step; returns its metrics."""
-        return self.trainer.step(
-            samples, step=claim.step, base_version=claim.base_version, max_staleness=self._recipe.max_staleness
-        )
+    def train(self, claim: Claim, samples: Samples | None) -> dict[str, float]:
+        """One optimizer step, or what the claim does instead of one; returns its metrics."""
+        if samples is not None:
+            metrics = self.trainer.step(
+                samples, step=claim.step, base_version=claim.base_version, max_staleness=self._recipe.max_staleness
+            )
+            return {**metrics, **samples.turn_metrics}
+        nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}
+        if claim.fallback == "skip_step":
+            return {**nothing, "skipped": 1.0}
+        return {**nothing, **self.trainer.step_without_gradient(step=claim.step)}
 
     def restore(self, steps: Sequence[Step]) -> None:
         """Train recorded steps again; without the weights they made, take the recorded ones."""
@@ -109,7 +121,7 @@ class Retrainer:
         """
         with tempfile.TemporaryDirectory() as scratch:
             digest = self.save_policy(Path(scratch) / "policy")
-        if digest == step.policy.weights_sha256:
+        if digest == step.policy.weights_sha256 or self.is_base(step.policy):
             return True
         logger.warning(
             "re-training up to step %d gave other weights than recorded (hardware, threads, or a lost shard); "
@@ -118,6 +130,11 @@ class Retrainer:
         )
         load_weights(self.trainer.model, self.fetch_policy(step.policy))
         return False
+
+    def is_base(self, policy: Policy) -> bool:
+        """True where every step up to this policy was skipped. Its files are the base model's own, and the same weights
+        written by the trainer may be other bytes."""
+        return policy.path == self._log.state.policies[0].path
 
     def fetch_policy(self, policy: Policy) -> Path:
         """A local folder with a recorded policy."""
@@ -204,6 +221,8 @@ class ReplayWorker:
         metrics = self._train(recorded, rewards=self._rewards)
         folder = self._scratch / str(step)
         digest = self._retrainer.save_policy(folder)
+        if self._retrainer.is_base(recorded.policy):
+            digest = recorded.policy.weights_sha256
         identical = digest == recorded.policy.weights_sha256
         distance, cosine = (0.0, 1.0) if identical else self._compare(folder, recorded.policy)
         shutil.rmtree(folder)

@@ -6,7 +6,7 @@ In: shard tables and a claim. Out: `Samples`, rows end to end with offsets, in c
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +36,8 @@ class Samples:
     """Dense index of the group a row belongs to."""
     rewards_B: np.ndarray
     """Float32, NaN where not applicable."""
+    turn_metrics: dict[str, float] = field(default_factory=dict)
+    """How many turns the attempts had and what their tools did; for people, it changes nothing."""
 
     @property
     def num_rows(self) -> int:

@@ -10,7 +10,6 @@ The result is a function of policy, samples, settings, seed and step alone: repl
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from trainers.losses import cispo_loss, clip_loss
 from trainers.model import load_model
 from trainers.packing import block_causal_mask, pack_rows, position_ids
 from trainers.samples import Samples
+from trainers.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,21 +73,24 @@ class Trainer:
     def step(self, samples: Samples, *, step: int, base_version: int, max_staleness: float) -> dict[str, float]:
         """Train on one claim's samples; returns the step's metrics, means over trained tokens or attempts.
 
-        `step` counts from 1 and sets the learning rate and the mini-batch shuffle.
+        `step` counts from 1 and sets the learning rate and the mini-batch shuffle. Fewer groups than mini-batches make
+        as many mini-batches as there are groups.
         """
         settings = self._settings
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate * min(1.0, step / max(1, settings.warmup_steps))
+        self._set_learning_rate(step)
         advantages_B, reward_metrics = self._advantages(samples)
-        lag_T = np.where(samples.mask_T, base_version - samples.versions_T, 0)
-        bound = math.ceil(max_staleness)
-        trained_T = samples.mask_T & (lag_T <= bound) if settings.stale_policy == "mask" else samples.mask_T
+        mask_T, bound = samples.mask_T, {"max_staleness": max_staleness}
+        lag_T = lag_of_tokens(
+            samples.versions_T, mask_T, base_version=base_version, steps_per_update=settings.steps_per_update
+        )
+        trained_T = tokens_to_train(lag_T, mask_T, stale_policy=settings.stale_policy, **bound)
         proximal_T = self._current_logprobs(samples) if settings.stale_policy == "correct" else None
         totals: dict[str, float] = {}
         grad_norms: list[float] = []
         at_start: dict[str, float] = {}
         order = np.random.Generator(np.random.PCG64([self._seed, step])).permutation(np.unique(samples.groups_B))
-        for groups in np.array_split(order, settings.num_minibatches):
+        num_minibatches = min(settings.num_minibatches, len(order))
+        for groups in np.array_split(order, num_minibatches):
             rows = np.flatnonzero(np.isin(samples.groups_B, groups))
             sums, grad_norm = self._update(samples, rows, advantages_B, trained_T, proximal_T)
             off_policy = {name: sums.pop(name) for name in _OFF_POLICY}
@@ -97,7 +100,7 @@ class Trainer:
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
         num_trained = max(1.0, totals.pop("tokens"))
         return {
-            "loss": totals.pop("loss") / settings.num_minibatches,
+            "loss": totals.pop("loss") / num_minibatches,
             **{key: value / num_trained for key, value in totals.items()},
             **reward_metrics,
             "engine_gap": at_start["log_ratio_size"] / at_start["tokens"],
@@ -108,11 +111,25 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "trained_tokens": num_trained,
             "trained_rows": float(samples.num_rows),
-            "staleness_mean": float(lag_T[samples.mask_T].mean()),
-            "staleness_max": float(lag_T.max()),
-            **_shares_by_lag(lag_T[samples.mask_T], bound),
-            "masked_stale_fraction": float(1 - trained_T.sum() / max(1, samples.mask_T.sum())),
+            "trained_groups": float(len(order)),
+            **staleness_metrics(lag_T, mask_T, trained_T, **bound),
         }
+
+    def step_without_gradient(self, *, step: int) -> dict[str, float]:
+        """What `step` does to the optimizer where every token is masked: schedule and moments go on.
+
+        The gradient is zero, so nothing is computed; AdamW's momentum and weight decay still move the weights.
+        """
+        self._set_learning_rate(step)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for _ in range(self._settings.num_minibatches):
+            self.optimizer.step()
+        return {"learning_rate": self.optimizer.param_groups[0]["lr"]}
+
+    def _set_learning_rate(self, step: int) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate * min(1.0, step / max(1, self._settings.warmup_steps))
 
     def _advantages(self, samples: Samples) -> tuple[np.ndarray, dict[str, float]]:
         """Advantage per row (a forked attempt's rows share one), and reward metrics over attempts."""
@@ -240,13 +257,6 @@ def _off_policy_sums(logprobs_T: torch.Tensor, pack: Pack) -> dict[str, float]:
     ratio_T = log_ratio_T.exp() * pack.trained
     sums = (log_ratio_T.abs(), ratio_T - pack.trained - log_ratio_T, ratio_T, ratio_T.square())
     return {name: float(values_T.sum()) for name, values_T in zip(_OFF_POLICY, sums, strict=True)}
-
-
-def _shares_by_lag(lags: np.ndarray, max_staleness: int) -> dict[str, float]:
-    """The histogram of staleness: share of sampled tokens so many versions behind, and of those over the bound."""
-    counts = np.bincount(lags.clip(0, max_staleness + 1), minlength=max_staleness + 2) / max(1, len(lags))
-    names = [*(f"staleness_share_{lag}" for lag in range(max_staleness + 1)), "staleness_share_over"]
-    return dict(zip(names, counts.tolist(), strict=True))
 
 
 def _next_token(values_T: np.ndarray, tokens: np.ndarray, is_last: np.ndarray) -> torch.Tensor:

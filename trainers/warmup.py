@@ -44,7 +44,7 @@ def make_base_model(
     learning_rate: float,
     seed: int,
 ) -> float:
-    """Train a model from scratch on the last message of each demonstration; returns the final loss (nats per token).
+    """Train a model from scratch on the replies in each demonstration; returns the final loss (nats per token).
 
     Training ends at `target_loss`, a mean over the last 20 updates, or after `num_steps`.
 
@@ -119,19 +119,14 @@ def character_tokenizer(characters: set[str]) -> Qwen2Tokenizer:
 def _tensors(
     tokenizer: Qwen2Tokenizer, demonstrations: Sequence[Sequence[Message]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded input ids and labels, each of shape [demonstrations, longest]; only the last reply has labels."""
-
-    def render(chats: list[list[dict[str, str]]], prompt: bool) -> list[list[int]]:
-        texts = tokenizer.apply_chat_template(chats, add_generation_prompt=prompt, tokenize=False)
-        return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
-
+    """Right-padded input ids and labels, each of shape [demonstrations, longest]; only replies have labels."""
     chats = [[{"role": m.role, "content": m.content} for m in chat] for chat in demonstrations]
-    whole = render(chats, False)
-    prompts = render([chat[:-1] for chat in chats], True)
-    longest = max(map(len, whole))
-    input_ids = torch.full((len(whole), longest), tokenizer.pad_token_id)
-    labels = torch.full((len(whole), longest), _IGNORED)
-    for row, (ids, prompt) in enumerate(zip(whole, prompts, strict=True)):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-        labels[row, len(prompt) : len(ids)] = torch.tensor(ids[len(prompt) :])
+    texts = tokenizer.apply_chat_template(chats, tokenize=False)
+    rows = [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    input_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id)
+    opened = (input_ids == tokenizer.convert_tokens_to_ids("<assistant>")).cumsum(1)
+    closed = (input_ids == tokenizer.eos_token_id).cumsum(1)
+    labels = torch.full_like(input_ids, _IGNORED)
+    in_reply = opened[:, :-1] > closed[:, :-1]  # one is open before this token: its end is learnt, its start is not
+    labels[:, 1:][in_reply] = input_ids[:, 1:][in_reply]
     return input_ids, labels

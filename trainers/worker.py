@@ -64,7 +64,7 @@ class TrainerWorker:
         since = steps[self._retrainer.load_nearest_state(len(steps)) :]
         if since:
             self._retrainer.restore(since)
-        self._unsaved, self._policy_path = None, self._live_path()
+        self._unsaved, self._policy_path = None, self._live().path
         return len(since)
 
     def train_step(
@@ -89,7 +89,7 @@ class TrainerWorker:
             return done
         started = time.perf_counter()
         if self._unsaved is None or self._unsaved[0] != claim:
-            if self._policy_path != self._live_path():
+            if self._policy_path != self._live().path:
                 raise Conflict(
                     f"step {claim.step}: the trainer's weights are not policy version {claim.base_version}; an update "
                     "broke off, or another trainer is working on this run. Stop the other one and start this run again"
@@ -101,9 +101,13 @@ class TrainerWorker:
         version, attempt = claim.base_version + 1, uuid.uuid4().hex[:8]
         keep_state = claim.step % self._recipe.settings.checkpoint_every == 0
         state_path = self._log.key(f"state/{claim.step}-{attempt}") if keep_state else None
-        policy_path = self._log.key(f"policies/{version}-{attempt}")
-        with self._writing(policy_path) as folder:
-            digest = self._retrainer.save_policy(folder)
+        if claim.fallback == "skip_step":  # the weights are those of the version before: so are their files
+            live = self._live()
+            policy_path, digest = live.path, live.weights_sha256
+        else:
+            policy_path = self._log.key(f"policies/{version}-{attempt}")
+            with self._writing(policy_path) as folder:
+                digest = self._retrainer.save_policy(folder)
         if state_path is not None:
             with self._writing(state_path) as folder:
                 self._retrainer.save_state(folder, step=claim.step)
@@ -136,7 +140,8 @@ class TrainerWorker:
 
     def _train(self, claim: Claim) -> dict[str, float]:
         samples = self._retrainer.samples(claim)
-        self._policy_path = None
+        if claim.fallback != "skip_step":
+            self._policy_path = None
         return self._retrainer.train(claim, samples)
 
     def _took(self, step: Step) -> None:
@@ -144,10 +149,10 @@ class TrainerWorker:
         if self._unsaved is not None and self._unsaved[0] == step.claim:
             self._unsaved, self._policy_path = None, step.policy.path
 
-    def _live_path(self) -> str:
+    def _live(self) -> Policy:
         live = self._log.state.live
         assert live is not None, "a run has a base policy before it has a trainer"
-        return live.path
+        return live
 
     @contextlib.contextmanager
     def _writing(self, path: str) -> Iterator[Path]:

@@ -7,6 +7,7 @@ policy, so that a test can count them without asking the log.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -14,9 +15,10 @@ import time
 from types import SimpleNamespace
 
 import storage.run_log
-from storage.claims import next_claim
+from storage.claims import ClaimRules, next_claim
 from storage.log_entries import Policy, Quarantine, Step
 from storage.object_store import ObjectStore, open_store
+from storage.records import RolloutGroup
 from storage.run_log import RunLog
 from storage.run_state import Conflict, RunState
 from storage.runs import open_run, trainer_lock
@@ -24,6 +26,7 @@ from storage.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, provenance
 
 BATCH = 3
+RULES = ClaimRules(batch_size=BATCH, max_staleness=3, stale_policy="strict", min_usable=2, max_attempts=10**6)
 LEAD = 8 * BATCH
 """Groups that may wait for the trainer; more than `max_staleness` allows, so that some come too late."""
 ENDING = "ending"
@@ -53,6 +56,7 @@ def produce(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> No
             )
             for position in free
         ]
+        groups = [_given_up(group) if draw.random() < 0.05 else group for group in groups]
         number += 1
         origin = provenance(f"{seed}.{number}", run_id=run_id)
         for _ in range(draw.choice([1, 1, 2])):
@@ -68,7 +72,7 @@ def train(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None
     with trainer_lock(log):
         while True:
             state = log.refresh()
-            claim = next_claim(state, batch_size=BATCH, max_staleness=3, stale_policy="strict", min_usable=2)
+            claim = next_claim(state, RULES)
             if claim is None:
                 end = _end(log.store)
                 if end and state.positions.issuperset(range(end)):
@@ -100,6 +104,10 @@ def train(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None
             )
             for _ in range(draw.choice([1, 2])):
                 log.append(step)
+
+
+def _given_up(group: RolloutGroup) -> RolloutGroup:
+    return dataclasses.replace(group, accepted=False, reject_reason="cancelled: 4 updates behind, bound 3")
 
 
 def _start(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> tuple[random.Random, RunLog]:

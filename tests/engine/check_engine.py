@@ -1,87 +1,323 @@
-"""Run by test_vllm.py in a process of its own: start vLLM once and check everything about it."""
+"""Run by test_vllm.py in a process of its own: start vLLM once and check everything about it.
+
+Replies are endless (see `policies.a_policy`), so a swap falls inside them for certain; a short request that ends says
+that every other one has come that far too, since all of them get one token in each of vLLM's steps.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
+import contextlib
+import itertools
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from rollouts.chat_tokens import ChatTokens
-from rollouts.engine import EngineError
-from rollouts.vllm_engine import VllmEngine
-from storage.digests import seal_folder
-from storage.records import Message, Sampling
+from rollouts.engine import EngineError, EngineUnusable, UpdateMode
+from rollouts.vllm_engine import TRIES
+from storage.records import RolloutTask, Sampling
+from tests.engine.bench import LONG, MOMENT, TOLERANCE, Bench
+from tests.engine.policies import a_policy, logprobs_of, logprobs_with_kept_cache, spoilt
 
-
-def other_policy(base: Path, folder: Path) -> Path:
-    """The same model with every weight moved a little."""
-    shutil.copytree(base, folder)
-    tensors = load_file(str(folder / "model.safetensors"))
-    generator = torch.Generator().manual_seed(1)
-    moved = {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
-    save_file(moved, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    seal_folder(folder)
-    return folder
+IN_TIME = 30.0
+"""Seconds; generous: what is bounded by it would otherwise never end."""
 
 
-def reference_logprobs(folder: Path, prompt: list[int], reply: list[int]) -> list[float]:
-    """What transformers says the reply's tokens are worth."""
-    from transformers import AutoModelForCausalLM
+async def tokens_carry_version_and_logprob_at_any_temperature(bench: Bench) -> None:
+    for temperature in (1.0, 0.6, 1.7):
+        reply = await bench.generate(Sampling(max_tokens=40, temperature=temperature))
+        assert set(reply.weight_versions) == {0}, "the version given at start is stamped on every token"
+        assert len(reply.token_ids) == len(reply.logprobs) == len(reply.weight_versions) == 40
+        expected = logprobs_of(bench.serving, bench.prompt, reply.token_ids, temperature=temperature)
+        assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE), f"log-softmax(logits / {temperature})"
+        if temperature != 1.0:
+            unscaled = logprobs_of(bench.serving, bench.prompt, reply.token_ids)
+            assert reply.logprobs != pytest.approx(unscaled, abs=0.1), "the check would notice a missing division"
 
-    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    with torch.no_grad():
-        log_p = model(torch.tensor([prompt + reply])).logits[0].log_softmax(-1)
-    return [float(log_p[len(prompt) - 1 + i, token]) for i, token in enumerate(reply)]
+
+async def running_requests_span_the_swap(bench: Bench, mode: UpdateMode, clear: bool) -> None:
+    bench.engine.update_mode, bench.engine.clear_cache_on_reload = mode, clear
+    old, new = bench.version, max(bench.folders) + 1
+    parts: list[tuple[list[int], int]] = []
+    real = bench.engine.llm.generate
+
+    def recording(prompt: Any, parameters: Any, request_id: str) -> Any:
+        parts.append((list(prompt["prompt_token_ids"]), parameters.max_tokens))
+        return real(prompt, parameters, request_id)
+
+    async with bench.running(8, Sampling(max_tokens=LONG.max_tokens, seed=5)) as requests:
+        with bench.replaced("generate", recording):
+            loading = asyncio.create_task(bench.load(bench.other))
+            await asyncio.sleep(0)
+            late = asyncio.create_task(bench.generate(LONG))
+            update = await loading
+            replies = await asyncio.gather(*requests)
+            latest = await late
+    assert update.mode == mode and update.cache_cleared == clear and update.paused_seconds > 0
+    for reply in replies:
+        if mode == "wait":
+            bench.assert_spanning(reply, old)  # none was in flight when the weights changed
+        elif clear:
+            bench.assert_spanning(reply, old, new)
+        else:
+            assert set(reply.weight_versions) == {old, new}
+            assert reply.weight_versions == sorted(reply.weight_versions)
+            expected = logprobs_with_kept_cache(bench.folders, bench.prompt, reply.token_ids, reply.weight_versions)
+            # An aborted request finds whole blocks of 32 again; the rest is computed anew.
+            if mode == "keep":
+                assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    if mode == "abort":
+        first_part = [reply.weight_versions.count(old) for reply in replies]
+        continued = [
+            ([*bench.prompt, *reply.token_ids[:length]], LONG.max_tokens - length)
+            for reply, length in zip(replies, first_part, strict=True)
+        ]
+        assert sorted(part for part in parts if part[1] < LONG.max_tokens) == sorted(continued)
+        assert all(0 < length < LONG.max_tokens for length in first_part)
+    if mode == "wait":
+        bench.assert_spanning(latest, new)  # it came while the others were finishing, and waited
+    await bench.assert_serving()
+    print(f"{mode}, cache {'cleared' if clear else 'kept'}: paused {update.paused_seconds:.3f} s")
+
+
+async def the_prefix_cache_is_dropped_or_kept_as_the_setting_says(bench: Bench) -> None:
+    """A cleared engine answers a repeated prompt as one that has never seen other weights."""
+    bench.engine.update_mode = "keep"
+    long_prompt = (bench.prompt * 30)[:176]
+    for clear in (True, False):
+        bench.engine.clear_cache_on_reload = clear
+        for _ in range(2):
+            await bench.generate(prompt=long_prompt)  # its blocks are cached now
+        await bench.load(bench.other)
+        reply = await bench.generate(prompt=long_prompt)
+        as_if_fresh = logprobs_of(bench.serving, long_prompt, reply.token_ids) == pytest.approx(
+            reply.logprobs, abs=TOLERANCE
+        )
+        assert as_if_fresh == clear
+    bench.engine.clear_cache_on_reload = True
+    await bench.load(bench.serving)  # the next checks want a clean cache
+
+
+async def equal_weights_have_equal_checksums_and_others_do_not(bench: Bench, first: str) -> None:
+    checksums = {bench.policies[0]: first}
+    for folder in [*bench.policies, *reversed(bench.policies)]:
+        update = await bench.load(folder)
+        assert checksums.setdefault(folder, update.checksum) == update.checksum
+    assert len(set(checksums.values())) == 2
+
+
+async def a_reply_ends_with_the_end_token(bench: Bench) -> None:
+    await bench.load(bench.base)
+    replies = await asyncio.gather(*(bench.generate(LONG) for _ in range(8)))
+    assert {reply.finish_reason for reply in replies} == {"stop"}
+    assert all(len(reply.token_ids) < LONG.max_tokens for reply in replies)
+    await bench.load(bench.policies[0])
+
+
+async def a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench: Bench) -> None:
+    real, reloads = bench.engine.llm.collective_rpc, []
+
+    async def counting(*args: Any, **kwargs: Any) -> Any:
+        reloads.append(kwargs)
+        return await real(*args, **kwargs)
+
+    for number, (how, reason) in enumerate(
+        [
+            ("no folder", "digest.json"),
+            ("no weights", "no_weights|Cannot find any model weights"),
+            ("cut short", "incomplete"),
+            ("not weights", "header"),
+            ("a wrong shape", "assert|shape|size"),
+            ("a tensor missing", "lacks tensors; .*model.layers.1.self_attn.qkv_proj 2144 of 3168"),
+            ("an unknown tensor", "layers.9"),
+        ]
+    ):
+        broken = spoilt(bench.other, bench.scratch / f"broken{number}", how)
+        async with bench.running() as requests:
+            reloads.clear()
+            try:
+                with bench.replaced("collective_rpc", counting):
+                    await bench.fail_to_load(broken, reason)
+                # The old weights are right at the first try: the broken load left nothing behind that spoils the next.
+                assert len(reloads) == (0 if how == "no folder" else 2)
+            except BaseException as error:
+                error.add_note(f"with {how}")
+                raise
+            for reply in await asyncio.gather(*requests):
+                bench.assert_spanning(reply, bench.version)
+        await bench.assert_serving()
+    await bench.load(bench.other)
+    await bench.assert_serving()
+
+
+async def a_fault_at_any_step_ends_resumed_and_consistent(bench: Bench) -> None:
+    for after in (False, True):
+        for step in ("pause_generation", "collective_rpc", "compute_weight_checksums", "update_weight_version"):
+            async with bench.running() as requests:
+                with bench.failing(step, after=after):
+                    await bench.fail_to_load(bench.other, f"{step} was cut off")
+                for reply in await asyncio.gather(*requests):
+                    bench.assert_spanning(reply, bench.version)
+            await bench.assert_serving()
+        async with bench.running() as requests:
+            old = bench.version
+            with bench.failing("resume_generation", after=after):
+                await bench.load(bench.other)
+            for reply in await asyncio.gather(*requests):
+                bench.assert_spanning(reply, old, bench.version)
+        await bench.assert_serving()
+
+
+async def a_load_that_did_nothing_is_noticed(bench: Bench) -> None:
+    fresh = a_policy(bench.base, bench.scratch / "fresh", end_id=0, seed=3)
+    real, calls = bench.engine.llm.collective_rpc, []
+
+    async def idle(method: str, **kwargs: Any) -> Any:
+        calls.append(method)
+        served = kwargs.get("args") != (str(fresh),)
+        return await real(method, **kwargs) if served else [None]
+
+    with bench.replaced("collective_rpc", idle):
+        await bench.fail_to_load(fresh, "checksum is")
+    assert calls == ["reload_policy", "reset_weights", "reload_policy", "reload_policy"]
+    await bench.assert_serving()
+
+
+async def an_engine_without_known_weights_refuses_until_some_are_loaded(bench: Bench) -> None:
+    for step, times in (("collective_rpc", 1 + TRIES), ("resume_generation", TRIES)):
+        async with bench.running() as requests:
+            with bench.failing(step, times=times), pytest.raises(EngineUnusable, match=f"{step} was cut off"):
+                await bench.load(bench.other)
+            failed = await asyncio.gather(*requests, return_exceptions=True)
+            assert [type(error) for error in failed] == [EngineUnusable] * len(requests)
+            with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
+                await bench.generate()
+        await bench.load(bench.other)
+        await bench.assert_serving()
+
+
+async def a_cancelled_caller_leaves_no_half_loaded_weights(bench: Bench) -> None:
+    real, reached = bench.engine.llm.collective_rpc, asyncio.Event()
+
+    async def telling(*args: Any, **kwargs: Any) -> Any:
+        reached.set()
+        return await real(*args, **kwargs)
+
+    with bench.replaced("collective_rpc", telling):
+        loading = asyncio.create_task(bench.load(bench.other))
+        await reached.wait()
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+    await bench.load(bench.folders[max(bench.folders)])  # waits for the one before
+    await bench.assert_serving()
+
+
+async def a_request_ended_by_anything_but_an_update_is_an_error(bench: Bench) -> None:
+    bench.engine.update_mode = "abort"
+    async with bench.running(2) as requests:
+        await bench.engine.llm.abort(list(bench.engine.llm.output_processor.external_req_ids))
+        failed = await asyncio.gather(*requests, return_exceptions=True)
+        assert all("was ended by the engine: abort" in str(error) for error in failed), failed
+    bench.engine.update_mode = "keep"
+
+
+async def a_cancelled_request_leaves_its_slot_in_the_engine(bench: Bench) -> None:
+    async with bench.running(16):
+        pass  # leaving cancels them
+    await nothing_runs(bench)
+
+
+async def nothing_runs(bench: Bench) -> None:
+    """Ask vLLM's core. In the time that a few short requests take, a long one would not have ended."""
+    assert bench.engine.llm.get_num_unfinished_requests() == 0
+    for _ in range(3):
+        await bench.generate(Sampling(max_tokens=4))
+        if not await bench.engine.llm.engine_core.call_utility_async("has_work"):
+            return
+    raise AssertionError("requests that were cancelled are still running")
+
+
+async def a_stuck_engine_makes_requests_time_out_and_recovers(bench: Bench) -> None:
+    async with bench.running(2) as requests:
+        with suspended():
+            for request in [*requests, asyncio.create_task(bench.generate())]:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.2):
+                        await request
+            group = await bench.player(attempt_timeout=0.5).group(
+                RolloutTask(id="37+05", prompt="37+05="),
+                group_id="stuck",
+                position=0,
+                epoch=0,
+                n_samples=3,
+                sampling=MOMENT,
+                is_eval=False,
+            )
+            assert [attempt.status for attempt in group.trajectories] == ["timeout"] * 3
+            assert {attempt.error for attempt in group.trajectories} == {"attempt took more than 0.5 s"}
+            assert not group.accepted
+    await nothing_runs(bench)
+    await bench.assert_serving()
+
+
+@contextlib.contextmanager
+def suspended() -> Iterator[list[psutil.Process]]:
+    """vLLM's core and workers do not run."""
+    family = psutil.Process().children(recursive=True)
+    for process in family:
+        process.suspend()
+    try:
+        yield family
+    finally:
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+
+async def a_dead_engine_fails_everything_at_once(bench: Bench) -> None:
+    async with bench.running(2) as requests, asyncio.timeout(IN_TIME):
+        with suspended() as family:
+            updating = asyncio.create_task(bench.load(bench.other))
+            await asyncio.sleep(0)
+            for process in family:
+                os.kill(process.pid, signal.SIGKILL)
+        for waiting in [*requests, updating]:
+            with pytest.raises(EngineError):
+                await waiting
+        with pytest.raises(EngineError):
+            await bench.generate()
+        with pytest.raises(EngineError):
+            await bench.load(bench.other)
 
 
 async def check(base: Path, scratch: Path) -> None:
-    tokens = ChatTokens.load(base)
-    prompt = tokens.prompt([Message(role="user", content="37+05=")])
-    engine = VllmEngine(
-        max_model_len=256,
-        seed=0,
-        clear_cache_on_reload=True,
-        arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 8},
-    )
-    first = await engine.start(base, 3)
+    bench = Bench(base, scratch)
+    first = await bench.start()
     try:
-        reply = await engine.generate(prompt, sampling=Sampling(max_tokens=16), request_id="a")
-        assert set(reply.weight_versions) == {3}, "the version given at start is stamped on every token"
-        assert len(reply.token_ids) == len(reply.logprobs) == len(reply.weight_versions)
-        assert reply.logprobs == pytest.approx(reference_logprobs(base, prompt, reply.token_ids), abs=1e-3)
-
-        other = other_policy(base, scratch / "other")
-        # Forbid the end token's early arrival by sampling long and hot, so that the swap falls inside replies.
-        long = Sampling(max_tokens=240, temperature=1.5)
-        running = [asyncio.create_task(engine.generate(prompt, sampling=long, request_id=f"l{i}")) for i in range(8)]
-        await asyncio.wait(running, timeout=0.3)
-        second = await engine.load_policy(other, 4)
-        assert second != first, "the checksum follows the weights"
-        replies = await asyncio.gather(*running)
-        for spanning in replies:
-            assert spanning.weight_versions == sorted(spanning.weight_versions), "versions only grow along a reply"
-        after = await engine.generate(prompt, sampling=Sampling(max_tokens=16), request_id="b")
-        assert set(after.weight_versions) == {4}
-        assert after.logprobs == pytest.approx(reference_logprobs(other, prompt, after.token_ids), abs=1e-3)
-
-        assert await engine.load_policy(base, 5) == first, "the same weights have the same checksum"
-
-        broken = scratch / "broken"
-        shutil.copytree(base, broken)
-        (broken / "model.safetensors").write_bytes(b"not weights")
-        with pytest.raises(EngineError, match="the old one serves"):
-            await engine.load_policy(broken, 6)
-        still = await engine.generate(prompt, sampling=Sampling(max_tokens=16), request_id="c")
-        assert set(still.weight_versions) == {5}, "a failed load leaves the old version serving"
-        assert still.logprobs == pytest.approx(reference_logprobs(base, prompt, still.token_ids), abs=1e-3)
-        print("replies that span the swap:", sum(len(set(r.weight_versions)) == 2 for r in replies))
+        await tokens_carry_version_and_logprob_at_any_temperature(bench)
+        for mode, clear in itertools.product(("keep", "wait", "abort"), (True, False)):
+            await running_requests_span_the_swap(bench, mode, clear)
+        await the_prefix_cache_is_dropped_or_kept_as_the_setting_says(bench)
+        await equal_weights_have_equal_checksums_and_others_do_not(bench, first)
+        await a_reply_ends_with_the_end_token(bench)
+        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench)
+        await a_fault_at_any_step_ends_resumed_and_consistent(bench)
+        await a_load_that_did_nothing_is_noticed(bench)
+        await an_engine_without_known_weights_refuses_until_some_are_loaded(bench)
+        await a_cancelled_caller_leaves_no_half_loaded_weights(bench)
+        await a_request_ended_by_anything_but_an_update_is_an_error(bench)
+        await a_cancelled_request_leaves_its_slot_in_the_engine(bench)
+        await a_stuck_engine_makes_requests_time_out_and_recovers(bench)
+        await a_dead_engine_fails_everything_at_once(bench)
     finally:
-        await engine.stop()
+        await bench.engine.stop()
     print("all checks passed")
 
 

@@ -28,7 +28,7 @@ def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path) -> Non
         cwd=PROJECT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -80,6 +80,13 @@ def test_a_trajectory_is_shown_with_reward_and_versions(finished: Home) -> None:
     assert "reward 0 (parity 0)" in shown and "user" in shown and "@" in shown
 
 
+def test_a_debug_rollout_shows_its_groups_and_commits_nothing(finished: Home) -> None:
+    before = _log(finished).state.entries
+    shown = finished.run("rollout", "once", "scripted", "--n", "4").stdout
+    assert shown.count("attempt 0: ") == 4 and "4 of 4 groups accepted; nothing was committed" in shown
+    assert _log(finished).state.entries == before
+
+
 def test_runs_that_overlap_training_and_rollouts_stay_within_the_bound(home: Home, base_model: Path) -> None:
     home.run("train", str(SCRIPTED), f"model={base_model}", "max_staleness=2", "steps=8")
     log = _log(home)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from storage.claims import next_claim
+from storage.claims import ClaimRules, next_claim
 from storage.log_entries import Step
 from storage.records import RolloutGroup
 from storage.run_log import RunLog
@@ -66,9 +66,8 @@ def _round(log: RunLog, worker: TrainerWorker, cache: Path) -> Step:
     assert policy is not None
     groups = _rollouts(log.store.fetch_folder(policy.path, cache), version=policy.version, seed=policy.version)
     commit(log, f"shard-{policy.version}", groups)
-    claim = next_claim(
-        log.refresh(), batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS
-    )
+    rules = ClaimRules(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
+    claim = next_claim(log.refresh(), rules)
     assert claim is not None
     phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
     return worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id="learning")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from cli.formatting import counted, number, one_line, ranges, shortened, size, versions_of
+from dataclasses import replace
+
+from cli.formatting import counted, held_out, number, one_line, ranges, shortened, size, versions_of
+from storage.log_entries import Evaluation
 
 
 def test_numbers_are_rounded_and_may_be_missing() -> None:
@@ -27,3 +30,27 @@ def test_neighbours_are_a_range() -> None:
 def test_text_from_a_policy_can_neither_break_a_line_nor_steer_the_terminal() -> None:
     assert one_line("a\nb\x1b[31mc\td") == "a⏎b·[31mc d"
     assert shortened("abcde", 5) == "abcde" and shortened("abcdef", 5) == "abcd…"
+
+
+def test_an_evaluation_is_a_score_with_its_error_and_what_failed() -> None:
+    one = Evaluation(
+        version=3, split="test", score=0.49, num_tasks=200, n_samples=1, num_failed=0, pass_at={"1": 0.49},
+        standard_error=0.0353, shard_id="e3", seconds=4.81,
+    )  # fmt: skip
+    assert held_out(one) == ("held-out 0.490 ± 0.035", "on 200 tasks, 4.8 s")
+    chances = {"1": 0.48, "2": 0.6, "4": 0.75}
+    several = replace(one, n_samples=4, num_failed=3, failures={"env_error": 1, "timeout": 2}, pass_at=chances)
+    assert held_out(several) == (
+        "held-out avg@4 0.490 ± 0.035",
+        "on 200 tasks × 4 attempts, pass@1 0.480, pass@2 0.600, pass@4 0.750, 3 failed (env_error 1, timeout 2), 4.8 s",
+    )
+    older = replace(one, n_samples=0, num_failed=2, pass_at={}, standard_error=None)
+    assert held_out(older) == ("held-out 0.490", "on 200 tasks, 2 failed, 4.8 s")
+
+
+def test_an_evaluation_in_which_everything_failed_has_no_score_to_show() -> None:
+    failed = Evaluation(
+        version=3, split="test", score=0.0, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4},
+        pass_at={"1": 0.0, "2": 0.0}, standard_error=0.0, shard_id="e3", seconds=1.0,
+    )  # fmt: skip
+    assert held_out(failed) == ("evaluation failed:", "all 4 attempts did (env_error 4)")

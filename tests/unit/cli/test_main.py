@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.errors import MENDABLE_ELSEWHERE, mendable_types
 from cli.main import app, parse_overrides
-from cli.status import run_status
+from cli.status import print_status, run_status
 from storage.log_entries import Evaluation, LogEntry, Policy, Session
 from storage.object_store import LocalStore
 from storage.runs import create_run
@@ -67,11 +70,13 @@ def test_bad_input_is_one_sentence_before_anything_starts(
     "arguments",
     [
         ["rescore", "run", "--reward", "rollouts.rewards:exact", "--processes", "-1"],
-        ["eval", "run", "--num-tasks", "-1"],
-        ["eval", "run", "--n-samples", "-1"],
+        ["eval", "run", "--num-tasks", "0"],
+        ["eval", "run", "--n-samples", "0"],
+        ["eval", "run", "--version", "-1"],
+        ["eval", "run", "--temperature", "-1"],
     ],
 )
-def test_a_negative_count_is_refused_by_its_option(
+def test_a_count_that_cannot_be_is_refused_by_its_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
     create_run(LocalStore(tmp_path / "store"), "run", {})
@@ -117,6 +122,24 @@ def test_accuracy_before_and_after_are_the_first_and_last_version(tmp_path: Path
         )
     status = run_status(log)
     assert (status["accuracy_before"], status["accuracy_after"]) == (0.4, 0.9)
+
+
+def test_an_evaluation_in_which_everything_failed_is_no_accuracy(tmp_path: Path) -> None:
+    log = create_run(LocalStore(tmp_path), "run", {})
+    log.append(Policy(version=0, path="models/x", weights_sha256="", parent=None))
+    scored = Evaluation(
+        version=0, split="test", score=0.4, num_tasks=2, n_samples=2, num_failed=1, failures={"timeout": 1},
+        pass_at={"1": 0.5, "2": 0.5}, standard_error=0.1, shard_id="e0", seconds=0.0,
+    )  # fmt: skip
+    log.append(scored)
+    log.append(replace(scored, version=3, score=0.0, num_failed=4, shard_id="e1"))
+    status = run_status(log)
+    assert (status["accuracy_before"], status["accuracy_after"], status["failed_evaluations"]) == (0.4, 0.4, 1)
+    assert status["accuracy_standard_error"] == 0.1 and status["pass_at"] == {"1": 0.5, "2": 0.5}
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_status(status, console)
+    shown = console.export_text()
+    assert "failed evaluations       1" in shown and "pass@k                   1: 0.500, 2: 0.500" in shown
 
 
 def test_wall_seconds_leave_out_the_time_between_sessions(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_curves_lags_and_time_are_those_of_the_steps(tmp_path: Path) -> None:
     assert not found["time"]["overlap"]
     assert data["metrics"]["reply_length"]["mean"] == [2.0, 2.0]
     assert [(e["x"], e["y"]) for e in data["held_out"]] == [(0, pytest.approx(1 / 3)), (2, pytest.approx(2 / 3))]
-    assert [name for name, _ in found["terms"]] == ["trained", "filtered", "stale", "failed", "pending"]
+    assert [name for name, _ in found["terms"]] == ["trained", "filtered", "stale", "failed", "cancelled", "pending"]
     assert sum(number for _, number in found["terms"]) == found["counters"]["submitted"] == 3
 
 
@@ -165,6 +165,37 @@ def test_lists_of_groups_follow_their_definitions(tmp_path: Path) -> None:
     assert [card["id"] for card in lists["overconfidence"]] == ["0.task3/2", "0.task2/0"]
     assert lists["surprise"][0]["p"] == pytest.approx(0.1, rel=1e-5)
     assert [other["reward"] for other in lists["surprise"][0]["attempts"]] == [0.0, 1.0, 0.0]
+
+
+def test_a_failed_evaluation_is_a_note_and_no_point_of_the_curve(tmp_path: Path) -> None:
+    log = _a_run(tmp_path)
+    failed = Evaluation(
+        version=3, split="test", score=0.0, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4},
+        last_error="KeyError: 'answer'", shard_id="eval3", seconds=2.0,
+    )  # fmt: skip
+    log.append(failed)
+    found = gather(log)
+    assert [e["x"] for e in found["data"]["held_out"]] == [0, 2] and found["evaluation_seconds"] == 4.0
+    [note] = [note for note in found["notes"] if "evaluation" in note]
+    assert note.startswith("The evaluation of policy 3") and "env_error 4" in note and "KeyError: 'answer'" in note
+
+
+def test_prompts_of_every_shard_of_an_evaluation_are_in_its_history(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path))
+    for version, reward in ((0, 0.0), (2, 1.0)):
+        for number in range(2):
+            shard_id = f"eval{version}-1" if number else f"eval{version}"
+            group = _seen(f"q{number}", version, rewards=[reward], version=version)
+            _commit(log, shard_id, group, is_eval=True)
+        log.append(
+            Evaluation(
+                version=version, split="test", score=reward, num_tasks=2, num_failed=0, num_shards=2,
+                shard_id=f"eval{version}", seconds=1.0,
+            )
+        )  # fmt: skip
+    held_out = gather(log)["histories"][0]
+    assert held_out["columns"] == ["0", "2"] and held_out["kinds"]["rose"] == 2
+    assert [(row["id"], row["cells"]) for row in held_out["rows"]] == [("q0", [0.0, 1.0]), ("q1", [0.0, 1.0])]
 
 
 def test_histories_say_what_became_of_each_prompt(tmp_path: Path) -> None:
@@ -387,5 +418,5 @@ def test_prompts_are_searched_sorted_and_chosen_and_pictures_tell_their_numbers(
     seen = json.loads(html.unescape(re.findall(r'data-seen="(.*?)"', document)[0]))
     assert seen == {
         "first": ["q0", "q1", "q2"], "down": ["q2", "q1", "q0"], "rose": ["q1"], "search": ["q2"], "none": [],
-        "tip": ["step 2: reward 0.5", "policy 2: held-out 0.667 on 3 tasks"],
+        "tip": ["step 2: reward 0.5", "policy 2: held-out 0.667 on 3 tasks, 1.0 s"],
     }  # fmt: skip

@@ -147,7 +147,7 @@ def test_an_embedding_that_cannot_be_imported_is_refused_before_anything_is_made
         (["--version", ".."], "write a policy version or a range"),
         (["--version", "3 7"], "write a policy version or a range"),
         (["--version", "new"], "write a policy version or a range"),
-        (["--outcome", "won"], "--outcome 'won': write one of trained, filtered, stale, failed, pending"),
+        (["--outcome", "won"], "--outcome 'won': write one of trained, filtered, stale, failed, cancelled, pending"),
         (["--step", "2"], "--step 2: the run has steps 1 to 1"),
         (["--step", "0"], "--step 0: the run has steps 1 to 1"),
     ],

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from storage.claims import next_claim
+from storage.claims import ClaimRules, next_claim
 from storage.object_store import LocalStore
 from storage.retention import reading
 from storage.run_log import RunLog
@@ -73,7 +73,8 @@ def _worker(log: RunLog) -> TrainerWorker:
 
 def _step(worker: TrainerWorker, log: RunLog) -> str:
     """Train on the next group; returns the digest of the weights."""
-    claim = next_claim(log.refresh(), batch_size=1, max_staleness=100, stale_policy="strict", min_usable=2)
+    rules = ClaimRules(batch_size=1, max_staleness=100, stale_policy="strict", min_usable=2)
+    claim = next_claim(log.refresh(), rules)
     assert claim is not None
     phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
     step = worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id="")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,11 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens(tokenizer_folder: Path) -> ChatTokens:
     """Ids: 0 pad, 1 end, 2 user, 3 assistant, 4 `+`, 5 … 14 the digits, 15 `=`."""
     return ChatTokens.load(tokenizer_folder)
+
+
+@pytest.fixture(scope="session")
+def text_tokens() -> ChatTokens:
+    """One token per printable character, and the same special ones."""
+    from trainers.warmup import character_tokenizer
+
+    return ChatTokens(character_tokenizer(set(string.printable)))

@@ -14,13 +14,13 @@ from rollouts.attempts import AttemptLimits, Player, WrongWorkflow
 from rollouts.chat import Chat
 from rollouts.chat_tokens import ChatTokens
 from rollouts.engine import EngineError
-from rollouts.executor import Executor, NothingAccepted
-from rollouts.prompts import PromptStream
+from rollouts.executor import Executor
+from rollouts.prompts import PromptOrder
 from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.scripted_engine import ScriptedEngine
 from rollouts.workflow import RolloutWorkflow, Score, workflow_context
 from storage.records import RolloutGroup, RolloutTask, Sampling
-from tests.builders import ATTEMPT_LIMITS, LIMITS, a_policy_folder
+from tests.builders import ATTEMPT_LIMITS, LIMITS, FreePrompts, a_policy_folder
 
 Play = Callable[[RolloutTask, Chat], Awaitable[Any]]
 
@@ -62,13 +62,14 @@ class _Bench:
             engine=self.engine,
             tokens=tokens,
             rewards=RewardPool(num_processes=1, timeout=5),
-            limits=replace(ATTEMPT_LIMITS, **{name: limits.pop(name) for name in bounds & limits.keys()}),
+            limits=replace(ATTEMPT_LIMITS, **{name: limits[name] for name in bounds & limits.keys()}),
             max_model_len=max_model_len,
         )
-        self.executor = Executor(
+        prompts = FreePrompts(tasks, committed=committed)
+        self.executor = prompts.executor = Executor(
             player=player,
-            prompts=PromptStream(tasks, seed=0, committed=set(committed)),
-            limits=replace(LIMITS, **limits),
+            lease=prompts,
+            limits=replace(LIMITS, **{name: value for name, value in limits.items() if hasattr(LIMITS, name)}),
             sampling=Sampling(max_tokens=max_tokens),
         )
 
@@ -84,6 +85,19 @@ class _Bench:
 
     def one_batch(self) -> list[RolloutGroup]:
         return self.play(lambda executor: executor.prepare_batch())
+
+    def everything(self) -> list[RolloutGroup]:
+        """Batch after batch until nothing more can run before the next version."""
+
+        async def script(executor: Executor) -> list[RolloutGroup]:
+            groups = []
+            while made := await executor.prepare_batch():
+                executor.mark_committed(made)
+                executor.set_version(0, accepted=sum(group.accepted for group in [*groups, *made]))
+                groups += made
+            return groups
+
+        return self.play(script)
 
 
 def _only_attempt(number: int, error: BaseException | None = None, *, seconds: float = 0.0) -> Play:
@@ -149,7 +163,7 @@ def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: C
             raise KeyError("board")
         return await _answer(task, chat)
 
-    groups = _Bench(tokens, play, num_tasks=5, n_samples=4).one_batch()
+    groups = _Bench(tokens, play, num_tasks=5, n_samples=4).everything()
     [group] = [group for group in groups if group.task.id == "task3"]
     assert not group.accepted and group.reject_reason == "1 usable of 4, 2 needed"
     assert len(group.trajectories) == 4
@@ -171,7 +185,7 @@ def test_uniform_groups_are_dropped_only_where_asked_for(tokens: ChatTokens):
         return Score(reward=1.0 if task.id in ("task0", "task1") else float(workflow_context().attempt))
 
     assert all(group.accepted for group in _Bench(tokens, play, num_tasks=5).one_batch())
-    groups = _Bench(tokens, play, num_tasks=5, drop_uniform_groups=True).one_batch()
+    groups = _Bench(tokens, play, num_tasks=5, drop_uniform_groups=True).everything()
     dropped = {group.task.id: group.reject_reason for group in groups if not group.accepted}
     assert dropped == {"task0": "uniform reward 1", "task1": "uniform reward 1"}
 
@@ -195,12 +209,10 @@ def test_a_conversation_out_of_room_ends_truncated_and_without_a_reward(tokens: 
         while True:
             await chat.ask(task.prompt)
 
-    async def script(executor: Executor) -> list[RolloutGroup]:
-        return await executor.prepare_batch()
-
-    bench = _Bench(tokens, play, max_model_len=12, max_attempts=1)
-    with pytest.raises(NothingAccepted, match="tokens of 12 are used"):
-        bench.play(script)
+    group = _Bench(tokens, play, max_model_len=12).one_batch()[0]
+    assert not group.accepted and group.reject_reason == "0 usable of 2, 2 needed"
+    assert {(t.status, t.reward) for t in group.trajectories} == {("truncated", None)}
+    assert all("tokens of 12 are used" in t.error for t in group.trajectories)
 
 
 def test_no_more_groups_run_at_once_than_allowed(tokens: ChatTokens):
@@ -213,13 +225,13 @@ def test_no_more_groups_run_at_once_than_allowed(tokens: ChatTokens):
 def test_synchronous_training_stops_at_a_batch_until_the_next_version(tokens: ChatTokens):
     async def script(executor: Executor) -> None:
         first = await executor.prepare_batch()
-        executor.mark_committed()
+        executor.mark_committed(first)
         assert _positions(first) == [0, 1, 2, 3] and executor.room == 0
         assert await executor.prepare_batch() == []
         waiting = asyncio.create_task(executor.wait_for_work())
         await asyncio.sleep(0.02)
         assert not waiting.done()
-        executor.set_version(1, accepted=4, retries={})
+        executor.set_version(1, accepted=4)
         await waiting
         assert _positions(await executor.prepare_batch()) == [4, 5, 6, 7]
 
@@ -233,10 +245,10 @@ def test_production_runs_ahead_by_the_staleness_bound_and_no_further(tokens: Cha
     async def script(executor: Executor) -> None:
         made = []
         while groups := await executor.prepare_batch():
-            executor.mark_committed()
+            executor.mark_committed(groups)
             made += _positions(groups)
         assert made == list(range((eta + 1) * 4))
-        executor.set_version(1, accepted=4 + eta * 4, retries={})
+        executor.set_version(1, accepted=4 + eta * 4)
         made = _positions(await executor.prepare_batch())
         assert made == list(range((eta + 1) * 4, (eta + 2) * 4))
 
@@ -246,9 +258,10 @@ def test_production_runs_ahead_by_the_staleness_bound_and_no_further(tokens: Cha
 def test_after_a_resume_accepted_restarts_where_the_log_stands(tokens: ChatTokens):
     async def script(executor: Executor) -> None:
         # Version 3 is live and 1 group is pending: 3 · 4 + 1.
-        executor.set_version(3, accepted=13, retries={})
-        assert _positions(await executor.prepare_batch()) == [13, 14, 15]
-        executor.mark_committed()
+        executor.set_version(3, accepted=13)
+        groups = await executor.prepare_batch()
+        assert _positions(groups) == [13, 14, 15]
+        executor.mark_committed(groups)
         assert await executor.prepare_batch() == []
 
     _Bench(tokens, committed=range(13)).play(script)
@@ -259,7 +272,7 @@ def test_a_rejected_group_gives_its_room_back(tokens: ChatTokens):
         await chat.ask(task.prompt)
         return Score(reward=1.0 if int(task.prompt) % 3 == 0 else float(workflow_context().attempt))
 
-    groups = _Bench(tokens, play, drop_uniform_groups=True).one_batch()
+    groups = _Bench(tokens, play, drop_uniform_groups=True).everything()
     assert sum(group.accepted for group in groups) == 4
     assert any(not group.accepted for group in groups)
     assert _positions(groups) == list(range(len(groups)))
@@ -273,24 +286,93 @@ def test_the_last_batch_of_a_run_is_not_overshot(tokens: ChatTokens):
     _Bench(tokens, max_staleness=5, total_groups=6).play(script)
 
 
-def test_a_run_in_which_nothing_is_accepted_stops_with_a_report(tokens: ChatTokens):
+@pytest.mark.parametrize("wanted", [0, 1, 2, 4, 5, 6])
+@pytest.mark.parametrize("dynamic_batch", [False, True])
+def test_a_run_makes_exactly_as_many_groups_as_it_needs(tokens: ChatTokens, wanted: int, dynamic_batch: bool):
+    """Of five tasks: none, some, all but one, all, one more."""
+    limits = {"total_groups": wanted, "max_staleness": 9, "batch_size": 2, "dynamic_batch": dynamic_batch}
+    groups = _Bench(tokens, num_tasks=5, **limits).everything()
+    assert sorted(_positions(groups)) == list(range(wanted)) and len({group.id for group in groups}) == wanted
+
+
+def test_a_filter_that_rejects_everything_holds_nothing_up(tokens: ChatTokens):
     async def play(task: RolloutTask, chat: Chat) -> Score:
         raise KeyError("board")
 
-    with pytest.raises(NothingAccepted) as caught:
-        _Bench(tokens, play, max_attempts=2, max_concurrent=2).one_batch()
-    report = str(caught.value)
-    assert "0 of 4 accepted, 8 rejected" in report and "8 in a row without acceptance" in report
-    assert "last error: KeyError: 'board'" in report
+    async def script(executor: Executor) -> None:
+        for _ in range(3):
+            groups = await executor.prepare_batch()
+            executor.mark_committed(groups)
+            assert len(groups) == 4 and not any(group.accepted for group in groups)
+        assert "last error: KeyError: 'board'" in executor.report()
+
+    _Bench(tokens, play, max_concurrent=2).play(script)
 
 
-def test_one_accepted_group_in_between_starts_the_count_anew(tokens: ChatTokens):
+def test_a_prompt_that_came_to_nothing_runs_again_as_often_as_allowed(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        if task.id == "task3":
+            raise KeyError("board")
+        return await _answer(task, chat)
+
+    groups = _Bench(tokens, play, num_tasks=5, retries=2, total_groups=4).everything()
+    failed = [group for group in groups if group.task.id == "task3"]
+    assert [group.id for group in failed] == ["0.task3", "0.task3.retry1", "0.task3.retry2"]
+    assert [group.will_retry for group in failed] == [True, True, False]
+    assert len({group.position for group in failed}) == 1
+    assert sum(group.accepted for group in groups) == 4
+
+
+def test_a_retry_that_goes_well_is_trained(tokens: ChatTokens):
+    failures = []
+
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        if task.id == "task3" and len(failures) < 2:
+            failures.append(task.id)
+            raise KeyError("board")
+        return await _answer(task, chat)
+
+    groups = _Bench(tokens, play, num_tasks=5, retries=1).everything()
+    assert [group.accepted for group in groups if group.task.id == "task3"] == [False, True]
+
+
+def test_a_dynamic_batch_attempts_a_batch_and_no_more(tokens: ChatTokens):
     async def play(task: RolloutTask, chat: Chat) -> Score:
         await chat.ask(task.prompt)
-        return Score(reward=None if int(task.prompt) % 6 else float(workflow_context().attempt))
+        return Score(reward=1.0 if int(task.prompt) % 3 else float(workflow_context().attempt))
 
-    groups = _Bench(tokens, play, max_concurrent=1, num_tasks=600, max_attempts=20).one_batch()
-    assert sum(group.accepted for group in groups) == 4 and len(groups) > 8
+    async def script(executor: Executor) -> None:
+        groups = await executor.prepare_batch()
+        executor.mark_committed(groups)
+        assert len(groups) == 4 and sum(group.accepted for group in groups) < 4
+        assert executor.room == 0 and await executor.prepare_batch() == []
+
+    _Bench(tokens, play, drop_uniform_groups=True, dynamic_batch=True).play(script)
+
+
+def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens):
+    hung: list[str] = []
+
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        hung.append(task.id)
+        if task.id == hung[0]:
+            await asyncio.Event().wait()
+        return await _answer(task, chat)
+
+    async def script(executor: Executor) -> None:
+        groups, committed = [], 0
+        for version in range(3):
+            executor.set_version(version, accepted=committed)
+            assert executor.in_flight().count(0) == (1 if version else 0)
+            groups = await executor.prepare_batch()
+            executor.mark_committed(groups)
+            committed += sum(group.accepted for group in groups)
+        [cancelled] = [group for group in groups if not group.accepted]
+        assert cancelled.task.id == hung[0] and cancelled.reject_reason == "cancelled: 2 updates behind, bound 1"
+        assert {t.status for t in cancelled.trajectories} == {"cancelled"}
+        assert executor.in_flight().count(0) == 0
+
+    _Bench(tokens, play, max_staleness=1, batch_size=3).play(script)
 
 
 def test_a_data_set_smaller_than_a_batch_goes_round(tokens: ChatTokens):
@@ -312,7 +394,7 @@ def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens)
         batch = asyncio.create_task(executor.prepare_batch())
         await asyncio.sleep(0.05)
         assert not batch.done()
-        executor.set_version(1, accepted=4, retries={})
+        executor.set_version(1, accepted=4)
         first = await batch
         assert first and all(int(group.task.prompt) % 2 == 0 for group in first)
         slow.set()
@@ -333,78 +415,40 @@ def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, li
 
 def test_what_is_handed_out_and_not_yet_committed_still_counts(tokens: ChatTokens):
     async def script(executor: Executor) -> None:
-        await executor.prepare_batch()
-        executor.set_version(0, accepted=0, retries={})  # somebody looked at the log before the commit
+        groups = await executor.prepare_batch()
+        executor.set_version(0, accepted=0)  # somebody looked at the log before the commit
         assert executor.room == 0
-        executor.mark_committed()
-        executor.set_version(0, accepted=4, retries={})
+        executor.mark_committed(groups)
+        executor.set_version(0, accepted=4)
         assert executor.room == 0
 
     _Bench(tokens).play(script)
 
 
-def test_a_position_lost_with_its_shard_runs_again_under_a_new_id(tokens: ChatTokens):
-    async def script(executor: Executor) -> None:
-        await executor.prepare_batch()
-        executor.mark_committed()
-        executor.set_version(0, accepted=2, retries={1: 1, 3: 1})
-        again = await executor.prepare_batch()
-        assert _positions(again) == [1, 3]
-        assert all(group.id == f"0.{group.task.id}.retry1" for group in again)
-        executor.mark_committed()
-        executor.set_version(0, accepted=3, retries={1: 1, 3: 2})
-        [once_more] = await executor.prepare_batch()
-        assert once_more.id == f"0.{once_more.task.id}.retry2" and once_more.position == 3
-
-    _Bench(tokens).play(script)
-
-
-def test_what_is_cancelled_is_asked_again(tokens: ChatTokens):
+def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatTokens):
     async def play(task: RolloutTask, chat: Chat) -> Score:
-        await asyncio.sleep(60)
-        return Score(reward=1.0)
+        if int(task.prompt) % 2:
+            await asyncio.Event().wait()
+        return await _answer(task, chat)
 
     async def script(executor: Executor) -> None:
-        executor.set_version(0, accepted=0, retries={})
-        await asyncio.sleep(0.01)
-        await executor.close()
-        assert executor._prompts.next()[0] == 0
+        executor.set_version(0, accepted=0)
+        while executor.num_finished < 2:
+            await executor.wait_for_change()
+        finished = await executor.close()
+        assert len(finished) == executor.num_finished and all(int(group.task.prompt) % 2 == 0 for group in finished)
+        assert executor.in_flight() == []
 
     _Bench(tokens, play).play(script)
 
 
-def test_evaluation_is_bounded_and_touches_neither_prompts_nor_admission(tokens: ChatTokens):
-    seen = []
-
-    async def play(task: RolloutTask, chat: Chat) -> Score:
-        seen.append((workflow_context().is_eval, workflow_context().task_id))
-        return await _answer(task, chat)
-
-    async def script(executor: Executor) -> None:
-        room = executor.room
-        tasks = [RolloutTask(id=f"held{index}", prompt=str(index)) for index in range(9)]
-        sampling = Sampling(temperature=0.0, max_tokens=8)
-        groups = await executor.evaluate(tasks, version=7, n_samples=3, sampling=sampling, position=-1)
-        assert [group.task.id for group in groups] == [task.id for task in tasks]
-        assert {group.id for group in groups} == {f"eval7.held{index}" for index in range(9)}
-        assert {group.position for group in groups} == {-1}
-        assert {len(group.trajectories) for group in groups} == {3}
-        assert executor.room == room
-        assert _positions(await executor.prepare_batch()) == [0, 1, 2, 3]
-
-    bench = _Bench(tokens, play, engine=ScriptedEngine(lambda *_: [5, 1], seconds_per_token=0.002), max_concurrent=2)
-    bench.play(script)
-    assert bench.engine.peak_running == 2 * 3
-    assert seen[:27] == [(True, name) for _, name in seen[:27]] and seen[-1][0] is False
-
-
-def test_evaluation_keeps_every_group_whatever_failed(tokens: ChatTokens):
+def test_a_debug_batch_returns_every_group_whatever_a_filter_says(tokens: ChatTokens):
     async def script(executor: Executor) -> list[RolloutGroup]:
-        tasks = [RolloutTask(id="held", prompt="3")]
-        return await executor.evaluate(tasks, version=0, n_samples=2, sampling=Sampling(), position=-1)
+        order = PromptOrder([RolloutTask(id=f"t{index}", prompt="1") for index in range(3)], seed=0)
+        return await executor.rollout_batch([order.at(position) for position in range(3)])
 
-    [group] = _Bench(tokens, _only_attempt(0, KeyError("board"))).play(script)
-    assert group.accepted and [t.status for t in group.trajectories] == ["env_error", "ok"]
+    groups = _Bench(tokens, _only_attempt(0, KeyError("board")), max_concurrent=2).play(script)
+    assert len(groups) == 3 and not any(group.accepted for group in groups)
 
 
 def test_a_policy_that_was_never_finished_leaves_the_old_one_serving(tokens: ChatTokens, tmp_path: Path):

@@ -6,18 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.prompts import PromptStream, epoch_order
+from rollouts.prompts import PromptOrder, epoch_order
 from storage.records import RolloutTask
 
 TASKS = [RolloutTask(id=f"task{index}", prompt="") for index in range(5)]
-
-
-def _stream(num_tasks: int = 5, *, seed: int = 0, committed: set[int] | None = None) -> PromptStream:
-    return PromptStream(TASKS[:num_tasks], seed=seed, committed=committed or set())
-
-
-def _taken(stream: PromptStream, count: int) -> list[tuple[int, int, str]]:
-    return [(position, epoch, task.id) for position, epoch, task in (stream.next() for _ in range(count))]
 
 
 def test_the_order_is_fixed_by_seed_and_epoch_alone():
@@ -33,53 +25,33 @@ def test_every_task_comes_once_in_every_epoch(seed: int, epoch: int, num_tasks: 
 
 
 def test_positions_are_dense_and_epochs_follow_each_other():
-    taken = _taken(_stream(), 15)
-    assert [position for position, _, _ in taken] == list(range(15))
-    assert [epoch for _, epoch, _ in taken] == [0] * 5 + [1] * 5 + [2] * 5
+    order = PromptOrder(TASKS, seed=0)
+    prompts = [order.at(position) for position in range(15)]
+    assert [prompt.position for prompt in prompts] == list(range(15))
+    assert [prompt.epoch for prompt in prompts] == [0] * 5 + [1] * 5 + [2] * 5
     for epoch in range(3):
-        assert sorted(name for _, e, name in taken if e == epoch) == [task.id for task in TASKS]
+        assert sorted(prompt.task.id for prompt in prompts if prompt.epoch == epoch) == [task.id for task in TASKS]
 
 
 def test_a_data_set_smaller_than_a_batch_goes_on_into_later_epochs():
-    taken = _taken(_stream(1), 8)
-    assert taken == [(number, number, "task0") for number in range(8)]
+    order = PromptOrder(TASKS[:1], seed=0)
+    assert [order.at(position).group_id for position in range(3)] == ["0.task0", "1.task0", "2.task0"]
 
 
-def test_a_position_given_back_comes_next():
-    stream = _stream()
-    first = _taken(stream, 4)
-    stream.give_back(2)
-    assert _taken(stream, 2) == [first[2], (4, *_taken(_stream(), 5)[4][1:])]
+@given(num_tasks=st.integers(1, 5), positions=st.lists(st.integers(0, 60)))
+def test_a_position_holds_the_same_prompt_however_it_is_come_by(num_tasks: int, positions: list[int]):
+    order = PromptOrder(TASKS[:num_tasks], seed=0)
+    for position in positions:
+        assert order.at(position) == PromptOrder(TASKS[:num_tasks], seed=0).at(position)
 
 
-def test_a_resumed_stream_asks_what_the_log_lacks():
-    whole = _taken(_stream(), 12)
-    resumed = _taken(_stream(committed={0, 1, 3, 7}), 8)
-    assert resumed == [item for item in whole if item[0] not in {0, 1, 3, 7}]
-
-
-@given(
-    num_tasks=st.integers(1, 5),
-    committed=st.sets(st.integers(0, 30)),
-    operations=st.lists(st.one_of(st.none(), st.integers(0, 30)), max_size=40),
-)
-def test_always_the_smallest_position_nobody_has(num_tasks: int, committed: set[int], operations: list[int | None]):
-    """None takes a prompt; a number gives that position back."""
-    stream, taken = _stream(num_tasks, committed=committed), set(committed)
-    order = {position: (epoch, name) for position, epoch, name in _taken(_stream(num_tasks), 80)}
-    for given_back in operations:
-        if given_back is None:
-            position, epoch, task = stream.next()
-            assert position == next(p for p in range(80) if p not in taken)
-            assert (epoch, task.id) == order[position]
-            taken.add(position)
-        else:
-            stream.give_back(given_back)
-            taken.discard(given_back)
+def test_a_prompt_that_runs_again_has_a_group_of_its_own():
+    order = PromptOrder(TASKS, seed=0)
+    assert order.at(7, retry=2).group_id == order.at(7).group_id + ".retry2"
 
 
 def test_an_empty_split_and_double_ids_are_refused():
     with pytest.raises(ValueError, match="train split is empty"):
-        PromptStream([], seed=0, committed=set())
+        PromptOrder([], seed=0)
     with pytest.raises(ValueError, match="not unique: 2 tasks, 1 ids"):
-        PromptStream([TASKS[0], TASKS[0]], seed=0, committed=set())
+        PromptOrder([TASKS[0], TASKS[0]], seed=0)

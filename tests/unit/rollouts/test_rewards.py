@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.rewards import exact, final_answer, gsm8k
+from rollouts.rewards import exact, final_answer, gsm8k, matches, math_answer
 
 _FORMS_OF_18 = [
     "18",
@@ -169,6 +170,60 @@ def test_exact_ignores_only_the_white_space_around() -> None:
     assert exact(" Paris\n", "Paris") == 1.0
     assert exact("paris", "Paris") == 0.0
     assert exact("New  York", "New York") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        (r"So $x = \boxed{\frac{2}{4}}$.", r"\frac{1}{2}"),
+        (r"\boxed{0.5}", "1/2"),
+        ("The answer is $(x+1)^2$.", "x^2+2x+1"),
+        (r"\boxed{(3, \pi/2)}", r"(3, \frac{\pi}{2})"),
+        (r"\boxed{[-2, 7]}", r"x \in [-2,7]"),
+        (r"\boxed{\{6, 3\}}", r"\{3, 6\}"),
+        (r"$\sqrt{12}$", r"2\sqrt{3}"),
+        (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
+        (r"\boxed{B}", "B"),
+        ("It costs $32348$.", r"\$32,348"),
+        (r"It is \boxed{4}.", r"We add: $1 + 3 = \boxed{4}$"),
+        (r"\boxed{3} and \boxed{4}", r"\{3, 4\}"),
+        ("so it is 18", "18"),
+    ],
+)
+def test_equal_mathematics_scores_1(reply: str, answer: str) -> None:
+    assert math_answer(reply, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("I cannot tell.", "4"),
+        ("", "4"),
+        (r"\boxed{4} or \boxed{3}", "4"),
+        (r"\boxed{A}", "B"),
+        (r"\boxed{(3, 4)}", "(4, 3)"),
+        (r"\boxed{x^2}", "x^2+1"),
+        (r"\boxed{[-2, 7)}", "[-2, 7]"),
+        (r"\boxed{\frac{1}{0}}", "1"),
+        (r"\boxed{\frac{1}{3", "1/4"),
+    ],
+)
+def test_other_mathematics_scores_0(reply: str, answer: str) -> None:
+    assert math_answer(reply, answer) == 0.0
+
+
+@pytest.mark.parametrize("answer", ["", " ", r"\boxed{}"])
+def test_a_reference_without_mathematics_is_a_fault_of_the_data(answer: str) -> None:
+    with pytest.raises(ValueError, match="holds no mathematical expression"):
+        math_answer(r"\boxed{4}", answer)
+
+
+def test_a_pattern_is_found_or_not() -> None:
+    assert matches("<think>a\nb</think> 42", r"^<think>.*</think>\s*\d+$") == 1.0
+    assert matches("42", "^<think>") == 0.0
+    with pytest.raises(re.error):
+        matches("42", "(")
 
 
 _PIECES = st.sampled_from(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 
 from rollouts.loading import load_object
-from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout, score, set_reward_pool
+from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout, score, score_all, set_reward_pool
 from rollouts.workflow import Score
 from tests.unit.rollouts.reward_functions import (
+    burning,
     dying,
     failing,
     for_ever,
     length,
+    meeting,
     noisy,
     nothing,
     parts,
@@ -27,9 +30,12 @@ from tests.unit.rollouts.reward_functions import (
 )
 
 
-def _with_pool(play: Callable[[RewardPool], Awaitable[Any]], *, num_processes: int = 1, timeout: float = 30.0) -> Any:
+def _with_pool(
+    play: Callable[[RewardPool], Awaitable[Any]], *, num_processes: int = 1, timeout: float = 30.0, **options: Any
+) -> Any:
     async def inside() -> Any:
-        async with RewardPool(num_processes=num_processes, timeout=timeout) as pool:
+        async with RewardPool(num_processes=num_processes, timeout=timeout, **options) as pool:
+            set_reward_pool(pool)
             return await play(pool)
 
     return asyncio.run(inside())
@@ -158,10 +164,112 @@ def test_a_function_no_other_process_can_find_fails_with_the_reason():
 
 def test_a_workflow_scores_through_the_pool_of_its_attempt():
     async def play(pool: RewardPool) -> Score:
-        set_reward_pool(pool)
         return await score(length, "four")
 
     assert _with_pool(play).reward == 4.0
+
+
+def test_several_rewards_are_named_and_their_sum_is_the_reward():
+    async def judge(verdict: float | None) -> Score:
+        return Score(reward=verdict, parts={"judge": verdict})
+
+    async def play(pool: RewardPool) -> Score:
+        return await score_all(
+            {
+                "long": (length, "four"),
+                "split": (parts, ""),
+                "style": judge(0.5),
+                "silent": judge(None),
+                "turns": -1,
+                "none": (nothing, "nan"),
+            }
+        )
+
+    scored = _with_pool(play, num_processes=2)
+    assert scored.reward == 4.0 + (1.0 - 0.25) + 0.5 - 1
+    assert scored.parts == {
+        "long": 4.0,
+        **{"split.right": 1.0, "split.format": -0.25, "split.style": None, "split.speed": None},
+        **{"style": 0.5, "silent": None, "turns": -1.0, "none": None},
+    }
+
+
+def test_several_rewards_of_which_none_applies_are_no_reward():
+    async def play(pool: RewardPool) -> Score:
+        return await score_all({"one": (nothing, "none"), "other": None})
+
+    assert _with_pool(play) == Score(reward=None, parts={"one": None, "other": None})
+
+
+def test_several_rewards_run_at_the_same_time(tmp_path: Path):
+    async def play(pool: RewardPool) -> list[float | None]:
+        scored = await score_all({str(n): (meeting, str(tmp_path), 3) for n in range(3)})
+        return list(scored.parts.values())
+
+    assert _with_pool(play, num_processes=3) == [3.0] * 3
+
+
+def test_one_reward_that_fails_fails_the_attempt_and_breaks_no_other():
+    async def play(pool: RewardPool) -> None:
+        with pytest.raises(RewardFailed, match="failing: KeyError: 'x'"):
+            await score_all({"right": (length, "four"), "broken": (failing, "x"), "slow": (slow, 0.2)})
+        assert (pool.num_killed, pool.num_died) == (0, 0)
+        assert (await pool.score(length, "four")).reward == 4.0
+
+    _with_pool(play, num_processes=3)
+
+
+def test_a_timeout_that_counts_as_zero_is_a_part_like_any_other():
+    async def play(pool: RewardPool) -> tuple[Score, Score]:
+        several = await score_all({"right": (length, "four"), "endless": (for_ever, "")})
+        assert pool.num_timeouts == 1 and pool.num_killed == 1
+        return several, await score(for_ever, "")
+
+    several, single = _with_pool(play, timeout=2.0, on_timeout="zero")
+    assert several == Score(reward=4.0, parts={"right": 4.0, "endless": 0.0})
+    assert single == Score(reward=0.0, parts={"for_ever": 0.0})
+
+
+@pytest.mark.parametrize("policy", ["exclude", "fail"])
+def test_a_timeout_that_does_not_is_an_error(policy: str):
+    async def play(pool: RewardPool) -> None:
+        with pytest.raises(RewardTimeout):
+            await score_all({"right": (length, "four"), "endless": (for_ever, "")})
+        assert pool.num_timeouts == 1
+
+    _with_pool(play, timeout=2.0, on_timeout=policy)
+
+
+def test_what_became_of_the_children_is_counted():
+    async def play(pool: RewardPool) -> tuple[int, int, int]:
+        with pytest.raises(RewardFailed):
+            await pool.score(dying, "")
+        with pytest.raises(RewardTimeout):
+            await pool.score(for_ever, "")
+        waiting = asyncio.create_task(pool.score(for_ever, ""))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        return pool.num_timeouts, pool.num_killed, pool.num_died
+
+    assert _with_pool(play, timeout=2.0) == (1, 2, 1)
+
+
+def test_a_reward_that_computes_does_not_hold_up_the_event_loop():
+    async def play(pool: RewardPool) -> float:
+        await pool.score(length, "")
+        scoring = asyncio.create_task(pool.score(burning, 2.0))
+        longest, before = 0.0, time.perf_counter()
+        while not scoring.done():
+            await asyncio.sleep(0.005)
+            longest, before = max(longest, time.perf_counter() - before - 0.005), time.perf_counter()
+        assert (await scoring).reward == 2.0
+        return longest
+
+    lags = []
+    while not lags or (min(lags) >= 0.05 and len(lags) < 3):  # this machine may be busy with something else
+        lags.append(_with_pool(play))
+    assert min(lags) < 0.05, lags
 
 
 async def _ended(process: float | None) -> None:

@@ -14,11 +14,12 @@ from rollouts.chat import Chat
 from rollouts.chat_tokens import ChatTokens
 from rollouts.config import EngineSettings, RewardSettings
 from rollouts.executor import Limits
-from rollouts.prompts import PromptStream
+from rollouts.prompts import PromptOrder
 from rollouts.worker import RolloutWorker
 from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from storage.claims import ClaimRules
 from storage.digests import DIGEST_FILE, DigestMismatch
-from storage.log_entries import Policy, Quarantine, Step
+from storage.log_entries import Lease, Policy, Quarantine, Release, Step
 from storage.records import RolloutTask, Sampling
 from storage.run_state import Conflict
 from storage.runs import open_run
@@ -77,6 +78,7 @@ class _Run:
             "dataset": None,
             "engine": EngineSettings(kind="scripted", max_model_len=64),
             "limits": LIMITS,
+            "rules": ClaimRules(batch_size=LIMITS.batch_size, max_staleness=0, stale_policy="strict", min_usable=2),
             "sampling": Sampling(max_tokens=8),
             "attempt_limits": ATTEMPT_LIMITS,
             "reward": RewardSettings(timeout=20.0),
@@ -151,8 +153,8 @@ def test_a_published_policy_samples_the_next_tokens(run: _Run):
     async def script(worker: RolloutWorker) -> Any:
         await _collect(worker)
         policy = run.train()
-        checksum = await worker.publish(policy)
-        assert len(checksum) == 64
+        update = await worker.publish(policy)
+        assert len(update.checksum) == 64
         return await _collect(worker)
 
     shard = run.play(script)
@@ -222,39 +224,66 @@ def test_a_shard_lost_under_a_running_worker_is_made_again(run: _Run):
     assert all(group.id.endswith(".retry1") for group in again.groups)
 
 
-def test_what_another_producer_committed_first_is_dropped_and_production_goes_on(run: _Run):
-    async def script(first: RolloutWorker, second: RolloutWorker) -> Any:
-        await _collect(first)
-        assert await second.collect() is None  # all its prompts were taken
-        await second.publish(run.train())
-        return await _collect(second)
+def test_two_workers_share_the_prompts_and_none_runs_twice(run: _Run):
+    async def script(first: RolloutWorker, second: RolloutWorker) -> None:
+        shards = await asyncio.gather(first.collect(), second.collect())
+        assert sum(len(shard.groups) for shard in shards if shard is not None) == 3
+        assert await first.collect() is None and await second.collect() is None
+        policy = run.train()
+        await asyncio.gather(first.publish(policy), second.publish(policy))
+        await asyncio.gather(first.collect(), second.collect())
 
-    shard = run.play(script, workers=2)
-    assert sorted(group.position for group in shard.groups) == [3, 4, 5]
-    assert run.log.refresh().pending_accepted == 3
+    run.play(script, workers=2)
+    state = run.log.refresh()
+    assert run.committed() == [0, 1, 2, 3, 4, 5] and state.counters()["submitted"] == 6
+    assert not state.leased
 
 
-def test_only_the_prompts_another_producer_committed_are_dropped_and_their_room_is_used(run: _Run):
-    async def script(first: RolloutWorker, second: RolloutWorker) -> Any:
-        await _collect(first)  # one group
-        run.log.refresh()
-        shard = await _collect(second)
-        assert sorted(group.position for group in shard.groups) == [1, 2]
+def test_what_a_dead_worker_had_leased_is_attempted_elsewhere(run: _Run):
+    run.log.append(Lease(holder="dead", positions=[0, 1, 2], number=0))
 
+    async def script(worker: RolloutWorker) -> None:
+        assert await worker.collect() is None  # somebody else has all there is to do
+        run.log.append(Release(holder="dead", reason="killed"))
+        await worker.refresh()
+        shard = await _collect(worker)
+        assert sorted(group.position for group in shard.groups) == [0, 1, 2]
+
+    run.play(script)
+
+
+def test_what_a_worker_given_up_for_dead_has_made_is_dropped_and_it_goes_on(run: _Run):
     async def both() -> None:
-        first = run.worker("rollout-0", limits=Limits(**{**vars(LIMITS), "batch_size": 1}))
-        second = run.worker("rollout-1")
-        for worker in (first, second):
-            await worker.start()
-            await worker.refresh()
+        late, other = run.worker("rollout-0"), run.worker("rollout-1")
+        await late.start()
+        await late.refresh()
+        while len(run.log.refresh().leased) < 3:
+            await asyncio.sleep(0.01)
+        run.log.append(Release(holder="rollout-0", reason="not heard of"))
+        await other.start()
+        await other.refresh()
         try:
-            await script(first, second)
+            await _collect(other)
+            assert await late.collect() is None
+            await late.publish(run.train())
+            assert sorted(group.position for group in (await _collect(late)).groups) == [3, 4, 5]
         finally:
-            await first.close()
-            await second.close()
+            await late.close()
+            await other.close()
 
     asyncio.run(both())
-    assert run.committed() == [0, 1, 2]
+    assert run.committed() == [0, 1, 2, 3, 4, 5] and run.log.refresh().counters()["submitted"] == 6
+
+
+def test_a_worker_that_leaves_gives_its_leases_back(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        state = run.log.refresh()
+        lease = Lease(holder="rollout-0", positions=state.free_positions(2), number=state.num_leases)
+        assert set(run.log.append(lease).leased) == {3, 4}
+
+    run.play(script)
+    assert not run.log.refresh().leased
 
 
 def test_a_data_set_that_changed_under_the_run_is_an_error_and_no_endless_loop(
@@ -278,7 +307,7 @@ def test_a_data_set_that_changed_under_the_run_is_an_error_and_no_endless_loop(
 
 def test_evaluation_stores_its_trajectories_and_logs_a_score(run: _Run):
     async def script(worker: RolloutWorker) -> Any:
-        return await worker.evaluate(split="test", num_tasks=10, n_samples=2, temperature=0.0)
+        return await worker.evaluate(split="test", num_tasks=10, n_samples=2, temperature=0.0, max_concurrent=8)
 
     evaluation = run.play(script)
     state = run.log.refresh()
@@ -290,15 +319,16 @@ def test_evaluation_stores_its_trajectories_and_logs_a_score(run: _Run):
     table = read_shard(run.log, shard)
     assert shard.is_eval and set(table["is_eval"].to_pylist()) == {True}
     assert table["sampling"].to_pylist()[0]["temperature"] == 0.0
-    assert not state.pending and not state.positions
-    assert state.counters()["submitted"] == 0
+    assert not any(group_id.startswith("eval") for group_id in state.groups)
 
 
 def test_evaluation_beside_a_swap_belongs_to_one_version(run: _Run):
     async def script(worker: RolloutWorker) -> None:
         await _collect(worker)
         policy = run.train()
-        beside, after = (worker.evaluate(split="test", num_tasks=2, n_samples=4, temperature=1.0) for _ in range(2))
+        beside, after = (
+            worker.evaluate(split="test", num_tasks=2, n_samples=4, temperature=1.0, max_concurrent=8) for _ in range(2)
+        )
         await asyncio.gather(beside, worker.publish(policy))
         await after
 
@@ -311,12 +341,78 @@ def test_evaluation_beside_a_swap_belongs_to_one_version(run: _Run):
         assert set(table["group_id"].to_pylist()) == {f"eval{evaluation.version}.task90"}
 
 
+class Gated(Digits):
+    """Held-out attempts wait until they are let through."""
+
+    started: asyncio.Event
+    let_through: asyncio.Event
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        if workflow_context().is_eval:
+            type(self).started.set()
+            await type(self).let_through.wait()
+        return await super().run(task, chat)
+
+
+_HELD_OUT: dict[str, Any] = {"split": "test", "num_tasks": 2, "n_samples": 1, "temperature": 0.0, "max_concurrent": 8}
+
+
+def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: _Run):
+    async def script(producer: RolloutWorker) -> None:
+        Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
+        evaluator = run.worker("evaluator-0", workflow=f"{__name__}:Gated")
+        await evaluator.start()
+        try:
+            await _collect(producer)
+            evaluating = asyncio.create_task(evaluator.evaluate_version(0, **_HELD_OUT))
+            next_one = asyncio.create_task(evaluator.evaluate_version(1, **_HELD_OUT))
+            await Gated.started.wait()
+            for version in (1, 2):
+                await producer.publish(run.train())
+                shard = await _collect(producer)
+                assert (shard.head_version, shard.tail_version) == (version, version)
+            assert not evaluating.done() and not run.log.refresh().evaluations
+            Gated.let_through.set()
+            found = [await evaluating, await next_one, await evaluator.evaluate_version(0, **_HELD_OUT)]
+            assert [evaluation.version for evaluation in found] == [0, 1, 0]
+            with pytest.raises(ValueError, match="no policy version 9; it has 0 to 2"):
+                await evaluator.evaluate_version(9, **_HELD_OUT)
+        finally:
+            await evaluator.close()
+
+    run.play(script)
+    state = run.log.refresh()
+    assert len(state.evaluations) == 3 and state.counters()["submitted"] == 9
+    for evaluation in state.evaluations:
+        shard = state.shards[evaluation.shard_id]
+        assert shard.is_eval and (shard.head_version, shard.tail_version) == (evaluation.version,) * 2
+        assert {group.id.split(".")[0] for group in shard.groups} == {f"eval{evaluation.version}"}
+
+
+def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_production_does_not(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
+        evaluating = asyncio.create_task(worker.evaluate(**_HELD_OUT))
+        await Gated.started.wait()
+        assert (await _collect(worker)).head_version == 0
+        publishing = asyncio.create_task(worker.publish(run.train()))
+        while not worker._version_pin._waiters:  # it has come so far that it would publish
+            await asyncio.sleep(0)
+        assert not publishing.done()
+        Gated.let_through.set()
+        assert (await evaluating).version == 0
+        await publishing
+        assert (await _collect(worker)).head_version == 1
+
+    run.play(script, workflow=f"{__name__}:Gated")
+
+
 def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
     run.play(_collect)
     run.train()
 
     async def script(worker: RolloutWorker) -> Any:
-        return await worker.evaluate(split="test", num_tasks=1, n_samples=1, temperature=0.0)
+        return await worker.evaluate(split="test", num_tasks=1, n_samples=1, temperature=0.0, max_concurrent=8)
 
     evaluation = run.play(script, version=0)
     assert evaluation.version == 0
@@ -327,7 +423,9 @@ def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
 
 def test_an_empty_split_is_an_error_with_the_fix(run: _Run):
     with pytest.raises(ValueError, match="'empty' split is empty"):
-        run.play(lambda worker: worker.evaluate(split="empty", num_tasks=1, n_samples=1, temperature=0.0))
+        run.play(
+            lambda worker: worker.evaluate(split="empty", num_tasks=1, n_samples=1, temperature=0.0, max_concurrent=8)
+        )
 
 
 def test_the_arithmetic_example_is_scored_by_a_real_reward_process(run: _Run):
@@ -348,5 +446,5 @@ def test_the_same_seed_makes_the_same_tokens(tmp_path: Path, tokenizer_folder: P
 
 
 def _tasks_at(positions: Sequence[int]) -> set[str]:
-    stream = PromptStream(Digits().tasks("train"), seed=0, committed=set(range(positions[0])))
-    return {stream.next()[2].id for _ in positions}
+    order = PromptOrder(Digits().tasks("train"), seed=0)
+    return {order.at(position).task.id for position in positions}

@@ -82,6 +82,7 @@ def test_sft_has_a_conversation_per_attempt(queries: Queries, tmp_path: Path):
         "messages": [_message("user", "3+4"), _message("assistant", "seven")],
         "prompt_id": "task0",
         "reward": 1.0,
+        "reward_parts": [],
         "trajectory_id": "clear/1",
     }
     assert [row["trajectory_id"] for row in rows] == ["clear/1", "clear/3", "tied/0", "tied/1"]
@@ -214,6 +215,6 @@ print(json.dumps(found))
         [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["sft"][:2] == [["messages", "prompt_id", "reward", "trajectory_id"], 9]
+    assert found["sft"][:2] == [["messages", "prompt_id", "reward", "reward_parts", "trajectory_id"], 9]
     assert found["dpo"][0][:3] == ["prompt", "chosen", "rejected"] and found["dpo"][1] == 2
     assert found["dpo"][2]["chosen"] == [_message("assistant", "seven")]

@@ -70,7 +70,7 @@ def test_a_policy_leads_to_all_that_made_it(log: RunLog):
     assert (made.version, made.step, made.parents, made.live, made.retired) == (2, 2, [1, 0], False, False)
     assert (made.registry_model, made.registry_version, made.aliases) == ("run", "3", ["shipped"])
     assert (made.session_id, made.code_version, made.reward_sha256) == ("second", "c0de2", "4e3a")
-    assert made.outcomes == {"trained": 2, "filtered": 1, "stale": 0, "failed": 0}
+    assert made.outcomes == {"trained": 2, "filtered": 1, "stale": 0, "failed": 0, "cancelled": 0}
     assert made.dataset_digest == dataset_digest(log.state.steps[1])
     assert [(s.id, s.rows, s.groups, s.problem) for s in made.shards] == [("s0", 6, 1, ""), ("s1", 3, 1, "")]
     for shard in made.shards:

@@ -66,7 +66,10 @@ def _two_steps(log: RunLog) -> None:
     log.append(Session(id="second", code_version="c0de2", reward_sha256="4e3a"))
     log.append(a_shard("s1", [a_summary(3, version=1)]))
     log.append(a_step(log.state, a_claim(log.state, trained=["0.task1", "0.task3"], filtered=["0.task2"])))
-    log.append(Evaluation(version=1, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id="e0", seconds=1.0))
+    scored: dict[str, Any] = {"split": "test", "num_tasks": 2, "n_samples": 4, "seconds": 1.0}
+    counts: dict[str, Any] = {"num_failed": 2, "failures": {"timeout": 2}, "pass_at": {"1": 0.5, "2": 0.75, "4": 1.0}}
+    log.append(Evaluation(version=1, score=0.5, standard_error=0.25, shard_id="e0", **counts, **scored))
+    log.append(Evaluation(version=2, score=0.0, num_failed=8, shard_id="e1", **scored))
     log.append(Alias(name="rollout", version=2, checksum="sum2"))
 
 
@@ -111,7 +114,7 @@ def test_a_version_says_what_made_it(mirror: _Mirror):
         {"id": "s0", "sha256": "f" * 64, "num_rows": 6},
         {"id": "s1", "sha256": "f" * 64, "num_rows": 2},
     ]
-    assert json.loads(tags["millrace.groups"]) == {"trained": 2, "stale": 0, "filtered": 1, "failed": 0}
+    assert json.loads(tags["millrace.groups"]) == {"trained": 2, "stale": 0, "filtered": 1, "failed": 0, "cancelled": 0}
     assert tags["millrace.dataset_digest"] == dataset_digest(step)
 
 
@@ -167,7 +170,13 @@ def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     assert run.data.params == {"seed": "0", "train.scale": "std"}
     history = mirror.client.get_metric_history(run.info.run_id, "train/loss")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
-    assert run.data.metrics["eval/test/score"] == 0.5
+    evaluation = {key.removeprefix("eval/test/"): value for key, value in run.data.metrics.items() if "eval/" in key}
+    assert evaluation == {
+        **{"score": 0.5, "standard_error": 0.25, "pass_at_1": 0.5, "pass_at_2": 0.75, "pass_at_4": 1.0},
+        **{"tasks": 2.0, "seconds": 1.0, "failed": 1.0},
+    }
+    failed = mirror.client.get_metric_history(run.info.run_id, "eval/test/failed")
+    assert [(metric.step, metric.value) for metric in failed] == [(1, 0.25), (2, 1.0)]
     assert run.data.tags["millrace.store"] == mirror.log.store.uri
 
 

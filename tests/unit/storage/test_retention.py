@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from moto.server import ThreadedMotoServer
 
 from storage import log_segments, retention
-from storage.claims import next_claim
+from storage.claims import ClaimRules, next_claim
 from storage.log_entries import Alias, Evaluation, Quarantine, Rescore, Retire
 from storage.object_store import LocalStore, ObjectStore, StoreError, open_store
 from storage.replay import plan_replay
@@ -137,7 +137,7 @@ def _check(log: RunLog, rules: Rules) -> None:
         assert log.shard_key(state.shard_of[group_id]) in present
     counters = state.counters()
     assert counters["submitted"] == sum(
-        counters[term] for term in ("trained", "filtered", "stale", "failed", "pending")
+        counters[term] for term in ("trained", "filtered", "stale", "failed", "cancelled", "pending")
     )
 
 
@@ -192,6 +192,68 @@ def test_policies_are_kept_by_count_interval_alias_and_score(tmp_path: Path):
     # An evaluation's trajectories stay with the policy that was scored.
     assert [name for name in _files(log.store, "shards") if "eval" in name] == ["shards/eval0", "shards/eval3"]
     _check(log, rules)
+
+
+def _piece(log: RunLog, shard_id: str, *, version: int, age: float = 0.0) -> None:
+    """A committed shard of an evaluation, written so many seconds ago."""
+    group = a_group(-1, version=version, group_id=f"eval{version}.task")
+    commit_shard(log, [group], provenance=provenance(shard_id), sampling=SAMPLING, is_eval=True)
+    path = log.store.root / log.shard_key(shard_id)  # type: ignore[attr-defined]
+    os.utime(path, (path.stat().st_mtime - age,) * 2)
+
+
+def test_all_shards_of_an_evaluation_stay_and_go_with_the_policy_it_scored(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=3)
+    for version in (0, 1):
+        for number in range(3):
+            _piece(log, f"eval{version}-{number}" if number else f"eval{version}", version=version)
+        score = Evaluation(
+            version=version, split=f"split{version}", score=0.5, num_tasks=3, num_failed=0, shard_id=f"eval{version}",
+            num_shards=3, seconds=1.0,
+        )  # fmt: skip
+        log.append(score)
+    rules = Rules(keep_last=1, orphan_seconds=0.0)
+    collect_garbage(log.store, ["run"], rules, dry_run=False)
+    kept = ["shards/eval0", "shards/eval0-1", "shards/eval0-2"]
+    assert [name for name in _files(log.store, "shards") if "eval0" in name] == kept
+    assert [name for name in _files(log.store, "shards") if "eval1" in name] == [
+        name.replace("eval0", "eval1") for name in kept
+    ], "the best on its split"
+    better = _shard(log, -1, version=3, is_eval=True)
+    log.append(
+        Evaluation(version=3, split="split1", score=0.9, num_tasks=1, num_failed=0, shard_id=better, seconds=1.0)
+    )
+    collect_garbage(log.store, ["run"], rules, dry_run=False)
+    assert not [name for name in _files(log.store, "shards") if "eval1" in name]
+
+
+def test_shards_of_an_evaluation_that_runs_stay_and_those_of_a_killed_one_go(tmp_path: Path):
+    """Both are of the base model, which is always kept; only the running one has written something lately."""
+    log = _train(a_log(local_store(tmp_path)), steps=1)
+    for number, age in enumerate((7200.0, 5400.0, 60.0)):
+        _piece(log, f"running-{number}", version=0, age=age)
+    _collect(log.store)
+    assert len([name for name in _files(log.store, "shards") if "running" in name]) == 3
+    for number in range(3):
+        path = log.store.root / log.shard_key(f"running-{number}")  # type: ignore[attr-defined]
+        os.utime(path, (path.stat().st_mtime - 7200,) * 2)
+    [*items] = _collect(log.store).items
+    assert {item.reason for item in items if "running" in item.name} == {"its evaluation never ended"}
+    assert not [name for name in _files(log.store, "shards") if "running" in name]
+
+
+def test_an_evaluation_in_which_everything_failed_makes_no_policy_the_best(tmp_path: Path):
+    """Rewards are negative here, so that 0 would be the best score."""
+    log = _train(a_log(local_store(tmp_path)), steps=5)
+    for version, score, num_failed in ((1, -0.5, 0), (2, 0.0, 4), (3, -0.7, 0)):
+        log.append(
+            Evaluation(
+                version=version, split="test", score=score, num_tasks=2, n_samples=2, num_failed=num_failed,
+                shard_id=f"e{version}", seconds=1.0,
+            )
+        )  # fmt: skip
+    kept = kept_policies(log.state, Rules(keep_last=1), log.state.evaluations)
+    assert kept == {0: "base model", 1: "best on test", 5: "live, among the newest"}
 
 
 def test_what_is_retired_stays_retired_when_the_rules_change(tmp_path: Path):
@@ -595,6 +657,39 @@ def test_rules_nobody_can_mean_are_refused(rules: dict[str, object], sentence: s
         make_rules(**{"keep_last": 1, "keep_every": 0, "older_than": "", "max_size": "", **rules})  # type: ignore[arg-type]
 
 
+def test_a_folder_that_several_versions_share_stays_while_one_of_them_is_kept(store: ObjectStore):
+    """A skipped step makes a version with the weights, and so the files, of the one before."""
+    log = _train(a_log(store), steps=2)
+    _skip(log), _skip(log)  # versions 2, 3 and 4 are one folder
+    _train(log, steps=3)
+    log.append(Alias(name="best", version=3, checksum=""))
+    report = _collect(store)
+    assert _files(store, "policies") == ["policies/2-a", "policies/7-a"]
+    assert log.refresh().retired_policies == {1, 5, 6} and set(report.kept) == {0, 3, 7}
+
+    log.append(Alias(name="best", version=7, checksum=""))
+    [shared] = [item for item in _collect(store).items if item.kind == "policy"]
+    assert shared.name == "2, 3, 4"
+    assert _files(store, "policies") == ["policies/7-a"]
+    assert log.refresh().retired_policies == {1, 2, 3, 4, 5, 6}
+
+
+def test_the_folder_of_the_live_policy_stays_when_it_is_older(store: ObjectStore):
+    log = _train(a_log(store), steps=2)
+    for _ in range(4):
+        _skip(log)
+    _collect(store)
+    assert _files(store, "policies") == ["policies/2-a"] and log.refresh().retired_policies == {1}
+
+
+def _skip(log: RunLog) -> None:
+    """A step that trains nothing and keeps the live policy's files."""
+    live = log.state.live
+    assert live is not None
+    step = a_step(log.state, trained=[])
+    log.append(replace(step, policy=replace(step.policy, path=live.path, weights_sha256=live.weights_sha256)))
+
+
 def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
     """Nothing that anybody needs vanishes: every claimed shard is read, and the law holds at the end."""
     rounds, rules = 25, Rules(keep_last=1)
@@ -609,8 +704,9 @@ def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
 
     def train() -> None:
         log = open_run(local_store(tmp_path), "run")
+        claim_rules = ClaimRules(batch_size=1, max_staleness=10**6, stale_policy="strict", min_usable=1)
         while log.refresh().step < rounds:
-            claim = next_claim(log.state, batch_size=1, max_staleness=10**6, stale_policy="strict", min_usable=1)
+            claim = next_claim(log.state, claim_rules)
             if claim is None:
                 continue
             for claimed in claim.trained:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from storage.claims import next_claim
+from storage.claims import ClaimRules, next_claim
 from storage.log_entries import (
     Alias,
     Entry,
     Evaluation,
     GroupSummary,
+    Lease,
     Policy,
     Quarantine,
     Registration,
+    Release,
     Rescore,
     Retire,
     Session,
@@ -65,6 +68,7 @@ def test_the_fold_tells_what_is_pending_what_is_done_and_what_is_live():
         "filtered": 1,
         "stale": 0,
         "failed": 1,
+        "cancelled": 0,
         "pending": 1,
         "quarantined": 0,
     }
@@ -146,7 +150,8 @@ def test_clocks_decide_nothing(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("storage.run_log.time", SimpleNamespace(time=lambda: clock.pop()))
         log = a_log()
         log.append(a_shard("s0", [a_summary(position) for position in (2, 0, 1)]))
-        claim = next_claim(log.state, batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
+        rules = ClaimRules(batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
+        claim = next_claim(log.state, rules)
         assert claim is not None
         log.append(a_step(log.state, claim))
         return [entry.body for entry in log.entries]
@@ -308,6 +313,8 @@ class ConservationLaw(RuleBasedStateMachine):
         self.position_of: dict[str, int] = {}
         self.lost: list[int] = []
         self.retries: Counter[int] = Counter()
+        self.retried: set[str] = set()
+        self.leased: dict[int, str] = {}
         self.next_position = 0
         self.last: Entry = BASE
 
@@ -315,7 +322,7 @@ class ConservationLaw(RuleBasedStateMachine):
         self.log.append(body)
         self.last = body
 
-    def _new_group(self, rewards: list[float | None], accepted: bool) -> GroupSummary:
+    def _new_group(self, rewards: list[float | None], accepted: bool, retried: bool) -> GroupSummary:
         if self.lost:
             position = self.lost.pop(0)
         else:
@@ -324,13 +331,21 @@ class ConservationLaw(RuleBasedStateMachine):
         versions = {"version": self.log.state.step}
         group_id = f"0.task{position}{retry}"
         self.position_of[group_id] = position
-        return a_summary(position, group_id=group_id, rewards=rewards, accepted=accepted, **versions)
+        summary = a_summary(position, group_id=group_id, rewards=rewards, accepted=accepted and not retried, **versions)
+        if retried:
+            self.retried.add(group_id)
+            self.retries[position] += 1
+            self.lost.append(position)
+        else:
+            self.leased.pop(position, None)
+        return replace(summary, retried=retried)
 
-    groups = st.lists(st.tuples(st.lists(st.sampled_from([1.0, 0.0, None]), min_size=3, max_size=3), st.booleans()))
+    rewards = st.lists(st.sampled_from([1.0, 0.0, None]), min_size=3, max_size=3)
+    groups = st.lists(st.tuples(rewards, st.booleans(), st.sampled_from([False, False, True])))
 
     @rule(wanted=groups)
-    def commit_a_shard(self, wanted: list[tuple[list[float | None], bool]]) -> None:
-        groups = [self._new_group(rewards, accepted) for rewards, accepted in wanted]
+    def commit_a_shard(self, wanted: list[tuple[list[float | None], bool, bool]]) -> None:
+        groups = [self._new_group(rewards, accepted, retried) for rewards, accepted, retried in wanted]
         shard_id = f"s{self.log.state.entries}"
         self._append(a_shard(shard_id, groups))
         self.shards[shard_id] = [group.id for group in groups]
@@ -338,13 +353,14 @@ class ConservationLaw(RuleBasedStateMachine):
 
     @rule(batch_size=st.integers(1, 4), max_staleness=st.integers(0, 2))
     def take_a_step(self, batch_size: int, max_staleness: int) -> None:
-        claim = next_claim(
-            self.log.state,
+        rules = ClaimRules(
             batch_size=batch_size,
             max_staleness=max_staleness,
             stale_policy="strict",
             min_usable=2,
+            on_nothing_accepted="skip_step",
         )
+        claim = next_claim(self.log.state, rules)
         if claim is None:
             return
         self._append(a_step(self.log.state, claim))
@@ -361,8 +377,21 @@ class ConservationLaw(RuleBasedStateMachine):
         for group_id in self.shards.pop(shard_id):
             if self.states[group_id] == "pending":
                 del self.states[group_id]
-                self.lost.append(self.position_of[group_id])
-                self.retries[self.position_of[group_id]] += 1
+                if group_id not in self.retried:
+                    self.lost.append(self.position_of[group_id])
+                    self.retries[self.position_of[group_id]] += 1
+
+    @rule(holder=st.sampled_from(["rollout-0", "rollout-1"]), count=st.integers(1, 4))
+    def lease(self, holder: str, count: int) -> None:
+        state = self.log.state
+        positions = state.free_positions(count)
+        self._append(Lease(holder=holder, positions=positions, number=state.num_leases))
+        self.leased.update(dict.fromkeys(positions, holder))
+
+    @rule(holder=st.sampled_from(["rollout-0", "rollout-1"]))
+    def release(self, holder: str) -> None:
+        self._append(Release(holder=holder, reason="died"))
+        self.leased = {position: name for position, name in self.leased.items() if name != holder}
 
     @rule()
     def score_an_evaluation(self) -> None:
@@ -387,6 +416,7 @@ class ConservationLaw(RuleBasedStateMachine):
     @rule()
     def start_again(self) -> None:
         self._append(Session(id=f"session{self.log.state.entries}", code_version=""))
+        self.leased = {}
 
     @precondition(lambda self: self.log.state.step > 1)
     @rule()
@@ -412,8 +442,13 @@ class ConservationLaw(RuleBasedStateMachine):
         assert counters["submitted"] == sum(counters[name] for name in (*OUTCOMES, "pending"))
         assert {**state.outcomes, **dict.fromkeys(state.pending, "pending")} == self.states
         assert len(state.outcomes) + len(state.pending) == len(self.states)
-        assert state.positions == {self.position_of[group_id] for group_id in self.states}
+        assert state.positions == {
+            self.position_of[group_id] for group_id in self.states if group_id not in self.retried
+        }
         assert state.retries == self.retries
+        assert state.leased == self.leased
+        taken = state.positions | state.leased.keys()
+        assert state.free_positions(2) == [p for p in range(len(taken) + 2) if p not in taken][:2]
 
     @rule()
     def open_again(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from storage.claims import next_claim
+from storage.claims import ClaimRules, Fallback, next_claim
 from storage.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.log_entries import Rescore, Retire, Step
 from storage.object_store import LocalStore
@@ -35,6 +35,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Run
     groups = [group_of([row for row in rows if row.group == p], position=p) for p in range(2 * _STEPS)]
     for number in range(_STEPS):
         commit(log, f"shard-{number}", groups[2 * number : 2 * number + 2])
+    rules = ClaimRules(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
+    _train_all(log, rules, steps=_STEPS, cache=root / "cache")
+    assert [step.state_path is not None for step in log.refresh().steps] == [False, False, True, False]
+    return log
+
+
+def _train_all(log: RunLog, rules: ClaimRules, *, steps: int, cache: Path) -> None:
     recipe = _recipe()
     worker = TrainerWorker(
         store_uri=log.store.uri,
@@ -44,16 +51,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Run
         temperature=recipe.temperature,
         max_staleness=recipe.max_staleness,
         seed=recipe.seed,
-        cache=str(root / "cache"),
+        cache=str(cache),
     )
     worker.start()
     phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
-    for _ in range(_STEPS):
-        claim = next_claim(log.refresh(), batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
+    for _ in range(steps):
+        claim = next_claim(log.refresh(), rules)
         assert claim is not None
         worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id="session")
-    assert [step.state_path is not None for step in log.refresh().steps] == [False, False, True, False]
-    return log
 
 
 @pytest.fixture
@@ -127,6 +132,33 @@ def test_unchanged_steps_have_the_recorded_weights_and_metrics(
         assert step.identical and (step.distance, step.cosine) == (0.0, 1.0)
         assert step.replayed == step.recorded and step.recorded.items() <= original.metrics.items()
         assert {"loss", "grad_norm", "entropy", "clip_fraction", "approx_kl"} <= step.replayed.keys()
+
+
+@pytest.mark.parametrize("fallback", ["skip_step", "masked"])
+def test_steps_with_nothing_accepted_are_replayed_as_they_were(
+    tmp_path: Path, tiny_folder: Path, fallback: Fallback
+) -> None:
+    log = new_run(tmp_path, tiny_folder)
+    rows = random_rows(tiny_folder, num_groups=6)
+    for position in range(6):
+        group = group_of([row for row in rows if row.group == position], position=position)
+        accepted = position not in (0, 2, 5)
+        commit(log, f"shard-{position}", [dataclasses.replace(group, accepted=accepted)])
+    rules = ClaimRules(
+        batch_size=1,
+        max_staleness=8,
+        stale_policy="strict",
+        min_usable=2,
+        dynamic_batch=True,
+        on_nothing_accepted=fallback,
+    )
+    _train_all(log, rules, steps=6, cache=tmp_path / "cache")
+    assert [step.claim.fallback for step in log.refresh().steps] == [fallback, "", fallback, "", "", fallback]
+    for first, last in ((1, 6), (1, 1), (3, 3), (6, 6), (2, 4)):
+        steps = _replay(log, tmp_path, first, last)
+        assert all(step.identical and step.replayed == step.recorded for step in steps)
+    changed = _replay(log, tmp_path, 2, 3, changed=_recipe(learning_rate=2e-3))
+    assert not any(step.identical for step in changed)
 
 
 def test_another_learning_rate_gives_other_weights_further_along_the_same_way(finished: RunLog, tmp_path: Path) -> None:

@@ -124,6 +124,58 @@ def test_mini_batches_train_every_token_once(tiny_folder: Path, samples: Samples
     assert metrics["trained_rows"] == samples.num_rows
 
 
+def test_a_batch_of_fewer_groups_than_mini_batches_makes_one_of_each_group(tiny_folder: Path, samples: Samples) -> None:
+    found = []
+    for num_minibatches in (4, 9):
+        trainer = trainer_of(tiny_folder, num_minibatches=num_minibatches)
+        found.append((take_step(trainer, samples), weights(trainer)))
+    assert found[0][0] == found[1][0] and found[0][0]["trained_groups"] == 4
+    assert largest_difference(found[0][1], found[1][1]) == 0
+
+
+def test_a_smaller_batch_divides_by_its_own_tokens(tiny_folder: Path, rows: list[Row]) -> None:
+    loss, expected = _reference_loss(tiny_folder, rows[:3])
+    trainer = trainer_of(tiny_folder)
+    assert take_step(trainer, samples_of(rows[:3]))["loss"] == pytest.approx(loss, abs=1e-6)
+    assert largest_difference(_without_prefix(gradients(trainer)), expected) < 3e-6
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_a_step_without_gradient_is_one_whose_every_token_is_masked(
+    tiny_folder: Path, rows: list[Row], samples: Samples, num_minibatches: int
+) -> None:
+    """Schedule, moments and weight decay go on, and the weights follow their momentum."""
+    settings = {"num_minibatches": num_minibatches, "weight_decay": 0.1, "warmup_steps": 5, "stale_policy": "mask"}
+    found = []
+    for masked in (True, False):
+        trainer = trainer_of(tiny_folder, **settings)
+        take_step(trainer, samples, step=1)
+        before = weights(trainer)
+        if masked:
+            metrics = take_step(trainer, samples, step=9)  # tokens of version 0 and a bound of 0
+            assert metrics["masked_stale_fraction"] == 1
+        else:
+            assert trainer.step_without_gradient(step=9) == {"learning_rate": 1e-3}
+        assert largest_difference(weights(trainer), before) > 0
+        found.append(weights(trainer))
+        take_step(trainer, samples, step=10, max_staleness=10)
+        found[-1] |= {f"next.{name}": tensor for name, tensor in weights(trainer).items()}
+    assert largest_difference(found[0], found[1]) == 0
+
+
+def test_staleness_is_counted_in_weight_updates(tiny_folder: Path, rows: list[Row]) -> None:
+    # Three steps per update: at version 5 the engine serves 3, and what 0 sampled is one update behind.
+    aged = samples_of([dataclasses.replace(row, versions=[0] + [3] * (len(row.reply) - 1)) for row in rows])
+    num_old, num_tokens = len(rows), int(aged.mask_T.sum())
+    for max_staleness, masked in ((0, num_old), (0.5, 0), (1, 0)):
+        trainer = trainer_of(tiny_folder, steps_per_update=3, stale_policy="mask")
+        metrics = trainer.step(aged, step=6, base_version=5, max_staleness=max_staleness)
+        assert metrics["staleness_max"] == 1
+        assert metrics["staleness_mean"] == pytest.approx(num_old / num_tokens)
+        assert metrics["trained_tokens"] == num_tokens - masked
+        assert metrics["masked_stale_fraction"] == pytest.approx(masked / num_tokens)
+
+
 def _aged(rows: list[Row], is_stale: list[list[bool]]) -> list[Row]:
     """Rows of version 2 whose stale tokens are of version 0."""
     return [

@@ -110,11 +110,11 @@ def test_the_saved_tokenizer_has_the_same_vocabulary_and_no_id_beyond_the_embedd
     assert sorted(reloaded.get_vocab().values()) == list(range(4 + len(set(_ALPHABET.encode()))))
 
 
-def test_only_the_last_reply_is_learnt() -> None:
+def test_every_reply_is_learnt_and_nothing_else() -> None:
     tokenizer = character_tokenizer(set("0123456789+="))
     input_ids, labels = _tensors(tokenizer, [_chat("1+2=", "3"), [*_chat("1", "2"), *_chat("4+5=", "09")]])
     learnt = [tokenizer.decode(row[row >= 0]) for row in labels]
-    assert learnt == ["3<end>", "09<end>"]
+    assert learnt == ["3<end>", "2<end>09<end>"]
     assert (labels[labels >= 0] == input_ids[labels >= 0]).all()
     assert tokenizer.decode(input_ids[1]) == "<user>1<assistant>2<end><user>4+5=<assistant>09<end>"
 

@@ -1,0 +1,84 @@
+"""Guess a number in several turns. The base model learnt from a player who mostly ignores the hints; RL teaches it to
+use them.
+
+In: nothing, the games are made here. Out: 800 games to train on, 200 held out, reward 1 for a number found in time.
+
+    42_  ─▶  427  ─▶  <  ─▶  421  ─▶  >  ─▶  424  ─▶  <  ─▶  423      the secret is 423
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from rollouts.environments import Environment, EnvironmentWorkflow, Observation
+from storage.records import Message, RolloutTask
+
+HELD_OUT = 200
+CARELESS = 0.7
+"""Share of demonstrated guesses whose last digit is any digit, whatever the hints said."""
+
+
+class NumberGame(Environment):
+    """`42_` asks for a number from 420 to 429; then `>` says that the secret is higher, `<` lower."""
+
+    async def reset(self, task: RolloutTask) -> str:
+        self.secret = int(task.answer)
+        return task.prompt
+
+    async def step(self, reply: str) -> Observation:
+        if not reply.isdecimal():
+            self.is_done = True
+            return Observation(reward=0.0)
+        self.is_done = int(reply) == self.secret
+        return Observation(text=_hint(int(reply), self.secret), reward=float(self.is_done))
+
+
+class GuessNumber(EnvironmentWorkflow):
+    """Four guesses: enough for whoever always guesses the middle of what is left."""
+
+    max_turns = 4
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        secrets = list(range(1000))
+        random.Random(1).shuffle(secrets)
+        chosen = secrets[:HELD_OUT] if split == "test" else secrets[HELD_OUT:]
+        return [RolloutTask(id=str(n), prompt=f"{n // 10:02d}_", answer=f"{n:03d}") for n in chosen]
+
+    def make_environment(self) -> Environment:
+        return NumberGame()
+
+    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
+        low, high = _left(messages)
+        return f"{(low + high) // 2:03d}"
+
+    def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
+        draw = random.Random(seed)
+        return [self._careless_game(task, draw) for task in draw.choices(self.tasks("train"), k=count)]
+
+    def _careless_game(self, task: RolloutTask, draw: random.Random) -> list[Message]:
+        messages = [Message(role="user", content=task.prompt)]
+        for _ in range(self.max_turns):
+            careless = draw.random() < CARELESS
+            guess = draw.randint(*_left(messages[:1] if careless else messages))
+            messages.append(Message(role="assistant", content=f"{guess:03d}"))
+            if guess == int(task.answer):
+                break
+            messages.append(Message(role="user", content=_hint(guess, int(task.answer))))
+        return messages
+
+
+def _hint(guess: int, secret: int) -> str:
+    return ">" if secret > guess else "<"
+
+
+def _left(messages: Sequence[Message]) -> tuple[int, int]:
+    """The lowest and the highest number that a game's messages leave open."""
+    low = 10 * int(messages[0].content.rstrip("_"))
+    high = low + 9
+    for guess, hint in zip(messages[1::2], messages[2::2], strict=False):
+        if hint.content == ">":
+            low = max(low, int(guess.content) + 1)
+        else:
+            high = min(high, int(guess.content) - 1)
+    return low, high

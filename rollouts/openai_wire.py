@@ -1,0 +1,258 @@
+"""OpenAI's chat-completions format, as far as a policy in training can honour it.
+
+In: the JSON body of a request. Out: messages, tools and limits for `Chat`; from its reply a `ChatCompletion`, whole or
+in chunks. The run decides how tokens are drawn, because the loss needs their exact probabilities: what would change
+the distribution of a reply is refused with a sentence, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from storage.records import Sampling, Turn
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+_ABOUT_THE_REQUEST = {
+    *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+}
+"""Accepted and unused: they say who asks or what it costs, not what is answered."""
+
+_ONLY_AT: dict[str, Any] = {
+    "n": 1,
+    "stop": [],
+    "logit_bias": {},
+    "top_logprobs": 0,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+}
+"""Accepted at the value that changes nothing."""
+
+
+class Refused(Exception):
+    """A request that is answered with an error in OpenAI's format."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry = retry
+        """OpenAI's clients try again after 409 and 5xx unless told not to."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Strict(BaseModel):
+    """Unknown keys are errors, unless their value is null: clients echo the null fields of our own replies."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+class Function(Strict):
+    """A tool as it is shown to the policy."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+    """Accepted, and not enforced: the policy's tokens are never constrained by a grammar."""
+
+
+class ToolSpecification(Strict):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """What the chat template gets to see."""
+        return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_unset=True)}
+
+
+class CalledFunction(Strict):
+    """Name and arguments of a call, the arguments as the policy wrote them."""
+
+    name: str
+    arguments: str
+
+
+class Call(Strict):
+    """One tool call inside an assistant message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class WireMessage(Strict):
+    """One message of the history an agent sends."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str = ""
+    """Lists of text parts are joined."""
+    name: str = ""
+    """Accepted and unused, as by the chat templates."""
+    tool_calls: list[Call] = []
+    tool_call_id: str = ""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any) -> Any:
+        return joined(content)
+
+
+def joined(content: Any) -> Any:
+    """A list of text parts as one text; anything else as it is. Raises `ValueError` for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise ValueError(f"the policy reads text only, not {kind}")
+    return "".join(part["text"] for part in content)
+
+
+class StreamOptions(Strict):
+    """`stream_options`."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted and unused: nothing here leaves the machine."""
+
+
+class ChatRequest(Strict):
+    """The part of a chat-completions request that has an effect."""
+
+    messages: list[WireMessage] = Field(min_length=1)
+    tools: list[ToolSpecification] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    """`none` returns what looks like a call as text; the others would force the policy's tokens."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def limit(self) -> int | None:
+        """Longest reply asked for, in tokens; the run's own limit holds too."""
+        return min((n for n in (self.max_tokens, self.max_completion_tokens) if n is not None), default=None)
+
+
+def read_request(body: Any, sampling: Sampling) -> ChatRequest:
+    """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
+    return read(ChatRequest, without_neutral(body, _ONLY_AT, sampling))
+
+
+def without_neutral(body: Any, only_at: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+    """The body less everything that has no effect; raises `Refused` for a value that would have one."""
+    if not isinstance(body, dict):
+        raise Refused(400, "the body of the request is not a JSON object")
+    asked = {name: value for name, value in body.items() if value is not None and name not in _ABOUT_THE_REQUEST}
+    drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    for name, allowed in {**only_at, **drawn}.items():
+        if name in asked and asked.pop(name) != allowed:
+            raise Refused(
+                400,
+                f"`{name}` of this policy is {json.dumps(allowed)}: leave it out, the run file's [sampling] decides "
+                "how tokens are drawn (and evaluation has settings of its own)",
+                param=name,
+            )
+    return asked
+
+
+def read(model: type[_Model], body: Any) -> _Model:
+    """Validate; raises `Refused` (400) that names the first thing that is wrong."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        wrong = "not supported here, leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+        raise Refused(400, f"`{place}`: {wrong}", param=place) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The policy's reply, in neither of OpenAI's formats yet."""
+
+    content: str
+    """Without the tool calls."""
+    calls: list[Call]
+    turn: Turn
+    """The recorded turn."""
+    prompt_tokens: int
+    """Number of tokens before the reply."""
+    token_texts: list[str] | None
+    """Texts of the sampled tokens, null where no logprobs were asked for."""
+
+
+def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
+    """A reply as OpenAI's client expects it; `model` is echoed."""
+    turn, logprobs = answer.turn, None
+    if answer.token_texts is not None:
+        entries = [
+            {"token": text, "bytes": list(text.encode()), "logprob": logprob, "top_logprobs": []}
+            for text, logprob in zip(answer.token_texts, turn.logprobs, strict=True)
+        ]
+        logprobs = {"content": entries, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+    if answer.calls:
+        calls = [call.model_dump() for call in answer.calls]
+        message |= {"content": answer.content or None, "tool_calls": calls}
+    finished = "tool_calls" if answer.calls and turn.finish_reason == "stop" else turn.finish_reason
+    sampled = len(turn.sampled_ids)
+    return ChatCompletion.model_validate(
+        {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [{"index": 0, "message": message, "finish_reason": finished, "logprobs": logprobs}],
+            "usage": {
+                "prompt_tokens": answer.prompt_tokens,
+                "completion_tokens": sampled,
+                "total_tokens": answer.prompt_tokens + sampled,
+            },
+        }
+    )
+
+
+def event_stream(completion: ChatCompletion, *, include_usage: bool) -> Iterator[str]:
+    """A finished reply as the server-sent events of a streamed one: content, each call, finish reason, usage."""
+    [choice] = completion.choices
+    said = choice.to_dict(exclude_unset=True)
+    message: Any = said["message"]
+    steps = [{"delta": {"role": "assistant", "content": message["content"]}, "logprobs": said["logprobs"]}]
+    for index, call in enumerate(message.get("tool_calls", [])):
+        steps.append({"delta": {"tool_calls": [{"index": index, **call}]}})
+    steps.append({"delta": {}, "finish_reason": choice.finish_reason})
+    for step in steps:
+        choices = [{"index": 0, "finish_reason": None, **step}]
+        yield _event(completion, choices=choices, **({"usage": None} if include_usage else {}))
+    if include_usage:
+        yield _event(completion, choices=[], usage=completion.usage)
+    yield "data: [DONE]\n\n"
+
+
+def _event(completion: ChatCompletion, **fields: Any) -> str:
+    head = {"id": completion.id, "created": completion.created, "model": completion.model}
+    chunk = ChatCompletionChunk.model_validate({**head, "object": "chat.completion.chunk", **fields})
+    return f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"

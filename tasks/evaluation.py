@@ -1,0 +1,52 @@
+"""What stands around an evaluation: what is found wrong before an engine starts, and a failed one called so.
+
+In: a run, a version, a split; later the `Evaluation`. Out: the run's configuration, or one sentence with the fix.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from infra.environment import store_uri
+from rollouts.evaluation import failure_of
+from rollouts.loading import load_object
+from storage.log_entries import Evaluation
+from storage.object_store import open_store
+from storage.runs import find_policy, open_run, run_config
+
+logger = logging.getLogger("millrace.evaluation")
+
+
+class EvaluationFailed(RuntimeError):
+    """Every attempt of an evaluation failed."""
+
+
+def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[str, Any], int]:
+    """A run's configuration, and the policy version that is meant: the newest of now where it is null.
+
+    Raises `FileNotFoundError` for an unknown run, `ValueError` for a version it does not have, or not any more.
+    """
+    log = open_run(open_store(store_uri(store)), run)
+    return run_config(log), find_policy(log, version).version
+
+
+def check_split(*, workflow: str, dataset: str, split: str) -> None:
+    """Raise `ValueError` where there is nothing to ask."""
+    if not load_object(workflow)(dataset or None).tasks(split):
+        raise ValueError(f"{workflow} has no tasks in split {split!r}; name another split")
+
+
+def warn_of_greedy_attempts(*, n_samples: int, temperature: float) -> None:
+    """Say that several attempts per problem tell no more than one where nothing is drawn."""
+    if n_samples > 1 and temperature == 0:
+        logger.warning(
+            "%d attempts per problem at temperature 0 are all alike unless the environment draws: set a temperature",
+            n_samples,
+        )
+
+
+def raise_if_failed(evaluation: Evaluation) -> None:
+    """Raise `EvaluationFailed` where every attempt failed. The entry stays in the log, and nothing takes its score."""
+    if problem := failure_of(evaluation):
+        raise EvaluationFailed(problem)

@@ -1,0 +1,143 @@
+"""One real engine, two policies that take turns, and what ought to be true of both at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.arithmetic import Arithmetic
+from rollouts.attempts import Player
+from rollouts.chat_tokens import ChatTokens
+from rollouts.engine import EngineError, EngineUnusable, Generation, WeightUpdate
+from rollouts.scoring import RewardPool
+from rollouts.vllm_engine import VllmEngine
+from storage.records import Message, Sampling
+from tests.builders import ATTEMPT_LIMITS
+from tests.engine.policies import a_policy, logprobs_by_version, logprobs_of
+
+TOLERANCE = 2e-3
+"""Of logprobs, between vLLM and transformers in float32."""
+LONG = Sampling(max_tokens=200)
+MOMENT = Sampling(max_tokens=12)
+
+
+class Bench:
+    """One engine, two policies that take turns, and the version that ought to be served."""
+
+    def __init__(self, base: Path, scratch: Path) -> None:
+        tokens = ChatTokens.load(base)
+        self.base, self.scratch = base, scratch
+        self.prompt = tokens.prompt([Message(role="user", content="37+05=")])
+        self.policies = [a_policy(base, scratch / f"policy{s}", end_id=tokens.end_id, seed=s) for s in (1, 2)]
+        self.folders: dict[int, Path] = {}
+        self.version = -1
+        self.engine = VllmEngine(
+            max_model_len=256,
+            seed=0,
+            update_mode="keep",
+            clear_cache_on_reload=True,
+            arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "block_size": 32},
+        )
+        self._names = (f"request{number}" for number in itertools.count())
+
+    def player(self, *, attempt_timeout: float) -> Player:
+        """Attempts on this engine."""
+        return Player(
+            workflow=Arithmetic(),
+            engine=self.engine,
+            tokens=ChatTokens.load(self.base),
+            rewards=RewardPool(num_processes=1, timeout=10.0),
+            limits=dataclasses.replace(ATTEMPT_LIMITS, attempt_timeout=attempt_timeout),
+            max_model_len=256,
+        )
+
+    @property
+    def serving(self) -> Path:
+        return self.folders[self.version]
+
+    @property
+    def other(self) -> Path:
+        """The policy that is not served."""
+        return self.policies[self.serving == self.policies[0]]
+
+    async def start(self) -> str:
+        self.version, self.folders[0] = 0, self.policies[0]
+        return await self.engine.start(self.policies[0], 0)
+
+    async def load(self, folder: Path) -> WeightUpdate:
+        """The next version."""
+        wanted = max(self.folders) + 1
+        self.folders[wanted] = folder
+        update = await self.engine.load_policy(folder, wanted)
+        self.version = wanted
+        return update
+
+    async def fail_to_load(self, folder: Path, reason: str) -> None:
+        """The error names both versions."""
+        with pytest.raises(EngineError, match=reason) as error:
+            await self.load(folder)
+        assert not isinstance(error.value, EngineUnusable)
+        assert f"policy {max(self.folders)} from" in str(error.value), error.value
+        assert f"policy {self.version} serves on" in str(error.value), error.value
+
+    async def generate(self, sampling: Sampling = MOMENT, prompt: list[int] | None = None) -> Generation:
+        return await self.engine.generate(prompt or self.prompt, sampling=sampling, request_id=next(self._names))
+
+    @contextlib.asynccontextmanager
+    async def running(self, number: int = 4, sampling: Sampling = LONG) -> AsyncIterator[list[asyncio.Task[Any]]]:
+        """Long requests that are under way."""
+        requests = [asyncio.create_task(self.generate(sampling)) for _ in range(number)]
+        await self.generate()
+        assert not any(request.done() for request in requests)
+        yield requests
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    def assert_spanning(self, reply: Generation, *versions: int) -> None:
+        """The reply has tokens of exactly these versions, in this order, each with its policy's logprob."""
+        assert len(reply.token_ids) == len(reply.logprobs) == len(reply.weight_versions) == LONG.max_tokens
+        assert [version for version, _ in itertools.groupby(reply.weight_versions)] == list(versions)
+        expected = logprobs_by_version(self.folders, self.prompt, reply.token_ids, reply.weight_versions)
+        assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+    async def assert_serving(self) -> None:
+        """Version and weights belong together, and nothing is paused."""
+        assert not await self.engine.llm.is_paused()
+        reply = await self.generate()
+        assert set(reply.weight_versions) == {self.version}
+        expected = logprobs_of(self.serving, self.prompt, reply.token_ids)
+        assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+    @contextlib.contextmanager
+    def failing(self, method: str, *, times: int = 1, after: bool = False) -> Iterator[None]:
+        """A method of vLLM's that raises, before or after it has done its work."""
+        real, left = getattr(self.engine.llm, method), times
+
+        async def broken(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0 or after:
+                result = await real(*args, **kwargs)
+            if left >= 0:
+                raise ConnectionError(f"{method} was cut off")
+            return result
+
+        with self.replaced(method, broken):
+            yield
+        assert left <= 0, f"{method} was not called"
+
+    @contextlib.contextmanager
+    def replaced(self, method: str, stand_in: Any) -> Iterator[None]:
+        setattr(self.engine.llm, method, stand_in)
+        try:
+            yield
+        finally:
+            delattr(self.engine.llm, method)

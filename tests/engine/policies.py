@@ -1,0 +1,110 @@
+"""Policies for checking the engine, and what transformers says of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from storage.digests import seal_folder
+
+WEIGHTS = "model.safetensors"
+
+
+def a_policy(base: Path, folder: Path, *, end_id: int, seed: int) -> Path:
+    """The base model with every weight moved a little, and an end token it never samples.
+
+    So a reply is as long as was asked for, and a swap falls inside it for certain. The embedding, which is the output
+    matrix too, gets a first coordinate that says "not the end".
+    """
+    shutil.copytree(base, folder)
+    tensors = load_file(str(folder / WEIGHTS))
+    generator = torch.Generator().manual_seed(seed)
+    moved = {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    embeddings = moved["model.embed_tokens.weight"]
+    embeddings[:, 0] = 1.0
+    embeddings[end_id, 0] = -10.0
+    moved["model.norm.weight"][0] = 2.0
+    return rewritten(folder, moved)
+
+
+def rewritten(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
+    """The folder with other weights, sealed anew."""
+    save_file(dict(tensors), str(folder / WEIGHTS), metadata={"format": "pt"})
+    seal_folder(folder)
+    return folder
+
+
+def spoilt(policy: Path, folder: Path, how: str) -> Path:
+    """A copy of a policy folder with something wrong with it."""
+    shutil.copytree(policy, folder)
+    weights = folder / WEIGHTS
+    tensors = load_file(str(weights))
+    match how:
+        case "no folder":
+            shutil.rmtree(folder)
+        case "no weights":
+            weights.unlink()
+        case "cut short":
+            weights.write_bytes(weights.read_bytes()[:-1000])
+        case "not weights":
+            weights.write_bytes(b"not weights")
+        case "a wrong shape":
+            name = "model.layers.1.mlp.down_proj.weight"
+            rewritten(folder, {**tensors, name: tensors[name][:, :-1].contiguous()})
+        case "a tensor missing":
+            tensors.pop("model.layers.1.self_attn.k_proj.weight")
+            rewritten(folder, tensors)
+        case "an unknown tensor":
+            rewritten(folder, {**tensors, "model.layers.9.mlp.up_proj.weight": torch.zeros(1)})
+    return folder
+
+
+@functools.cache
+def _model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+
+
+@torch.no_grad()
+def logprobs_of(folder: Path, prompt: Sequence[int], reply: Sequence[int], *, temperature: float = 1.0) -> list[float]:
+    """log-softmax(logits / temperature) of the reply's tokens under one policy."""
+    logits_TV = _model(folder)(torch.tensor([[*prompt, *reply]])).logits[0]
+    return _picked(logits_TV[len(prompt) - 1 : -1], reply, temperature)
+
+
+def logprobs_by_version(
+    folders: Mapping[int, Path], prompt: Sequence[int], reply: Sequence[int], versions: Sequence[int]
+) -> list[float]:
+    """Each token under the policy that sampled it, everything before it seen by that policy."""
+    whole = {version: logprobs_of(folders[version], prompt, reply) for version in set(versions)}
+    return [whole[version][index] for index, version in enumerate(versions)]
+
+
+@torch.no_grad()
+def logprobs_with_kept_cache(
+    folders: Mapping[int, Path], prompt: Sequence[int], reply: Sequence[int], versions: Sequence[int]
+) -> list[float]:
+    """Each token under the policy that sampled it, which finds the keys and values of the policies before."""
+    from transformers import DynamicCache
+
+    seen, cache, found, done = list(prompt), DynamicCache(), [], 0
+    for version, tokens in itertools.groupby(range(len(reply)), key=lambda index: versions[index]):
+        part = [reply[index] for index in tokens]
+        fed = [*seen, *part[:-1]]  # the last one's keys and values are computed when the next is sampled
+        logits_TV = _model(folders[version])(torch.tensor([fed[done:]]), past_key_values=cache).logits[0]
+        found += _picked(logits_TV[-len(part) :], part, 1.0)
+        done, seen = len(fed), [*seen, *part]
+    return found
+
+
+def _picked(logits_TV: torch.Tensor, tokens: Sequence[int], temperature: float) -> list[float]:
+    log_p = (logits_TV / temperature).log_softmax(-1)
+    return [float(log_p[index, token]) for index, token in enumerate(tokens)]

@@ -1,0 +1,25 @@
+"""Workflows that teach nothing, or little."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollouts.chat import Chat
+from rollouts.workflow import Score
+from storage.records import RolloutTask
+from tests.flows.guesses import Guesses
+
+
+class Dull(Guesses):
+    """Every attempt earns the same."""
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        return Score(reward=1.0)
+
+
+class Few(Guesses):
+    """Three problems in all."""
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        return super().tasks(split)[:3]

@@ -1,0 +1,71 @@
+"""Workflows whose attempts wait for what happens elsewhere, so that two flows are certain to run side by side.
+
+What they wait for is a file in the state folder, or a step in the run's log. Nobody waits longer than an attempt may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+
+from infra.environment import home, store_uri
+from rollouts.chat import Chat
+from rollouts.workflow import Score, workflow_context
+from storage.object_store import open_store
+from storage.records import RolloutTask
+from storage.run_log import RunLog
+from storage.runs import open_run
+from tests.flows.guesses import Guesses
+
+RUN = "scripted"
+EVALUATING = "evaluating"
+"""File that says an evaluation has begun."""
+GO = "go"
+"""File that lets one go on."""
+FREE_TASKS = 60
+"""Held-out attempts that do not wait."""
+
+
+@functools.lru_cache(maxsize=1)
+def _log() -> RunLog:
+    return open_run(open_store(store_uri("")), RUN)
+
+
+async def _until(met: Callable[[], bool]) -> None:
+    while not met():
+        await asyncio.sleep(0.05)
+
+
+class Meeting(Guesses):
+    """From step 3 on training waits for an evaluation to begin, which waits for step 5."""
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        if workflow_context().is_eval:
+            (home() / EVALUATING).touch()
+            await _until(lambda: _log().refresh().step >= 5)
+        elif _log().refresh().step >= 2:
+            await _until((home() / EVALUATING).exists)
+        return await super().run(task, chat)
+
+
+class Paused(Guesses):
+    """Held-out attempts after the first few wait until somebody lets them go on."""
+
+    asked = 0
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        if workflow_context().is_eval:
+            self.asked += 1
+            if self.asked > FREE_TASKS:
+                await _until((home() / GO).exists)
+        return await super().run(task, chat)
+
+
+class Broken(Guesses):
+    """Nothing held out can be answered."""
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        if workflow_context().is_eval:
+            raise ConnectionError("no database")
+        return await super().run(task, chat)

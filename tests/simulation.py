@@ -1,0 +1,405 @@
+"""A run in virtual time: the real executor, claims, log and shards around an engine and a trainer that only take time.
+
+    VirtualTimeLoop ─▶ Executor ─▶ shards ─▶ log ─▶ next_claim ─▶ (train_seconds) ─▶ Step ─▶ every k-th: new weights
+                          ▲                            └ held back while `should_wait`                     │
+                          └────────────── set_version: admission, and the version of the next tokens ──────┘
+
+In: a `Scenario`. Out: an `Outcome`, the trade-off between staleness and speed. Attempts take log-normal times and
+sample tokens all along, each under the policy that is loaded at its moment. Hours of it take seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+from collections import Counter
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from rollouts.attempts import Player
+from rollouts.executor import Executor, Limits
+from rollouts.prompts import Prompt, PromptOrder
+from storage.claims import ClaimRules, Fallback, StalePolicy, next_claim, num_counted
+from storage.log_entries import Claim, Lease
+from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.run_state import claimed_groups
+from storage.shard_codec import summarise
+from tests.builders import SAMPLING, a_log, a_shard, a_step
+from trainers.staleness import lag_of_tokens, tokens_to_train
+
+T = TypeVar("T")
+
+NUM_TASKS = 1000
+TICK = 1e-6
+"""Seconds that any round of the event loop takes."""
+DECILES = 10
+
+
+class _Selector(selectors.DefaultSelector):
+    """Never sleeps: where nothing is ready, the clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready and timeout is None:
+            raise RuntimeError("every task waits for another one: nothing would ever happen again")
+        # As on a real clock, no two looks at it are equal: code may wait for a moment that rounding puts just ahead.
+        self.now += max(timeout or 0.0, TICK)
+        return ready
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop whose seconds take no time."""
+
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+
+def run_in_virtual_time(script: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, in virtual time. Raises `RuntimeError` instead of hanging for ever."""
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(script)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is simulated."""
+
+    batch_size: int = 64
+    max_concurrent: int = 64
+    max_staleness: float = 1.0
+    stale_policy: StalePolicy = "strict"
+    steps_per_update: int = 1
+    dynamic_batch: bool = False
+    on_nothing_accepted: Fallback = "skip_step"
+    pace: bool = True
+    rejected: float = 0.0
+    """Share of groups that a filter rejects."""
+    n_samples: int = 8
+    steps: int = 200
+    median_seconds: float = 30.0
+    """Of an attempt."""
+    sigma: float = 1.0
+    """Standard deviation of the logarithm of an attempt's seconds."""
+    seconds_per_token: float = 10.0
+    """Tokens are only there to carry versions: one stands for many."""
+    train_seconds: float = 20.0
+    publish_seconds: float = 1.0
+    shard_seconds: float = 30.0
+    seed: int = 0
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of it; rates are those between the first and the last tenth of the steps."""
+
+    scenario: Scenario
+    utilisation: float
+    """Mean number of running groups / max_concurrent."""
+    idle: float
+    """Share of time with nothing running."""
+    steps_per_hour: float
+    outcomes: dict[str, int]
+    """Groups by outcome."""
+    drop_rate: float
+    """Groups that a filter had accepted and staleness took, of all that were accepted."""
+    masked: float
+    """Share of the claimed groups' sampled tokens that is masked."""
+    over_bound: float
+    """Share of the trained tokens that is over the bound."""
+    length_bias: float
+    """Largest difference between the acceptance in one decile of group length and the mean over all."""
+    token_bias: float
+    """The same for the share of tokens that is trained, of all that were sampled in accepted groups."""
+    lag_mean: float
+    lag_max: int
+    """Of claimed tokens, in weight updates."""
+    batches: list[int]
+    """Trained groups, per step."""
+    attempts: list[int]
+    """Groups taken out of the queue, per step."""
+    held_seconds: float
+    """Mean time per step for which a claim was held back."""
+
+
+@dataclass(kw_only=True)
+class _Meter:
+    """Running groups, integrated over time."""
+
+    running: int = 0
+    since: float = 0.0
+    area: float = 0.0
+    empty: float = 0.0
+
+    def change(self, by: int) -> None:
+        now = asyncio.get_running_loop().time()
+        self.area += self.running * (now - self.since)
+        self.empty += (self.running == 0) * (now - self.since)
+        self.since = now
+        self.running += by
+
+
+class _SimulatedPlayer:
+    """Stands in for `rollouts.attempts.Player`: a group lasts as long as its longest attempt."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self.meter = _Meter()
+        self.swaps: list[tuple[float, int]] = [(-1.0, 0)]
+        """When which version was loaded."""
+        self.accepted: dict[str, bool] = {}
+        """What the filter says of a group, also of one that never gets so far."""
+
+    async def group(
+        self,
+        task: RolloutTask,
+        *,
+        group_id: str,
+        position: int,
+        epoch: int,
+        n_samples: int,
+        sampling: Sampling,
+        is_eval: bool,
+    ) -> RolloutGroup:
+        # The same prompt is the same work in every scenario.
+        draw = np.random.default_rng([self._scenario.seed, position])
+        durations = draw.lognormal(math.log(self._scenario.median_seconds), self._scenario.sigma, n_samples)
+        self.accepted[group_id] = accepted = bool(draw.random() >= self._scenario.rejected)
+        started = asyncio.get_running_loop().time()
+        self.meter.change(+1)
+        try:
+            await asyncio.sleep(float(durations.max()))
+        finally:
+            self.meter.change(-1)
+        return RolloutGroup(
+            id=group_id,
+            task=task,
+            position=position,
+            epoch=epoch,
+            expected=n_samples,
+            trajectories=[
+                self._attempt(attempt, started=started, seconds=float(seconds))
+                for attempt, seconds in enumerate(durations)
+            ],
+            accepted=accepted,
+            reject_reason="" if accepted else "uniform reward 1",
+        )
+
+    def _attempt(self, attempt: int, *, started: float, seconds: float) -> Trajectory:
+        num_tokens = max(1, round(seconds / self._scenario.seconds_per_token))
+        times = started + seconds * np.arange(num_tokens) / num_tokens
+        at = np.searchsorted([time for time, _ in self.swaps], times, side="right") - 1
+        turn = Turn(
+            context_ids=[2],
+            sampled_ids=[5] * num_tokens,
+            logprobs=[-0.5] * num_tokens,
+            weight_versions=[self.swaps[i][1] for i in at],
+            finish_reason="stop",
+        )
+        said = [Message(role="user", content="")]
+        return Trajectory(attempt=attempt, turns=[turn], messages=said, status="ok", reward=float(attempt % 2))
+
+
+@dataclass(kw_only=True)
+class _Account:
+    """What was trained, as the trainer's own rule has it."""
+
+    versions: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of the tokens of every accepted group."""
+    trained_tokens: Counter[str] = field(default_factory=Counter)
+    """By group."""
+    sampled: int = 0
+    trained: int = 0
+    over: int = 0
+    lag_sum: float = 0.0
+    lag_max: int = 0
+    held_seconds: float = 0.0
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Run a scenario to its last step."""
+    return run_in_virtual_time(_Simulation(scenario).run())
+
+
+class _Simulation:
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario = scenario
+        self._log = a_log()
+        self._player = _SimulatedPlayer(scenario)
+        self._prompts = PromptOrder([RolloutTask(id=f"task{n}", prompt="") for n in range(NUM_TASKS)], seed=0)
+        self._arrived = asyncio.Event()
+        self._version = 0
+        self._account = _Account()
+        self._readings: list[tuple[float, float, float]] = []
+        margin = scenario.steps // 10
+        self._first, self._last = max(1, margin), scenario.steps - margin
+        self._rules = ClaimRules(
+            batch_size=scenario.batch_size,
+            max_staleness=scenario.max_staleness,
+            stale_policy=scenario.stale_policy,
+            min_usable=1,
+            steps_per_update=scenario.steps_per_update,
+            dynamic_batch=scenario.dynamic_batch,
+            on_nothing_accepted=scenario.on_nothing_accepted,
+        )
+        self._executor = Executor(
+            player=cast(Player, self._player),
+            lease=self._lease,
+            limits=Limits(
+                n_samples=scenario.n_samples,
+                batch_size=scenario.batch_size,
+                max_staleness=scenario.max_staleness,
+                steps_per_update=scenario.steps_per_update,
+                dynamic_batch=scenario.dynamic_batch,
+                total_groups=scenario.steps * scenario.batch_size,
+                max_concurrent=scenario.max_concurrent,
+                min_usable=1,
+                retries=0,
+                cancel_stale=scenario.stale_policy == "strict",
+                shard_bytes=10**9,
+                shard_seconds=scenario.shard_seconds,
+            ),
+            sampling=SAMPLING,
+        )
+
+    async def run(self) -> Outcome:
+        producing = asyncio.create_task(self._produce())
+        training = asyncio.create_task(self._train())
+        await asyncio.wait([producing, training], return_when=asyncio.FIRST_COMPLETED)
+        if producing.done():
+            producing.result()
+        outcome = training.result()
+        producing.cancel()
+        await self._executor.close()
+        return outcome
+
+    async def _lease(self) -> Sequence[Prompt]:
+        self._rebase()
+        state = self._log.state
+        lease = Lease(
+            holder="rollout-0", positions=state.free_positions(self._executor.wanted), number=state.num_leases
+        )
+        self._log.append(lease)
+        return [self._prompts.at(position) for position in lease.positions]
+
+    def _rebase(self) -> None:
+        state = self._log.state
+        accepted = state.step * self._scenario.batch_size + num_counted(state, self._rules)
+        self._executor.set_version(self._version, accepted=accepted)
+
+    async def _produce(self) -> None:
+        self._rebase()
+        while True:
+            await self._executor.wait_for_work()
+            self._commit(await self._executor.prepare_batch())
+
+    def _commit(self, groups: Sequence[RolloutGroup]) -> None:
+        if groups:
+            self._log.append(a_shard(f"s{self._log.state.entries}", [summarise(group) for group in groups]))
+        self._executor.mark_committed(groups)
+        self._rebase()  # some may have gone over the bound before they were committed
+        for group in groups:
+            if group.accepted:
+                turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
+                self._account.versions[group.id] = np.concatenate([turn.weight_versions for turn in turns])
+        self._arrived.set()
+
+    async def _train(self) -> Outcome:
+        loop, scenario = asyncio.get_running_loop(), self._scenario
+        while self._log.state.step < scenario.steps:
+            claim = await self._next_claim()
+            if claim.step in (self._first, self._last):
+                self._player.meter.change(0)
+                self._readings.append((loop.time(), self._player.meter.area, self._player.meter.empty))
+            self._count(claim)
+            await asyncio.sleep(scenario.train_seconds)
+            self._log.append(a_step(self._log.state, claim))
+            if self._log.state.newest_version % scenario.steps_per_update == 0:
+                await asyncio.sleep(scenario.publish_seconds)
+                self._version = self._log.state.newest_version
+                self._player.swaps.append((loop.time(), self._version))
+            self._rebase()
+        return self._outcome()
+
+    async def _next_claim(self) -> Claim:
+        """As `tasks.train.next_batch` does it."""
+        loop, paced = asyncio.get_running_loop(), not self._scenario.pace
+        while True:
+            self._arrived.clear()
+            claim = next_claim(self._log.state, self._rules)
+            if claim is None:
+                await self._arrived.wait()
+                continue
+            if paced:
+                return claim
+            since, paced = loop.time(), True
+            if await self._executor.wait_for_stragglers(claim.base_version):
+                self._commit(self._executor.hand_out())
+            self._account.held_seconds += loop.time() - since
+
+    def _count(self, claim: Claim) -> None:
+        """What the trainer would do with the claim, by its own rule."""
+        scenario, account = self._scenario, self._account
+        for group in claim.trained:
+            versions_T = account.versions[group.group_id]
+            sampled_T = np.ones(len(versions_T), dtype=bool)
+            lag_T = lag_of_tokens(
+                versions_T, sampled_T, base_version=claim.base_version, steps_per_update=scenario.steps_per_update
+            )
+            trained_T = tokens_to_train(
+                lag_T, sampled_T, max_staleness=scenario.max_staleness, stale_policy=scenario.stale_policy
+            )
+            account.trained_tokens[group.group_id] = int(trained_T.sum())
+            account.sampled += len(versions_T)
+            account.trained += int(trained_T.sum())
+            account.over += int((lag_T[trained_T] > math.ceil(scenario.max_staleness)).sum())
+            account.lag_sum += float(lag_T.sum())
+            account.lag_max = max(account.lag_max, int(lag_T.max()))
+
+    def _outcome(self) -> Outcome:
+        scenario, account, state = self._scenario, self._account, self._log.state
+        seconds, area, empty = np.subtract(self._readings[1], self._readings[0]).tolist()
+        done = {g: outcome for g, outcome in state.outcomes.items() if self._first < state.step_of[g] <= self._last}
+        accepted = [group_id for group_id in done if self._player.accepted[group_id]]
+        # A cancelled one had no end in sight.
+        lengths = np.array([len(account.versions[g]) if g in account.versions else math.inf for g in accepted])
+        is_trained = np.array([done[g] == "trained" for g in accepted], dtype=float)
+        finished = np.isfinite(lengths)
+        share = np.array([account.trained_tokens[g] for g in accepted]) / lengths
+        return Outcome(
+            scenario=scenario,
+            utilisation=area / seconds / scenario.max_concurrent,
+            idle=empty / seconds,
+            steps_per_hour=3600 * (self._last - self._first) / seconds,
+            outcomes=state.counters(),
+            drop_rate=float(1 - is_trained.mean()) if accepted else 0.0,
+            masked=1 - account.trained / max(1, account.sampled),
+            over_bound=account.over / max(1, account.trained),
+            length_bias=_largest_deviation(lengths, is_trained),
+            token_bias=_largest_deviation(lengths[finished], share[finished]),
+            lag_mean=account.lag_sum / max(1, account.sampled),
+            lag_max=account.lag_max,
+            batches=[len(step.claim.trained) for step in state.steps],
+            attempts=[len(claimed_groups(step)) for step in state.steps],
+            held_seconds=account.held_seconds / scenario.steps,
+        )
+
+
+def _largest_deviation(lengths: np.ndarray, share: np.ndarray) -> float:
+    """How far the mean of `share` in one decile of `lengths` is from the mean over all."""
+    if not len(lengths):
+        return 0.0
+    order = np.argsort(lengths, kind="stable")
+    deciles = [share[part].mean() for part in np.array_split(order, DECILES) if len(part)]
+    return float(np.abs(np.array(deciles) - share.mean()).max())

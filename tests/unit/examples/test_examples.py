@@ -1,0 +1,88 @@
+"""Every example can be won: what its `reference_reply` says scores 1, on every kind of task it has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.config import load_run_file
+from rollouts.chat import Chat, Reply
+from rollouts.chat_tokens import ChatTokens
+from rollouts.loading import load_object
+from rollouts.scoring import RewardPool, set_reward_pool
+from rollouts.scripted_engine import ScriptedEngine
+from rollouts.tool_parsing import ToolParser
+from rollouts.workflow import RolloutWorkflow, Score
+from storage.records import Message, RolloutTask, Sampling
+from trainers.warmup import character_tokenizer
+
+_EXAMPLES = Path(__file__).parents[3] / "examples"
+_RUN_FILES = sorted(_EXAMPLES.glob("*.toml"))
+_SAMPLE = 50
+
+_DATA: dict[str, list[dict[str, Any]]] = {
+    "gsm8k": [
+        {"question": "Anna has 3 boxes of 6 eggs. How many eggs?", "answer": "3*6 = <<3*6=18>>18 eggs.\n#### 18"},
+        {"question": "A coat costs $1,250 less 20%. What is its price?", "answer": "1250*0.8 = 1000\n#### 1,000"},
+    ]
+}
+"""Rows for the examples that read a data set, by the name of their run file."""
+
+
+class _Reference(Chat):
+    """A policy that says what the workflow's reference says."""
+
+    def __init__(self, workflow: RolloutWorkflow, task: RolloutTask, tokens: ChatTokens, parser: ToolParser) -> None:
+        self._workflow, self._task, self._next = workflow, task, ""
+        super().__init__(
+            engine=ScriptedEngine(lambda *_: [*tokens.tokenizer(self._next)["input_ids"], tokens.end_id]),
+            tokens=tokens,
+            sampling=Sampling(max_tokens=10_000),
+            max_model_len=100_000,
+            request_id=task.id,
+            tool_parser=parser,
+        )
+
+    async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
+        reply = self._workflow.reference_reply(self._task, messages)
+        assert reply is not None, f"{type(self._workflow).__name__} has no reference_reply"
+        self._next = reply
+        return await super().complete(messages, **options)
+
+
+@pytest.mark.parametrize("run_file", _RUN_FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_the_reference_reply_scores_one(run_file: Path, split: str, tmp_path: Path):
+    config = load_run_file(run_file)
+    dataset: str | None = None
+    if config.dataset:
+        dataset = str(tmp_path)
+        rows = [json.dumps(row) for row in _DATA[run_file.stem]]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    workflow: RolloutWorkflow = load_object(config.workflow)(dataset)
+    tokens = ChatTokens(character_tokenizer(set(string.printable)))
+    parser = ToolParser(config.engine.tool_parser, tokens.tokenizer)
+
+    async def play() -> list[tuple[str, float | None]]:
+        async with RewardPool(num_processes=1, timeout=60) as rewards:
+            set_reward_pool(rewards)
+            scored = []
+            for task in workflow.tasks(split)[:_SAMPLE]:
+                score: Score = await workflow.run(task, _Reference(workflow, task, tokens, parser))
+                scored.append((task.id, score.reward))
+            return scored
+
+    scored = asyncio.run(play())
+    assert scored and [each for each in scored if each[1] != 1.0] == []
+
+
+def test_every_example_has_a_run_file_of_its_own():
+    modules = {file.stem for file in _EXAMPLES.glob("*.py")} - {"__init__"}
+    assert {load_run_file(file).workflow.partition(":")[0] for file in _RUN_FILES} == {f"examples.{m}" for m in modules}
+    assert {file.stem for file in _RUN_FILES} == modules

@@ -1,0 +1,158 @@
+"""A small stand-in of vLLM that a test steps by hand.
+
+A policy's weights are a number in its file, and the logprob of a token is minus the number that was loaded when it was
+sampled: a token of which version and logprob disagree was sampled wrongly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+@dataclasses.dataclass
+class FakeRequest:
+    """A request and what it has got so far."""
+
+    prompt: list[int]
+    parameters: Any
+    outputs: asyncio.Queue[Any]
+    tokens: list[tuple[int, float, str]] = dataclasses.field(default_factory=list)
+    finish_reason: str = ""
+
+
+class FakeVllm:
+    """What `VllmEngine` uses of AsyncLLM. `step()` gives one token to every running request."""
+
+    def __init__(self, folder: Path) -> None:
+        self.weights, self.version, self.paused = weights_of(folder), "default", False
+        self.requests: dict[str, FakeRequest] = {}
+        self.parts: list[FakeRequest] = []
+        self.calls: list[str] = []
+        self.faults: dict[str, list[str]] = {}
+        """Method → what goes wrong in its next calls: `before`, `after` or `` for nothing."""
+        self.idle_reload = self.never_answers = False
+        self.in_flight_at_reload: list[int] = []
+        self.output_handler = asyncio.get_running_loop().create_future()
+        self._drained = asyncio.Event()
+
+    async def generate(self, prompt: dict[str, list[int]], parameters: Any, request_id: str) -> AsyncIterator[Any]:
+        if self.output_handler.done():
+            raise RuntimeError("EngineDeadError")
+        request = FakeRequest(prompt=prompt["prompt_token_ids"], parameters=parameters, outputs=asyncio.Queue())
+        self.requests[request_id] = request
+        self.parts.append(request)
+        try:
+            output = await request.outputs.get()
+            if isinstance(output, Exception):
+                raise output
+            yield output
+        finally:
+            self.requests.pop(request_id, None)
+
+    def step(self) -> None:
+        if self.paused:
+            return
+        for request in list(self.requests.values()):
+            if request.finish_reason:
+                continue
+            request.tokens.append((100 + len(request.prompt) + len(request.tokens), -self.weights, self.version))
+            if len(request.tokens) == request.parameters.max_tokens:
+                self._finish(request, "length")
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        async def pause() -> None:
+            if mode == "wait":
+                while self._in_flight():
+                    self._drained.clear()
+                    await self._drained.wait()
+            if mode == "abort":
+                await self.abort(list(self.requests))
+            self.paused = True
+
+        await self._call("pause_generation", pause)
+
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> None:
+        async def reload() -> None:
+            assert self.paused or not self._in_flight(), "weights change under a running request"
+            self.in_flight_at_reload.append(self._in_flight())
+            if self.never_answers:
+                await asyncio.Event().wait()
+            await asyncio.sleep(0)
+            if method == "reset_weights":
+                self.weights = 0.0
+            elif not self.idle_reload:
+                self.weights = float("nan")  # as far as a load that fails in its middle comes
+                self.weights = weights_of(Path(args[0]))
+
+        await self._call(method, reload)
+
+    async def compute_weight_checksums(self) -> Any:
+        async def compute() -> Any:
+            return [{"weights": str(self.weights)}]
+
+        return await self._call("compute_weight_checksums", compute)
+
+    async def update_weight_version(self, version: str) -> None:
+        async def update() -> None:
+            self.version = version
+
+        await self._call("update_weight_version", update)
+
+    async def resume_generation(self) -> None:
+        async def resume() -> None:
+            self.paused = False
+
+        await self._call("resume_generation", resume)
+
+    async def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self.requests:
+                self._finish(self.requests[request_id], "abort")
+
+    def die(self) -> None:
+        self.output_handler.set_result(None)
+        for request in self.requests.values():
+            request.outputs.put_nowait(RuntimeError("EngineDeadError"))
+
+    async def _call(self, method: str, work: Callable[[], Awaitable[Any]]) -> Any:
+        self.calls.append(method)
+        fault = self.faults[method].pop(0) if self.faults.get(method) else ""
+        if fault == "before":
+            raise ConnectionError(f"{method} was cut off")
+        result = await work()
+        if fault == "after":
+            raise ConnectionError(f"{method} was cut off")
+        return result
+
+    def _in_flight(self) -> int:
+        return sum(not request.finish_reason for request in self.requests.values())
+
+    def _finish(self, request: FakeRequest, reason: str) -> None:
+        if request.finish_reason:
+            return
+        request.finish_reason = reason
+        spans, start = [], 0
+        for version, tokens in itertools.groupby(request.tokens, key=lambda token: token[2]):
+            end = start + len(list(tokens))
+            spans.append(SimpleNamespace(version=version, start=start, end=end))
+            start = end
+        completion = SimpleNamespace(
+            token_ids=[token for token, _, _ in request.tokens],
+            logprobs=[{token: SimpleNamespace(logprob=logprob)} for token, logprob, _ in request.tokens],
+            weight_versions=spans,
+            finish_reason=reason,
+        )
+        request.outputs.put_nowait(SimpleNamespace(outputs=[completion]))
+        if not self._in_flight():
+            self._drained.set()
+
+
+def weights_of(folder: Path) -> float:
+    """The number in a policy's weights file."""
+    return float((folder / "model.safetensors").read_text())

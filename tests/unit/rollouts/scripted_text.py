@@ -1,0 +1,86 @@
+"""A policy that speaks, and agents that talk to it: replies in words, a format of tool calls, a served session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from rollouts.agent_endpoint import AgentEndpoint, Session
+from rollouts.chat import Chat
+from rollouts.chat_tokens import ChatTokens
+from rollouts.scripted_engine import ScriptedEngine
+from rollouts.tool_parsing import CallRequest, ParsedReply
+from storage.records import Sampling
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+
+
+class Brackets:
+    """A parser of calls such as `[add {"a": 1}]`; vLLM's real ones take seconds to import."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    async def parse(self, text: str, tools: Any) -> ParsedReply:
+        calls = []
+        for name, arguments in re.findall(r"\[(\w+) (\{.*?\})\]", text):
+            self.count += 1
+            calls.append(CallRequest(id=f"call_{self.count}", name=name, arguments=arguments))
+        return ParsedReply(content=text.partition("[")[0] if calls else text, tool_calls=calls)
+
+
+def an_engine(tokens: ChatTokens, *replies: str, engine: type[ScriptedEngine] = ScriptedEngine) -> Any:
+    """Says its replies in order, to each attempt anew; after the last one it has nothing to say and fails the test."""
+    left: dict[str, list[str]] = {}
+
+    def reply(prompt_ids: list[int], request_id: str) -> list[int]:
+        attempt = request_id.rsplit("/", 1)[0]
+        return [*tokens.tokenizer(left.setdefault(attempt, list(replies)).pop(0))["input_ids"], tokens.end_id]
+
+    return engine(reply)
+
+
+def a_chat(tokens: ChatTokens, engine: Any, *, max_model_len: int = 4096, **sampling: Any) -> Chat:
+    return Chat(
+        engine=engine,
+        tokens=tokens,
+        sampling=Sampling(**{"max_tokens": 64, **sampling}),
+        max_model_len=max_model_len,
+        request_id="0.task/0",
+        tool_parser=Brackets(),  # type: ignore[arg-type]
+    )
+
+
+def play(chat: Chat, agent: Callable[[AsyncOpenAI, Session], Awaitable[Any]], *, max_retries: int = 0) -> Any:
+    """Let an agent have a session of its own on a fresh server."""
+
+    async def inside() -> Any:
+        async with asyncio.timeout(30), served(chat, max_retries=max_retries) as (client, session, _):
+            return await agent(client, session)
+
+    return asyncio.run(inside())
+
+
+@contextlib.asynccontextmanager
+async def served(chat: Chat, *, max_retries: int = 0) -> AsyncIterator[tuple[AsyncOpenAI, Session, AgentEndpoint]]:
+    endpoint = AgentEndpoint()
+    try:
+        async with (
+            endpoint.session(chat) as session,
+            AsyncOpenAI(base_url=endpoint.base_url, api_key=session.key, max_retries=max_retries) as client,
+        ):
+            yield client, session, endpoint
+    finally:
+        await endpoint.close()

@@ -1,0 +1,103 @@
+"""The real executor, admission and claims in virtual time: what is promised about staleness, on every kind of run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.simulation import Outcome, Scenario, run_in_virtual_time, simulate
+
+SMALL = Scenario(batch_size=8, max_concurrent=8, n_samples=4, steps=40)
+"""A few tenths of a second each."""
+
+
+def _outcome(**changes: Any) -> Outcome:
+    return simulate(dataclasses.replace(SMALL, **changes))
+
+
+def test_virtual_time_jumps_to_the_next_timer_and_finds_a_hang():
+    async def sleep(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(sleep(1e6)) == pytest.approx(1e6)
+    with pytest.raises(RuntimeError, match="waits for another"):
+        run_in_virtual_time(asyncio.Event().wait())
+
+
+@pytest.mark.parametrize("bound", [0, 0.5, 1, 2, 4, 8])
+@pytest.mark.parametrize("max_concurrent", [8, 32])
+@pytest.mark.parametrize(
+    "kind", [{}, {"rejected": 0.4}, {"rejected": 0.4, "dynamic_batch": True}, {"steps_per_update": 3}]
+)
+@pytest.mark.parametrize("stale_policy", ["strict", "mask"])
+def test_no_token_over_the_bound_is_trained(bound: float, max_concurrent: int, kind: dict[str, Any], stale_policy: Any):
+    outcome = _outcome(max_staleness=bound, max_concurrent=max_concurrent, stale_policy=stale_policy, steps=20, **kind)
+    assert outcome.over_bound == 0
+    if stale_policy == "strict":
+        assert outcome.lag_max <= -(-bound // 1)
+    assert outcome.outcomes["trained"] == sum(outcome.batches)
+
+
+def test_without_staleness_every_trained_token_is_of_the_trained_version():
+    for kind in ({}, {"rejected": 0.4}, {"rejected": 0.4, "dynamic_batch": True}):
+        outcome = _outcome(max_staleness=0, max_concurrent=32, **kind)
+        assert outcome.lag_max == 0 and outcome.drop_rate == 0 and outcome.outcomes["stale"] == 0
+
+
+def test_a_batch_is_always_full_unless_steps_take_attempts_as_they_come():
+    full = _outcome(max_staleness=2, rejected=0.4)
+    assert set(full.batches) == {8} and max(full.attempts) > 8
+    dynamic = _outcome(max_staleness=2, rejected=0.4, dynamic_batch=True)
+    assert set(dynamic.attempts) == {8} and min(dynamic.batches) < 8
+
+
+def test_a_filter_that_rejects_everything_skips_steps_and_never_hangs():
+    for dynamic in (False, True):
+        outcome = _outcome(rejected=1.0, dynamic_batch=dynamic, steps=10)
+        assert outcome.batches == [0] * 10 and outcome.drop_rate == 0
+        assert all(attempts == 8 if dynamic else 80 <= attempts < 100 for attempts in outcome.attempts)
+
+
+def test_overlap_keeps_the_engine_busy_where_synchronous_training_waits_for_the_slowest():
+    size = {"batch_size": 32, "max_concurrent": 32, "n_samples": 8, "steps": 60}
+    synchronous = _outcome(max_staleness=0, **size)
+    assert synchronous.utilisation < 0.4
+    for stale_policy in ("mask", "correct"):
+        for bound in (1, 2):
+            overlapped = _outcome(max_staleness=bound, stale_policy=stale_policy, pace=False, **size)
+            assert overlapped.utilisation >= 0.95 and overlapped.drop_rate < 0.01 and overlapped.length_bias < 0.05
+            assert overlapped.steps_per_hour > 2.5 * synchronous.steps_per_hour
+
+
+def test_pacing_loses_fewer_groups_and_keeps_the_engine_busy():
+    size = {"batch_size": 32, "max_concurrent": 32, "n_samples": 8, "steps": 60}
+    paced, unpaced = (_outcome(max_staleness=3, pace=pace, **size) for pace in (True, False))
+    assert paced.drop_rate < 0.7 * unpaced.drop_rate
+    assert paced.length_bias < unpaced.length_bias
+    assert paced.utilisation >= 0.9
+
+
+def test_a_bound_of_four_drops_under_a_hundredth_and_hardly_by_length():
+    outcome = _outcome(max_staleness=4, batch_size=32, max_concurrent=32, n_samples=8, steps=60)
+    assert outcome.drop_rate < 0.01 and outcome.length_bias < 0.05 and outcome.utilisation >= 0.9
+
+
+@pytest.mark.parametrize("stale_policy", ["strict", "mask"])
+def test_every_run_comes_to_its_last_step_whatever_went_over_the_bound_on_the_way(stale_policy: Any):
+    """Only so many groups may start as the run still needs: one that was dropped must not count as one of them."""
+    for seed in range(15):
+        outcome = _outcome(max_staleness=1, stale_policy=stale_policy, steps=20, seed=seed)
+        assert outcome.outcomes["trained"] == 20 * 8
+
+
+def test_half_a_batch_ahead_is_between_none_and_one():
+    none, half, one = (_outcome(max_staleness=bound, stale_policy="correct").steps_per_hour for bound in (0, 0.5, 1))
+    assert none < half < one
+
+
+def test_a_simulation_gives_the_same_twice():
+    assert _outcome(max_staleness=2, rejected=0.4) == _outcome(max_staleness=2, rejected=0.4)
