@@ -16,7 +16,8 @@ from storage.records import Message, RolloutTask
 
 HELD_OUT = 200
 CARELESS = 0.7
-"""Share of demonstrated guesses whose last digit is any digit, whatever the hints said."""
+"""Share of demonstrated guesses whose last digit is any digit, whatever the hints said; the others are the middle of
+what is left."""
 
 
 class NumberGame(Environment):
@@ -49,8 +50,7 @@ class GuessNumber(EnvironmentWorkflow):
         return NumberGame()
 
     def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
-        low, high = _left(messages)
-        return f"{(low + high) // 2:03d}"
+        return _middle(messages)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         draw = random.Random(seed)
@@ -60,16 +60,21 @@ class GuessNumber(EnvironmentWorkflow):
         messages = [Message(role="user", content=task.prompt)]
         for _ in range(self.max_turns):
             careless = draw.random() < CARELESS
-            guess = draw.randint(*_left(messages[:1] if careless else messages))
-            messages.append(Message(role="assistant", content=f"{guess:03d}"))
-            if guess == int(task.answer):
+            guess = f"{draw.randint(*_left(messages[:1])):03d}" if careless else _middle(messages)
+            messages.append(Message(role="assistant", content=guess))
+            if guess == task.answer:
                 break
-            messages.append(Message(role="user", content=_hint(guess, int(task.answer))))
+            messages.append(Message(role="user", content=_hint(int(guess), int(task.answer))))
         return messages
 
 
 def _hint(guess: int, secret: int) -> str:
     return ">" if secret > guess else "<"
+
+
+def _middle(messages: Sequence[Message]) -> str:
+    low, high = _left(messages)
+    return f"{(low + high) // 2:03d}"
 
 
 def _left(messages: Sequence[Message]) -> tuple[int, int]:
