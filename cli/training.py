@@ -49,6 +49,7 @@ def check_before_anything_starts(config: RunConfig) -> None:
         model=config.model,
         store=config.store,
         evaluation_split=config.evaluation.split,
+        tool_parser=config.engine.tool_parser,
     )
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
     with trainer_lock(create_run(store, config.run, document, defaults=default_values())):

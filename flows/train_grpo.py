@@ -81,6 +81,7 @@ async def train_grpo(
         model=config.model,
         store=config.store,
         evaluation_split=config.evaluation.split,
+        tool_parser=config.engine.tool_parser,
     )
     async with training_session(
         store=config.store,

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from infra.environment import store_uri
 from rollouts.loading import load_object
+from rollouts.tool_parsing import check_tool_parser
 from rollouts.workflow import RolloutWorkflow
 from storage.object_store import StoreError, open_store, probe
 
 
-def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation_split: str) -> None:
+def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation_split: str, tool_parser: str) -> None:
     """Load the workflow and its data, look for the model, write to the store.
 
     Raises `ValueError`, or `storage.object_store.StoreError`, for the first thing that will not work.
@@ -25,6 +26,7 @@ def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation
     for split in dict.fromkeys(["train", evaluation_split]):
         if not loaded.tasks(split):
             raise ValueError(f"{workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`")
+    check_tool_parser(tool_parser)
     if model:
         check_model(model)
     else:

@@ -22,11 +22,33 @@ def test_a_store_without_conditional_writes_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(preflight, "open_store", lambda uri: Forgetful(tmp_path))
     with pytest.raises(StoreError, match="conditional writes"):
         preflight.check_run(
-            workflow="examples.arithmetic:Arithmetic", dataset="", model="", store="", evaluation_split="test"
+            workflow="examples.arithmetic:Arithmetic",
+            dataset="",
+            model="",
+            store="",
+            evaluation_split="test",
+            tool_parser="hermes",
         )
 
 
 def test_a_good_store_and_workflow_pass(tmp_path: Path) -> None:
     preflight.check_run(
-        workflow="examples.arithmetic:Arithmetic", dataset="", model="", store=str(tmp_path), evaluation_split="test"
+        workflow="examples.arithmetic:Arithmetic",
+        dataset="",
+        model="",
+        store=str(tmp_path),
+        evaluation_split="test",
+        tool_parser="hermes",
     )
+
+
+def test_a_tool_parser_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="vLLM has no such parser; did you mean 'hermes'"):
+        preflight.check_run(
+            workflow="examples.arithmetic:Arithmetic",
+            dataset="",
+            model="",
+            store=str(tmp_path),
+            evaluation_split="test",
+            tool_parser="hermess",
+        )

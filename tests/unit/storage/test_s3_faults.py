@@ -301,4 +301,11 @@ def test_a_good_store_passes(store: S3Store, there: _Bucket):
 
 
 def _check_run(store: S3Store) -> None:
-    check_run(workflow="examples.arithmetic:Arithmetic", dataset="", model="", store=store.uri, evaluation_split="test")
+    check_run(
+        workflow="examples.arithmetic:Arithmetic",
+        dataset="",
+        model="",
+        store=store.uri,
+        evaluation_split="test",
+        tool_parser="hermes",
+    )
