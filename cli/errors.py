@@ -20,6 +20,7 @@ MENDABLE_ELSEWHERE = {
     "infra.fleet": ("WorkerDied",),
     "infra.services": ("ServiceFailed",),
     "rollouts.attempts": ("WrongWorkflow",),
+    "rollouts.engine": ("EngineError",),
     "rollouts.evaluation": ("MixedVersions",),
     "storage.claims": ("NothingAccepted",),
     "storage.digests": ("DigestMismatch",),

@@ -126,7 +126,8 @@ class EngineSettings(BaseModel):
     """New weights and running requests: `keep` freezes them over the swap, `wait` lets them finish first, `abort`
     stops them and continues each from the tokens it has."""
     clear_cache_on_reload: bool = True
-    """Drop prefix-cache blocks computed by the old weights when new ones are loaded."""
+    """Drop every key and value that the old weights computed when new ones are loaded, those of running requests too,
+    which are computed anew; false goes on with them."""
     tool_parser: str = "hermes"
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     vllm: dict[str, Any] = Field(default_factory=dict)
