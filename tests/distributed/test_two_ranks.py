@@ -60,7 +60,7 @@ def _run_scenarios(folder: Path, results: Path) -> None:
     samples = _samples(folder)
     for name, settings in _SCENARIOS.items():
         trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **settings)
-        metrics = [take_step(trainer, samples, step=step) for step in (1, 2)]
+        metrics = [take_step(trainer, samples, step=step, max_staleness=1) for step in (1, 2)]
         _write(trainer, metrics, results / name)
 
 
@@ -68,7 +68,7 @@ def _resume(folder: Path, results: Path, state: Path) -> None:
     """Step 2 from a saved step 1."""
     trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_PLAIN)
     assert load_state(trainer.model, trainer.optimizer, state) == 1
-    _write(trainer, [take_step(trainer, _samples(folder), step=2)], results / "resumed")
+    _write(trainer, [take_step(trainer, _samples(folder), step=2, max_staleness=1)], results / "resumed")
 
 
 def _first_step(folder: Path, state: Path) -> Trainer:
