@@ -99,6 +99,8 @@ class Call(Strict):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int = Field(default=0, exclude=True)
+    """Sent back by clients that have put a stream together; means nothing here."""
 
 
 class WireMessage(Strict):

@@ -116,7 +116,21 @@ def _without_the_words(message: Any) -> Any:
     return {**message.model_dump(exclude_none=True), "content": None}
 
 
-@pytest.mark.parametrize("sent", [_as_it_came, _as_a_full_dictionary, _arguments_written_again, _without_the_words])
+def _as_put_together_from_a_stream(message: Any) -> Any:
+    said = message.model_dump(exclude_none=True)
+    return {**said, "tool_calls": [{"index": index, **call} for index, call in enumerate(said["tool_calls"])]}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        _as_it_came,
+        _as_a_full_dictionary,
+        _arguments_written_again,
+        _without_the_words,
+        _as_put_together_from_a_stream,
+    ],
+)
 def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTokens, sent: Callable[[Any], Any]):
     written = 'Well. [add {"a": 2, "b": 3}]'
 
