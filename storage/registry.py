@@ -33,13 +33,17 @@ class Registry:
     """One run's mirror in MLflow. `model_name` is the registered model, named after the run."""
 
     def __init__(self, log: RunLog, *, tracking_uri: str, experiment: str = "millrace") -> None:
-        import mlflow
-
         self._log = log
-        self._client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        self._tracking_uri = tracking_uri
         self._experiment = experiment
         self._run_id: str | None = None
         self.model_name = log.run_id
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        import mlflow
+
+        return mlflow.MlflowClient(tracking_uri=self._tracking_uri, registry_uri=self._tracking_uri)
 
     def sync(self, *, finished: bool = False) -> list[Registration]:
         """Bring MLflow up to the log's state; returns the versions the log does not know as registered yet.
@@ -49,9 +53,16 @@ class Registry:
         Raises `RegistryUnavailable` when MLflow cannot be reached or refuses; a later call sends what is missing.
         """
         from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
 
         try:
             return self._replay(finished)
+        except SQLAlchemyError as error:
+            # A kill in the middle of MLflow's own first migration leaves a database that it cannot open again.
+            raise RegistryUnavailable(
+                f"its database cannot be used: {str(error).splitlines()[0]}; where nothing else is in it, delete it "
+                "and start the run again, and MLflow is filled from the log"
+            ) from error
         except (MlflowException, OSError) as error:
             raise RegistryUnavailable(str(error)) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sqlite3
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,3 +281,12 @@ def test_what_only_mlflow_knows_is_asked_of_mlflow(mirror: _Mirror, tmp_path: Pa
     with pytest.raises(RegistryUnavailable, match="no database"):
         registered_version(mirror.log, "champion", tracking_uri=f"sqlite:///{tmp_path}/none.db")
     assert not (tmp_path / "none.db").exists()
+
+
+def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "mlflow.db") as database:
+        database.execute("CREATE TABLE _alembic_tmp_experiments (experiment_id INTEGER)")
+    with pytest.raises(RegistryUnavailable, match="its database cannot be used.*delete it and start the run again"):
+        log = create_run(local_store(tmp_path), "run", {})
+        log.append(BASE)
+        Registry(log, tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}").sync()
