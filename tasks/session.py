@@ -26,7 +26,7 @@ from storage.log_entries import Session
 from storage.object_store import open_store
 from storage.retention import reading
 from storage.run_log import RunLog
-from storage.runs import create_run, open_run, run_config, trainer_lock
+from storage.runs import create_run, open_run, trainer_lock
 
 logger = logging.getLogger("millrace.session")
 
@@ -63,11 +63,6 @@ class RunSession:
         """The worker that does nothing but evaluate; null where a rollout worker does it beside its own work."""
         self.trainer: Hosted
         self._names = (f"rollout-{number}" for number in itertools.count())
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The run's configuration as it was frozen, `steps` and the places of store and tracking left out."""
-        return run_config(self.log)
 
     async def host(self, name: str, path: str, *, arguments: dict[str, Any]) -> Hosted:
         """Start a worker in a process of its own."""
