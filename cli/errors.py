@@ -30,7 +30,9 @@ MENDABLE_ELSEWHERE = {
     "storage.runs": ("RunBusy",),
     "storage.shards": ("DamagedShard",),
     "tasks.evaluation": ("EvaluationFailed",),
+    "tasks.train": ("EveryClaimRefused",),
     "tasks.watchdog": ("Stalled",),
+    "trainers.health": ("NonFinite",),
 }
 """More of them, by the module that defines them."""
 

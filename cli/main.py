@@ -27,7 +27,7 @@ app = typer.Typer(
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Settings over the run file's, as key=value: steps=50 train.scale=none"),
+    typer.Argument(help="Settings over the run file's, as key=value: steps=50 train.loss=cispo"),
 ]
 
 app.add_typer(traj, name="traj")
@@ -138,6 +138,29 @@ def lineage(
 
 
 @app.command()
+def promote(
+    run: str,
+    version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
+    max_gap: Annotated[
+        float | None, typer.Option(min=0, help="Largest trainer–engine gap of a step; by default the run's.")
+    ] = None,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+    tracking: Annotated[str, typer.Option(help="MLflow; by default .millrace's.")] = "",
+) -> None:
+    """Put the alias `champion` on a policy, unless the log speaks against it."""
+    with explained():
+        from cli.promote import promote_policy
+        from storage.log_entries import to_json
+
+        console = Console(highlight=False, stderr=as_json)
+        log = open_named(run, store)
+        alias = promote_policy(log, version=version, max_gap=max_gap, tracking=tracking, console=console)
+        if as_json:
+            typer.echo(json.dumps(to_json(alias), indent=2))
+
+
+@app.command()
 def gc(
     runs: Annotated[list[str] | None, typer.Argument(help="Every run in the store by default.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
@@ -175,14 +198,18 @@ def replay(
     run: str,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Training settings to change in the span: train.clip_high=0.3"),
+        typer.Argument(metavar="KEY=VALUE", help="Training settings to change in the span: train.loss.clip_high=0.3"),
     ] = None,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     first: Annotated[int | None, typer.Option("--from", help="First step of a span.")] = None,
     last: Annotated[int | None, typer.Option("--to", help="Last step of a span; the newest by default.")] = None,
     lr: Annotated[float | None, typer.Option(help="Another learning rate.")] = None,
-    advantage: Annotated[str | None, typer.Option(help="Another train.scale: std or none.")] = None,
-    loss: Annotated[str | None, typer.Option(help="Another train.loss: clip or cispo.")] = None,
+    advantage: Annotated[
+        str | None, typer.Option(help="Another train.advantage, with its defaults: leave_one_out, opo, …")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="Another train.loss, with its defaults: cispo, gspo, sapo, …")
+    ] = None,
     rewards: Annotated[str, typer.Option(help="Train on these rewards of `millrace rescore`.")] = "",
     save: Annotated[str, typer.Option(help="A new folder for the replayed policy.")] = "",
     as_json: JsonOption = False,
@@ -192,7 +219,7 @@ def replay(
     with explained():
         from cli.replay import print_replay, replay_run, span_of
 
-        flags = {"learning_rate": lr, "train.scale": advantage, "train.loss": loss}
+        flags = {"learning_rate": lr, "train.advantage": advantage, "train.loss": loss}
         changes = parse_overrides(overrides) | {key: value for key, value in flags.items() if value is not None}
         start, end = span_of(step=step, first=first, last=last)
         console = Console(highlight=False, stderr=as_json)
@@ -228,6 +255,28 @@ def rescore(
             typer.echo(json.dumps(rescored_json(result), indent=2))
         else:
             print_rescored(log, result, console)
+
+
+@app.command()
+def export(
+    run: str,
+    to: Annotated[Path, typer.Option(help="The folder to write; it must not exist yet.")],
+    version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add a policy's adapters to the base model's weights.")
+    ] = False,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+) -> None:
+    """Write a policy as a folder that transformers, peft, vLLM and others load: whole weights, or adapters."""
+    with explained():
+        from cli.export import export_policy, print_exported
+
+        exported = export_policy(open_named(run, store), to, version=version, merge=merge)
+        if as_json:
+            typer.echo(json.dumps(exported, indent=2))
+        else:
+            print_exported(exported, Console(highlight=False))
 
 
 @app.command()

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from flows.config import make_config
-from rollouts.loading import absolute_path
 from rollouts.rescoring import Rescored, Rescoring, load_reward
+from storage.loading import absolute_path
 from storage.retention import reading
 from storage.run_log import RunLog
 from storage.runs import run_config

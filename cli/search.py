@@ -19,7 +19,7 @@ from rich.text import Text
 
 from cli.formatting import counted, number, one_line, versions_of
 from infra.environment import home
-from rollouts.loading import absolute_path, load_object
+from storage.loading import absolute_path, load_object
 from storage.records import TRAINABLE_STATUSES
 from storage.retention import reading
 from storage.run_log import RunLog

@@ -5,6 +5,7 @@ In: a run's log and a shard row. Out: the row's advantage; or the trainer's minu
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from cli.formatting import number
 from cli.trajectory_view import Coloring, by_advantage, by_gap, by_logprob, by_version
+from storage.adapters import ADAPTER_CONFIG, has_adapter
 from storage.digests import DigestMismatch, verify_folder
+from storage.policies import PolicyReader
 from storage.queries import open_queries
 from storage.run_log import RunLog
 from storage.runs import run_config
@@ -45,20 +48,38 @@ class Colorist:
         raise ValueError(f"--color {by!r}: write one of {', '.join(COLORS)}")
 
     def _advantage(self, row: Mapping[str, Any]) -> Coloring:
-        """The advantage by the run's own settings, from the rewards of the group's attempts."""
+        """The advantage by the run's own settings, from the rewards of the group's attempts.
+
+        Raises `ValueError` where they are not enough to tell.
+        """
         import torch
 
-        from trainers.advantages import group_advantages
+        from trainers.advantages import advantages_of
+        from trainers.config import TrainSettings
 
+        config = run_config(self._log)
+        settings = TrainSettings.model_validate(config["train"]).advantage
+        if settings.kind not in ("grpo", "leave_one_out", "opo", "pass_at_k") or "batch" in vars(settings).values():
+            raise ValueError(
+                f"--color advantage: with train.advantage.kind = {settings.kind!r} it comes from more than the rewards "
+                "of one group; try --color logprob"
+            )
         table = open_queries(self._log, shard_ids=[row["shard_id"]]).select(
-            "SELECT attempt, reward FROM shard_rows WHERE group_id = ? AND sequence_idx = 0 ORDER BY attempt",
+            "SELECT attempt, any_value(reward) AS reward, sum(len(list_filter(loss_mask, lambda m: m))) AS length "
+            "FROM shard_rows WHERE group_id = ? GROUP BY attempt ORDER BY attempt",
             [row["group_id"]],
         )
-        config = run_config(self._log)
         attempts, rewards = table["attempt"].to_pylist(), table["reward"].to_pylist()
         rewards_B = torch.tensor([math.nan if reward is None else reward for reward in rewards])
         groups_B = torch.zeros(len(attempts), dtype=torch.int64)
-        advantages_B = group_advantages(rewards_B, groups_B, scale=config["train"]["scale"])
+        advantages_B = advantages_of(
+            settings,
+            rewards_B,
+            groups_B,
+            lengths_B=torch.tensor(table["length"].to_pylist(), dtype=torch.float64),
+            reward_parts_B={},
+            reward_weights={},
+        ).advantages_B
         advantage = float(advantages_B[attempts.index(row["attempt"])])
         mean = f"{float(rewards_B.nanmean()):.3g}"
         why = f"reward {number(row['reward'])}, mean {mean} over {len(attempts)} attempts"
@@ -91,14 +112,18 @@ class Colorist:
         """Log-probability of every token but the first under a policy, by the trainer's own forward on the CPU."""
         import torch
 
-        from trainers.packing import block_causal_mask, position_ids
+        from trainers.packing import position_ids
 
         input_ids_T = torch.tensor(token_ids)
         targets_T = torch.roll(input_ids_T, -1)
         lengths = [len(token_ids)]
         with torch.no_grad():
             logprobs_T, _ = self._model(version)(
-                input_ids_T, targets_T, position_ids(lengths), block_causal_mask(lengths), temperature
+                input_ids_T,
+                targets_T,
+                position_ids(lengths),
+                torch.tensor([0, *lengths], dtype=torch.int32),
+                temperature,
             )
         return [0.0, *logprobs_T[:-1].tolist()]
 
@@ -116,18 +141,25 @@ class Colorist:
         if policy is None:
             raise ValueError(f"--color gap needs the weights of policy {version}, which is not in this run's log")
         try:
-            folder = self._log.store.fetch_folder(policy.path, self._cache)
+            folder = PolicyReader(self._log, self._cache).fetch(policy)
+            is_it = verify_folder(folder) == policy.weights_sha256
         except FileNotFoundError:
             raise ValueError(f"--color gap: the weights of policy {version} are missing from the store") from None
-        try:
-            is_it = verify_folder(folder) == policy.weights_sha256
         except DigestMismatch as error:
             raise ValueError(f"--color gap: the weights of policy {version} are damaged: {error}") from error
         if not is_it:
             raise ValueError(f"--color gap: the weights in {folder} are not those of policy {version} in the log")
         import transformers
 
+        from trainers.config import LoraSettings
+        from trainers.lora import read_adapter
         from trainers.model import load_model
 
         transformers.utils.logging.disable_progress_bar()
-        return load_model(folder)
+        if not has_adapter(folder):
+            return load_model(folder)
+        about = json.loads((folder / ADAPTER_CONFIG).read_text())
+        lora = LoraSettings(rank=about["r"], alpha=about["lora_alpha"], target_modules=about["target_modules"])
+        model = load_model(PolicyReader(self._log, self._cache).fetch(state.policies[0]), lora=lora)
+        read_adapter(model.causal_lm, folder)
+        return model

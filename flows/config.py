@@ -7,14 +7,17 @@ keys; everything else sits in one table per part. An unknown key is an error tha
 from __future__ import annotations
 
 import difflib
+import functools
+import math
 import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollouts.config import EngineSettings, EvaluationSettings, RewardSettings, RolloutSettings, SamplingSettings
-from trainers.config import TrainSettings, WarmupSettings
+from trainers.config import Recipe, TrainSettings, WarmupSettings
 
 
 class ConfigError(ValueError):
@@ -74,10 +77,27 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         problems = []
-        if self.n_samples < 2 and self.train.scale == "std":
+        advantage = self.train.advantage
+        needs_group = advantage.kind in ("grpo", "leave_one_out", "opo", "pass_at_k")
+        if self.n_samples < 2 and (needs_group or getattr(advantage, "baseline", False)):
             problems.append(
-                "n_samples = 1 with train.scale = 'std': one reward has no standard deviation; "
-                "use n_samples of 2 or more"
+                f"n_samples = 1 with train.advantage.kind = {advantage.kind!r}: an only attempt has nobody to be "
+                'compared with; use n_samples of 2 or more, or another kind ("reinforce++", "gae", "remax")'
+            )
+        if advantage.kind == "pass_at_k" and advantage.k >= self.n_samples:
+            problems.append(
+                f"train.advantage.k = {advantage.k} is not below n_samples = {self.n_samples}: every mixed group would "
+                "pass, and teach nothing; lower the one or raise the other"
+            )
+        if advantage.kind == "remax" and self.reward.weights.get(advantage.baseline_part, 1.0) != 0:
+            problems.append(
+                f"train.advantage.kind = 'remax': its baseline would count as reward; set "
+                f"reward.weights.{advantage.baseline_part} = 0"
+            )
+        if self.engine.max_model_len > self.train.tokens_per_microbatch:
+            problems.append(
+                f"train.tokens_per_microbatch = {self.train.tokens_per_microbatch} is below engine.max_model_len = "
+                f"{self.engine.max_model_len}: a sequence is never cut; raise the one or lower the other"
             )
         if self.rollout.min_usable > self.n_samples:
             problems.append(
@@ -118,13 +138,29 @@ class RunConfig(Settings):
         return {name: getattr(self, name) for name in (*names, "max_staleness", "steps", "seed")}
 
     @property
+    def recipe(self) -> Recipe:
+        """What decides how a step is trained."""
+        settings = self.train
+        if self.engine.kind == "scripted":  # it draws at random, whatever the weights say
+            settings = settings.model_copy(update={"max_gap": math.inf})
+        return Recipe(
+            settings=settings,
+            learning_rate=self.learning_rate,
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
+            reward_weights=self.reward.weights,
+            max_staleness=self.max_staleness,
+            seed=self.seed,
+        )
+
+    @property
     def settings(self) -> Settings:
         """The part of the configuration that is one block in the Prefect form."""
         return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
 
 
 def load_run_file(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
-    """Read a run file and apply overrides, dotted keys as in `train.scale`.
+    """Read a run file and apply overrides, dotted keys as in `train.num_minibatches`.
 
     Raises `ConfigError` whose message names the key, what is wrong, and the nearest known key.
     """
@@ -135,13 +171,7 @@ def load_run_file(path: Path, overrides: dict[str, Any] | None = None) -> RunCon
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for key, value in (overrides or {}).items():
-        *tables, name = key.split(".")
-        target = document
-        for table in tables:
-            target = target.setdefault(table, {})
-            if not isinstance(target, dict):
-                raise ConfigError(f"{path}: cannot set {key}, because {table} is no table but {target!r}")
-        target[name] = value
+        _set(document, key, value, source=str(path))
     return make_config(document, source=str(path))
 
 
@@ -150,7 +180,7 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
     try:
         return RunConfig(**document)
     except ValidationError as error:
-        lines = [_explain(problem, document) for problem in error.errors()]
+        lines = [_explain(problem) for problem in error.errors()]
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
 
 
@@ -160,43 +190,101 @@ def default_values() -> dict[str, Any]:
 
 
 def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
-    """A run's configuration with other settings of the trainer, by dotted key as in `train.loss`.
+    """A run's configuration with other settings of the trainer, by dotted key as in `train.loss.clip_high`.
 
-    Raises `ConfigError` for a key that does not exist, or that says how trajectories were made, and for a bad value.
+    `train.loss` and `train.advantage` take a kind, with its defaults. Raises `ConfigError` for a key that does not
+    exist, or that says how trajectories were made, and for a bad value.
     """
     changeable = _training_settings(config)
     document = config.model_dump()
-    for key, value in changes.items():
-        if key not in changeable:
+    for key in sorted(changes, key=lambda key: key.count(".")):  # a kind before what is set about it
+        if key not in changeable and not key.startswith("train."):
             nearest = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"{key}: a replay can change {', '.join(changeable)}{hint}")
-        table, _, name = key.rpartition(".")
-        (document[table] if table else document)[name] = value
+            raise ConfigError(f"{key}: a replay can change {', '.join(_REPLAYABLE)} and train.…{hint}")
+        _set(document, key, changes[key], source="replay")
     return make_config(document, source="replay")
 
 
 def training_changes(old: RunConfig, new: RunConfig) -> dict[str, str]:
     """What `with_training_changes` changed, as `old → new` by dotted key."""
-    before, after = _training_settings(old), _training_settings(new)
-    return {key: f"{before[key]} → {after[key]}" for key in before if before[key] != after[key]}
+    before, after = old.model_dump(), new.model_dump()
+    found = {}
+    for key in {**_training_settings(old), **_training_settings(new)}:
+        values = [functools.reduce(_get, key.split("."), document) for document in (before, after)]
+        if all(value is not _MISSING for value in values) and values[0] != values[1]:
+            found[key] = f"{values[0]} → {values[1]}"
+    return found
+
+
+_MISSING = object()
+
+
+def _get(table: Any, name: str) -> Any:
+    return table.get(name, _MISSING) if isinstance(table, dict) else _MISSING
+
+
+_REPLAYABLE = ("learning_rate", "max_staleness")
 
 
 def _training_settings(config: RunConfig) -> dict[str, Any]:
-    top = {key: getattr(config, key) for key in ("learning_rate", "max_staleness")}
-    return top | {f"train.{name}": value for name, value in config.train.model_dump().items()}
+    """By dotted key; a block that is off stands under its own name."""
+    return {key: getattr(config, key) for key in _REPLAYABLE} | dict(_leaves("train", config.train.model_dump()))
 
 
-def _explain(problem: Any, document: dict[str, Any]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for name, item in value.items():
+        yield from _leaves(f"{key}.{name}", item)
+
+
+def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:
+    """Set a dotted key in place, making the tables on the way; a kind in its place becomes a table of that kind."""
+    *tables, name = key.split(".")
+    target = document
+    for table in tables:
+        found = target.get(table)
+        target[table] = {"kind": found} if isinstance(found, str) and table in ("loss", "advantage") else found or {}
+        if not isinstance(target[table], dict):
+            raise ConfigError(f"{source}: cannot set {key}, because {table} is no table but {target[table]!r}")
+        target = target[table]
+    target[name] = value
+
+
+def _explain(problem: Any) -> str:
+    key, model = _locate(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        model: Any = RunConfig
-        for part in problem["loc"][:-1]:
-            model = model.model_fields[part].annotation
         nearest = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
         known = ", ".join(model.model_fields)
         return f"{key}: no such key" + (f"; did you mean {nearest[0]!r}?" if nearest else f"; there are: {known}")
     if problem["type"] == "missing":
         return f"{key}: must be set"
+    if problem["type"] == "union_tag_invalid":
+        return f"{key}.kind = {problem['ctx']['tag']!r}: there are {problem['ctx']['expected_tags']}"
     message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
     return f"{key} = {problem['input']!r}: {message}" if key else message
+
+
+def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
+    """The dotted key as a user writes it, and the model it is looked up in."""
+    key: list[str] = []
+    model: Any = RunConfig
+    members: list[Any] = [RunConfig]
+    for part in location:
+        by_kind = [m for m in members if m.model_fields.get("kind") is not None and part in get_args(_kind(m))]
+        if len(members) > 1 and by_kind:
+            members = by_kind  # pydantic names the kind on the way; nobody writes it there
+            continue
+        key.append(str(part))
+        model = members[0] if members else model
+        field = model.model_fields.get(part)
+        annotation = None if field is None else field.annotation
+        parts = get_args(annotation) or (annotation,)
+        members = [m for m in parts if isinstance(m, type) and issubclass(m, BaseModel)]
+    return ".".join(key), model
+
+
+def _kind(model: type[BaseModel]) -> Any:
+    return model.model_fields["kind"].annotation

@@ -10,10 +10,10 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, make_config, training_changes, with_training_changes
+from flows.config import make_config, training_changes, with_training_changes
+from tasks.base_model import provide_reference
 from tasks.replay import check_replay, describe_replay, lead_up, retrain, save_policy, start_replay
 from tasks.session import reading_session
-from trainers.config import Recipe
 
 
 @flow(name="replay", flow_run_name="{run}", persist_result=False)
@@ -40,11 +40,14 @@ async def replay(
     plan, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
     config = make_config(saved, source=f"run {run}")
     changed = with_training_changes(config, changes or {})
-    async with reading_session(store=store, tracking="", run_id=run, what="replay") as session:
+    async with reading_session(store=store, tracking="", run_id=run, what="replay", train=changed.train) as session:
         # Where to compute is no part of the maths: it holds for the steps before the span too.
-        recorded = with_training_changes(config, {"train.device": changed.train.device})
+        where = {"train.device": changed.train.device, "train.num_ranks": changed.train.num_ranks}
+        recorded = with_training_changes(config, where)
+        if changed.train.reference.model:
+            await provide_reference(session, model=changed.train.reference.model)
         loaded = await start_replay(
-            session, plan=plan, recorded=recipe_of(recorded), changed=recipe_of(changed), rewards=rewards
+            session, plan=plan, recorded=recorded.recipe, changed=changed.recipe, rewards=rewards
         )
 
         def progress(step: int) -> str:
@@ -68,14 +71,3 @@ async def replay(
             start_identical=start_identical,
         )
         return description
-
-
-def recipe_of(config: RunConfig) -> Recipe:
-    """What decides how a step is trained."""
-    return Recipe(
-        settings=config.train,
-        learning_rate=config.learning_rate,
-        temperature=config.sampling.temperature,
-        max_staleness=config.max_staleness,
-        seed=config.seed,
-    )

@@ -22,8 +22,8 @@ from typing import Any
 from prefect import flow
 
 from flows.config import RunConfig, Settings, default_values, make_config
-from tasks.base_model import provide_base_model
-from tasks.preflight import check_run
+from tasks.base_model import provide_base_model, provide_reference
+from tasks.preflight import check_loss, check_run
 from tasks.rollout import evaluate_policy, produce_until_death
 from tasks.session import RunSession, training_session
 from tasks.track import track
@@ -83,6 +83,7 @@ async def train_grpo(
         evaluation_split=config.evaluation.split,
         tool_parser=config.engine.tool_parser,
     )
+    check_loss(config.train.loss, with_reference=config.train.reference.kind != "none")
     async with training_session(
         store=config.store,
         tracking=config.tracking,
@@ -90,7 +91,8 @@ async def train_grpo(
         workflow=config.workflow,
         config=config.model_dump(mode="json"),
         defaults=default_values(),
-        num_workers=config.rollout.num_workers + 1 + config.evaluation.own_engine,
+        num_workers=config.rollout.num_workers + config.evaluation.own_engine,
+        train=config.train,
     ) as session:
         await start(session, config)
         await train(session, config)
@@ -107,14 +109,9 @@ async def start(session: RunSession, config: RunConfig) -> None:
         seed=config.seed,
         warmup=config.warmup.model_dump(),
     )
-    starting_trainer = start_trainer(
-        session,
-        settings=config.train,
-        learning_rate=config.learning_rate,
-        temperature=config.sampling.temperature,
-        max_staleness=config.max_staleness,
-        seed=config.seed,
-    )
+    if config.train.reference.model:
+        await provide_reference(session, model=config.train.reference.model)
+    starting_trainer = start_trainer(session, recipe=config.recipe)
     workers = [session.next_worker_name() for _ in range(config.rollout.num_workers)]
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
     starting = [start_engine(session, config, name=name) for name in (*workers, *evaluators)]

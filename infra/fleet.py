@@ -1,11 +1,13 @@
 """Where workers run: Ray actors around plain classes, on this machine or on a cluster.
 
-In: import paths of plain classes and their arguments. Out: `Hosted`, whose `call` awaits a method over there.
-Nothing outside this module knows that Ray exists.
+In: import paths of plain classes and their arguments. Out: `Hosted`, whose `call` awaits a method over there, or
+`HostedGroup`, which is asked as one and computes as several ranks. Nothing outside this module knows that Ray exists.
 
     async with Fleet(log_folder=…) as fleet:
         worker = await fleet.host("rollout-0", "rollouts.worker:RolloutWorker", arguments={...})
         shard = await worker.call("collect")
+        trainer = await fleet.host_group("trainer-0", "trainers.worker:TrainerWorker", arguments={...}, num_ranks=4)
+        step = await trainer.call("train_step", claim)      # on all ranks; the result is rank 0's
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import logging
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +52,83 @@ class Hosted:
 
         Raises what it raised, as its own type; `WorkerDied` when the process is gone.
         """
+        return await self._answer(self._actor.call.remote(method, arguments, keywords), method)
+
+    async def rendezvous(self) -> tuple[str, int]:
+        """Address of the process's node and a port that is free there."""
+        address, port = await self._answer(self._actor.rendezvous.remote(), "rendezvous")
+        return str(address), int(port)
+
+    async def prepare(self, environment: dict[str, str]) -> None:
+        """Set environment variables over there before the object is built, which the first call does."""
+        await self._answer(self._actor.prepare.remote(environment), "prepare")
+
+    def kill(self) -> None:
+        """End the process at once."""
+        import ray
+
+        ray.kill(self._actor)
+
+    async def _answer(self, asked: Any, method: str) -> Any:
         from ray.exceptions import RayActorError, RayTaskError
 
         try:
-            return await self._actor.call.remote(method, arguments, keywords)
+            return await asked
         except RayTaskError as error:
             raise error.cause from error
         except RayActorError as error:
             raise WorkerDied(f"{self.name} died during {method}(); its log is {self.log_file}") from error
+
+
+class HostedGroup:
+    """The same object in several processes that compute as one: what one is asked, all are asked.
+
+    Ranks stay in step, or the group ends: where one fails and the others do not, they would wait for it for ever.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[Hosted], *, lag_seconds: float) -> None:
+        self.name = name
+        self.log_file = ranks[0].log_file
+        self._ranks = ranks
+        self._lag_seconds = lag_seconds
+        self._ended = ""
+
+    async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Await `method(*arguments, **keywords)` on every rank; returns what rank 0 does.
+
+        Raises what a rank raised, with a note that names the rank. An error with an attribute `rank` is there because
+        of that rank's error, which is the one that is raised. If the others do not fail too within `lag_seconds`, or a
+        process is gone (`WorkerDied`), all processes are killed, and later calls raise `WorkerDied`.
+        """
+        if self._ended:
+            raise WorkerDied(f"{self.name} cannot do {method}() any more: {self._ended}")
+        calls = [asyncio.ensure_future(rank.call(method, *arguments, **keywords)) for rank in self._ranks]
+        try:
+            done, running = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
+            if running:
+                await asyncio.wait(running, timeout=self._lag_seconds)
+        finally:
+            for call in calls:
+                call.cancel()
+        errors = {rank: e for rank, c in enumerate(calls) if c.done() and not c.cancelled() and (e := c.exception())}
+        if not errors:
+            return calls[0].result()
+        deaths = [rank for rank, error in errors.items() if isinstance(error, WorkerDied)]
+        followed = [rank for error in errors.values() if (rank := getattr(error, "rank", None)) in errors]
+        # Where all fail alike it is rank 0's error, else the earliest.
+        earliest = [rank for rank in errors if calls[rank] in done] if len(errors) < len(calls) else [0]
+        culprit = [*deaths, *followed, *earliest][0]
+        error = errors[culprit]
+        error.add_note(f"rank {culprit} of {len(calls)} of {self.name}; its log is {self._ranks[culprit].log_file}")
+        if deaths or len(errors) < len(calls):
+            self._end(f"rank {culprit} failed in {method}(): {error}")
+        raise error
+
+    def _end(self, reason: str) -> None:
+        logger.error("%s ends, all its ranks are killed: %s", self.name, reason)
+        self._ended = reason
+        for rank in self._ranks:
+            rank.kill()
 
 
 class _Host:
@@ -64,12 +137,28 @@ class _Host:
     def __init__(self, path: str, arguments: dict[str, Any], log_file: str) -> None:
         _die_with_parent()
         _redirect_output(log_file)
-        module, _, name = path.partition(":")
-        self._target = getattr(importlib.import_module(module), name)(**arguments)
+        self._path = path
+        self._arguments = arguments
+        self._target: Any = None
         self._turning: asyncio.Task[None] | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def prepare(self, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
 
     async def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         self._turning = self._turning or asyncio.create_task(_log_stacks_when_stuck())
+        if self._target is None:
+            if method == "close":
+                return None
+            module, _, name = self._path.partition(":")
+            self._target = getattr(importlib.import_module(module), name)(**self._arguments)
         result = getattr(self._target, method)(*arguments, **keywords)
         return await result if inspect.isawaitable(result) else result
 
@@ -87,7 +176,7 @@ class Fleet:
     def __init__(self, *, log_folder: Path, num_workers: int = 1) -> None:
         self._log_folder = log_folder
         self._num_workers = num_workers
-        self._hosted: list[Hosted] = []
+        self._hosted: list[Hosted | HostedGroup] = []
         self.num_gpus = 0.0
 
     async def __aenter__(self) -> Fleet:
@@ -115,15 +204,69 @@ class Fleet:
     async def host(
         self, name: str, path: str, *, arguments: dict[str, Any], num_cpus: float = 1, num_gpus: float = 0
     ) -> Hosted:
-        """Build `path` (`package.module:Class`) with `arguments` in a process of its own."""
-        import ray
-
-        log_file = self._log_folder / f"{name}.log"
-        actor_class = ray.remote(_Host).options(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=100)
-        actor = actor_class.remote(path, arguments, str(log_file))
-        hosted = Hosted(name, actor, log_file)
+        """`path` (`package.module:Class`) built with `arguments` in a process of its own, by the first call."""
+        hosted = self._start(name, path, arguments, log_name=name, num_cpus=num_cpus, num_gpus=num_gpus)
         self._hosted.append(hosted)
         return hosted
+
+    async def host_group(
+        self,
+        name: str,
+        path: str,
+        *,
+        arguments: dict[str, Any],
+        num_ranks: int,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        lag_seconds: float = 10.0,
+    ) -> Hosted | HostedGroup:
+        """The same object in `num_ranks` processes that torch.distributed joins, as torchrun would have started them.
+
+        `num_cpus` and `num_gpus` are for each; `lag_seconds` is how long after a rank has failed the others may take
+        to fail too.
+        """
+        if num_ranks == 1:
+            return await self.host(name, path, arguments=arguments, num_cpus=num_cpus, num_gpus=num_gpus)
+        ranks = [
+            self._start(
+                f"rank {rank} of {name}",
+                path,
+                arguments,
+                log_name=f"{name}-rank-{rank}" if rank else name,
+                num_cpus=num_cpus,
+                num_gpus=num_gpus,
+            )
+            for rank in range(num_ranks)
+        ]
+        group = HostedGroup(name, ranks, lag_seconds=lag_seconds)
+        self._hosted.append(group)
+        address, port = await ranks[0].rendezvous()
+        shared = {
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "LOCAL_RANK": "0",  # among the GPUs that Ray lets a process see: its own
+        }
+        await asyncio.gather(*(rank.prepare({**shared, "RANK": str(number)}) for number, rank in enumerate(ranks)))
+        return group
+
+    def _start(
+        self, name: str, path: str, arguments: dict[str, Any], *, log_name: str, num_cpus: float, num_gpus: float
+    ) -> Hosted:
+        import ray
+
+        log_file = self._log_folder / f"{log_name}.log"
+        actor_class = ray.remote(_Host).options(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=100)
+        return Hosted(name, actor_class.remote(path, arguments, str(log_file)), log_file)
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raises `ValueError` where several ranks would share a GPU, which NCCL refuses."""
+        if num_ranks > 1 and 0 < self.gpus_per_worker < 1:
+            raise ValueError(
+                f"train.num_ranks = {num_ranks}: {self._num_workers} processes hold a model and there are "
+                f"{self.num_gpus:g} GPUs, but each rank needs one of its own; lower train.num_ranks, "
+                'or set train.device = "cpu"'
+            )
 
     @property
     def gpus_per_worker(self) -> float:

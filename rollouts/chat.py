@@ -167,6 +167,7 @@ class Chat:
             finish_reason=generation.finish_reason,
             sequence_idx=len(self._branches) if branch is None else branch.sequence_idx,
             generate_seconds=generate_seconds,
+            adapters=generation.adapters,
         )
         reply = Reply(
             text=text,

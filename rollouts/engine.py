@@ -9,7 +9,7 @@ where those are set, of the sampled token under the weights that sampled it (`Sa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -37,6 +37,8 @@ class Generation:
     weight_versions: list[int]
     finish_reason: str
     """`stop` or `length`; anything else is an `EngineError`."""
+    adapters: dict[int, str] = field(default_factory=dict)
+    """For the versions above that are adapters: weights digest of what the engine held, as its workers read it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollouts.loading import load_object, source_file
 from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout
 from storage.digests import sha256_of_file
+from storage.loading import load_object, source_file
 from storage.log_entries import Rescore, Shard
 from storage.rewards import (
     SCORED_COLUMNS,

@@ -10,8 +10,8 @@ import os
 import resource
 import sys
 
-from rollouts.loading import load_object
 from rollouts.sandbox_rules import die_with_parent, limit
+from storage.loading import load_object
 
 
 def main() -> None:

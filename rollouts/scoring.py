@@ -25,8 +25,8 @@ from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Literal
 
-from rollouts.loading import path_of
 from rollouts.workflow import Score
+from storage.loading import path_of
 
 _LONGEST_ANSWER = 2**24  # bytes
 _COLLECT_SECONDS = 5.0

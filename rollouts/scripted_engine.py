@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollouts.engine import EngineError, Generation, WeightUpdate
+from storage.adapters import has_adapter
 from storage.digests import DigestMismatch, verify_folder
 from storage.records import Sampling
 
@@ -30,6 +31,7 @@ class ScriptedEngine:
         self.version = 0
         self.running = 0
         self.peak_running = 0
+        self._adapters: dict[int, str] = {}
 
     async def start(self, folder: Path, version: int) -> str:
         return (await self.load_policy(folder, version)).checksum
@@ -52,6 +54,7 @@ class ScriptedEngine:
             logprobs=[self._logprob] * len(token_ids),
             weight_versions=versions,
             finish_reason="stop" if len(token_ids) == len(wanted) else "length",
+            adapters={version: self._adapters[version] for version in set(versions) & self._adapters.keys()},
         )
 
     async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
@@ -62,6 +65,8 @@ class ScriptedEngine:
                 f"policy {version} from {folder} was not loaded, policy {self.version} serves on: {error}"
             ) from error
         self.version = version
+        if has_adapter(folder):
+            self._adapters[version] = checksum
         return WeightUpdate(checksum=checksum, mode="keep", cache_cleared=True, paused_seconds=0.0)
 
     async def stop(self) -> None:

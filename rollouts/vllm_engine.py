@@ -9,6 +9,8 @@ What becomes of running requests, by mode:
     wait   finished first; new ones wait.
     abort  ended by vLLM; `generate` continues each from its prompt and the tokens it has, as a new request.
 Every finished output carries per-token version spans, stamped by the engine.
+
+With adapters (LoRA) the base weights stay, and `load_policy` changes what the one adapter slot holds: `vllm_lora.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
+from rollouts.vllm_lora import adapter_arguments, check_applied, slot_request
+from storage.adapters import ADAPTER_WEIGHTS, has_adapter
 from storage.digests import DIGEST_FILE, sha256_of_json
 from storage.records import Sampling
 
@@ -53,7 +57,15 @@ class VllmEngine:
         update_mode: UpdateMode,
         clear_cache_on_reload: bool,
         arguments: dict[str, Any],
+        lora_rank: int = 0,
+        base_folder: Path | None = None,
     ) -> None:
+        """`lora_rank` above 0 serves adapters of up to that rank on the weights in `base_folder`.
+
+        `arguments` go to vLLM as they are. Raises `ValueError` for a rank that vLLM cannot serve.
+        """
+        assert (lora_rank > 0) == (base_folder is not None)
+        self._base_folder = base_folder
         self._arguments = {
             "max_model_len": max_model_len,
             "seed": seed,
@@ -61,6 +73,7 @@ class VllmEngine:
             "logprobs_mode": "processed_logprobs",  # after temperature, top-k, top-p: what was really sampled from
             "disable_log_stats": True,
             "worker_extension_cls": "rollouts.vllm_worker.ReloadExtension",
+            **(adapter_arguments(lora_rank) if lora_rank else {}),
             **arguments,
         }
         self.update_mode: UpdateMode = update_mode
@@ -72,6 +85,10 @@ class VllmEngine:
         self._served: _Weights
         self._checksums: dict[str, str] = {}
         """Weights digest → the engine's checksum of them."""
+        self._slot: Any = None
+        """The adapter slot every request names; null where whole weights are served."""
+        self._adapters: dict[int, str] = {}
+        """Version → weights digest of the adapter that vLLM's workers read and hold under it."""
         self._update = asyncio.Lock()
         self._updating: asyncio.Task[WeightUpdate]
         self._running: set[str] = set()
@@ -83,10 +100,15 @@ class VllmEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._stop_ids = _end_token_ids(folder)
+        model = self._base_folder or folder
+        self._stop_ids = _end_token_ids(model)
         self._served = _Weights(folder=folder, version=version, digest=_weights_digest(folder))
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(folder), **self._arguments))
-        self._checksums[self._served.digest] = await self._read_checksum()
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **self._arguments))
+        if self._base_folder is not None:
+            self._slot = slot_request()
+            await check_applied(self.llm)
+        else:
+            self._checksums[self._served.digest] = await self._read_checksum()
         return await self._install(self._served)  # a first reload, of the same weights: it must give the same
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
@@ -117,7 +139,13 @@ class VllmEngine:
                 break  # no weight update ended it
         if finish_reason not in ("stop", "length"):
             raise EngineError(f"request {request_id} was ended by the engine: {finish_reason}")
-        return Generation(token_ids=token_ids, logprobs=logprobs, weight_versions=versions, finish_reason=finish_reason)
+        return Generation(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            weight_versions=versions,
+            finish_reason=finish_reason,
+            adapters={version: self._adapters[version] for version in sorted(set(versions) & self._adapters.keys())},
+        )
 
     async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
         # A task of its own: a caller that is cancelled must not leave half of the new weights behind.
@@ -152,7 +180,8 @@ class VllmEngine:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            async for output in self.llm.generate(TokensPrompt(prompt_token_ids=prompt_ids), parameters, request_id):
+            prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+            async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
         except Exception as error:
             raise EngineError(f"{type(error).__name__}: {error}") from error
@@ -204,9 +233,9 @@ class VllmEngine:
 
     async def _install(self, weights: _Weights) -> str:
         """Load weights into the paused engine and name their version; returns the verified checksum."""
-        checksum = await self._reload(weights.folder)
+        checksum = await (self._reload(weights.folder) if self._slot is None else self._fill_slot(weights))
         known = self._checksums.get(weights.digest)
-        if known is None and checksum == self._checksums[self._served.digest]:
+        if self._slot is None and known is None and checksum == self._checksums[self._served.digest]:
             # Other weights may round to the same numbers in the engine's precision. Zeros tell that from a load
             # that did nothing.
             await self._call(self.llm.collective_rpc("reset_weights"))
@@ -251,6 +280,21 @@ class VllmEngine:
     async def _reload(self, folder: Path) -> str:
         await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),)))
         return await self._read_checksum()
+
+    async def _fill_slot(self, weights: _Weights) -> str:
+        """Change the adapter, compared with its file by the workers; returns a digest of what the engine computes with.
+
+        Raises `EngineError` where a worker read another file than the policy's seal describes.
+        """
+        adapted = has_adapter(weights.folder)
+        folder = str(weights.folder) if adapted else ""
+        answers = await self._call(self.llm.collective_rpc("load_adapter", args=(folder,)))
+        for sha256, _ in answers if adapted else []:
+            if (read := sha256_of_json({ADAPTER_WEIGHTS: sha256})) != weights.digest:
+                raise EngineError(f"the engine read adapter {read[:12]} in {weights.folder}, not {weights.digest[:12]}")
+        if adapted:
+            self._adapters[weights.version] = weights.digest
+        return sha256_of_json([await self._read_checksum(), [held for _, held in answers]])
 
     async def _read_checksum(self) -> str:
         """One digest over the per-tensor checksums of every vLLM worker."""

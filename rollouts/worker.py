@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 import sys
 import time
 import uuid
@@ -25,15 +26,15 @@ from rollouts.config import EngineSettings, RewardSettings
 from rollouts.engine import Engine, WeightUpdate
 from rollouts.evaluation import evaluate_tasks
 from rollouts.executor import Executor, Limits
-from rollouts.loading import load_object
 from rollouts.prompts import Prompt, PromptOrder
 from rollouts.scoring import RewardPool
 from rollouts.tool_parsing import ToolParser
 from rollouts.workflow import RolloutWorkflow
 from storage.claims import ClaimRules, num_counted
-from storage.digests import verify_folder
+from storage.loading import load_object
 from storage.log_entries import Evaluation, Lease, Policy, Release, Shard
 from storage.object_store import open_store
+from storage.policies import DamagedDelta, PolicyReader
 from storage.records import RolloutGroup, Sampling
 from storage.run_log import RunLog
 from storage.run_state import Conflict
@@ -41,9 +42,19 @@ from storage.runs import find_policy, open_run
 from storage.shard_codec import Provenance
 from storage.shards import commit_shard
 
+logger = logging.getLogger("millrace.rollout")
 
-def make_engine(settings: EngineSettings, tokens: ChatTokens, *, seed: int, version: int) -> Engine:
-    """The engine a run file asks for, about to serve policy `version`."""
+
+def make_engine(
+    settings: EngineSettings,
+    tokens: ChatTokens,
+    *,
+    seed: int,
+    version: int,
+    lora_rank: int = 0,
+    base_folder: Path | None = None,
+) -> Engine:
+    """The engine a run file asks for, about to serve policy `version`; with `lora_rank`, adapters of the base model."""
     match settings.kind:
         case "vllm":
             from rollouts.vllm_engine import VllmEngine
@@ -54,6 +65,8 @@ def make_engine(settings: EngineSettings, tokens: ChatTokens, *, seed: int, vers
                 update_mode=settings.update_mode,
                 clear_cache_on_reload=settings.clear_cache_on_reload,
                 arguments=settings.vllm,
+                lora_rank=lora_rank,
+                base_folder=base_folder,
             )
         case "scripted":
             from rollouts.scripted_engine import ScriptedEngine, random_reply
@@ -94,7 +107,9 @@ class RolloutWorker:
         code_version: str,
         config_sha256: str,
         cache: str,
+        lora_rank: int = 0,
     ) -> None:
+        """`lora_rank` above 0: the policies are adapters of that rank, and the base model is policy 0."""
         self._store_uri = store_uri
         self._run_id = run_id
         self._name = name
@@ -110,20 +125,38 @@ class RolloutWorker:
         self._code_version = code_version
         self._config_sha256 = config_sha256
         self._cache = Path(cache)
+        self._lora_rank = lora_rank
         self._log_lock = asyncio.Lock()
         self._version_pin = asyncio.Lock()
 
     async def start(self, version: int | None = None) -> str:
         """Load a policy version, the live one by default; returns the engine's weight checksum.
 
-        Raises `ValueError` for a version the run does not have, or not any more.
+        Where that version is a damaged delta its anchor is loaded, under the anchor's number, the checksum is empty,
+        and `wait_for_work` tries again: the trainer, which starts at the same time, may put the weights back. Raises
+        `ValueError` for a version the run does not have, or not any more.
         """
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
-        policy = find_policy(self._log, version)
-        folder = self._policy_folder(policy)
-        self._tokens = ChatTokens.load(folder)
+        self._policies = PolicyReader(self._log, self._cache)
+        policy = wanted = find_policy(self._log, version)
+        try:
+            folder = self._policies.fetch(policy)
+        except DamagedDelta as error:
+            policy = find_policy(self._log, policy.anchor)
+            logger.warning("starting with policy %d instead of %d: %s", policy.version, wanted.version, error)
+            folder = self._policies.fetch(policy)
+        self._overdue = wanted if wanted != policy else None
+        base_folder = self._policies.fetch(find_policy(self._log, 0)) if self._lora_rank else None
+        self._tokens = ChatTokens.load(base_folder or folder)
         self._workflow: RolloutWorkflow = load_object(self._workflow_path)(self._dataset)
-        self._engine = make_engine(self._engine_settings, self._tokens, seed=self._seed, version=policy.version)
+        self._engine = make_engine(
+            self._engine_settings,
+            self._tokens,
+            seed=self._seed,
+            version=policy.version,
+            lora_rank=self._lora_rank,
+            base_folder=base_folder,
+        )
         checksum = await self._engine.start(folder, policy.version)
         self._log.append(Release(holder=self._name, reason="a worker of this name starts"))
         self._version = policy.version
@@ -150,7 +183,7 @@ class RolloutWorker:
             limits=self._limits,
             sampling=self._sampling,
         )
-        return checksum
+        return "" if self._overdue else checksum
 
     async def refresh(self) -> None:
         """Look at the log again: let prompts start that it now leaves room for."""
@@ -159,7 +192,9 @@ class RolloutWorker:
             self._rebase()
 
     async def wait_for_work(self) -> None:
-        """Return once `collect` would have something to do."""
+        """Return once `collect` would have something to do. What `publish` could not load is tried again first."""
+        if self._overdue is not None:
+            await self.publish(self._overdue)
         await self._executor.wait_for_work()
 
     async def wait_for_stragglers(self, version: int) -> None:
@@ -205,14 +240,27 @@ class RolloutWorker:
         """Attempt the first prompts of the run once and return every group; for debugging, nothing is committed."""
         return await self._executor.rollout_batch([self._prompts.at(position) for position in range(num_prompts)])
 
-    async def publish(self, policy: Policy) -> WeightUpdate:
+    async def publish(self, policy: Policy) -> WeightUpdate | None:
         """Serve `policy` from the next token on; returns how the engine took it over.
 
-        Raises `storage.digests.DigestMismatch` before touching the engine, `EngineError` with the old version
-        still serving.
+        Null where it is a damaged delta and the staleness bound lets the engine go on, under the number of the policy
+        it has; `wait_for_work` tries again. Raises `storage.digests.DigestMismatch` before touching the engine,
+        `EngineError` with the old version still serving.
         """
-        folder = await asyncio.to_thread(self._policy_folder, policy)
+        if policy.version not in self._log.state.policies:
+            async with self._log_lock:
+                await asyncio.to_thread(self._log.refresh)  # of a delta the reader needs to know the anchor
+        try:
+            folder = await asyncio.to_thread(self._policies.fetch, policy)
+        except DamagedDelta as error:
+            updates_behind = (policy.version - self._version) / self._limits.steps_per_update
+            if updates_behind > self._limits.max_staleness:
+                raise
+            logger.warning("policy %d serves on instead of %d: %s", self._version, policy.version, error)
+            self._overdue = policy
+            return None
         async with self._version_pin:
+            self._overdue = None
             update = await self._engine.load_policy(folder, policy.version)
             self._version = policy.version
         await self.refresh()
@@ -245,7 +293,7 @@ class RolloutWorker:
                 async with self._log_lock:
                     await asyncio.to_thread(self._log.refresh)
                 policy = find_policy(self._log, version)
-                folder = await asyncio.to_thread(self._policy_folder, policy)
+                folder = await asyncio.to_thread(self._policies.fetch, policy)
                 await self._engine.load_policy(folder, version)
                 self._version = version
             return await self._evaluate(**settings)
@@ -311,11 +359,6 @@ class RolloutWorker:
         # Steps, not the version served here: between a step and its `publish` the step's groups stay accepted.
         accepted = state.step * self._limits.batch_size + num_counted(state, self._rules) + elsewhere
         self._executor.set_version(self._version, accepted=accepted)
-
-    def _policy_folder(self, policy: Policy) -> Path:
-        folder = self._log.store.fetch_folder(policy.path, self._cache)
-        verify_folder(folder)
-        return folder
 
     def _commit(
         self,

@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from storage.digests import DigestMismatch, verify_folder
 from storage.log_entries import Evaluation, GroupSummary, Policy, Step
+from storage.policies import PolicyReader
 from storage.registry import dataset_digest
 from storage.run_log import RunLog
 from storage.run_state import OUTCOMES, RunState
@@ -372,7 +373,7 @@ def _weights_problems(log: RunLog, policy: Policy) -> list[str]:
         return ["weights: retired: retention removed them"]
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         try:
-            digest = verify_folder(log.store.fetch_folder(policy.path, Path(scratch)))
+            digest = verify_folder(PolicyReader(log, Path(scratch)).fetch(policy))
         except FileNotFoundError:
             return [f"weights: {log.store.uri}/{policy.path} is missing"]
         except DigestMismatch as error:

@@ -93,6 +93,8 @@ class Policy:
     """Digest of the safetensors content; equal weights have equal digests."""
     parent: int | None
     """Version it was trained from; null for the base model."""
+    anchor: int | None = None
+    """Version whose weights the folder's `delta.safetensors` is against; null where the weights are there whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,6 +93,8 @@ class Turn:
     """Tools executed after this turn."""
     generate_seconds: float = 0.0
     """Wall-clock of the engine call."""
+    adapters: dict[int, str] = field(default_factory=dict)
+    """Policy version → digest of the adapter the engine held under it, for the versions above that are adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,6 +207,7 @@ class Registry:
             "millrace.version": str(policy.version),
             "millrace.parent": "" if policy.parent is None else str(policy.parent),
             "millrace.weights_sha256": policy.weights_sha256,
+            "millrace.anchor": "" if policy.anchor is None else str(policy.anchor),
             "millrace.config_sha256": self._config_sha256,
             "millrace.code_version": session.code_version if session else "",
             "millrace.reward_sha256": session.reward_sha256 if session else "",

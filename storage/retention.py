@@ -28,7 +28,7 @@ from typing import Literal
 
 from storage.log_entries import Retire, from_json, to_json
 from storage.object_store import LocalStore, ObjectStore, StoredFile, StoreError
-from storage.retention_rules import Facts, Rules, kept_policies, reach
+from storage.retention_rules import Facts, Rules, kept_policies, reach, with_anchors
 from storage.run_log import RunLog
 from storage.run_state import Conflict, LogDamaged
 from storage.runs import open_run
@@ -232,7 +232,7 @@ class _Survey:
     def kept(self, rules: Rules) -> dict[int, str]:
         """Policy versions that stay by the log as it is now, and why."""
         self._facts.extend(self.log)
-        return kept_policies(self.log.state, rules, self._facts.evaluations)
+        return with_anchors(kept_policies(self.log.state, rules, self._facts.evaluations), self._facts.anchors)
 
     def removable(self, rules: Rules) -> list[Item]:
         """What may go by the log as it is now, whatever its age, as long as it is not just being written."""
@@ -240,6 +240,7 @@ class _Survey:
         kept = self.kept(rules)
         needed = reach(state, facts, kept)
         items = []
+        going: dict[tuple[int, bool], list[tuple[list[int], list[StoredFile]]]] = {}
         owned = self._by_owner()
         settled = {
             owner: self._now - max(file.modified_at for file in files) >= rules.orphan_seconds
@@ -255,8 +256,10 @@ class _Survey:
                     versions = facts.versions_at[path]
                     if kept.keys().isdisjoint(versions):  # what is retired is not kept, whatever the rules are now
                         retired = state.retired_policies.issuperset(versions)
-                        names = ", ".join(map(str, versions))
-                        items.append(_item("policy", names, files, "no rule keeps it", retired))
+                        anchor = facts.anchors.get(versions[0])
+                        # An anchor that may go takes the deltas against it along: without it they are nothing.
+                        leader = anchor if anchor is not None and not retired and anchor not in kept else versions[-1]
+                        going.setdefault((leader, retired), []).append((versions, files))
                 case "state" if path in facts.states:
                     if path not in needed.states or path in state.retired_states:
                         reason = "no kept policy and no resume starts from it"
@@ -273,6 +276,10 @@ class _Survey:
                     retired = path in state.retired_states or (folder == "shards" and name in state.retired_shards)
                     if settled[folder, name] or retired:
                         items.append(_item("orphan", path, files, "no log entry names it", retired))
+        for (_, retired), policies in going.items():
+            names = ", ".join(str(v) for v in sorted(version for versions, _ in policies for version in versions))
+            files = [file for _, of_one in policies for file in of_one]
+            items.append(_item("policy", names, files, "no rule keeps it", retired))
         items += [
             _item("temporary", file.key, [file], "a write that was cut off", False)
             for file in self._unfinished
@@ -295,8 +302,8 @@ class _Survey:
         else:
             raise Conflict(f"run {self.log.run_id!r} changed {_MOST_CONFLICTS} times while it was planned; try again")
         # The append folded the log once more: orphaned rewards may have got their entry, which it does not refuse.
-        left = {(item.kind, item.name) for item in self.removable(rules)}
-        items = [item for item in items if (item.kind, item.name) in left]
+        left = {key for item in self.removable(rules) for key in item.keys}
+        items = [item for item in items if left.issuperset(item.keys)]
         readers = self.readers()
         if ignore_readers or not readers:
             self.log.store.delete([key for item in items for key in item.keys])

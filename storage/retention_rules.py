@@ -3,15 +3,16 @@
 In: counts, an age and a size; a run's log. Out: `Rules`; the policies they keep, and what these reach.
 
 A policy is kept while it is the base model, live, named by an alias, among the newest, one of every so many, or has the
-best score. A kept policy reaches what trains it again: its shards, the saved state before its step, and the shards of
-the steps in between. What resumes the run, and every shard with a pending group, is reached always.
+best score; and while one of these is stored as a delta against it. A kept policy reaches what trains it again: its
+shards, the saved state before its step, and the shards of the steps in between. What resumes the run, and every shard
+with a pending group, is reached always.
 """
 
 from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from storage.log_entries import Evaluation, Policy, Shard, Step
@@ -59,6 +60,8 @@ class Facts:
     states: set[str] = field(default_factory=set)
     versions_at: dict[str, list[int]] = field(default_factory=dict)
     """Folder → its policy versions, rising: a step that was skipped makes a version without files of its own."""
+    anchors: dict[int, int] = field(default_factory=dict)
+    """Policy version stored as a delta → the version it is against."""
     evaluations: list[Evaluation] = field(default_factory=list)
     eval_shards: dict[str, int] = field(default_factory=dict)
     """Id of a shard of evaluation rows → the version that sampled it."""
@@ -73,6 +76,8 @@ class Facts:
                 case Step(policy=policy, state_path=state_path, shard_sha256=shards):
                     self.steps.append((policy.version, state_path, tuple(shards)))
                     self.versions_at.setdefault(policy.path, []).append(policy.version)
+                    if policy.anchor is not None:
+                        self.anchors[policy.version] = policy.anchor
                     if state_path is not None:
                         self.states.add(state_path)
                 case Policy(path=path, version=version):
@@ -106,6 +111,13 @@ def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluatio
         if reasons and version not in state.retired_policies:
             kept[version] = ", ".join(reasons)
     return dict(sorted(kept.items()))
+
+
+def with_anchors(kept: dict[int, str], anchors: Mapping[int, int]) -> dict[int, str]:
+    """Kept versions with those that they are stored as deltas against; `anchors` by version."""
+    needed = {anchors[version]: version for version in reversed(kept) if version in anchors}
+    reasons = {anchor: f"anchor of {version}" for anchor, version in needed.items()}
+    return dict(sorted({**reasons, **kept}.items()))
 
 
 @dataclass

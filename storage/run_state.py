@@ -203,7 +203,10 @@ class RunState:
                         f"step {claim.step} does not follow step {self.step}: another trainer is working on this run; "
                         "stop one of them, or use another `run` id"
                     )
-                if not self.retired_states.isdisjoint((policy.path, body.state_path)):
+                if (
+                    not self.retired_states.isdisjoint((policy.path, body.state_path))
+                    or policy.anchor in self.retired_policies
+                ):
                     raise Conflict(f"step {claim.step} came so late that its files were removed; start this run again")
                 if policy.version in self.policies:
                     raise Conflict(f"policy version {policy.version} is already published")
@@ -234,6 +237,9 @@ class RunState:
                 named = {alias.version for alias in self.aliases.values()} | {self.newest_version}
                 if kept := named.intersection(body.policy_versions):
                     raise Conflict(f"policy versions {sorted(kept)} are live or have an alias")
+                anchors = {self.policies[version].anchor for version in named if version in self.policies}
+                if kept_anchors := [version for version in body.policy_versions if version in anchors]:
+                    raise Conflict(f"policy versions {kept_anchors} are anchors of what is live or has an alias")
                 # A plan may take these for files no step has committed; what a resume needs is never retired otherwise.
                 newest = {self.live.path, self.steps[-1].state_path} if self.live and self.steps else set()
                 if kept_paths := newest.intersection(body.state_paths):

@@ -24,6 +24,9 @@ from storage.run_log import RunLog
 MAY_CHANGE = frozenset({"steps", "tracking", "store"})
 """Configuration keys that do not change what a committed step means, so a resumed run may set them anew."""
 
+MAY_DIFFER = frozenset({"train.num_ranks"})
+"""Keys that say where a run computes: kept as it began, for its replays, and free to differ where it goes on."""
+
 
 class RunExists(ValueError):
     """The run id is taken by a run with another configuration."""
@@ -57,6 +60,11 @@ def create_run(
                 f"Put them back to continue it, or start a new one with run = {_free_id(store, run_id)!r}"
             )
     return open_run(store, run_id)
+
+
+def model_key(model: str) -> str:
+    """Where the store keeps a model that a user names by folder or hub id."""
+    return f"models/{Path(model).name}-{sha256_of_json(model)[:8]}"
 
 
 def open_run(store: ObjectStore, run_id: str) -> RunLog:
@@ -130,7 +138,7 @@ def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
         return [line for k in keys for line in _differences(old.get(k), new.get(k), f"{prefix}{k}.")]
-    return [] if old == new else [f"{prefix[:-1]} ({old!r} → {new!r})"]
+    return [] if old == new or prefix[:-1] in MAY_DIFFER else [f"{prefix[:-1]} ({old!r} → {new!r})"]
 
 
 def _free_id(store: ObjectStore, run_id: str) -> str:

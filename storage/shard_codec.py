@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from storage.log_entries import GroupSummary, to_json
 from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
 from storage.shard_schema import (
+    ADAPTERS,
     CALL,
     CHECKED,
     LARGEST,
@@ -116,10 +117,13 @@ def shard_table(
         with ThreadPoolExecutor(max_workers=1) as beside:
             digest = beside.submit(content_sha256, pa.table(tokens))  # hashing leaves the interpreter to us
             facts = _fact_columns(rows, sampling=sampling, is_eval=is_eval, worker_id=provenance.producer)
+            adapters = [list(_adapters(row).items()) for row in rows]
     except _Unwritable as error:
         raise BadShard(f"shard {provenance.shard_id}: {error}") from error
     columns = {**tokens, **facts}
     table = pa.Table.from_arrays([columns[field.name] for field in SCHEMA], schema=SCHEMA)
+    if any(adapters):
+        table = table.append_column(ADAPTERS, pa.array(adapters, ADAPTERS.type))
     check(table, name=provenance.shard_id)
     heads, tails = columns["head_version"], columns["tail_version"]
     metadata = {
@@ -193,6 +197,16 @@ def _sequence_turns(trajectory: Trajectory) -> list[list[Turn]]:
         sequences.setdefault(turn.sequence_idx, []).append(turn)
     ordered = [sequences[index] for index in sorted(sequences)]
     return [turns for turns in ordered if any(turn.sampled_ids for turn in turns)]
+
+
+def _adapters(row: _Row) -> dict[int, str]:
+    """Policy version → digest of the adapter it sampled the row's tokens with; without adapters empty."""
+    served: dict[int, str] = {}
+    for turn in row.turns:
+        for version, digest in turn.adapters.items():
+            if served.setdefault(version, digest) != digest:
+                raise _Unwritable(f"group {row.group.id} was sampled by two adapters, both of policy version {version}")
+    return served
 
 
 def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:

@@ -94,6 +94,9 @@ SCHEMA = pa.schema(
     ]
 )
 
+ADAPTERS = pa.field("adapters", pa.map_(pa.int32(), pa.string()))
+"""Beside the columns above where adapters (LoRA) sampled: policy version → digest of the adapter the engine held."""
+
 
 def check_schema(schema: pa.Schema, *, name: str) -> None:
     """Raise `BadShard` unless this version's columns are all there with their types; others may stand beside them.
@@ -109,7 +112,7 @@ def check_schema(schema: pa.Schema, *, name: str) -> None:
     missing = [field.name for field in SCHEMA if field.name not in schema.names]
     if missing:
         raise BadShard(f"shard {name}: columns {missing} are missing")
-    for field in SCHEMA:
+    for field in [*SCHEMA, ADAPTERS] if ADAPTERS.name in schema.names else SCHEMA:
         if (found := schema.field(field.name).type) != field.type:
             raise BadShard(f"shard {name}: column {field.name} has type {found}, schema version 1 has {field.type}")
 

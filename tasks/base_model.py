@@ -13,10 +13,11 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from rollouts.loading import load_object
 from storage.digests import DIGEST_FILE, sha256_of_json, verify_folder
+from storage.loading import load_object
 from storage.log_entries import Policy
 from storage.object_store import open_store
+from storage.runs import model_key
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.base_model")
@@ -33,16 +34,10 @@ async def provide_base_model(
     if 0 in log.state.policies:
         return log.state.policies[0]
     if model:
-        key = f"models/{Path(model).name}-{sha256_of_json(model)[:8]}"
+        key = await _stored(session, model)
     else:
         key = f"models/warmup-{sha256_of_json([workflow, dataset, seed, warmup])[:12]}"
-    if not log.store.exists(f"{key}/{DIGEST_FILE}"):
-        if model:
-            logger.info("fetching model %s", model)
-            await session.fleet.run(
-                "fetch-model", "tasks.base_model:store_model", model=model, store=log.store.uri, key=key
-            )
-        else:
+        if not log.store.exists(f"{key}/{DIGEST_FILE}"):
             logger.info("no model given: making a tiny one from %s's demonstrations (about half a minute)", workflow)
             await session.fleet.run(
                 "warmup",
@@ -58,6 +53,21 @@ async def provide_base_model(
     policy = Policy(version=0, path=key, weights_sha256=digest, parent=None)
     log.append(policy)
     return policy
+
+
+@task(name="reference-model", retries=1, cache_policy=NO_CACHE, persist_result=False)
+async def provide_reference(session: RunSession, *, model: str) -> None:
+    """Put the model that `train.reference.model` names into the store, where the trainer looks for it."""
+    await _stored(session, model)
+
+
+async def _stored(session: RunSession, model: str) -> str:
+    """The key of a model's folder in the store, where it is put now if it is not there yet."""
+    key, store = model_key(model), session.log.store
+    if not store.exists(f"{key}/{DIGEST_FILE}"):
+        logger.info("fetching model %s", model)
+        await session.fleet.run("fetch-model", "tasks.base_model:store_model", model=model, store=store.uri, key=key)
+    return key
 
 
 def make_model(*, store: str, key: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]) -> None:

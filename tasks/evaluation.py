@@ -10,7 +10,7 @@ from typing import Any
 
 from infra.environment import store_uri
 from rollouts.evaluation import failure_of
-from rollouts.loading import load_object
+from storage.loading import load_object
 from storage.log_entries import Evaluation
 from storage.object_store import open_store
 from storage.runs import find_policy, open_run, run_config

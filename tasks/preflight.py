@@ -8,10 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from infra.environment import store_uri
-from rollouts.loading import load_object
 from rollouts.tool_parsing import check_tool_parser
 from rollouts.workflow import RolloutWorkflow
+from storage.loading import load_object
 from storage.object_store import StoreError, open_store, probe
+from trainers.config import CustomLoss, Loss
 
 
 def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation_split: str, tool_parser: str) -> None:
@@ -36,6 +37,14 @@ def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation
             f"store {store_uri(store)} lets a second writer replace what the first one wrote; trainer, rollout worker "
             "and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
         )
+
+
+def check_loss(loss: Loss, *, with_reference: bool) -> None:
+    """Raise `ValueError` for a custom loss that cannot be imported, or that fails on a trial of five tokens."""
+    if isinstance(loss, CustomLoss):
+        from trainers import custom_loss
+
+        custom_loss.check_loss(loss.path, loss.arguments, with_reference=with_reference)
 
 
 def check_model(model: str) -> None:

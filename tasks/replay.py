@@ -58,8 +58,10 @@ async def start_replay(
         "rewards": rewards,
         "cache": str(session.cache),
     }
-    # Hosted as the trainer is: other threads would add up in another order.
-    session.trainer = await session.host("replay-0", "trainers.replay:ReplayWorker", arguments=arguments)
+    # Hosted as the trainer is: other threads, or ranks, would add up in another order.
+    await session.host_trainer(
+        "replay-0", "trainers.replay:ReplayWorker", arguments=arguments, settings=changed.settings
+    )
     loaded: int = await session.trainer.call("start")
     logger.info("starting from %s", f"the state saved at step {loaded}" if loaded else "the base policy")
     return loaded

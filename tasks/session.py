@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from infra.environment import home, prepare_environment, store_uri, tracking_uri
-from infra.fleet import Fleet, Hosted
+from infra.fleet import Fleet, Hosted, HostedGroup
 from infra.memory import PeakMemory
-from rollouts.loading import source_sha256
+from storage.loading import source_sha256
 from storage.log_entries import Session
 from storage.object_store import open_store
 from storage.retention import reading
 from storage.run_log import RunLog
 from storage.runs import create_run, open_run, trainer_lock
+from trainers.config import TrainSettings
 
 logger = logging.getLogger("millrace.session")
 
@@ -53,15 +54,17 @@ class RunSession:
         """How long the last publication took."""
         self.warned_of_gap = False
         """True once this session has said that engine and trainer disagree."""
+        self.refusals = 0
+        """Claims in a row, up to now, that were refused because of their shards."""
         self.hosted: dict[str, Hosted] = {}
-        """Every process of this session that holds a model, by name."""
+        """Every process of this session with an engine, by name."""
         self.workers: dict[str, Hosted] = {}
         """The rollout workers that produce, by name."""
         self.replacements_left = REPLACEMENTS
         """How many dead workers may be replaced before the next shard is committed."""
         self.evaluator: Hosted | None = None
         """The worker that does nothing but evaluate; null where a rollout worker does it beside its own work."""
-        self.trainer: Hosted
+        self.trainer: Hosted | HostedGroup
         self._names = (f"rollout-{number}" for number in itertools.count())
 
     async def host(self, name: str, path: str, *, arguments: dict[str, Any]) -> Hosted:
@@ -69,6 +72,13 @@ class RunSession:
         hosted = await self.fleet.host(name, path, arguments=arguments, num_gpus=self.fleet.gpus_per_worker)
         self.hosted[name] = hosted
         return hosted
+
+    async def host_trainer(self, name: str, path: str, *, arguments: dict[str, Any], settings: TrainSettings) -> None:
+        """Start `session.trainer`, in `train.num_ranks` processes."""
+        num_gpus = 0.0 if settings.device == "cpu" else self.fleet.gpus_per_worker
+        self.trainer = await self.fleet.host_group(
+            name, path, arguments=arguments, num_ranks=settings.num_ranks, num_gpus=num_gpus
+        )
 
     def next_worker_name(self) -> str:
         """A name no rollout worker of this session has had."""
@@ -85,13 +95,14 @@ async def training_session(
     config: dict[str, Any],
     defaults: dict[str, Any],
     num_workers: int,
+    train: TrainSettings,
 ) -> AsyncIterator[RunSession]:
-    """Create or reopen a run, take its trainer lock, and start the fleet, for `num_workers` processes with a model.
+    """Create or reopen a run, take its trainer lock, and start the fleet, for `num_workers` engines and the trainer.
 
     `defaults` as in `storage.runs.create_run`.
 
-    Raises `storage.runs.RunExists`, `storage.runs.RunBusy` and `storage.object_store.StoreError` before anything
-    heavy starts.
+    Raises `storage.runs.RunExists`, `storage.runs.RunBusy`, `storage.object_store.StoreError`, and `ValueError` for
+    too few GPUs, before anything heavy starts.
     """
     prepare_environment()
     log = create_run(open_store(store_uri(store)), run_id, config, defaults=defaults)
@@ -100,21 +111,33 @@ async def training_session(
         log.append(session)
         if log.state.step:
             logger.info("continuing run %s after step %d", run_id, log.state.step)
-        async with Fleet(log_folder=home() / "logs" / run_id, num_workers=num_workers) as fleet:
+        async with _fleet(run_id, num_workers=num_workers, train=train) as fleet:
             yield RunSession(log=log, fleet=fleet, memory=memory, session_id=session.id, tracking=tracking)
 
 
 @contextlib.asynccontextmanager
-async def reading_session(*, store: str, tracking: str, run_id: str, what: str) -> AsyncIterator[RunSession]:
+async def reading_session(
+    *, store: str, tracking: str, run_id: str, what: str, train: TrainSettings | None = None
+) -> AsyncIterator[RunSession]:
     """Open an existing run beside whoever trains it; nothing is locked, and retention waits for `what` to be over.
 
-    Raises `FileNotFoundError` for an unknown run.
+    The fleet has room for one engine, or for a trainer of these settings. Raises `FileNotFoundError` for an unknown
+    run, `ValueError` for too few GPUs.
     """
     prepare_environment()
     log = open_run(open_store(store_uri(store)), run_id)
     with reading(log, what), PeakMemory() as memory:
-        async with Fleet(log_folder=home() / "logs" / run_id, num_workers=1) as fleet:
+        async with _fleet(run_id, num_workers=0 if train else 1, train=train) as fleet:
             yield RunSession(log=log, fleet=fleet, memory=memory, session_id="", tracking=tracking)
+
+
+@contextlib.asynccontextmanager
+async def _fleet(run_id: str, *, num_workers: int, train: TrainSettings | None) -> AsyncIterator[Fleet]:
+    """Processes with GPUs are the engines, and the trainer's ranks unless they compute on the CPU."""
+    num_ranks = train.num_ranks if train is not None and train.device != "cpu" else 0
+    async with Fleet(log_folder=home() / "logs" / run_id, num_workers=max(1, num_workers + num_ranks)) as fleet:
+        fleet.check_ranks(num_ranks)
+        yield fleet
 
 
 def code_version() -> str:

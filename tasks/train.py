@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -19,37 +20,39 @@ from storage.shards import DamagedShard
 from tasks.session import RunSession
 from tasks.watchdog import Stalled, num_finished, where_everybody_stands
 from tasks.workers import refresh_workers, wait_for_stragglers
-from trainers.config import TrainSettings
+from trainers.config import Recipe, TrainSettings
+from trainers.health import GapTooLarge, NonFinite
+from trainers.refusals import RefusedShards
 
 logger = logging.getLogger("millrace.train")
 
 
 SUSPICIOUS_GAP = 0.1
 """Nats per token; bfloat16 rounding stays an order of magnitude below."""
+REFUSALS = 3
+"""Claims in a row that may be refused for their shards, without a step in between, before a run gives up."""
+
+
+class EveryClaimRefused(RuntimeError):
+    """Claim after claim had shards that must not be trained: collecting more of them is of no use."""
 
 
 @task(name="start-trainer", cache_policy=NO_CACHE, persist_result=False)
 async def start_trainer(
     session: RunSession,
     *,
-    settings: TrainSettings,
-    learning_rate: float,
-    temperature: float,
-    max_staleness: float,
-    seed: int,
+    recipe: Recipe,
 ) -> None:
     """Load the policy and resume the optimizer, re-training recorded steps where no state was saved since."""
     arguments = {
         "store_uri": session.log.store.uri,
         "run_id": session.log.run_id,
-        "settings": settings,
-        "learning_rate": learning_rate,
-        "temperature": temperature,
-        "max_staleness": max_staleness,
-        "seed": seed,
+        "recipe": recipe,
         "cache": str(session.cache),
     }
-    session.trainer = await session.host("trainer-0", "trainers.worker:TrainerWorker", arguments=arguments)
+    await session.host_trainer(
+        "trainer-0", "trainers.worker:TrainerWorker", arguments=arguments, settings=recipe.settings
+    )
     replayed = await session.trainer.call("start")
     if replayed:
         logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
@@ -106,18 +109,26 @@ async def next_batch(session: RunSession, *, rules: ClaimRules, pace: bool, stal
             continue
 
 
+def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
+    """Whether a failed step is worth another try: what the data or the settings forbid stays forbidden."""
+    return not isinstance(state.data, NonFinite | EveryClaimRefused | ValueError)
+
+
 @task(
     name="train",
     task_run_name="train-{claim.step}",
     retries=1,
     retry_delay_seconds=1,
+    retry_condition_fn=_may_pass,
     cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def train_step(session: RunSession, *, claim: Claim, round_started: float) -> Step | None:
     """One optimizer step on a claim: new policy in the store, step in the log.
 
-    Null where a claimed shard is damaged: it is quarantined, its prompts run again, and the next claim goes without it.
+    Null where a claimed shard is damaged or must not be trained: it is quarantined, its prompts run again, and the next
+    claim goes without it. Raises `EveryClaimRefused` when that has become of `REFUSALS` claims in a row, and
+    `trainers.health.NonFinite`.
     """
     shards = session.log.state.shards
     consumed = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in claim.trained)]
@@ -138,13 +149,18 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
             session_id=session.session_id,
         )
     except DamagedShard as damaged:
-        logger.warning("%s: quarantined, its prompts run again", damaged)
-        session.log.append(Quarantine(shard_id=damaged.shard_id, reason=damaged.reason))
-        await refresh_workers(session)
+        await _quarantine(session, {damaged.shard_id: damaged.reason})
         return None
+    except RefusedShards as refused:
+        await _quarantine(session, refused.reasons)
+        session.refusals += 1
+        if session.refusals >= REFUSALS:
+            raise EveryClaimRefused(_give_up(claim, refused)) from refused
+        return None
+    session.refusals = 0
     session.log.refresh()
-    # A step without anything to train has neither.
-    suspicious = step.metrics.get("staleness_max") == 0 and step.metrics["engine_gap"] > SUSPICIOUS_GAP
+    # Absent where no token was sampled by the very policy that was trained.
+    suspicious = step.metrics.get("engine_gap", 0.0) > SUSPICIOUS_GAP
     if suspicious and not session.warned_of_gap:
         session.warned_of_gap = True
         logger.warning(
@@ -154,3 +170,24 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
             step.metrics["engine_gap"],
         )
     return step
+
+
+async def _quarantine(session: RunSession, reasons: dict[str, str]) -> None:
+    for shard_id, reason in reasons.items():
+        logger.warning("shard %s: %s: quarantined, its prompts run again", shard_id, reason)
+        session.log.append(Quarantine(shard_id=shard_id, reason=reason))
+    await refresh_workers(session)
+
+
+def _give_up(claim: Claim, refused: RefusedShards) -> str:
+    """The sentence a run stops with."""
+    count = f"step {claim.step}: {REFUSALS} claims in a row were refused, so collecting more is of no use"
+    if not isinstance(refused, GapTooLarge):
+        return f"{count}; the last one because of {refused}"
+    gap = max(refused.gaps.values())
+    return (
+        f"{count}: engine and trainer disagree by {gap:.3g} nats per token about policy {claim.base_version}, above "
+        f"train.max_gap = {refused.max_gap:g}. Check that the engine loads this very policy (`millrace lineage RUN "
+        f"--policy {claim.base_version} --verify` checks its files), that it runs the model in the trainer's precision "
+        "and code, and that top_p, top_k and min_p do not cut its probabilities short; then start this run again"
+    )

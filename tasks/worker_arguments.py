@@ -13,8 +13,8 @@ from typing import Any
 from rollouts.attempts import AttemptLimits
 from rollouts.config import EngineSettings, RewardSettings, RolloutSettings, SamplingSettings
 from rollouts.executor import Limits
-from rollouts.loading import absolute_path
 from storage.digests import sha256_of_json
+from storage.loading import absolute_path
 from storage.records import Sampling
 from storage.run_log import RunLog
 from storage.runs import run_config
@@ -65,6 +65,7 @@ def worker_arguments(
         "code_version": log.state.sessions[-1].code_version,
         "config_sha256": sha256_of_json(run_config(log)),
         "cache": str(cache),
+        "lora_rank": train.lora.rank if train.lora is not None else 0,
     }
 
 

@@ -28,7 +28,8 @@ ROLLOUT_ALIAS = "rollout"
 async def start_rollout_worker(
     session: RunSession, *, name: str, arguments: dict[str, Any], version: int | None = None
 ) -> str:
-    """Load a policy, the live one by default, into an engine; returns the checksum of its weights.
+    """Load a policy, the live one by default, into an engine; returns the checksum of its weights, empty where it
+    serves an older one for now because the live one is damaged.
 
     Nothing is produced before the worker joins.
     """
@@ -42,12 +43,15 @@ def mark_served(session: RunSession, *, checksums: list[str]) -> None:
     """Put the alias `rollout` on the live policy; warn where an engine holds other weights under the same version."""
     live = session.log.refresh().live
     assert live is not None, "the base policy comes first"
+    serving = [checksum for checksum in checksums if checksum]
+    if not serving:
+        return  # each of them goes on to the live policy as soon as it can, or says why it cannot
     recorded = session.log.state.aliases.get(ROLLOUT_ALIAS)
-    expected = recorded.checksum if recorded is not None and recorded.version == live.version else checksums[0]
-    if set(checksums) != {expected}:
+    expected = recorded.checksum if recorded is not None and recorded.version == live.version else serving[0]
+    if set(serving) != {expected}:
         logger.warning("an engine's checksum of policy %d differs from another's", live.version)
-    session.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=checksums[0]))
-    logger.info("%d engine(s) serve policy %d", len(checksums), live.version)
+    session.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
+    logger.info("%d engine(s) serve policy %d", len(serving), live.version)
 
 
 @task(
@@ -68,7 +72,7 @@ async def publish_policy(session: RunSession, *, policy: Policy) -> None:
         *(worker.call("publish", policy) for worker in session.workers.values()), return_exceptions=True
     )
     _raise_all_but_deaths(answers)
-    updates: list[WeightUpdate] = [answer for answer in answers if not isinstance(answer, BaseException)]
+    updates: list[WeightUpdate] = [answer for answer in answers if isinstance(answer, WeightUpdate)]
     if updates:
         session.log.append(
             Alias(

@@ -107,7 +107,7 @@ def test_folders_import_only_whom_they_may():
 def test_only_workers_reach_past_the_records_into_the_store():
     """Everything else in rollouts/ and trainers/ runs on records and arrays, without a store or a log."""
     durable = {"storage.run_log", "storage.runs", "storage.shards", "storage.object_store", "storage.registry"}
-    durable |= {"storage.rewards"}
+    durable |= {"storage.rewards", "storage.policies"}
     reaching = {
         str(file)
         for file in _files()

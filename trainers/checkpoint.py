@@ -7,6 +7,7 @@ folder that resumes the optimizer bit for bit. Tensors are stored whole, so anot
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -15,56 +16,119 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from storage.digests import seal_folder, verify_folder
-from trainers.distributed import copy_into, full
+from trainers.critic import Critic
+from trainers.distributed import copy_into, full, num_ranks
+from trainers.lora import has_adapters, read_adapter, write_adapter
 from trainers.model import PolicyModel
+from trainers.optimizer import Ema
 
+logger = logging.getLogger("millrace.trainer")
+
+_CRITIC = "critic."
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", "digest.json", "model.safetensors.index.json")
 
 
-def save_policy(model: PolicyModel, base_folder: Path, folder: Path, *, dtype: torch.dtype) -> str:
+def save_policy(model: PolicyModel, base_folder: Path, folder: Path | None, *, dtype: torch.dtype) -> str:
     """Write the weights beside the base model's configuration and tokenizer; returns the weights digest.
 
-    Equal weights give equal files and so equal digests.
+    Of a model with adapters only these are written, in peft's format. Equal weights give equal files and so equal
+    digests. Every rank must call it: shards are gathered before anything is written. Those that do not write pass no
+    folder, and get an empty digest.
     """
+    if has_adapters(model):
+        write_adapter(model.causal_lm, folder, base=base_folder.name)
+        return seal_folder(folder) if folder is not None else ""
+    tensors = {}
+    for name, tensor in _named_weights(model).items():
+        whole = full(tensor)
+        if folder is not None:
+            tensors[name] = whole.to(dtype).contiguous()
+    if folder is None:
+        return ""
     folder.mkdir(parents=True)
     for file in base_folder.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copy(file, folder / file.name)
-    tensors = {name: full(tensor).to(dtype).contiguous() for name, tensor in _named_weights(model).items()}
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     return seal_folder(folder)
 
 
-def save_state(model: PolicyModel, optimizer: torch.optim.AdamW, folder: Path, *, step: int) -> None:
-    """Write float32 weights, both moments of every parameter, and torch's random state."""
-    folder.mkdir(parents=True)
+def save_state(
+    model: PolicyModel,
+    optimizer: torch.optim.AdamW,
+    folder: Path | None,
+    *,
+    step: int,
+    critic: Critic | None = None,
+    ema: Ema | None = None,
+) -> None:
+    """Write float32 weights, both moments of every parameter, the critic's too, and torch's random state.
+
+    Frozen weights, those under adapters, are the base policy's and are not written again. Every rank must call it;
+    those that do not write pass no folder.
+    """
     tensors: dict[str, torch.Tensor] = {"random_state": torch.get_rng_state()}
-    for name, parameter in model.named_parameters():
-        tensors[f"weight/{name}"] = full(parameter).contiguous()
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{key}/{name}"] = full(value).contiguous()
+    for name, parameter, owner in _trained(model, optimizer, critic):
+        for key, value in [("weight", parameter), *owner.state.get(parameter, {}).items()]:
+            whole = full(value)
+            if folder is not None:
+                tensors[f"{key}/{name}"] = whole.contiguous()
+    if ema is not None:
+        tensors |= ema.state_tensors()
+    if folder is None:
+        return
+    folder.mkdir(parents=True)
     save_file(tensors, str(folder / "state.safetensors"))
-    (folder / "state.json").write_text(json.dumps({"step": step}))
+    (folder / "state.json").write_text(json.dumps({"step": step, "world_size": num_ranks()}))
     seal_folder(folder)
 
 
-def load_state(model: PolicyModel, optimizer: torch.optim.AdamW, folder: Path) -> int:
-    """Restore what `save_state` wrote; returns its step.
+def load_state(
+    model: PolicyModel,
+    optimizer: torch.optim.AdamW,
+    folder: Path,
+    *,
+    critic: Critic | None = None,
+    ema: Ema | None = None,
+) -> int:
+    """Restore what `save_state` wrote, at this number of ranks or another; returns its step.
 
-    Raises `storage.digests.DigestMismatch` for a half-written or altered folder.
+    A critic that the state does not know stays new.
+
+    Raises `storage.digests.DigestMismatch` for a half-written or altered folder, `ValueError` for a state of other
+    trained weights.
     """
     verify_folder(folder)
     tensors = load_file(str(folder / "state.safetensors"))
+    saved = {name.removeprefix("weight/") for name in tensors if name.startswith("weight/")}
+    if critic is not None and not any(name.startswith(_CRITIC) for name in saved):
+        logger.warning("%s holds no critic: it starts anew", folder)
+        critic = None
+    trained = _trained(model, optimizer, critic)
+    if {name for name, *_ in trained} != {name for name in saved if critic is not None or not name.startswith(_CRITIC)}:
+        raise ValueError(f"{folder} holds the state of other trained weights; train.lora must be as when it was saved")
     torch.set_rng_state(tensors["random_state"])
-    for name, parameter in model.named_parameters():
+    for name, parameter, owner in trained:
+        owner.state.pop(parameter, None)
         copy_into(parameter, tensors[f"weight/{name}"])
         if f"exp_avg/{name}" in tensors:
             state = {"step": tensors[f"step/{name}"]}
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter)
                 copy_into(state[key], tensors[f"{key}/{name}"])
-            optimizer.state[parameter] = state
-    return int(json.loads((folder / "state.json").read_text())["step"])
+            owner.state[parameter] = state
+    if ema is not None:
+        ema.load(tensors)
+    about = json.loads((folder / "state.json").read_text())
+    if (saved_by := about.get("world_size", 1)) != num_ranks():
+        logger.warning(
+            "the state of step %d was saved by %d rank(s) and %d go on: they add in another order, so weights agree to "
+            "about 1e-6 with those of the old number, not bit for bit",
+            about["step"],
+            saved_by,
+            num_ranks(),
+        )
+    return int(about["step"])
 
 
 def load_weights(model: PolicyModel, folder: Path) -> None:
@@ -73,9 +137,22 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
     Raises `storage.digests.DigestMismatch` for a half-written or altered folder.
     """
     verify_folder(folder)
+    if has_adapters(model):
+        read_adapter(model.causal_lm, folder)
+        return
     tensors = load_file(str(folder / "model.safetensors"))
     for name, parameter in _named_weights(model).items():
         copy_into(parameter, tensors[name].to(parameter.dtype))
+
+
+def _trained(
+    model: PolicyModel, optimizer: torch.optim.AdamW, critic: Critic | None
+) -> list[tuple[str, nn.Parameter, torch.optim.AdamW]]:
+    """Every weight an optimizer moves, by the name it is saved under."""
+    found = [(name, weight, optimizer) for name, weight in model.named_parameters() if weight.requires_grad]
+    if critic is not None:
+        found += [(_CRITIC + name, weight, critic.optimizer) for name, weight in critic.model.named_parameters()]
+    return found
 
 
 def _named_weights(model: PolicyModel) -> dict[str, torch.Tensor]:

@@ -1,21 +1,45 @@
-"""Devices, process groups and FSDP2: the one place that asks what hardware there is.
+"""Devices, process groups and FSDP2: the one place that asks what hardware there is, and how many ranks.
 
 In: a module and settings. Out: the module sharded over all ranks, gradients summed (not averaged) over them.
 FSDP2 is used at world size 1 too, so that one rank and many run the same code.
+
+    what may fail on one rank alone (files, store) ─▶ on_every_rank, on_first_rank, agreed ─▶ all go on, or all raise
+
+A collective waits for every rank: what one rank skips, because it failed or decided otherwise, all others wait for.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+Json = TypeVar("Json")
+"""A value that JSON gives back as it was."""
+
+
+class RankFailed(RuntimeError):
+    """Another rank could not do its part of something that all do; `rank` raises the error itself."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankFailed, (str(self), self.rank)
+
+
+class RanksDiffer(RuntimeError):
+    """Ranks that must do the same would not; nothing was done."""
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -30,7 +54,10 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 def start_process_group(device: torch.device) -> DeviceMesh:
     """Join the process group torchrun's variables describe, or make one of a single rank."""
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "gloo"
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl"  # the CPU's carries offloaded shards, and what ranks agree on
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
@@ -38,29 +65,55 @@ def start_process_group(device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
-def shard(model: nn.Module, layers: Iterable[nn.Module], *, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Apply FSDP2 to every layer and then to the whole; parameters stay float32, compute runs in `dtype`."""
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+def num_ranks() -> int:
+    """How many ranks there are; 1 before the process group is started."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Which one this is, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def shard(
+    model: nn.Module, layers: Iterable[nn.Module], *, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False
+) -> None:
+    """Apply FSDP2 to every layer and then to the whole; parameters keep their type, compute runs in `dtype`.
+
+    With `offload` parameters, gradients and so the optimizer's moments live in host memory, and one layer at a time
+    visits the GPU; the parameters must not be moved there afterwards. Raises `ValueError` where there is no GPU.
+    """
+    if offload and mesh.device_type == "cpu":
+        raise ValueError(
+            "train.offload_optimizer moves the optimizer from a GPU into host memory, and this trainer has no GPU: "
+            "leave it out"
+        )
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
+    offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in [*layers, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
         assert isinstance(module, FSDPModule)
         # Losses carry the global denominator, so gradients add up over ranks. gloo has no PREMUL_SUM: force SUM.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    if offload:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(mesh.device_type))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a possibly sharded tensor, on the CPU."""
+    """The whole of a possibly sharded tensor, on the CPU. Every rank must call it."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu()
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy a whole tensor into a possibly sharded one."""
+    """Copy a whole tensor into a possibly sharded one, each rank its own part of it: there is no collective."""
     with torch.no_grad():
         if isinstance(target, DTensor):
             local = source.to(target.device_mesh.device_type)
-            target.copy_(distribute_tensor(local, target.device_mesh, target.placements))
+            target.copy_(distribute_tensor(local, target.device_mesh, target.placements, src_data_rank=None))
         else:
             target.copy_(source)
 
@@ -71,3 +124,64 @@ def sum_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, 
     packed = torch.tensor([values[key] for key in keys], dtype=torch.float64, device=device)
     dist.all_reduce(packed)
     return dict(zip(keys, packed.tolist(), strict=True))
+
+
+def sum_array_over_ranks(values: np.ndarray, *, device: torch.device) -> np.ndarray:
+    """Element-wise sum over all ranks, of the same shape and type; exact where only one rank has a number but 0."""
+    if num_ranks() == 1:
+        return values
+    total = torch.tensor(values, device=device)
+    dist.all_reduce(total)
+    summed: np.ndarray = total.cpu().numpy()
+    return summed
+
+
+def on_every_rank(action: Callable[[], Json]) -> list[Json]:
+    """Do `action` on all ranks and return what each got, in order. Every rank must call it.
+
+    Where one raises, no rank goes on: that rank raises its own error, the others `RankFailed`.
+    """
+    if num_ranks() == 1:
+        return [action()]
+    result: Json | None = None
+    failure: Exception | None = None
+    try:
+        result = action()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others are to stop too; it is raised below
+        failure = error
+    about = {"result": result} if failure is None else {"error": f"{type(failure).__name__}: {failure}"}
+    answers = [json.loads(text) for text in _gather_text(json.dumps(about))]
+    if failure is not None:
+        raise failure
+    for number, answer in enumerate(answers):
+        if "error" in answer:
+            raise RankFailed(f"rank {number}: {answer['error']}", number)
+    return [answer["result"] for answer in answers]
+
+
+def on_first_rank(action: Callable[[], Json]) -> Json:
+    """Do `action` on rank 0 alone; every rank must call it, and gets the result or the error, as `RankFailed`."""
+    first, *_ = on_every_rank(lambda: action() if rank() == 0 else None)
+    return first  # type: ignore[return-value]  # rank 0 has done it
+
+
+def agreed(answers: Sequence[Json], *, what: str) -> Json:
+    """What all ranks answered (see `on_every_rank`); raises `RanksDiffer` on all where they did not answer the same."""
+    if any(answer != answers[0] for answer in answers):
+        listed = ", ".join(f"rank {number}: {answer}" for number, answer in enumerate(answers))
+        raise RanksDiffer(
+            f"the ranks do not have the same {what} ({listed}), so nothing was done. Each must see the same store and "
+            "run the same code; start this run again"
+        )
+    return answers[0]
+
+
+def _gather_text(text: str) -> list[str]:
+    """Every rank's text, in order."""
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
+    dist.all_gather(sizes, torch.tensor([len(own)]))
+    longest = max(int(size) for size in sizes)
+    padded = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(padded, torch.nn.functional.pad(own, (0, longest - len(own))))
+    return [part[: int(size)].numpy().tobytes().decode() for part, size in zip(padded, sizes, strict=True)]

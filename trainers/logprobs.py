@@ -1,42 +1,210 @@
-"""Log-probabilities of given tokens without ever holding a batch's logits.
+"""Log-probability of given tokens, and the entropy, without ever holding a batch's logits.
 
-In: hidden states, the output matrix, target ids. Out: log p(target) and the entropy, per token. Work is done in
-chunks of tokens, recomputed in the backward pass, so memory is chunk × vocabulary instead of T × vocabulary.
+In: hidden states, the output matrix, target ids. Out: log p(target) and the entropy, per token.
+
+The vocabulary is cut into slices. The forward pass folds each slice's logits into running sums (an online softmax);
+the backward pass computes them once more, turns them into their own gradient and multiplies that away:
+
+    logits of a slice ─▶ softmax − one-hot ─┬─▶ · output matrix    added to the hidden states' gradient
+                                            └─▶ · hidden states    written once: these rows of the matrix's gradient
+
+Slices of the vocabulary rather than of the tokens, because then no row of the large gradient is touched twice.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
+
+TILE_BYTES = 512 * 2**20
+"""Default bound on the temporaries of one slice: its logits and what is computed from them."""
+_KEEP_BYTES = 32 * 2**20
+"""Logits up to this size are kept for the backward pass: recomputing them would only cost time."""
 
 
-def chunked_logprobs(
+def linear_logprobs(
     hidden_TD: torch.Tensor,
     output_VD: torch.Tensor,
     targets_T: torch.Tensor,
     *,
     temperature: float,
-    chunk: int = 1024,
+    entropy_grad: bool = False,
+    tile_bytes: int = TILE_BYTES,
+    compile: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log p(target), entropy), each float32 of shape [T], of softmax(hidden · outputᵀ / temperature).
+    """(log p(target), entropy in nats), each of shape [T], of softmax(hidden · outputᵀ / temperature).
 
-    `temperature` must be the one the tokens were sampled at: the engine's logprobs are taken after it.
+    Float32, or float64 for float64 inputs; the softmax is taken in that type whatever type the matrices have.
+    `temperature` must be the one the tokens were sampled at: the engine's logprobs are taken after it. The entropy has
+    a gradient only with `entropy_grad`. `tile_bytes` bounds temporary memory beside the two gradients, and changes
+    nothing else; `compile` fuses what is done to a slice's logits into one kernel (torch.compile).
+
+    Raises `ValueError` for a temperature that is not positive: a greedy reply has no probabilities to train on.
     """
-    logprobs, entropies = [], []
-    for start in range(0, len(targets_T), chunk):
-        part = slice(start, start + chunk)
-        logprob, entropy = checkpoint(
-            _chunk, hidden_TD[part], output_VD, targets_T[part], temperature, use_reentrant=False
-        )
-        logprobs.append(logprob)
-        entropies.append(entropy)
-    return torch.cat(logprobs), torch.cat(entropies)
+    if not temperature > 0:
+        raise ValueError(f"temperature {temperature}: log-probabilities need one above 0")
+    num_tokens, vocabulary = len(hidden_TD), len(output_VD)
+    if num_tokens * vocabulary * 4 <= min(_KEEP_BYTES, tile_bytes):
+        return _logprobs_of_logits(hidden_TD @ output_VD.T, targets_T, temperature, entropy_grad=entropy_grad)
+    num_slices = math.ceil(num_tokens * vocabulary * _bytes_per_logit(hidden_TD.dtype) / tile_bytes)
+    width = max(min(64, vocabulary), math.ceil(vocabulary / num_slices))
+    logprobs_T, entropy_T = _LinearLogprobs.apply(
+        hidden_TD, output_VD, targets_T, temperature, entropy_grad, width, compile
+    )
+    return logprobs_T, entropy_T
 
 
-def _chunk(
-    hidden_CD: torch.Tensor, output_VD: torch.Tensor, targets_C: torch.Tensor, temperature: float
+def _logprobs_of_logits(
+    logits_TV: torch.Tensor, targets_T: torch.Tensor, temperature: float, *, entropy_grad: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    logits_CV = (hidden_CD @ output_VD.T).float() / temperature
-    log_p_CV = logits_CV.log_softmax(-1)
-    entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1)
-    return log_p_CV.gather(1, targets_C[:, None])[:, 0], entropy_C.detach()
+    logits_TV = logits_TV.to(_softmax_dtype(logits_TV.dtype))
+    if temperature != 1:
+        logits_TV = logits_TV / temperature
+    log_p_TV = logits_TV.log_softmax(-1)
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
+        entropy_T = -torch.linalg.vecdot(log_p_TV.exp(), log_p_TV)
+    # No view: FSDP hangs its hooks on what a module returns.
+    return log_p_TV.gather(1, targets_T[:, None])[:, 0].clone(), entropy_T
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_TD: torch.Tensor,
+        output_VD: torch.Tensor,
+        targets_T: torch.Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        width: int,
+        compile: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fold = _compiled(_fold_slice) if compile else _fold_slice
+        zeros_T = torch.zeros(len(hidden_TD), dtype=_softmax_dtype(hidden_TD.dtype), device=hidden_TD.device)
+        sums = (torch.full_like(zeros_T, -math.inf), zeros_T, zeros_T, zeros_T)
+        for start, output_WD in _slices(output_VD, width):
+            sums = fold(_logits(hidden_TD, output_WD, temperature), targets_T - start, *sums)
+        top_T, total_T, moment_T, target_T = sums
+        log_total_T = total_T.log()
+        logprobs_T, entropy_T = target_T - top_T - log_total_T, log_total_T - moment_T / total_T
+        ctx.save_for_backward(hidden_TD, output_VD, targets_T, top_T + log_total_T, entropy_T)
+        ctx.arguments = temperature, entropy_grad, width, compile
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy_T)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_TD, output_VD, targets_T, log_sum_T, entropy_T = ctx.saved_tensors
+        temperature, entropy_grad, width, compile = ctx.arguments
+        turn = _compiled(_turn_into_gradient) if compile else _turn_into_gradient
+        wants_hidden, wants_output = ctx.needs_input_grad[:2]
+        grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=log_sum_T.dtype) if wants_hidden else None
+        grad_output_VD = torch.empty_like(output_VD) if wants_output else None
+        for start, output_WD in _slices(output_VD, width):
+            gradient_TW = turn(
+                _logits(hidden_TD, output_WD, temperature),
+                targets_T - start,
+                log_sum_T,
+                entropy_T,
+                grad_logprobs_T / temperature,
+                grad_entropy_T / temperature if entropy_grad else None,
+            )
+            if grad_hidden_TD is not None:
+                if hidden_TD.dtype == grad_hidden_TD.dtype:
+                    grad_hidden_TD.addmm_(gradient_TW, output_WD)
+                else:
+                    grad_hidden_TD += gradient_TW @ output_WD
+            if grad_output_VD is not None:
+                torch.mm(gradient_TW.T, hidden_TD, out=grad_output_VD[start : start + len(output_WD)])
+        if grad_hidden_TD is not None:
+            grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
+        return grad_hidden_TD, grad_output_VD, None, None, None, None, None
+
+
+def _slices(output_VD: torch.Tensor, width: int) -> list[tuple[int, torch.Tensor]]:
+    return [(start, output_VD[start : start + width]) for start in range(0, len(output_VD), width)]
+
+
+def _logits(hidden_TD: torch.Tensor, output_WD: torch.Tensor, temperature: float) -> torch.Tensor:
+    """hidden · outputᵀ / temperature, in the type of the matrices; the division comes with the multiplication."""
+    logits_TW = hidden_TD.new_empty(len(hidden_TD), len(output_WD))
+    return torch.addmm(logits_TW, hidden_TD, output_WD.T, beta=0, alpha=1 / temperature, out=logits_TW)
+
+
+def _fold_slice(
+    logits_TW: torch.Tensor,
+    local_T: torch.Tensor,
+    top_T: torch.Tensor,
+    total_T: torch.Tensor,
+    moment_T: torch.Tensor,
+    target_T: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Add a slice to the largest logit, Σ e^(z − top), Σ (z − top) e^(z − top) and the target's logit, per token.
+
+    `local_T` is where the target stands in this slice; outside of it where it is in another one.
+    """
+    logits_TW = logits_TW.to(top_T.dtype)
+    new_top_T = torch.maximum(top_T, logits_TW.amax(1))
+    local_T, is_here_T = _inside(local_T, logits_TW.shape[1])
+    target_T = torch.where(is_here_T, logits_TW.gather(1, local_T[:, None])[:, 0], target_T)
+    shifted_TW = logits_TW - new_top_T[:, None]
+    weights_TW = shifted_TW.exp()
+    # Before the first slice the top is −∞: there is nothing to carry over, and −∞ · 0 would be no number.
+    lift_T = torch.where(top_T.isinf(), torch.zeros_like(top_T), top_T - new_top_T)
+    decay_T = lift_T.exp()
+    moment_T = (moment_T + total_T * lift_T) * decay_T + (weights_TW * shifted_TW).sum(1)
+    return new_top_T, total_T * decay_T + weights_TW.sum(1), moment_T, target_T
+
+
+def _turn_into_gradient(
+    logits_TW: torch.Tensor,
+    local_T: torch.Tensor,
+    log_sum_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    grad_logprobs_T: torch.Tensor,
+    grad_entropy_T: torch.Tensor | None,
+) -> torch.Tensor:
+    """The loss's gradient by these logits, in their type: a (1[target] − p) − b p (log p + H), with a and b the
+    gradients by log-probability and entropy."""
+    log_p_TW = logits_TW.to(log_sum_T.dtype) - log_sum_T[:, None]
+    p_TW = log_p_TW.exp()
+    local_T, is_here_T = _inside(local_T, logits_TW.shape[1])
+    if grad_entropy_T is None:
+        gradient_TW = p_TW * -grad_logprobs_T[:, None]
+    else:
+        gradient_TW = -p_TW * (grad_logprobs_T[:, None] + grad_entropy_T[:, None] * (log_p_TW + entropy_T[:, None]))
+    at_target_T = torch.where(is_here_T, grad_logprobs_T, torch.zeros_like(grad_logprobs_T))
+    if torch.compiler.is_compiling():  # a comparison fuses; a scatter would write everything out first
+        columns_W = torch.arange(logits_TW.shape[1], device=logits_TW.device)
+        gradient_TW = gradient_TW + torch.where(columns_W == local_T[:, None], at_target_T[:, None], 0.0)
+    else:
+        gradient_TW.scatter_add_(1, local_T[:, None], at_target_T[:, None])
+    return gradient_TW.to(logits_TW.dtype)
+
+
+def _inside(local_T: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """An index that is always valid, and whether it is the real one."""
+    return local_T.clamp(0, width - 1), (local_T >= 0) & (local_T < width)
+
+
+def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _bytes_per_logit(dtype: torch.dtype) -> int:
+    """What one logit of a slice needs at the worst moment: itself and three steps of its gradient."""
+    return dtype.itemsize + 3 * _softmax_dtype(dtype).itemsize
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)

@@ -4,12 +4,15 @@
                                           └─▶ the span of a replay, perhaps with a change ─▶ compared with the record
 
 Nothing is generated and nothing is committed. `infra/` hosts a `ReplayWorker` as it hosts the trainer, because equal
-weights need equal threads.
+weights need equal threads and ranks. On several ranks all do everything, and rank 0 alone writes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
 import logging
 import math
 import shutil
@@ -17,19 +20,24 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from storage.digests import DigestMismatch, verify_folder
-from storage.log_entries import Claim, Policy, Step
+from storage.adapters import ADAPTER_WEIGHTS, check_adapters, has_adapter
+from storage.digests import DigestMismatch
+from storage.log_entries import Claim, Policy, Step, to_json
 from storage.object_store import open_store
+from storage.policies import WEIGHTS_FILE, PolicyReader
 from storage.replay import CannotReplay, ReplayedStep, ReplayPlan, later_start, saved_steps
 from storage.rewards import read_rewards, with_rewards
 from storage.run_log import RunLog
-from storage.runs import open_run
+from storage.runs import model_key, open_run
 from storage.shards import DamagedShard, read_shard
 from storage.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
-from trainers.config import Recipe
+from trainers.config import Recipe, ReferenceSettings
+from trainers.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
+from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
 from trainers.samples import COLUMNS, Samples, gather_samples
 from trainers.trainer import Trainer
 
@@ -45,16 +53,29 @@ class Retrainer:
         self._log = log
         self._recipe = recipe
         self._cache = cache
-        self._base_folder = self._fetch(log.state.policies[0].path)
-        verify_folder(self._base_folder)
-        self.trainer = Trainer(
-            self._base_folder,
-            recipe.settings,
-            learning_rate=recipe.learning_rate,
-            temperature=recipe.temperature,
-            seed=recipe.seed,
-        )
+        self._policies = PolicyReader(log, cache)
+        self._base_folder = self._policies.fetch(log.state.policies[0])
+        self._base_tokenizer = tokenizer_sha256(self._base_folder)
+        self.trainer = Trainer(self._base_folder, recipe, reference=self._reference())
         self._dtype = _stored_dtype(self._base_folder)
+
+    def _reference(self) -> Path | None:
+        """The folder of the policy that `train.reference` names; none where it names none, or the base under adapters.
+
+        Raises `ValueError` for one with another tokenizer.
+        """
+        match self._recipe.settings.reference:
+            case ReferenceSettings(kind="base"):
+                return self._base_folder
+            case ReferenceSettings(kind="model", model=model):
+                folder = self._fetch(model_key(model))
+                if tokenizer_sha256(folder) != self._base_tokenizer:
+                    raise ValueError(
+                        f"train.reference.model = {model!r} has another vocabulary than the run's base policy, so "
+                        "it cannot judge the same tokens; name a model of the same family"
+                    )
+                return folder
+        return None
 
     def load_nearest_state(self, at_most: int) -> int:
         """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy.
@@ -62,42 +83,91 @@ class Retrainer:
         Raises `ValueError` for a state of another step than the log says.
         """
         for step in saved_steps(self._log.state, at_most=at_most):
-            assert step.state_path is not None
-            try:
-                loaded = self.load_state(self._fetch(step.state_path))
-            except (DigestMismatch, FileNotFoundError) as error:
-                logger.warning(
-                    "the state of step %d cannot be loaded, an earlier one will do: %s", step.claim.step, error
-                )
-                continue
-            if loaded != step.claim.step:
-                raise ValueError(
-                    f"{self._log.store.uri}/{step.state_path} holds the state of step {loaded}, the log says of step "
-                    f"{step.claim.step}; put the right folder back, or remove it and an earlier one will do"
-                )
-            return loaded
+            problems = on_every_rank(functools.partial(self._load_state_of, step))
+            if not any(problems):
+                return step.claim.step
+            problem = next(filter(None, problems))
+            logger.warning(
+                "the state of step %d cannot be loaded, an earlier one will do: %s", step.claim.step, problem
+            )
         return 0
 
-    def samples(self, claim: Claim, *, rewards: str = "") -> Samples | None:
+    def samples(self, claim: Claim, *, rewards: str = "", judge: bool = False) -> Samples | None:
         """A claim's rows, read from its shards, with the recorded rewards or those of a rescore; null where it trains
         nothing.
 
-        Raises `storage.shards.DamagedShard` and `storage.rewards.DamagedRewards`.
+        With `judge`, for a claim the log does not know yet, raises `trainers.refusals.RefusedShards` for shards that
+        this run's policy cannot have sampled, and `ValueError` for a row that does not fit into a forward pass.
+        Raises `storage.shards.DamagedShard` and `storage.rewards.DamagedRewards`, and on several ranks
+        `trainers.distributed.RanksDiffer` where they have read different rows.
         """
         if claim.fallback:
             return None
+        read: list[Samples] = []
+
+        def read_them() -> list[str]:
+            try:
+                read.append(self._read(claim, rewards=rewards, judge=judge))
+            except DamagedShard as error:
+                return [error.shard_id, error.reason, error.file]
+            return [batch_sha256(claim, read[0]) if num_ranks() > 1 else ""]
+
+        answers = on_every_rank(read_them)
+        if damaged := next((answer for answer in answers if len(answer) > 1), None):
+            raise DamagedShard(*damaged)  # on every rank, also where the file is fine
+        agreed(answers, what=f"batch for step {claim.step}")
+        return read[0]
+
+    def _read(self, claim: Claim, *, rewards: str, judge: bool) -> Samples:
         shards = [self._log.state.shards[name] for name in dict.fromkeys(group.shard_id for group in claim.trained)]
-        tables = {shard.id: read_shard(self._log, shard, columns=(*COLUMNS, "turns")) for shard in shards}
+        columns = (*COLUMNS, "reward_parts", "turns", "adapters")
+        tables = {shard.id: read_shard(self._log, shard, columns=columns) for shard in shards}
+        if self._recipe.settings.lora is not None:
+            for shard_id, table in tables.items():
+                check_adapters(table, shard_id=shard_id, policies=self._log.state.policies)
         if rewards:
             tables = {s.id: with_rewards(tables[s.id], read_rewards(self._log, s, rewards)) for s in shards}
         samples = gather_samples(claim.trained, tables)
+        if judge:
+            tokenizers = {name: (t.schema.metadata or {}).get(b"tokenizer_sha256", b"") for name, t in tables.items()}
+            self._judge(claim, samples, {name: digest.decode() for name, digest in tokenizers.items()})
         return dataclasses.replace(samples, turn_metrics=turn_metrics(claim.trained, tables))
 
-    def train(self, claim: Claim, samples: Samples | None) -> dict[str, float]:
-        """One optimizer step, or what the claim does instead of one; returns its metrics."""
+    def _judge(self, claim: Claim, samples: Samples, tokenizers: dict[str, str]) -> None:
+        model = self.trainer.model.causal_lm.config
+        refuse_shards(
+            shard_ids=samples.shard_ids,
+            shards_B=samples.shards_B,
+            offsets=samples.offsets,
+            input_ids_T=samples.input_ids_T,
+            mask_T=samples.mask_T,
+            logprobs_T=samples.logprobs_T,
+            versions_T=samples.versions_T,
+            vocab_size=model.vocab_size,
+            max_positions=getattr(model, "max_position_embeddings", None),
+            base_version=claim.base_version,
+            tokenizers=tokenizers,
+            base_tokenizer=self._base_tokenizer,
+        )
+        refuse_long_rows(
+            samples.offsets,
+            tokens_per_microbatch=self._recipe.settings.tokens_per_microbatch,
+            groups_B=samples.groups_B,
+            group_ids=samples.group_ids,
+        )
+
+    def train(self, claim: Claim, samples: Samples | None, *, judge: bool = False) -> dict[str, float]:
+        """One optimizer step, or what the claim does instead of one; returns its metrics.
+
+        With `judge`, raises `trainers.health.GapTooLarge` for shards too far from the policy that sampled them.
+        """
         if samples is not None:
             metrics = self.trainer.step(
-                samples, step=claim.step, base_version=claim.base_version, max_staleness=self._recipe.max_staleness
+                samples,
+                step=claim.step,
+                base_version=claim.base_version,
+                max_staleness=self._recipe.max_staleness,
+                max_gap=self._recipe.settings.max_gap if judge else math.inf,
             )
             return {**metrics, **samples.turn_metrics}
         nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}
@@ -119,7 +189,7 @@ class Retrainer:
 
         Raises `FileNotFoundError` where those are gone, `storage.digests.DigestMismatch` where they are altered.
         """
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             digest = self.save_policy(Path(scratch) / "policy")
         if digest == step.policy.weights_sha256 or self.is_base(step.policy):
             return True
@@ -128,7 +198,7 @@ class Retrainer:
             "going on from the recorded weights with the optimizer as it is",
             step.claim.step,
         )
-        load_weights(self.trainer.model, self.fetch_policy(step.policy))
+        on_every_rank(lambda: load_weights(self.trainer.model, self.fetch_policy(step.policy)))
         return False
 
     def is_base(self, policy: Policy) -> bool:
@@ -137,20 +207,49 @@ class Retrainer:
         return policy.path == self._log.state.policies[0].path
 
     def fetch_policy(self, policy: Policy) -> Path:
-        """A local folder with a recorded policy."""
-        return self._fetch(policy.path)
+        """A local folder with a recorded policy, verified and whole.
+
+        Raises `FileNotFoundError`, `storage.digests.DigestMismatch`.
+        """
+        return self._policies.fetch(policy)
 
     def save_policy(self, folder: Path) -> str:
-        """Write the weights as a sealed folder in HF layout; returns their digest."""
-        return save_policy(self.trainer.model, self._base_folder, folder, dtype=self._dtype)
+        """Write the weights as a sealed folder in HF layout; returns their digest. Rank 0 writes, and all get it."""
+        target = None if rank() else folder
+        digest, *_ = on_every_rank(
+            lambda: save_policy(self.trainer.model, self._base_folder, target, dtype=self._dtype)
+        )
+        return digest
 
-    def save_state(self, folder: Path, *, step: int) -> None:
-        """Write everything the next step depends on."""
-        save_state(self.trainer.model, self.trainer.optimizer, folder, step=step)
+    def save_state(self, folder: Path, *, step: int, on_all: bool = False) -> None:
+        """Write everything the next step depends on: rank 0 does, or `on_all` ranks do, each its own copy."""
+        target = None if rank() and not on_all else folder
+        trainer = self.trainer
+        on_every_rank(
+            lambda: save_state(
+                trainer.model, trainer.optimizer, target, step=step, critic=trainer.critic, ema=trainer.ema
+            )
+        )
 
     def load_state(self, folder: Path) -> int:
         """Take over what `save_state` wrote, perhaps under another recipe; returns its step."""
-        return load_state(self.trainer.model, self.trainer.optimizer, folder)
+        return load_state(
+            self.trainer.model, self.trainer.optimizer, folder, critic=self.trainer.critic, ema=self.trainer.ema
+        )
+
+    def _load_state_of(self, step: Step) -> str:
+        """Load the state saved at a step; what is wrong with its files, empty where nothing is."""
+        assert step.state_path is not None
+        try:
+            loaded = self.load_state(self._fetch(step.state_path))
+        except (DigestMismatch, FileNotFoundError) as error:
+            return str(error)
+        if loaded != step.claim.step:
+            raise ValueError(
+                f"{self._log.store.uri}/{step.state_path} holds the state of step {loaded}, the log says of step "
+                f"{step.claim.step}; put the right folder back, or remove it and an earlier one will do"
+            )
+        return ""
 
     def _fetch(self, path: str) -> Path:
         return self._log.store.fetch_folder(path, self._cache)
@@ -224,8 +323,8 @@ class ReplayWorker:
         if self._retrainer.is_base(recorded.policy):
             digest = recorded.policy.weights_sha256
         identical = digest == recorded.policy.weights_sha256
-        distance, cosine = (0.0, 1.0) if identical else self._compare(folder, recorded.policy)
-        shutil.rmtree(folder)
+        distance, cosine = (0.0, 1.0) if identical else on_first_rank(lambda: self._compare(folder, recorded.policy))
+        shutil.rmtree(folder, ignore_errors=True)
         return ReplayedStep(
             step=step,
             identical=identical,
@@ -248,7 +347,7 @@ class ReplayWorker:
     def _enter_span(self) -> None:
         if self._changed != self._recorded:
             # Another recipe may need another optimizer, or another sharding: the state moves into a new trainer.
-            self._retrainer.save_state(self._scratch / "state", step=self._plan.first - 1)
+            self._retrainer.save_state(self._scratch / "state", step=self._plan.first - 1, on_all=True)
             del self._retrainer
             self._retrainer = Retrainer(self._log, self._changed, cache=self._cache)
             self._retrainer.load_state(self._scratch / "state")
@@ -271,6 +370,27 @@ class ReplayWorker:
         return compare_updates(folder, self._retrainer.fetch_policy(recorded), start=self._scratch / "start")
 
 
+def batch_sha256(claim: Claim, samples: Samples) -> str:
+    """Digest of a claim and of every value in its samples: ranks that compare it know that they train on the same."""
+    sha256 = hashlib.sha256(json.dumps(to_json(claim), sort_keys=True).encode())
+
+    def add(value: object) -> None:
+        match value:
+            case np.ndarray():
+                sha256.update(f"{value.dtype} {value.shape}".encode())
+                sha256.update(np.ascontiguousarray(value).data)
+            case dict():
+                for key in sorted(value):
+                    sha256.update(json.dumps(key).encode())
+                    add(value[key])
+            case _:
+                sha256.update(json.dumps(value).encode())
+
+    for field in dataclasses.fields(samples):
+        add(getattr(samples, field.name))
+    return sha256.hexdigest()
+
+
 def compare_updates(new: Path, recorded: Path, *, start: Path) -> tuple[float | None, float | None]:
     """(‖new − recorded‖ / ‖recorded − start‖, cosine of new − start and recorded − start), over all weights.
 
@@ -279,7 +399,8 @@ def compare_updates(new: Path, recorded: Path, *, start: Path) -> tuple[float | 
     """
     from safetensors import safe_open
 
-    opened = [safe_open(str(folder / "model.safetensors"), framework="pt") for folder in (new, recorded, start)]
+    name = ADAPTER_WEIGHTS if has_adapter(new) else WEIGHTS_FILE
+    opened = [safe_open(str(folder / name), framework="pt") for folder in (new, recorded, start)]
     apart = new_squares = recorded_squares = product = 0.0
     for name in opened[0].keys():  # noqa: SIM118 - the file is no mapping
         new_V, recorded_V, start_V = (file.get_tensor(name).double().flatten() for file in opened)

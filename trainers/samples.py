@@ -36,6 +36,16 @@ class Samples:
     """Dense index of the group a row belongs to."""
     rewards_B: np.ndarray
     """Float32, NaN where not applicable."""
+    reward_parts_B: dict[str, np.ndarray] = field(default_factory=dict)
+    """The named parts of the reward, each as `rewards_B`; empty unless they were asked for."""
+    group_ids: list[str] = field(default_factory=list)
+    """What `groups_B` counts."""
+    attempt_numbers_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The attempt's own number in its group, for people."""
+    shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Which of `shard_ids` a row is from."""
+    shard_ids: list[str] = field(default_factory=list)
+    """What `shards_B` counts."""
     turn_metrics: dict[str, float] = field(default_factory=dict)
     """How many turns the attempts had and what their tools did; for people, it changes nothing."""
 
@@ -60,6 +70,7 @@ COLUMNS = (
 def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> Samples:
     """The rows of `groups`, in that order, by attempt and sequence; `tables` maps shard id to its table.
 
+    Reward parts are there where the tables have the column `reward_parts`.
     Values are copied once, in runs of neighbouring rows; a single run stays where it is, and is read-only.
     Raises `KeyError` for a shard that is not in `tables`, `ValueError` for a group without a row in its shard.
     """
@@ -102,7 +113,25 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         attempts_B=np.cumsum(is_new_attempt) - 1,
         groups_B=rank_B,
         rewards_B=facts("reward")[order],
+        reward_parts_B=_parts([tables[shard] for shard in ranks], [rows for rows, _ in found], order),
+        group_ids=[group.group_id for group in groups],
+        attempt_numbers_B=attempt_B,
+        shards_B=shard_B,
+        shard_ids=list(ranks),
     )
+
+
+def _parts(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
+    if "reward_parts" not in tables[0].column_names:
+        return {}
+    found = [parts for table, taken in zip(tables, rows, strict=True) for parts in _rows_of_map(table, taken)]
+    names = sorted({name for parts in found for name in parts})
+    values = {name: [found[row].get(name) for row in order] for name in names}
+    return {name: np.array([np.nan if v is None else v for v in column], np.float32) for name, column in values.items()}
+
+
+def _rows_of_map(table: pa.Table, rows: np.ndarray) -> list[dict[str, float | None]]:
+    return [dict(parts or []) for parts in table["reward_parts"].take(pa.array(rows)).to_pylist()]
 
 
 def _rows_of(group_ids: Sequence[str], table: pa.Table, *, shard: str) -> tuple[np.ndarray, np.ndarray]:

@@ -2,117 +2,138 @@
 
 In: a policy folder, then `Samples` step by step. Out: metrics; and the weights, when asked.
 
-    Samples ─▶ advantages (by group id) ─▶ mini-batches of whole groups ─▶ packs ─▶ logprobs ─▶ loss
-                                                                                        └─▶ backward ─▶ AdamW
+    Samples ─▶ look: log-probabilities, reference, values, where they are needed ─▶ advantages
+                 └─▶ mini-batches of whole groups, each ─▶ packs of this rank ─▶ objective ─▶ backward
+                        └─▶ every number finite? engine and trainer agree? ─▶ clip ─▶ AdamW
 
-The result is a function of policy, samples, settings, seed and step alone: replaying a step gives the same weights.
+The result is a function of policy, samples, recipe and step alone: replaying a step gives the same weights.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainers.advantages import group_advantages
-from trainers.config import TrainSettings
-from trainers.distributed import choose_device, shard, start_process_group, sum_over_ranks
-from trainers.losses import cispo_loss, clip_loss
-from trainers.model import load_model
-from trainers.packing import block_causal_mask, pack_rows, position_ids
+from trainers.aggregation import aggregation_weights, top_entropy_mask
+from trainers.batches import Pack, packs_of
+from trainers.config import Recipe, TrainSettings
+from trainers.credit import Credit, Looked, assign_credit
+from trainers.critic import Critic
+from trainers.distributed import choose_device, shard, start_process_group, sum_array_over_ranks, sum_over_ranks
+from trainers.health import FiniteCheck, GapMeter, NonFinite, row_name, rows_to_probe
+from trainers.importance import importance_weights, loglinear_proximal
+from trainers.lora import without_adapters
+from trainers.losses import LossInputs
+from trainers.model import PolicyModel, load_model
+from trainers.objective import mean_metrics, objective
+from trainers.optimizer import Ema, check_finite, grad_norms, learning_rate, make_optimizer
+from trainers.refusals import refuse_options
 from trainers.samples import Samples
 from trainers.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pack:
-    """Several sequences end to end, on the device; every tensor but the mask has shape [T]."""
+class _Batch:
+    """What a step trains on, one number per token of its samples."""
 
-    input_ids: torch.Tensor
-    targets: torch.Tensor
-    """The next token of the same sequence; 0 behind its last one, where the mask is 0 too."""
-    trained: torch.Tensor
-    """1 where the target was sampled by the policy and may be trained."""
-    old_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    position_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    tokens: np.ndarray
-    """Where each token stands in the samples' flat arrays."""
-    is_last: np.ndarray
-    """True on the last token of each sequence."""
-
-    def next_token(self, values_T: np.ndarray) -> torch.Tensor:
-        """What belongs to the token each position predicts; 0 behind the end of a sequence."""
-        return _next_token(values_T, self.tokens, self.is_last).to(self.input_ids.device)
+    samples: Samples
+    sampled_T: np.ndarray
+    """True where the policy sampled, in the rows that are trained at all: what denominators count."""
+    trained_T: np.ndarray
+    """True where the token is trained: not stale, and with a known reward."""
+    values: Mapping[str, np.ndarray]
+    """What the loss needs beside them, by name."""
+    base_version: int
+    """The policy version being trained."""
 
 
 class Trainer:
     """Holds the policy and the optimizer of one rank."""
 
-    def __init__(
-        self, folder: Path, settings: TrainSettings, *, learning_rate: float, temperature: float, seed: int
-    ) -> None:
+    def __init__(self, folder: Path, recipe: Recipe, *, reference: Path | None = None) -> None:
+        """`reference` is the policy folder that `train.reference` names, where it names one."""
+        settings = recipe.settings
+        self._recipe = recipe
         self._settings = settings
-        self._learning_rate = learning_rate
-        self._temperature = temperature
-        self._seed = seed
+        has_cuda = torch.cuda.is_available()
+        refuse_options(settings, has_cuda=has_cuda, has_bfloat16=has_cuda and torch.cuda.is_bf16_supported())
         self.device = choose_device(settings.device)
-        mesh = start_process_group(self.device)
-        self.model = load_model(folder)
-        shard(self.model, self.model.layers, mesh=mesh, dtype=getattr(torch, settings.dtype))
-        self.model.to(self.device)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=learning_rate, weight_decay=settings.weight_decay, betas=(0.9, 0.99)
+        self._mesh = start_process_group(self.device)
+        self.model = self._load(folder, settings)
+        self.optimizer = make_optimizer(
+            (parameter for parameter in self.model.parameters() if parameter.requires_grad),
+            learning_rate=recipe.learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=self.device.type == "cuda",
         )
+        self.ema = Ema(self.model.named_parameters(), decay=settings.ema) if settings.ema else None
+        self._reference = None
+        if reference is not None:
+            frozen = settings.model_copy(update={"lora": None, "activation_checkpointing": False})
+            self._reference = self._load(reference, frozen).requires_grad_(False)
+        self.critic: Critic | None = None
+        if settings.advantage.kind == "gae":
+            self.critic = Critic(folder, settings, mesh=self._mesh, device=self.device)
+        self._sum = functools.partial(sum_array_over_ranks, device=self.device)
 
-    def step(self, samples: Samples, *, step: int, base_version: int, max_staleness: float) -> dict[str, float]:
+    def step(
+        self, samples: Samples, *, step: int, base_version: int, max_staleness: float, max_gap: float = math.inf
+    ) -> dict[str, float]:
         """Train on one claim's samples; returns the step's metrics, means over trained tokens or attempts.
 
         `step` counts from 1 and sets the learning rate and the mini-batch shuffle. Fewer groups than mini-batches make
-        as many mini-batches as there are groups.
+        as many mini-batches as there are groups. `max_gap` is for steps that the log does not know yet.
+
+        Raises `trainers.health.GapTooLarge` and `ValueError` with weights and optimizer as they were;
+        `trainers.health.NonFinite` before the update it would have spoilt.
         """
         settings = self._settings
         self._set_learning_rate(step)
-        advantages_B, reward_metrics = self._advantages(samples)
-        mask_T, bound = samples.mask_T, {"max_staleness": max_staleness}
         lag_T = lag_of_tokens(
-            samples.versions_T, mask_T, base_version=base_version, steps_per_update=settings.steps_per_update
+            samples.versions_T, samples.mask_T, base_version=base_version, steps_per_update=settings.steps_per_update
         )
-        trained_T = tokens_to_train(lag_T, mask_T, stale_policy=settings.stale_policy, **bound)
-        proximal_T = self._current_logprobs(samples) if settings.stale_policy == "correct" else None
+        looked = self._look(samples)
+        credit = assign_credit(samples, settings, looked, reward_weights=self._recipe.reward_weights)
+        in_time_T = tokens_to_train(
+            lag_T, samples.mask_T, stale_policy=settings.stale_policy, max_staleness=max_staleness
+        )
+        batch = self._batch(samples, credit, looked, in_time_T, base_version=base_version)
         totals: dict[str, float] = {}
-        grad_norms: list[float] = []
-        at_start: dict[str, float] = {}
-        order = np.random.Generator(np.random.PCG64([self._seed, step])).permutation(np.unique(samples.groups_B))
-        num_minibatches = min(settings.num_minibatches, len(order))
-        for groups in np.array_split(order, num_minibatches):
-            rows = np.flatnonzero(np.isin(samples.groups_B, groups))
-            sums, grad_norm = self._update(samples, rows, advantages_B, trained_T, proximal_T)
+        norms: list[dict[str, float]] = []
+        start: dict[str, float] = {}
+        for number, rows in enumerate(self._minibatches(samples, step=step)):
+            sums, group_norms, gap = self._update(
+                batch, rows, number=number, trains_policy=self._trains_policy(step), max_gap=max_gap
+            )
             off_policy = {name: sums.pop(name) for name in _OFF_POLICY}
             # Before the first update the trainer holds the step's base policy: staleness and the engine make the rest.
-            at_start = at_start or {"tokens": max(1.0, sums["tokens"]), **off_policy}
-            grad_norms.append(grad_norm)
+            start = start or {"tokens": max(1.0, sums["tokens"]), **off_policy, **gap}
+            norms.append(group_norms)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
         num_trained = max(1.0, totals.pop("tokens"))
+        loss = totals.pop("loss") / len(norms)
+        first_tokens, ratio, squared = (start.pop(name) for name in ("tokens", "ratio", "ratio_squared"))
         return {
-            "loss": totals.pop("loss") / num_minibatches,
-            **{key: value / num_trained for key, value in totals.items()},
-            **reward_metrics,
-            "engine_gap": at_start["log_ratio_size"] / at_start["tokens"],
-            "off_policy_kl": at_start["off_policy_kl"] / at_start["tokens"],
-            "effective_sample_size": at_start["ratio"] ** 2
-            / max(1e-30, at_start["tokens"] * at_start["ratio_squared"]),
-            "grad_norm": float(np.mean(grad_norms)),
+            "loss": loss,
+            **mean_metrics(totals, num_tokens=num_trained),
+            **credit.metrics,
+            "off_policy_kl": start.pop("off_policy_kl") / first_tokens,
+            "effective_sample_size": ratio**2 / max(1e-30, first_tokens * squared),
+            **start,
+            **{name: float(np.mean([n[name] for n in norms])) for name in norms[0]},
             "learning_rate": self.optimizer.param_groups[0]["lr"],
-            "trained_tokens": num_trained,
+            "trained_tokens": num_trained / settings.num_epochs,
             "trained_rows": float(samples.num_rows),
-            "trained_groups": float(len(order)),
-            **staleness_metrics(lag_T, mask_T, trained_T, **bound),
+            "trained_groups": float(len(np.unique(samples.groups_B))),
+            **staleness_metrics(lag_T, samples.mask_T, in_time_T, max_staleness=max_staleness),
         }
 
     def step_without_gradient(self, *, step: int) -> dict[str, float]:
@@ -121,147 +142,303 @@ class Trainer:
         The gradient is zero, so nothing is computed; AdamW's momentum and weight decay still move the weights.
         """
         self._set_learning_rate(step)
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for _ in range(self._settings.num_minibatches):
-            self.optimizer.step()
+        optimizers = [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        for _ in range(self._settings.num_minibatches * self._settings.num_epochs):
+            self._apply(list, number=0, trains_policy=self._trains_policy(step))
         return {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
-    def _set_learning_rate(self, step: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate * min(1.0, step / max(1, self._settings.warmup_steps))
+    def _load(self, folder: Path, settings: TrainSettings) -> PolicyModel:
+        model = load_model(
+            folder,
+            lora=settings.lora,
+            activation_checkpointing=settings.activation_checkpointing,
+            compile=settings.compile,
+            seed=self._recipe.seed,
+        )
+        shard(
+            model,
+            model.layers,
+            mesh=self._mesh,
+            dtype=getattr(torch, settings.dtype),
+            offload=settings.offload_optimizer,
+        )
+        return model if settings.offload_optimizer else model.to(self.device)
 
-    def _advantages(self, samples: Samples) -> tuple[np.ndarray, dict[str, float]]:
-        """Advantage per row (a forked attempt's rows share one), and reward metrics over attempts."""
-        _, first_row = np.unique(samples.attempts_B, return_index=True)
-        rewards = torch.from_numpy(samples.rewards_B[first_row])
-        groups = torch.from_numpy(samples.groups_B[first_row].astype(np.int64))
-        advantages = group_advantages(rewards, groups, scale=self._settings.scale)
-        num_groups = len(groups.unique())
-        undecided = sum(1 for group in groups.unique() if not advantages[groups == group].any())
-        return advantages.numpy()[samples.attempts_B], {
-            "reward": float(rewards.nanmean()),
-            "fraction_groups_without_signal": undecided / num_groups,
+    def _trains_policy(self, step: int) -> bool:
+        """False while the critic is warmed up alone."""
+        return self.critic is None or step > self._settings.critic.warmup_steps
+
+    def _set_learning_rate(self, step: int) -> None:
+        shape = {name: getattr(self._settings, name) for name in ("warmup_steps", "schedule", "decay_steps")}
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, peak=self._recipe.learning_rate, **shape)
+        if self.critic is not None:
+            self.critic.set_learning_rate(learning_rate(step, peak=self._settings.critic.learning_rate, **shape))
+
+    def _minibatches(self, samples: Samples, *, step: int) -> Iterator[np.ndarray]:
+        """The rows of each mini-batch, epoch after epoch: whole groups, shuffled by seed and step."""
+        draw = np.random.Generator(np.random.PCG64([self._recipe.seed, step]))
+        for _ in range(self._settings.num_epochs):
+            order = draw.permutation(np.unique(samples.groups_B))
+            for groups in np.array_split(order, min(self._settings.num_minibatches, len(order))):
+                yield np.flatnonzero(np.isin(samples.groups_B, groups))
+
+    def _batch(
+        self, samples: Samples, credit: Credit, looked: Looked, in_time_T: np.ndarray, *, base_version: int
+    ) -> _Batch:
+        settings = self._settings
+        sampled_T = samples.mask_T
+        token_row = np.repeat(np.arange(samples.num_rows), np.diff(samples.offsets))
+        if settings.loss.kind == "sft":
+            sampled_T = sampled_T & (samples.rewards_B >= settings.loss.min_reward)[token_row]
+        trained_T = in_time_T & sampled_T & (credit.known_T | (settings.loss.kind == "sft"))
+        values: dict[str, np.ndarray] = {
+            "sampled_logprobs": samples.logprobs_T,
+            "advantages": credit.advantages_T,
+            "fresh": samples.mask_T & (samples.versions_T == base_version),
+            "shards": np.zeros_like(token_row) if not len(samples.shards_B) else samples.shards_B[token_row],
         }
+        if settings.decoupled is not None:
+            values["versions"] = samples.versions_T
+        if settings.decoupled is not None and settings.decoupled.proximal == "recompute":
+            values["proximal"] = _there(looked.logprobs_T)
+        if looked.reference_T is not None:
+            values["reference"] = looked.reference_T
+        if settings.top_entropy_fraction < 1:
+            entropy_T = _there(looked.entropy_T)
+            selected_T = top_entropy_mask(entropy_T, trained_T, fraction=settings.top_entropy_fraction)
+            values["selected"] = selected_T.astype(np.float32)
+        if credit.returns_T is not None:
+            values |= {"returns": credit.returns_T, "old_values": _there(looked.values_T)}
+        return _Batch(
+            samples=samples, sampled_T=sampled_T, trained_T=trained_T, values=values, base_version=base_version
+        )
 
     def _update(
-        self,
-        samples: Samples,
-        rows: np.ndarray,
-        advantages_B: np.ndarray,
-        trained_T: np.ndarray,
-        proximal_T: np.ndarray | None,
-    ) -> tuple[dict[str, float], float]:
-        """One optimizer update on whole groups. Sums over trained tokens of all ranks, and the gradient norm.
+        self, batch: _Batch, rows: np.ndarray, *, number: int, trains_policy: bool, max_gap: float
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+        """One optimizer update on whole groups, the step's `number`-th from 0.
 
-        With `proximal_T`, decoupled PPO (https://arxiv.org/abs/2505.24298 eq. 5): clip around the policy as it was
-        when the step began, and weigh each token by how far that had moved from the policy that sampled it.
+        Sums over trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine.
         """
-        settings = self._settings
-        # Counted before stale tokens are masked: masking must not make the remaining tokens louder.
-        denominator = max(1.0, float(samples.mask_T[_tokens_of(samples, rows)].sum()))
-        packs = self._packs(samples, rows, advantages_B, trained_T)
-        totals = {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}
+        samples, settings = batch.samples, self._settings
+        num_updates = settings.num_epochs * min(settings.num_minibatches, len(np.unique(samples.groups_B)))
+        values = {**batch.values, "weights": self._weights(batch, rows)}
+        totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}
+        finite, meter = FiniteCheck(), GapMeter(max(1, len(samples.shard_ids)))
         self.optimizer.zero_grad(set_to_none=True)
-        for pack in packs:
-            weights, old_logprobs = None, pack.old_logprobs
-            if proximal_T is not None:
-                old_logprobs = pack.next_token(proximal_T)
-                weights = (old_logprobs - pack.old_logprobs).exp().clamp(max=settings.importance_cap)
-            logprobs, entropy = self._logprobs(pack)
-            shared: dict[str, Any] = {"denominator": denominator, "clip_high": settings.clip_high, "weights_T": weights}
-            tokens = (logprobs, old_logprobs, pack.advantages, pack.trained)
-            match settings.loss:
-                case "clip":
-                    output = clip_loss(*tokens, clip_low=settings.clip_low, **shared)
-                case "cispo":
-                    output = cispo_loss(*tokens, **shared)
-            output.loss.backward()
-            sums = {
-                "loss": float(output.loss.detach()),
-                "tokens": float(pack.trained.sum()),
-                "entropy": float((entropy * pack.trained).sum()),
-                **_off_policy_sums(logprobs.detach(), pack),
-                **output.sums,
-            }
+        if self.critic is not None:
+            self.critic.zero_grad()
+        for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=values):
+            with torch.set_grad_enabled(trains_policy):
+                logprobs, entropy = self._forward(self.model, pack, entropy_grad=settings.entropy_bonus > 0)
+            version = batch.base_version + number / num_updates
+            inputs, sums = self._inputs(pack, logprobs, entropy, version, batch.base_version)
+            output = objective(inputs, settings)
+            if trains_policy:
+                output.loss.backward()
+            if number == 0 and not pack.is_idle:
+                fresh = pack.values["fresh"]
+                meter.add(logprobs, inputs.sampled_logprobs, fresh, pack.values["shards"])
+            finite.add(
+                pack.tokens,
+                mask_T=pack.mask,
+                loss=output.loss,
+                logprobs=logprobs,
+                sampled=inputs.sampled_logprobs,
+                advantages=inputs.advantages,
+            )
+            sums |= {"loss": float(output.loss.detach()), "tokens": float(pack.mask.sum())}
+            sums |= {**_off_policy_sums(inputs), **output.sums}
+            if self.critic is not None:
+                sums |= self.critic.backward(pack)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_grad_norm)
-        self.optimizer.step()
-        norm = grad_norm.full_tensor() if hasattr(grad_norm, "full_tensor") else grad_norm
-        return sum_over_ranks(totals, self.device), float(norm)
+        bad = finite.bad_rows(samples.offsets, sum_over_ranks=self._sum)
+        if len(bad):
+            raise NonFinite("the loss or a log-probability", _names(samples, bad), number)
+        gap: dict[str, float] = {}
+        if number == 0:
+            self._probe(batch, rows, meter)
+            found = meter.result(self._sum)
+            found.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
+            gap = found.metrics()
+        norms = self._apply(lambda: _names(samples, rows), number=number, trains_policy=trains_policy)
+        return sum_over_ranks(totals, self.device), norms, gap
 
-    def _current_logprobs(self, samples: Samples) -> np.ndarray:
-        """Every token's log-probability under the weights as they are now, 0 where nothing was sampled; shape [T]."""
-        nothing_B, logprobs_T = (
-            np.zeros(samples.num_rows, np.float32),
-            np.zeros(len(samples.mask_T), np.float32),
+    def _apply(self, names: Callable[[], list[str]], *, number: int, trains_policy: bool) -> dict[str, float]:
+        """Clip the gradient and take one optimizer update; returns the norms before the clip."""
+        norms: dict[str, float] = {}
+        if trains_policy:
+            by_group = grad_norms(self.model.named_parameters(), sum_over_ranks=self._sum)
+            total = math.hypot(*by_group.values())
+            check_finite(total, rows=names() if not math.isfinite(total) else (), num_updates=number)
+            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.max_grad_norm, torch.tensor(total))
+            norms = {"grad_norm": total, **{f"grad_norm/{group}": norm for group, norm in by_group.items()}}
+        if self.critic is not None:
+            norms |= self.critic.update(self._settings.max_grad_norm, sum_over_ranks=self._sum, num_updates=number)
+        if trains_policy:
+            self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update()
+        return norms
+
+    def _inputs(
+        self, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor, version: float, base_version: int
+    ) -> tuple[LossInputs, dict[str, float]]:
+        """What the loss needs of a pack, and sums of the importance weights. `version` counts this step's updates too.
+
+        Decoupled PPO (https://arxiv.org/abs/2505.24298 eq. 5): clip around the policy as it was when the step began,
+        and weigh each token by how far that had moved from the policy that sampled it.
+        """
+        sampled, decoupled = pack.values["sampled_logprobs"], self._settings.decoupled
+        old, importance, sums = sampled, torch.ones_like(logprobs), {}
+        if decoupled is not None:
+            if decoupled.proximal == "recompute":
+                old = pack.values["proximal"]
+            else:
+                old = loglinear_proximal(
+                    logprobs,
+                    sampled,
+                    pack.values["versions"],
+                    proximal_version=base_version,
+                    current_version=version,
+                )
+            correction = {name: getattr(decoupled, name) for name in ("correction", "cap", "floor")}
+            importance, sums = importance_weights(old, sampled, pack.mask, pack.sequences, **correction)
+        inputs = LossInputs(
+            logprobs=logprobs,
+            old_logprobs=old,
+            sampled_logprobs=sampled,
+            advantages=pack.values["advantages"],
+            mask=pack.mask,
+            weights=pack.values["weights"],
+            importance=importance,
+            sequences=pack.sequences,
+            entropy=entropy,
+            reference_logprobs=pack.values.get("reference"),
+            selected=pack.values.get("selected"),
         )
-        with torch.no_grad():
-            for pack in self._packs(samples, np.arange(samples.num_rows), nothing_B, samples.mask_T):
-                predicted, _ = self._logprobs(pack)
-                inner = ~pack.is_last
-                logprobs_T[pack.tokens[inner] + 1] = predicted.cpu().numpy()[inner]
-        gathered = torch.from_numpy(logprobs_T).to(self.device)
-        # Each rank has filled its own rows only; an idle rank's extra pack repeats the first one's values.
-        dist.all_reduce(gathered, op=dist.ReduceOp.MIN)
-        return np.where(samples.mask_T, gathered.cpu().numpy(), 0.0).astype(np.float32)
+        return inputs, sums
 
-    def _logprobs(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = self.model(
-            pack.input_ids, pack.targets, pack.position_ids, pack.attention_mask, self._temperature
+    def _weights(self, batch: _Batch, rows: np.ndarray) -> np.ndarray:
+        """What each token of these rows counts, shape [T]; counted before anything stale is masked."""
+        offsets = batch.samples.offsets
+        counts_B = np.add.reduceat(batch.sampled_T, offsets[:-1], dtype=np.int64)
+        weights_B = np.zeros(len(counts_B))
+        weights_B[rows] = aggregation_weights(
+            counts_B[rows],
+            aggregation=self._settings.aggregation,
+            num_tokens=int(counts_B[rows].sum()),
+            num_sequences=int((counts_B[rows] > 0).sum()),
+            max_tokens=self._recipe.max_tokens,
+        )
+        return np.repeat(weights_B, np.diff(offsets)).astype(batch.samples.logprobs_T.dtype)
+
+    @torch.no_grad()
+    def _look(self, samples: Samples) -> Looked:
+        """What must be known of every token before the first update; nothing where nothing is."""
+        settings = self._settings
+        recompute = settings.decoupled is not None and settings.decoupled.proximal == "recompute"
+        wanted = {
+            "logprobs": recompute,
+            "entropy": settings.top_entropy_fraction < 1,
+            "reference": settings.reference.kind != "none",
+            "values": self.critic is not None,
+        }
+        found = {name: np.zeros_like(samples.logprobs_T) for name, is_wanted in wanted.items() if is_wanted}
+        if not found:
+            return Looked()
+        for pack in self._packs(samples, np.arange(samples.num_rows), mask_T=samples.mask_T, values={}):
+            values = {}
+            if wanted["logprobs"] or wanted["entropy"]:
+                values["logprobs"], values["entropy"] = self._forward(self.model, pack)
+            if wanted["reference"]:
+                off = without_adapters(self.model) if self._reference is None else contextlib.nullcontext()
+                with off:
+                    values["reference"], _ = self._forward(self._reference or self.model, pack)
+            if self.critic is not None:
+                values["values"] = self.critic(pack)
+            for name in found.keys() & values.keys() if not pack.is_idle else ():
+                pack.to_tokens(values[name], found[name])
+        # Each rank has filled in its own rows.
+        whole = {name: np.where(samples.mask_T, self._sum(array), 0) for name, array in found.items()}
+        return Looked(**{f"{name}_T": array for name, array in whole.items()})
+
+    @torch.no_grad()
+    def _probe(self, batch: _Batch, measured: np.ndarray, meter: GapMeter) -> None:
+        """Measure the gap of the shards that the first mini-batch has no row of, one row each."""
+        samples = batch.samples
+        if not len(samples.shards_B):
+            return
+        fresh_B = np.logical_or.reduceat(batch.values["fresh"], samples.offsets[:-1])
+        measured_B = np.isin(np.arange(samples.num_rows), measured)
+        rows = rows_to_probe(samples.shards_B, fresh_B, measured_B)
+        for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=batch.values) if len(rows) else ():
+            logprobs, _ = self._forward(self.model, pack)
+            if not pack.is_idle:
+                meter.add(logprobs, *(pack.values[name] for name in ("sampled_logprobs", "fresh", "shards")))
+
+    def _forward(
+        self, model: PolicyModel, pack: Pack, *, entropy_grad: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = model(
+            pack.input_ids,
+            pack.targets,
+            pack.position_ids,
+            pack.offsets,
+            self._recipe.temperature,
+            entropy_grad=entropy_grad,
+            positions_N=pack.positions,
         )
         return logprobs, entropy
 
-    def _packs(self, samples: Samples, rows: np.ndarray, advantages_B: np.ndarray, trained_T: np.ndarray) -> list[Pack]:
-        """This rank's packs. All ranks get equally many, so that their collectives stay in step."""
-        lengths = np.diff(samples.offsets)[rows]
-        packs = pack_rows(lengths, budget=self._settings.tokens_per_microbatch)
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        mine = packs[rank::world_size]
-        idle_rounds = -(-len(packs) // world_size) - len(mine)
-        built = [self._pack(samples, rows[pack], advantages_B, trained_T) for pack in mine]
-        silent = np.zeros_like(trained_T)
-        return built + [self._pack(samples, rows[packs[0]], advantages_B, silent) for _ in range(idle_rounds)]
-
-    def _pack(self, samples: Samples, rows: np.ndarray, advantages_B: np.ndarray, trained_T: np.ndarray) -> Pack:
-        tokens = _tokens_of(samples, rows)
-        lengths = np.diff(samples.offsets)[rows]
-        is_last = np.zeros(len(tokens), dtype=bool)
-        is_last[np.cumsum(lengths) - 1] = True
-
-        def next_token(values_T: np.ndarray) -> torch.Tensor:
-            return _next_token(values_T, tokens, is_last).to(self.device)
-
-        return Pack(
-            input_ids=torch.from_numpy(samples.input_ids_T[tokens]).to(self.device).long(),
-            targets=next_token(samples.input_ids_T).long(),
-            trained=next_token(trained_T.astype(np.float32)),
-            old_logprobs=next_token(samples.logprobs_T),
-            advantages=torch.from_numpy(np.repeat(advantages_B[rows], lengths)).to(self.device),
-            position_ids=position_ids(lengths).to(self.device),
-            attention_mask=block_causal_mask(lengths).to(self.device),
-            tokens=tokens,
-            is_last=is_last,
+    def _packs(
+        self, samples: Samples, rows: np.ndarray, *, mask_T: np.ndarray, values: Mapping[str, np.ndarray]
+    ) -> Iterator[Pack]:
+        return packs_of(
+            samples,
+            rows,
+            mask_T=mask_T,
+            values=values,
+            budget=self._settings.tokens_per_microbatch,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=self.device,
         )
 
 
-_OFF_POLICY = ("log_ratio_size", "off_policy_kl", "ratio", "ratio_squared")
+_OFF_POLICY = ("off_policy_kl", "ratio", "ratio_squared")
 
 
-def _off_policy_sums(logprobs_T: torch.Tensor, pack: Pack) -> dict[str, float]:
+@torch.no_grad()
+def _off_policy_sums(inputs: LossInputs) -> dict[str, float]:
     """How far the policy has moved from the ones that sampled, summed over trained tokens; ρ = now / when sampled.
 
     k3 = ρ − 1 − ln ρ, http://joschu.net/blog/kl-approx.html
     """
-    log_ratio_T = (logprobs_T - pack.old_logprobs) * pack.trained
-    ratio_T = log_ratio_T.exp() * pack.trained
-    sums = (log_ratio_T.abs(), ratio_T - pack.trained - log_ratio_T, ratio_T, ratio_T.square())
-    return {name: float(values_T.sum()) for name, values_T in zip(_OFF_POLICY, sums, strict=True)}
+    log_ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.sampled_logprobs, 0)
+    ratio_T = log_ratio_T.exp() * inputs.mask
+    k3_T = (log_ratio_T.expm1() - log_ratio_T) * inputs.mask
+    sums = torch.stack([k3_T.sum(), ratio_T.sum(), ratio_T.square().sum()]).double().tolist()
+    return dict(zip(_OFF_POLICY, sums, strict=True))
 
 
-def _next_token(values_T: np.ndarray, tokens: np.ndarray, is_last: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.where(is_last, 0, np.roll(values_T[tokens], -1)))
+def _there(values_T: np.ndarray | None) -> np.ndarray:
+    assert values_T is not None, "it was not looked up"
+    return values_T
 
 
-def _tokens_of(samples: Samples, rows: np.ndarray) -> np.ndarray:
-    return np.concatenate([np.arange(samples.offsets[row], samples.offsets[row + 1]) for row in rows])
+def _names(samples: Samples, rows: np.ndarray) -> list[str]:
+    """Rows as errors name them."""
+    if not samples.group_ids:
+        return [f"row {row}" for row in rows]
+    return [
+        row_name(samples.group_ids[group], attempt, samples.shard_ids[shard])
+        for group, attempt, shard in zip(
+            samples.groups_B[rows], samples.attempt_numbers_B[rows], samples.shards_B[rows], strict=True
+        )
+    ]

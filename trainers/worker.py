@@ -2,27 +2,34 @@
 
     Claim ─▶ read shards (digests checked) ─▶ Samples ─▶ Trainer.step ─▶ policies/<v>-<attempt>/ ─▶ `Step` log entry
 
-A plain class: `infra/` may host it in another process, tests call it directly. Starting it resumes the run: the last
-saved state, then the recorded steps since then, from their recorded shards.
+A plain class: `infra/` may host it in another process, or in several as the ranks of one trainer; tests call it
+directly. All ranks read the log and the shards, and train their share; rank 0 alone writes. Starting it resumes the
+run: the last saved state, then the recorded steps since then, from their recorded shards.
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import logging
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from storage.digests import DIGEST_FILE
 from storage.log_entries import Claim, Policy, Step
 from storage.object_store import open_store
+from storage.policies import DELTA_FILE, DamagedDelta, PolicyWriter
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.runs import open_run
-from trainers.config import Recipe, TrainSettings
+from trainers.config import Recipe
+from trainers.distributed import agreed, on_every_rank, on_first_rank, rank
+from trainers.refusals import RefusedShards
 from trainers.replay import Retrainer
+
+logger = logging.getLogger("millrace.trainer")
 
 PHASES = ("generate", "reward", "commit", "train", "save", "publish")
 """What a round's wall-clock is spent on; each is a metric `<phase>_seconds` of the step."""
@@ -36,22 +43,12 @@ class TrainerWorker:
         *,
         store_uri: str,
         run_id: str,
-        settings: TrainSettings,
-        learning_rate: float,
-        temperature: float,
-        max_staleness: float,
-        seed: int,
+        recipe: Recipe,
         cache: str,
     ) -> None:
         self._store_uri = store_uri
         self._run_id = run_id
-        self._recipe = Recipe(
-            settings=settings,
-            learning_rate=learning_rate,
-            temperature=temperature,
-            max_staleness=max_staleness,
-            seed=seed,
-        )
+        self._recipe = recipe
         self._cache = Path(cache)
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
         self._policy_path: str | None = None  # of the policy in the weights; null while the log knows none like them
@@ -60,11 +57,13 @@ class TrainerWorker:
         """Load the run's base policy, resume its optimizer, and return the number of steps re-trained on the way."""
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
         self._retrainer = Retrainer(self._log, self._recipe, cache=self._cache)
-        steps = self._log.state.steps
-        since = steps[self._retrainer.load_nearest_state(len(steps)) :]
+        num_steps = agreed(on_every_rank(lambda: len(self._log.refresh().steps)), what="number of committed steps")
+        since = self._log.state.steps[self._retrainer.load_nearest_state(num_steps) :]
         if since:
             self._retrainer.restore(since)
         self._unsaved, self._policy_path = None, self._live().path
+        self._policies = PolicyWriter(self._log, self._cache, anchor_every=self._recipe.settings.anchor_every)
+        self._mend_newest()
         return len(since)
 
     def train_step(
@@ -72,10 +71,62 @@ class TrainerWorker:
     ) -> Step:
         """Train on a claim, publish the policy's files and commit the step.
 
-        Raises `storage.shards.DamagedShard` before any weight changes, `storage.run_state.Conflict` when another
-        trainer committed this step, or one before it, first. Called again for a step this session has committed, it
-        returns that step.
+        Raises `storage.shards.DamagedShard` and `trainers.refusals.RefusedShards` before any weight changes,
+        `storage.run_state.Conflict` when another trainer committed this step, or one before it, first. Called again for
+        a step this session has committed, it returns that step.
         """
+        started = time.perf_counter()
+        to_do = agreed(on_every_rank(lambda: self._to_do(claim, session_id)), what=f"work to do for step {claim.step}")
+        if to_do == "nothing":
+            return self._took(claim)  # its commit may have succeeded without an answer
+        if to_do == "train":
+            self._unsaved = (claim, self._train(claim))
+        # A retry after a failed save must not train the same claim a second time.
+        trained = time.perf_counter()
+        phases = {**extra_metrics, "train_seconds": trained - started}
+        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
+            # All ranks gather; the rest is up to rank 0.
+            folder = Path(scratch)
+            digest = "" if claim.fallback == "skip_step" else self._retrainer.save_policy(folder / "policy")
+            if claim.step % self._recipe.settings.checkpoint_every == 0:
+                self._retrainer.save_state(folder / "state", step=claim.step)
+            clocks = {"round_started": round_started, "started": started, "trained": trained}
+            on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
+        on_every_rank(self._catch_up)
+        return self._took(claim)
+
+    def close(self) -> None:
+        """Nothing to release: what matters is in the store."""
+
+    def _mend_newest(self) -> None:
+        """Write the newest policy whole where it is a damaged delta: its weights are here, made anew.
+
+        Raises `storage.policies.DamagedDelta` where they are others than those recorded.
+        """
+        live = self._live()
+        damage = on_first_rank(lambda: self._damage_of(live))
+        if not damage:
+            return
+        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
+            folder = Path(scratch) / "policy"
+            if self._retrainer.save_policy(folder) != live.weights_sha256:
+                raise DamagedDelta(damage)
+            on_first_rank(lambda: self._log.store.put_folder(folder, live.path, last=DIGEST_FILE))
+        on_first_rank(lambda: self._log.store.delete([f"{live.path}/{DELTA_FILE}"]))
+        logger.warning("policy %d is written again, whole: %s", live.version, damage)
+
+    def _damage_of(self, policy: Policy) -> str:
+        """Why a policy cannot be made from its delta; empty where it can, or is none."""
+        if policy.anchor is None:
+            return ""
+        try:
+            self._retrainer.fetch_policy(policy)
+        except DamagedDelta as error:
+            return str(error)
+        return ""
+
+    def _to_do(self, claim: Claim, session_id: str) -> Literal["train", "save", "nothing"]:
+        """What is left of a step. Raises `Conflict` where another trainer took it, or other weights are here."""
         steps = self._log.refresh().steps
         if claim.step <= len(steps):
             done = steps[claim.step - 1]
@@ -85,78 +136,89 @@ class TrainerWorker:
                     f"step {claim.step} is committed: another trainer is working on this run; stop one of them, or "
                     "use another `run` id"
                 )
-            self._took(done)  # its commit may have succeeded without an answer
-            return done
-        started = time.perf_counter()
-        if self._unsaved is None or self._unsaved[0] != claim:
-            if self._policy_path != self._live().path:
-                raise Conflict(
-                    f"step {claim.step}: the trainer's weights are not policy version {claim.base_version}; an update "
-                    "broke off, or another trainer is working on this run. Stop the other one and start this run again"
-                )
-            self._unsaved = (claim, self._train(claim))
-        # A retry after a failed save must not train the same claim a second time.
-        metrics = self._unsaved[1]
-        trained = time.perf_counter()
-        version, attempt = claim.base_version + 1, uuid.uuid4().hex[:8]
-        keep_state = claim.step % self._recipe.settings.checkpoint_every == 0
-        state_path = self._log.key(f"state/{claim.step}-{attempt}") if keep_state else None
-        if claim.fallback == "skip_step":  # the weights are those of the version before: so are their files
-            live = self._live()
-            policy_path, digest = live.path, live.weights_sha256
-        else:
-            policy_path = self._log.key(f"policies/{version}-{attempt}")
-            with self._writing(policy_path) as folder:
-                digest = self._retrainer.save_policy(folder)
-        if state_path is not None:
-            with self._writing(state_path) as folder:
-                self._retrainer.save_state(folder, step=claim.step)
+            return "nothing"
+        if self._unsaved is not None and self._unsaved[0] == claim:
+            return "save"
+        if self._policy_path != self._live().path:
+            raise Conflict(
+                f"step {claim.step}: the trainer's weights are not policy version {claim.base_version}; an update "
+                "broke off, or another trainer is working on this run. Stop the other one and start this run again"
+            )
+        return "train"
+
+    def _train(self, claim: Claim) -> dict[str, float]:
+        samples = self._retrainer.samples(claim, judge=True)
+        before = self._policy_path
+        if claim.fallback != "skip_step":
+            self._policy_path = None
+        try:
+            return self._retrainer.train(claim, samples, judge=True)
+        except RefusedShards:
+            self._policy_path = before  # no weight has changed
+            raise
+
+    def _commit(
+        self,
+        claim: Claim,
+        folder: Path,
+        digest: str,
+        phases: dict[str, float],
+        *,
+        started: float,
+        trained: float,
+        round_started: float,
+        session_id: str,
+    ) -> None:
+        """Put the folders `policy` and `state`, where they are there, into the store, and the step into the log."""
+        assert self._unsaved is not None
+        metrics, attempt = self._unsaved[1], uuid.uuid4().hex[:8]
+        # Where a step trains nothing the weights are those of the version before: so are their files.
+        policy = dataclasses.replace(self._live(), version=claim.base_version + 1, parent=claim.base_version)
+        if digest:
+            path = self._log.key(f"policies/{policy.version}-{attempt}")
+            written = self._policies.put(folder / "policy", path, version=policy.version)
+            policy = dataclasses.replace(policy, path=path, weights_sha256=digest, anchor=written.anchor)
+            metrics = {**metrics, **written.metrics}
+        state_path = None
+        if (folder / "state").exists():
+            state_path = self._log.key(f"state/{claim.step}-{attempt}")
+            self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE)
         finished = time.perf_counter()
-        phases = {**extra_metrics, "train_seconds": trained - started, "save_seconds": finished - trained}
+        phases = {**phases, "save_seconds": finished - trained}
         # The round may have started by another machine's clock; it took no less than was measured here.
         round_seconds = max(time.time() - round_started, finished - started)
         busy_seconds = sum(phases[f"{phase}_seconds"] for phase in PHASES)
-        step = Step(
-            claim=claim,
-            policy=Policy(version=version, path=policy_path, weights_sha256=digest, parent=claim.base_version),
-            shard_sha256={g.shard_id: self._log.state.shards[g.shard_id].sha256 for g in claim.trained},
-            metrics={
-                **metrics,
-                **phases,
-                "round_seconds": round_seconds,
-                # Generation may run beside training; then the phases overlap and nothing is idle.
-                "idle_seconds": max(0.0, round_seconds - busy_seconds),
-                "tokens_per_second": metrics["trained_tokens"] / round_seconds,
-            },
-            state_path=state_path,
-            session_id=session_id,
+        self._log.append(
+            Step(
+                claim=claim,
+                policy=policy,
+                shard_sha256={g.shard_id: self._log.state.shards[g.shard_id].sha256 for g in claim.trained},
+                metrics={
+                    **metrics,
+                    **phases,
+                    "round_seconds": round_seconds,
+                    # Generation may run beside training; then the phases overlap and nothing is idle.
+                    "idle_seconds": max(0.0, round_seconds - busy_seconds),
+                    "tokens_per_second": metrics["trained_tokens"] / round_seconds,
+                },
+                state_path=state_path,
+                session_id=session_id,
+            )
         )
-        self._log.append(step)
-        self._took(step)
-        return step
 
-    def close(self) -> None:
-        """Nothing to release: what matters is in the store."""
+    def _catch_up(self) -> None:
+        """Read what rank 0 has committed."""
+        if rank():
+            self._log.refresh()
 
-    def _train(self, claim: Claim) -> dict[str, float]:
-        samples = self._retrainer.samples(claim)
-        if claim.fallback != "skip_step":
-            self._policy_path = None
-        return self._retrainer.train(claim, samples)
-
-    def _took(self, step: Step) -> None:
-        """Note that the weights trained on the step's claim are the policy it names."""
+    def _took(self, claim: Claim) -> Step:
+        """The committed step of a claim; the weights trained on the claim are the policy it names."""
+        step = self._log.state.steps[claim.step - 1]
         if self._unsaved is not None and self._unsaved[0] == step.claim:
             self._unsaved, self._policy_path = None, step.policy.path
+        return step
 
     def _live(self) -> Policy:
         live = self._log.state.live
         assert live is not None, "a run has a base policy before it has a trainer"
         return live
-
-    @contextlib.contextmanager
-    def _writing(self, path: str) -> Iterator[Path]:
-        """A temporary folder whose files go to the store when the block ends well, the seal last."""
-        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
-            yield Path(scratch) / "content"
-            self._log.store.put_folder(Path(scratch) / "content", path, last=DIGEST_FILE)

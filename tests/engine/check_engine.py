@@ -47,9 +47,9 @@ async def running_requests_span_the_swap(bench: Bench, mode: UpdateMode, clear: 
     parts: list[tuple[list[int], int]] = []
     real = bench.engine.llm.generate
 
-    def recording(prompt: Any, parameters: Any, request_id: str) -> Any:
+    def recording(prompt: Any, parameters: Any, request_id: str, **others: Any) -> Any:
         parts.append((list(prompt["prompt_token_ids"]), parameters.max_tokens))
-        return real(prompt, parameters, request_id)
+        return real(prompt, parameters, request_id, **others)
 
     async with bench.running(8, Sampling(max_tokens=LONG.max_tokens, seed=5)) as requests:
         with bench.replaced("generate", recording):

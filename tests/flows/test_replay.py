@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollouts.loading import source_sha256
 from storage.digests import verify_folder
+from storage.loading import source_sha256
 from storage.object_store import LocalStore
 from storage.rewards import read_rewards
 from storage.run_log import RunLog
@@ -66,9 +66,13 @@ def test_a_span_from_the_base_policy_comes_out_as_recorded_on_rescored_rewards(r
 
 
 def test_one_change_is_reported_with_how_far_it_leads(finished: Home) -> None:
-    found = _replay(finished, "--from", "4", "--to", "5", "--loss", "cispo", "train.clip_high=0.1")
+    found = _replay(finished, "--from", "4", "--to", "5", "--loss", "cispo", "train.loss.clip_high=0.1")
     assert found["plan"] == {"resumed_from": 2, "first": 4, "last": 5} and found["start_identical"]
-    assert found["changes"] == {"train.loss": "clip → cispo", "train.clip_high": "0.28 → 0.1"}
+    assert found["changes"] == {
+        "train.loss.kind": "clip → cispo",
+        "train.loss.clip_low": "0.2 → None",
+        "train.loss.clip_high": "0.28 → 0.1",
+    }
     assert not found["identical"] and not found["unchanged"]
     for step in found["steps"]:
         assert step["replayed_sha256"] != step["recorded_sha256"]

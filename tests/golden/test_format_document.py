@@ -11,7 +11,7 @@ import pytest
 
 from storage.rewards import SCHEMA as REWARDS
 from storage.shard_codec import decode_shard
-from storage.shard_schema import CALL, MESSAGE, SCHEMA, TURN, content_sha256
+from storage.shard_schema import ADAPTERS, CALL, MESSAGE, SCHEMA, TURN, content_sha256
 
 FOLDER = Path(__file__).parent
 DOCUMENT = (FOLDER.parents[1] / "docs" / "shard_format.md").read_text()
@@ -46,6 +46,7 @@ def _table_after(heading: str) -> list[tuple[str, str]]:
     ("heading", "fields"),
     [
         ("## Columns", list(SCHEMA)),
+        ("| Optional column |", [ADAPTERS]),
         ("| Reward column |", list(REWARDS)),
         *((f"`{name}`, a struct", list(kind)) for name, kind in STRUCTS.items()),
     ],

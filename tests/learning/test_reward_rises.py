@@ -16,8 +16,7 @@ from storage.claims import ClaimRules, next_claim
 from storage.log_entries import Step
 from storage.records import RolloutGroup
 from storage.run_log import RunLog
-from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, tiny_model
-from trainers.config import TrainSettings
+from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
 from trainers.worker import PHASES, TrainerWorker
 
 _PROMPTS = ["1+1=", "23+4=", "5=", "9+9+9="]
@@ -79,11 +78,7 @@ def test_reward_rises(tmp_path: Path, scale: str) -> None:
     worker = TrainerWorker(
         store_uri=log.store.uri,
         run_id=log.run_id,
-        settings=TrainSettings.model_validate({"device": "cpu", "scale": scale}),
-        learning_rate=1e-2,
-        temperature=1.0,
-        max_staleness=0,
-        seed=0,
+        recipe=recipe_of(learning_rate=1e-2, advantage={"kind": "grpo", "scale": scale}),
         cache=str(tmp_path / "cache"),
     )
     worker.start()

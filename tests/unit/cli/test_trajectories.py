@@ -32,7 +32,7 @@ from storage.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_step, a_trajectory, provenance
 
 Invoke = Callable[..., str]
-CONFIG = {"train": {"scale": "none", "stale_policy": "strict"}, "max_staleness": 0}
+CONFIG = {"train": {"advantage": {"kind": "grpo", "scale": "none"}, "stale_policy": "strict"}, "max_staleness": 0}
 
 
 @pytest.fixture
@@ -236,7 +236,9 @@ def test_the_advantage_is_the_run_s_own(log: RunLog, tmp_path: Path, base_model:
     (row,) = find_trajectories(log, trajectory_id="0.task0/0")
     legend = Colorist(log, cache=tmp_path).color(row, "advantage").legend.plain
     assert legend == "+0.667  reward 1, mean 0.333 over 3 attempts"
-    scaled = _a_run(LocalStore(tmp_path / "store"), base_model, "scaled", train={**CONFIG["train"], "scale": "std"})
+    scaled = _a_run(
+        LocalStore(tmp_path / "store"), base_model, "scaled", train={**CONFIG["train"], "advantage": "grpo"}
+    )
     legend = Colorist(scaled, cache=tmp_path).color(row, "advantage").legend.plain
     assert legend.startswith(f"+{2 / 3 / math.sqrt(1 / 3):.3f}"[:5])
     (pending,) = find_trajectories(log, trajectory_id="0.task1/0")

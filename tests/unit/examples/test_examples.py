@@ -14,11 +14,11 @@ import pytest
 from flows.config import load_run_file
 from rollouts.chat import Chat, Reply
 from rollouts.chat_tokens import ChatTokens
-from rollouts.loading import load_object
 from rollouts.scoring import RewardPool, set_reward_pool
 from rollouts.scripted_engine import ScriptedEngine
 from rollouts.tool_parsing import ToolParser
 from rollouts.workflow import RolloutWorkflow, Score
+from storage.loading import load_object
 from storage.records import Message, RolloutTask, Sampling
 from trainers.warmup import character_tokenizer
 

@@ -20,8 +20,7 @@ from storage.retention import reading
 from storage.run_log import RunLog
 from storage.runs import open_run
 from tasks.maintain import collect_from_runs
-from tests.unit.trainers.builders import commit, group_of, new_run, random_rows, tiny_model
-from trainers.config import TrainSettings
+from tests.unit.trainers.builders import commit, group_of, new_run, random_rows, recipe_of, tiny_model
 from trainers.worker import PHASES, TrainerWorker
 
 RULES: dict[str, Any] = {"keep_last": 1, "keep_every": 0, "older_than": "", "max_size": ""}
@@ -60,11 +59,7 @@ def _worker(log: RunLog) -> TrainerWorker:
     worker = TrainerWorker(
         store_uri=log.store.uri,
         run_id=log.run_id,
-        settings=TrainSettings(device="cpu", checkpoint_every=3),
-        learning_rate=1e-3,
-        temperature=1.0,
-        max_staleness=100,
-        seed=0,
+        recipe=recipe_of(max_staleness=100, checkpoint_every=3),
         cache="",
     )
     worker.start()

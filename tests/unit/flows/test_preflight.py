@@ -8,6 +8,7 @@ import pytest
 
 from storage.object_store import LocalStore, StoreError
 from tasks import preflight
+from trainers.config import ClipLoss, CustomLoss
 
 
 class Forgetful(LocalStore):
@@ -52,3 +53,18 @@ def test_a_tool_parser_that_does_not_exist_is_refused_with_the_nearest(tmp_path:
             evaluation_split="test",
             tool_parser="hermess",
         )
+
+
+def test_a_custom_loss_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(inputs, beta):\n    return beta\n")
+    with pytest.raises(ValueError, match=r"no_such_module:loss' cannot be imported"):
+        preflight.check_loss(CustomLoss(path="no_such_module:loss"), with_reference=False)
+    with pytest.raises(ValueError, match="missing a required argument: 'beta'"):
+        preflight.check_loss(CustomLoss(path=f"{file}:loss"), with_reference=False)
+    with pytest.raises(ValueError, match="returns float"):
+        preflight.check_loss(CustomLoss(path=f"{file}:loss", arguments={"beta": 1.0}), with_reference=False)
+
+
+def test_our_own_losses_need_no_trial() -> None:
+    preflight.check_loss(ClipLoss(), with_reference=True)

@@ -41,7 +41,10 @@ class FakeVllm:
         self.output_handler = asyncio.get_running_loop().create_future()
         self._drained = asyncio.Event()
 
-    async def generate(self, prompt: dict[str, list[int]], parameters: Any, request_id: str) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: dict[str, list[int]], parameters: Any, request_id: str, *, lora_request: Any = None
+    ) -> AsyncIterator[Any]:
+        assert lora_request is None, "whole weights are served here"
         if self.output_handler.done():
             raise RuntimeError("EngineDeadError")
         request = FakeRequest(prompt=prompt["prompt_token_ids"], parameters=parameters, outputs=asyncio.Queue())

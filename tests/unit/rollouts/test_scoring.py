@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from rollouts.loading import load_object
 from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout, score, score_all, set_reward_pool
 from rollouts.workflow import Score
+from storage.loading import load_object
 from tests.unit.rollouts.reward_functions import (
     burning,
     dying,

@@ -373,7 +373,7 @@ def test_whatever_vllm_raises_is_an_engine_error(play: Any):
         pass
 
     async def script(bench: _Bench) -> None:
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
             raise ValidationError("the prompt is too long")
 
         bench.vllm.generate = refuse  # type: ignore[method-assign]

@@ -8,7 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from rollouts.chat import Chat
 from rollouts.chat_tokens import ChatTokens
@@ -17,9 +19,11 @@ from rollouts.executor import Limits
 from rollouts.prompts import PromptOrder
 from rollouts.worker import RolloutWorker
 from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from storage.adapters import ADAPTER_WEIGHTS, check_adapters
 from storage.claims import ClaimRules
-from storage.digests import DIGEST_FILE, DigestMismatch
+from storage.digests import DIGEST_FILE, DigestMismatch, seal_folder
 from storage.log_entries import Lease, Policy, Quarantine, Release, Step
+from storage.policies import DELTA_FILE, DamagedDelta, PolicyWriter
 from storage.records import RolloutTask, Sampling
 from storage.run_state import Conflict
 from storage.runs import open_run
@@ -68,6 +72,34 @@ class _Run:
         self._put_policy(step.policy.path, f"weights of {step.policy.version}".encode())
         self.log.append(step)
         return step.policy
+
+    def train_delta(self) -> Policy:
+        """As `train`, with weights of which one value changes, stored as a delta but for the first."""
+        state = self.log.refresh()
+        step: Step = a_step(state, trained=list(state.pending)[: LIMITS.batch_size])
+        version, source = step.policy.version, self.folder / "made" / str(step.policy.version)
+        a_policy_folder(source, tokenizer=self.tokenizer)
+        weights = np.zeros(1000, np.float32)
+        weights[0] = version
+        save_file({"w": weights}, source / "model.safetensors")
+        digest = seal_folder(source)
+        writer = PolicyWriter(self.log, self.folder / "cache", anchor_every=10)
+        written = writer.put(source, step.policy.path, version=version)
+        policy = replace(step.policy, weights_sha256=digest, anchor=written.anchor)
+        self.log.append(replace(step, policy=policy))
+        return policy
+
+    def train_adapter(self) -> Policy:
+        """As `train`, with a policy that is an adapter: no tokenizer, no configuration of a model."""
+        step: Step = a_step(state := self.log.refresh(), trained=list(state.pending)[: LIMITS.batch_size])
+        source = self.folder / "made" / step.policy.path
+        source.mkdir(parents=True)
+        (source / "adapter_config.json").write_text("{}")
+        (source / ADAPTER_WEIGHTS).write_bytes(f"adapter {step.policy.version}".encode())
+        policy = replace(step.policy, weights_sha256=seal_folder(source))
+        self.store.put_folder(source, policy.path, last=DIGEST_FILE)
+        self.log.append(replace(step, policy=policy))
+        return policy
 
     def worker(self, name: str = "rollout-0", **changes: Any) -> RolloutWorker:
         arguments = {
@@ -147,6 +179,26 @@ def test_synchronous_production_has_nothing_more_to_do_before_the_next_policy(ru
 
     run.play(script)
     assert run.committed() == [0, 1, 2]
+
+
+def test_adapters_are_served_with_the_base_models_tokenizer_and_stand_beside_their_rows(run: _Run):
+    async def publish(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        await worker.publish(run.train_adapter())
+        assert await _collect(worker) is not None
+
+    run.play(publish, lora_rank=4)
+    run.train_adapter()
+    run.play(_collect, lora_rank=4)  # a worker that starts on an adapter
+    state = run.log.refresh()
+    tables = {shard.id: read_shard(run.log, shard) for shard in state.shards.values()}
+    served = [
+        {v: d for row in t["adapters"].to_pylist() for v, d in row} if "adapters" in t.schema.names else {}
+        for t in tables.values()
+    ]
+    assert served == [{}, {1: state.policies[1].weights_sha256}, {2: state.policies[2].weights_sha256}]
+    for shard_id, table in tables.items():
+        check_adapters(table, shard_id=shard_id, policies=state.policies)
 
 
 def test_a_published_policy_samples_the_next_tokens(run: _Run):
@@ -448,3 +500,79 @@ def test_the_same_seed_makes_the_same_tokens(tmp_path: Path, tokenizer_folder: P
 def _tasks_at(positions: Sequence[int]) -> set[str]:
     order = PromptOrder(Digits().tasks("train"), seed=0)
     return {order.at(position).task.id for position in positions}
+
+
+def test_a_policy_stored_as_a_delta_is_served(run: _Run):
+    async def script(worker: RolloutWorker) -> list[int]:
+        for _ in range(3):
+            await _collect(worker)
+            assert await worker.publish(run.train_delta()) is not None
+        return list(run.log.refresh().policies[3].__dict__.values())
+
+    run.play(script)
+    assert [policy.anchor for policy in run.log.refresh().policies.values()] == [None, None, 1, 1]
+
+
+def _break(run: _Run, policy: Policy) -> None:
+    (run.folder / "store" / policy.path / DELTA_FILE).write_bytes(b"broken")
+
+
+def test_a_damaged_delta_leaves_the_engine_where_the_bound_lets_it_and_is_tried_again(
+    run: _Run, caplog: pytest.LogCaptureFixture
+):
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        await worker.publish(run.train_delta())
+        await _collect(worker)
+        broken = run.train_delta()
+        _break(run, broken)
+        assert await worker.publish(broken) is None
+        assert worker._version == 1 and "policy 1 serves on instead of 2: policy 2 cannot be made" in caplog.text
+        shard = await _collect(worker)
+        assert shard.tail_version == 1, "never under the number of what was not loaded"
+        run.store.put_folder(run.folder / "made" / "2", broken.path, last=DIGEST_FILE)
+        await _collect(worker)
+        assert worker._version == 2
+
+    rules = ClaimRules(batch_size=LIMITS.batch_size, max_staleness=3, stale_policy="strict", min_usable=2)
+    run.play(script, limits=replace(LIMITS, max_staleness=3), rules=rules)
+
+
+def test_a_damaged_delta_is_an_error_where_the_bound_leaves_nothing_to_do(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        await worker.publish(run.train_delta())
+        await _collect(worker)
+        broken = run.train_delta()
+        _break(run, broken)
+        with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
+            await worker.publish(broken)
+        assert worker._version == 1
+
+    run.play(script)
+
+
+def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(run: _Run, caplog: pytest.LogCaptureFixture):
+    async def train(worker: RolloutWorker) -> None:
+        for _ in range(2):
+            await _collect(worker)
+            run.train_delta()
+
+    run.play(train, limits=replace(LIMITS, max_staleness=3))
+    live = run.log.refresh().policies[2]
+    _break(run, live)
+
+    async def inside() -> None:
+        worker = run.worker()
+        async with asyncio.timeout(60):
+            assert await worker.start() == "", "no checksum of the live policy"
+            assert worker._version == 1 and "starting with policy 1 instead of 2" in caplog.text
+            await worker.refresh()
+            with pytest.raises(DamagedDelta):
+                await worker.wait_for_work()
+            run.store.put_folder(run.folder / "made" / "2", live.path, last=DIGEST_FILE)
+            shard = await _collect(worker)
+            assert (shard.head_version, worker._version) == (2, 2)
+            await worker.close()
+
+    asyncio.run(inside())

@@ -552,7 +552,9 @@ def test_the_log_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     uncached = SimpleNamespace(lru_cache=lambda maxsize: lambda function: function)
     monkeypatch.setattr(log_segments, "functools", uncached)
     assert _collect(log.store).removed
-    assert asked and max(Counter(asked).values()) <= 2, "once for the plans, and sessions and aliases once for the fold"
+    # Once for the plans; sessions and aliases once for the fold; an aliased policy when `Retire` is checked and folded,
+    # for its anchor.
+    assert asked and max(Counter(asked).values()) <= 3
 
 
 def test_a_reader_that_comes_after_the_entry_sees_it_and_stops_the_deletion(tmp_path: Path):
@@ -822,3 +824,46 @@ def test_the_log_refuses_to_retire_what_is_needed(tmp_path: Path):
     ):
         with pytest.raises(Conflict):
             log.append(retire)
+
+
+def _train_deltas(log: RunLog, anchors: Sequence[int | None]) -> RunLog:
+    """Steps of one shard each; those with a number are deltas against that version."""
+    for anchor in anchors:
+        number = log.state.step + 1
+        _shard(log, number, version=number - 1)
+        step = a_step(log.state, trained=[f"0.task{number}"])
+        for file in ("model.safetensors" if anchor is None else "delta.safetensors", "digest.json"):
+            log.store.put(f"{step.policy.path}/{file}", b"x" * 50)
+        log.append(replace(step, policy=replace(step.policy, anchor=anchor)))
+    return log
+
+
+def test_an_anchor_stays_while_a_kept_policy_is_a_delta_against_it(store: ObjectStore):
+    _train_deltas(a_log(store), [None, 1, 1, None, 4, 4])
+    report = _collect(store)
+    assert _files(store, "policies") == ["policies/4-a", "policies/6-a"]
+    assert report.kept == {0: "base model", 4: "anchor of 6", 6: "live, among the newest"}
+
+
+def test_an_anchor_goes_with_its_deltas_and_never_before_them(store: ObjectStore):
+    """Also where the oldest go first, down to a size: without its anchor a delta is nothing."""
+    log = _train_deltas(a_log(store), [None, 1, 1, None, 4, None])
+    report = _collect(store, max_bytes=sum(file.num_bytes for file in store.walk("runs/run")) - 1)
+    assert log.refresh().retired_policies == {1, 2, 3}
+    assert [item.name for item in report.items if item.kind == "policy"] == ["1, 2, 3"]
+    assert {"policies/4-a", "policies/5-a", "policies/6-a"} <= set(_files(store, "policies"))
+
+
+def test_the_anchor_of_what_is_live_or_has_an_alias_is_not_retired(store: ObjectStore):
+    log = _train_deltas(a_log(store), [None, 1, None, 3])
+    log.append(Alias(name="shipped", version=2, checksum=""))
+    for version, kept in ((1, "1"), (3, "3")):
+        with pytest.raises(Conflict, match=rf"\[{kept}\] are anchors"):
+            log.append(Retire(shard_ids=[], policy_versions=[version], state_paths=[], reason=""))
+
+
+def test_a_delta_against_a_retired_anchor_is_not_committed(store: ObjectStore):
+    log = _train_deltas(a_log(store), [None, None])
+    log.append(Retire(shard_ids=[], policy_versions=[1], state_paths=[], reason=""))
+    with pytest.raises(Conflict, match="came so late"):
+        _train_deltas(log, [1])

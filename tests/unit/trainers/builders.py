@@ -18,7 +18,7 @@ from storage.run_log import RunLog
 from storage.runs import create_run
 from storage.shard_codec import Provenance
 from storage.shards import commit_shard
-from trainers.config import TrainSettings
+from trainers.config import Recipe, TrainSettings
 from trainers.distributed import full
 from trainers.samples import Samples
 from trainers.trainer import Trainer
@@ -124,12 +124,35 @@ def samples_of(rows: Sequence[Row]) -> Samples:
     )
 
 
+def recipe_of(
+    *,
+    learning_rate: float = 1e-3,
+    temperature: float = 1.0,
+    max_staleness: float = 0,
+    seed: int = 0,
+    reward_weights: dict[str, float] | None = None,
+    **settings: object,
+) -> Recipe:
+    """A recipe on the CPU."""
+    return Recipe(
+        settings=TrainSettings.model_validate({"device": "cpu", **settings}),
+        learning_rate=learning_rate,
+        temperature=temperature,
+        max_tokens=8,
+        reward_weights=reward_weights or {},
+        max_staleness=max_staleness,
+        seed=seed,
+    )
+
+
 def trainer_of(
     folder: Path, *, learning_rate: float = 1e-3, temperature: float = 1.0, seed: int = 0, **settings: object
 ) -> Trainer:
-    """A trainer on the CPU that does not clip gradients unless told to."""
-    chosen = TrainSettings.model_validate({"device": "cpu", "max_grad_norm": NO_CLIPPING, **settings})
-    return Trainer(folder, chosen, learning_rate=learning_rate, temperature=temperature, seed=seed)
+    """A trainer that does not clip gradients unless told to, and believes an engine that is far off."""
+    chosen = {"max_grad_norm": NO_CLIPPING, "max_gap": 1e9, **settings}
+    recipe = recipe_of(learning_rate=learning_rate, temperature=temperature, seed=seed, **chosen)
+    reference = folder if recipe.settings.reference.kind == "base" else None
+    return Trainer(folder, recipe, reference=reference)
 
 
 def take_step(trainer: Trainer, samples: Samples, *, step: int = 1, max_staleness: int = 0) -> dict[str, float]:

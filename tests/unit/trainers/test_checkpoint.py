@@ -21,7 +21,7 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from trainers.checkpoint import load_state, save_policy, save_state
-from trainers.packing import block_causal_mask, position_ids
+from trainers.packing import position_ids
 from trainers.samples import Samples
 
 _SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
@@ -44,7 +44,9 @@ def test_a_policy_folder_loads_in_transformers_with_the_same_logprobs(
 
     ids, length = torch.tensor(_SEQUENCE), [len(_SEQUENCE)]
     with torch.no_grad():
-        expected, _ = trainer.model(ids, ids.roll(-1), position_ids(length), block_causal_mask(length), 1.0)
+        expected, _ = trainer.model(
+            ids, ids.roll(-1), position_ids(length), torch.tensor([0, *length], dtype=torch.int32), 1.0
+        )
         found = logprobs_alone(load_causal_lm(tmp_path / "policy"), _SEQUENCE)
         before = logprobs_alone(load_causal_lm(base), _SEQUENCE)
     torch.testing.assert_close(found, expected[:-1], atol=1e-6, rtol=0)

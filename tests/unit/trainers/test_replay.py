@@ -18,8 +18,8 @@ from storage.replay import CannotReplay, ReplayedStep, plan_replay
 from storage.rewards import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.run_log import RunLog
 from storage.shards import read_shard
-from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows
-from trainers.config import Recipe, TrainSettings
+from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows, recipe_of
+from trainers.config import Recipe
 from trainers.replay import ReplayWorker, compare_updates
 from trainers.worker import PHASES, TrainerWorker
 
@@ -46,11 +46,7 @@ def _train_all(log: RunLog, rules: ClaimRules, *, steps: int, cache: Path) -> No
     worker = TrainerWorker(
         store_uri=log.store.uri,
         run_id=log.run_id,
-        settings=recipe.settings,
-        learning_rate=recipe.learning_rate,
-        temperature=recipe.temperature,
-        max_staleness=recipe.max_staleness,
-        seed=recipe.seed,
+        recipe=recipe,
         cache=str(cache),
     )
     worker.start()
@@ -72,14 +68,8 @@ def log(finished: RunLog, tmp_path: Path) -> RunLog:
 
 
 def _recipe(*, learning_rate: float = 1e-3, **settings: object) -> Recipe:
-    chosen = {"device": "cpu", "checkpoint_every": 3, "num_minibatches": 2, **settings}
-    return Recipe(
-        settings=TrainSettings.model_validate(chosen),
-        learning_rate=learning_rate,
-        temperature=1.0,
-        max_staleness=8,
-        seed=0,
-    )
+    chosen = {"checkpoint_every": 3, "num_minibatches": 2, **settings}
+    return recipe_of(learning_rate=learning_rate, max_staleness=8, **chosen)
 
 
 def _replay(
@@ -174,17 +164,20 @@ def test_another_learning_rate_gives_other_weights_further_along_the_same_way(fi
 def test_a_change_begins_with_the_span(finished: RunLog, tmp_path: Path, first: int, loaded: int) -> None:
     # The first mini-batch of a step computes its gap before any update: equal, because nothing was changed before.
     [step] = _replay(finished, tmp_path, first, first, changed=_recipe(learning_rate=2e-3), resumed_from=loaded)
-    assert step.replayed["engine_gap"] == step.recorded["engine_gap"]
+    assert step.replayed["off_policy_kl"] == step.recorded["off_policy_kl"]
     assert not step.identical
 
 
 def test_a_new_trainer_in_the_middle_changes_nothing_by_itself(finished: RunLog, tmp_path: Path) -> None:
-    # Another cap on importance weights is another recipe that `strict` runs never read.
-    steps = _replay(finished, tmp_path, 2, 4, changed=_recipe(importance_cap=3.0))
+    # Another gap that is let through is another recipe, and makes the same weights.
+    steps = _replay(finished, tmp_path, 2, 4, changed=_recipe(max_gap=3.0))
     assert all(step.identical for step in steps)
 
 
-@pytest.mark.parametrize("change", [{"loss": "cispo"}, {"scale": "none"}, {"weight_decay": 0.1}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"loss": "cispo"}, {"advantage": {"kind": "grpo", "scale": "none"}}, {"weight_decay": 0.1}, {"dtype": "bfloat16"}],
+)
 def test_one_setting_can_be_changed_at_a_time(finished: RunLog, tmp_path: Path, change: dict[str, object]) -> None:
     first, second = _replay(finished, tmp_path, 2, 3, changed=_recipe(**change))
     assert not first.identical and first.distance and 0 < first.distance < 2 and first.cosine and first.cosine > 0

@@ -14,14 +14,17 @@ from tests.unit.trainers.builders import (
     load_causal_lm,
     logprobs_alone,
     random_rows,
+    recipe_of,
     samples_of,
     take_step,
     trainer_of,
     weights,
 )
+from trainers.credit import Looked, assign_credit
 from trainers.samples import Samples
 
 _CAP = 1.25
+_NO_STD = {"kind": "grpo", "scale": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +234,7 @@ def test_tokens_within_the_bound_are_all_trained(tiny_folder: Path, rows: list[R
 
 def test_correct_weighs_every_token_by_its_capped_importance(tiny_folder: Path, rows: list[Row]) -> None:
     loss, expected = _reference_loss(tiny_folder, rows, correct=True)
-    trainer = trainer_of(tiny_folder, stale_policy="correct", importance_cap=_CAP, tokens_per_microbatch=32)
+    trainer = trainer_of(tiny_folder, stale_policy="correct", decoupled={"cap": _CAP}, tokens_per_microbatch=32)
     metrics = take_step(trainer, samples_of(rows))
     assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
     assert largest_difference(_without_prefix(gradients(trainer)), expected) < 3e-6
@@ -248,14 +251,14 @@ def test_correct_clips_around_the_start_of_the_step_in_every_mini_batch(tiny_fol
 def test_a_forked_attempt_counts_once_in_its_group(tiny_folder: Path, rows: list[Row]) -> None:
     first, second, third = (dataclasses.replace(row, reward=r) for row, r in zip(rows[:3], (1, 0, 0), strict=True))
     samples = samples_of([first, first, second, third])  # two rows of one attempt
-    advantages, metrics = trainer_of(tiny_folder, scale="none")._advantages(samples)
-    assert advantages.tolist() == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
-    assert metrics["reward"] == pytest.approx(1 / 3)
+    credit = assign_credit(samples, recipe_of(advantage=_NO_STD).settings, Looked(), reward_weights={})
+    assert credit.advantages_T[samples.offsets[:-1]].tolist() == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
+    assert credit.metrics["reward"] == pytest.approx(1 / 3)
 
 
 def test_groups_with_equal_rewards_give_no_gradient_and_are_counted(tiny_folder: Path, rows: list[Row]) -> None:
     equal = [dataclasses.replace(row, reward=0.1) for row in rows]
-    trainer = trainer_of(tiny_folder, scale="none")
+    trainer = trainer_of(tiny_folder, advantage=_NO_STD)
     before = weights(trainer)
     metrics = take_step(trainer, samples_of(equal))
     assert metrics["fraction_groups_without_signal"] == 1.0

@@ -16,6 +16,7 @@ from storage.claims import ClaimRules, Fallback, next_claim
 from storage.digests import seal_folder, verify_folder
 from storage.log_entries import Claim, Step
 from storage.object_store import LocalStore, open_store
+from storage.policies import DELTA_FILE, DamagedDelta, PolicyReader
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.shards import DamagedShard
@@ -26,9 +27,9 @@ from tests.unit.trainers.builders import (
     load_causal_lm,
     new_run,
     random_rows,
+    recipe_of,
     weights,
 )
-from trainers.config import TrainSettings
 from trainers.distributed import full
 from trainers.worker import PHASES, TrainerWorker
 
@@ -50,11 +51,7 @@ def _worker(log: RunLog, tmp_path: Path, *, learning_rate: float = 1e-3, **setti
     return TrainerWorker(
         store_uri=log.store.uri,
         run_id=log.run_id,
-        settings=TrainSettings.model_validate({"device": "cpu", **settings}),
-        learning_rate=learning_rate,
-        temperature=1.0,
-        max_staleness=8,
-        seed=0,
+        recipe=recipe_of(learning_rate=learning_rate, max_staleness=8, **settings),
         cache=str(tmp_path / "cache"),
     )
 
@@ -418,3 +415,50 @@ def test_policies_keep_the_type_of_the_base_models_weights(tmp_path: Path, tiny_
     step = _train(worker, _claim(log))
     tensors = load_file(log.store.fetch_folder(step.policy.path, tmp_path) / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_policies_between_anchors_are_deltas_and_a_resume_goes_on_from_them(log: RunLog, tmp_path: Path) -> None:
+    worker = _worker(log, tmp_path, learning_rate=1e-9)  # so that most of the float32 weights stay what they are
+    worker.start()
+    first, second = _train_steps(worker, log, 2)
+    assert (first.policy.anchor, second.policy.anchor) == (None, 1)
+    assert second.metrics["policy_bytes"] < 0.5 * first.metrics["policy_bytes"]
+    assert 0 < second.metrics["policy_changed_fraction"] < 0.4 and "policy_changed_fraction" not in first.metrics
+    folder = PolicyReader(log, tmp_path / "reader").fetch(second.policy)
+    assert verify_folder(folder) == second.policy.weights_sha256
+    load_causal_lm(folder)
+
+    resumed = _worker(log, tmp_path / "elsewhere", learning_rate=1e-9)
+    assert resumed.start() == 2
+    assert _train(resumed, _claim(log)).policy.anchor == 1
+
+
+def test_where_nearly_all_weights_change_every_policy_is_whole(log: RunLog, tmp_path: Path) -> None:
+    worker = _worker(log, tmp_path)
+    worker.start()
+    assert [step.policy.anchor for step in _train_steps(worker, log, 3)] == [None, None, None]
+
+
+def test_a_resume_writes_a_damaged_newest_policy_whole(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
+    worker = _worker(log, tmp_path, learning_rate=1e-9)
+    worker.start()
+    policy = _train_steps(worker, log, 2)[1].policy
+    (tmp_path / "store" / policy.path / DELTA_FILE).write_bytes(b"broken")
+    with pytest.raises(DamagedDelta):
+        PolicyReader(log, tmp_path / "reader").fetch(policy)
+
+    _worker(log, tmp_path, learning_rate=1e-9).start()
+    assert "policy 2 is written again, whole" in caplog.text
+    folder = PolicyReader(log, tmp_path / "reader").fetch(policy)
+    assert verify_folder(folder) == policy.weights_sha256
+    load_causal_lm(folder)
+
+
+def test_a_resume_to_other_weights_does_not_go_on_without_the_recorded_ones(log: RunLog, tmp_path: Path) -> None:
+    worker = _worker(log, tmp_path, learning_rate=1e-9)
+    worker.start()
+    policy = _train_steps(worker, log, 2)[1].policy
+    (tmp_path / "store" / policy.path / DELTA_FILE).write_bytes(b"broken")
+    (tmp_path / "store" / log.shard_key("shard-1")).write_bytes(b"broken")  # so that step 2 cannot be trained again
+    with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
+        _worker(log, tmp_path, learning_rate=1e-9).start()

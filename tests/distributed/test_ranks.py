@@ -1,0 +1,238 @@
+"""Two and four gloo ranks take the step one rank takes, and read each other's saved state.
+
+The ranks are processes that run this very file; one rank is the process of the test.
+
+    one rank:  every scenario, and a state saved half-way ─▶ ranks: every scenario, `resume` from that state
+                              compare ◀── weights, gradients, metrics, and a state saved by the ranks ──┘
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from tests.distributed.ranks import Ranks, fork_ranks
+from tests.unit.trainers.builders import (
+    Row,
+    gradients,
+    largest_difference,
+    random_rows,
+    samples_of,
+    take_step,
+    tiny_model,
+    trainer_of,
+    weights,
+)
+from trainers.checkpoint import load_state, save_policy, save_state
+from trainers.packing import pack_rows
+from trainers.samples import Samples
+from trainers.trainer import Trainer
+
+_LEARNING_RATE = 1e-4
+_NUM_RANKS = (2, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Settings, and what is done to the rows of four groups before they are trained."""
+
+    settings: dict[str, object]
+    rows: Callable[[Sequence[Row]], Sequence[Row]] = list
+
+
+def _only_one_group_has_rewards(rows: Sequence[Row]) -> list[Row]:
+    """All of what most ranks get is masked, and their gradient is zero."""
+    return [row if row.group == 2 else dataclasses.replace(row, reward=math.nan) for row in rows]
+
+
+def _one_group(rows: Sequence[Row]) -> list[Row]:
+    """Fewer groups than ranks."""
+    return [row for row in rows if row.group == 1]
+
+
+def _two_groups_are_stale(rows: Sequence[Row]) -> list[Row]:
+    return [dataclasses.replace(row, versions=[-5] * len(row.versions)) if row.group in (0, 3) else row for row in rows]
+
+
+def _last_group_first(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: (-row.group, -row.attempt))
+
+
+_SCENARIOS = {
+    "small_packs": Scenario(settings={"tokens_per_microbatch": 24}),
+    "one_pack": Scenario(settings={"tokens_per_microbatch": 4096}),
+    "another_order": Scenario(settings={"tokens_per_microbatch": 32}, rows=_last_group_first),
+    "uneven_minibatches": Scenario(settings={"tokens_per_microbatch": 24, "num_minibatches": 3}),
+    "masked_ranks": Scenario(settings={"tokens_per_microbatch": 24}, rows=_only_one_group_has_rewards),
+    "stale_ranks": Scenario(settings={"tokens_per_microbatch": 24}, rows=_two_groups_are_stale),
+    "idle_ranks": Scenario(settings={"tokens_per_microbatch": 24}, rows=_one_group),
+    "decoupled": Scenario(
+        settings={"tokens_per_microbatch": 24, "num_minibatches": 2, "stale_policy": "correct"},
+    ),
+    "clipped": Scenario(settings={"tokens_per_microbatch": 24, "max_grad_norm": 0.01}),
+    "everything_added": Scenario(
+        settings={
+            "tokens_per_microbatch": 24,
+            "loss": {"kind": "gspo"},
+            "aggregation": "sequence_mean",
+            "kl": {"coefficient": 0.1},
+            "reference": {"kind": "base"},
+            "entropy_bonus": 0.01,
+            "top_entropy_fraction": 0.5,
+        },
+    ),
+    "critic": Scenario(settings={"tokens_per_microbatch": 24, "advantage": {"kind": "gae"}}),
+    "lora": Scenario(settings={"tokens_per_microbatch": 24, "lora": {"rank": 4}}),
+}
+_PLAIN = {"tokens_per_microbatch": 24, "weight_decay": 0.1}
+
+
+def _samples(folder: Path, scenario: Scenario | None = None) -> Samples:
+    rows = [Row(**row) for row in json.loads((folder / "rows.json").read_text())]
+    return samples_of(scenario.rows(rows) if scenario else rows)
+
+
+def _run_scenarios(folder: Path, results: Path) -> None:
+    """Two steps of every scenario; their weights, the second one's gradient, and both metrics go to `results`."""
+    for name, scenario in _SCENARIOS.items():
+        samples = _samples(folder, scenario)
+        trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **scenario.settings)
+        metrics = [take_step(trainer, samples, step=step, max_staleness=1) for step in (1, 2)]
+        _write(trainer, metrics, results / name)
+
+
+def _resume(folder: Path, results: Path, state: Path) -> None:
+    """Step 2 from a saved step 1."""
+    trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_PLAIN)
+    assert load_state(trainer.model, trainer.optimizer, state) == 1
+    _write(trainer, [take_step(trainer, _samples(folder), step=2, max_staleness=1)], results / "resumed")
+
+
+def _first_step(folder: Path, state: Path) -> Trainer:
+    """Step 1, saved."""
+    trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_PLAIN)
+    take_step(trainer, _samples(folder))
+    save_state(trainer.model, trainer.optimizer, state, step=1)
+    return trainer
+
+
+def _write(trainer: Trainer, metrics: list[dict[str, float]], path: Path) -> None:
+    path.mkdir(parents=True)
+    save_file(weights(trainer), str(path / "weights.safetensors"))
+    save_file(gradients(trainer), str(path / "gradients.safetensors"))
+    (path / "metrics.json").write_text(json.dumps(metrics))
+
+
+def _rank_main(folder: Path) -> None:
+    """What each of the ranks does. Collecting a whole tensor needs all of them, so all of them write."""
+    trainer = trainer_of(folder / "model", **_PLAIN)  # starts the process group
+    results = folder / f"{dist.get_world_size()}-ranks" / str(dist.get_rank())
+    del trainer
+    _run_scenarios(folder, results)
+    _resume(folder, results, folder / "one" / "state")
+    trainer = _first_step(folder, results / "state")
+    save_policy(trainer.model, folder / "model", results / "policy", dtype=torch.float32)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`one` holds the results of one rank, `2-ranks/0` those of the first of two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    rows = random_rows(tiny_model(folder / "model"))
+    (folder / "rows.json").write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+    _first_step(folder, folder / "one" / "state")
+    ranks = Ranks("tests.distributed.test_ranks", folder)
+    try:
+        # While the ranks are starting.
+        _run_scenarios(folder, folder / "one")
+        _resume(folder, folder / "one", folder / "one" / "state")
+        ranks.finish()
+    finally:
+        ranks.kill()
+    return folder
+
+
+def _assert_same_step(one: Path, many: Path) -> None:
+    """Equal up to float32 rounding: ranks add the same gradients in another order.
+
+    Adam divides by the gradient's size, so an element whose gradient is itself rounding (some keys' biases: the softmax
+    cancels them) moves by a random part of the learning rate. Weights are compared where there is a gradient.
+    """
+    gradients_one, gradients_many = (load_file(folder / "gradients.safetensors") for folder in (one, many))
+    weights_one, weights_many = (load_file(folder / "weights.safetensors") for folder in (one, many))
+    assert gradients_one.keys() == gradients_many.keys()
+    assert gradients_one.keys() <= weights_one.keys() == weights_many.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients_one.values())
+    assert largest > 1e-4, "a step without a gradient shows nothing"
+    num_learnt = 0
+    for name, gradient in gradients_one.items():
+        torch.testing.assert_close(gradients_many[name], gradient, rtol=1e-6, atol=1e-6 * largest)
+        learnt = gradient.abs() > 1e-4 * largest
+        num_learnt += int(learnt.sum())
+        torch.testing.assert_close(
+            weights_many[name][learnt], weights_one[name][learnt], rtol=1e-6, atol=5e-3 * _LEARNING_RATE
+        )
+        torch.testing.assert_close(weights_many[name], weights_one[name], rtol=0, atol=4 * _LEARNING_RATE)
+    assert num_learnt > 0.5 * sum(gradient.numel() for gradient in gradients_one.values())
+    metrics = [json.loads((path / "metrics.json").read_text()) for path in (one, many)]
+    for expected, found in zip(*metrics, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("num_ranks", _NUM_RANKS)
+@pytest.mark.parametrize("scenario", _SCENARIOS)
+def test_many_ranks_take_the_step_one_rank_takes(folder: Path, scenario: str, num_ranks: int) -> None:
+    _assert_same_step(folder / "one" / scenario, folder / f"{num_ranks}-ranks" / "0" / scenario)
+
+
+@pytest.mark.parametrize("scenario", ["one_pack", "another_order"])
+def test_packing_and_order_change_nothing_on_any_number_of_ranks(folder: Path, scenario: str) -> None:
+    for results in ("one", "2-ranks/0", "4-ranks/0"):
+        _assert_same_step(folder / "one" / "small_packs", folder / results / scenario)
+
+
+def test_the_scenarios_have_the_packs_they_are_named_after(folder: Path) -> None:
+    lengths = np.diff(_samples(folder).offsets)
+    assert [len(pack_rows(lengths, budget=budget)) for budget in (24, 32, 4096)] == [5, 4, 1]
+
+
+@pytest.mark.parametrize("num_ranks", _NUM_RANKS)
+def test_all_ranks_hold_the_same_policy_and_metrics(folder: Path, num_ranks: int) -> None:
+    results = [folder / f"{num_ranks}-ranks" / str(rank) for rank in range(num_ranks)]
+    policies = [load_file(path / "policy" / "model.safetensors") for path in results]
+    assert all(largest_difference(policies[0], policy) == 0 for policy in policies)
+    metrics = [(path / "small_packs" / "metrics.json").read_text() for path in results]
+    assert set(metrics) == {metrics[0]}
+
+
+@pytest.mark.parametrize("num_ranks", _NUM_RANKS)
+def test_a_state_saved_at_one_rank_resumes_at_many(folder: Path, num_ranks: int) -> None:
+    _assert_same_step(folder / "one" / "resumed", folder / f"{num_ranks}-ranks" / "0" / "resumed")
+
+
+@pytest.mark.parametrize("num_ranks", _NUM_RANKS)
+def test_a_state_saved_at_many_ranks_resumes_at_one_and_says_how_exactly(
+    folder: Path, tmp_path: Path, num_ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
+        _resume(folder, tmp_path, folder / f"{num_ranks}-ranks" / "0" / "state")
+    _assert_same_step(folder / "one" / "resumed", tmp_path / "resumed")
+    assert f"saved by {num_ranks} rank(s) and 1 go on" in caplog.text and "not bit for bit" in caplog.text
+
+
+if __name__ == "__main__":
+    fork_ranks(lambda _: _rank_main(Path(sys.argv[1])), groups=_NUM_RANKS)

@@ -1,0 +1,93 @@
+"""Whole runs whose trainer is two processes, through the real command, with a scripted engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from storage.object_store import LocalStore
+from storage.run_log import RunLog
+from storage.runs import open_run
+from tests.conftest import SCRIPTED, Home
+
+PATIENCE = 200.0  # seconds
+
+
+def _log(home: Home) -> RunLog:
+    return open_run(LocalStore(home.path / "store"), "scripted")
+
+
+def _wait(home: Home, process: subprocess.Popen[str], met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not met():
+        assert process.poll() is None and time.monotonic() < deadline, _said(home)
+        time.sleep(0.02)
+
+
+def _said(home: Home) -> str:
+    return (home.path / "output.txt").read_text() + home.worker_logs()
+
+
+def _process_of(log_file: Path) -> psutil.Process:
+    """The process that writes to a worker's log."""
+    for process in psutil.process_iter():
+        try:
+            if os.path.samefile(f"/proc/{process.pid}/fd/1", log_file):
+                return process
+        except OSError:
+            continue  # it ended, or is not ours to look at
+    raise AssertionError(f"nobody writes to {log_file}")
+
+
+def test_a_run_on_two_ranks_ends_with_the_weights_of_one(finished: Home, home: Home, base_model: Path) -> None:
+    home.run("train", str(SCRIPTED), f"model={base_model}", "train.num_ranks=2", "train.device=cpu")
+    one, two = _log(finished), _log(home)
+    assert two.state.step == one.state.step == 6 and two.state.counters() == one.state.counters()
+    for expected, found in zip(one.state.steps, two.state.steps, strict=True):
+        assert found.metrics["trained_tokens"] == expected.metrics["trained_tokens"]
+    policies = [log.store.fetch_folder(log.state.steps[-1].policy.path, home.path / "cache") for log in (one, two)]
+    weights = [load_file(folder / "model.safetensors") for folder in policies]
+    for name, tensor in weights[0].items():
+        assert float((weights[1][name] - tensor).abs().max()) < 1e-5, name
+    replayed = home.run("replay", "scripted", "--step", "6").stdout
+    assert "every step has the recorded weights, bit for bit" in replayed
+    elsewhere = home.run("train", str(SCRIPTED), f"model={base_model}", "steps=7", "train.device=cpu")
+    assert _log(home).state.step == 7 and "by 2 rank(s) and 1 go on" in elsewhere.stdout + elsewhere.stderr + _logs(
+        home
+    )
+
+
+def _logs(home: Home) -> str:
+    return "\n".join(file.read_text() for file in home.path.glob("logs/*/*.log"))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_a_step_ends_the_run_which_goes_on_when_started_again(
+    home: Home, base_model: Path, rank: int
+) -> None:
+    arguments = ["train", str(SCRIPTED), f"model={base_model}", "train.num_ranks=2", "train.device=cpu"]
+    training = home.start(*arguments)
+    _wait(home, training, lambda: (home.path / "store/runs/scripted/run.json").exists() and _log(home).state.step >= 1)
+    logs = [home.path / "logs" / "scripted" / name for name in ("trainer-0.log", "trainer-0-rank-1.log")]
+    victim = _process_of(logs[rank])
+    victim.send_signal(signal.SIGSTOP)  # no step can end without it
+    _wait(home, training, lambda: _log(home).state.pending_accepted == 4)
+    stopped_at = _log(home).state.step
+    victim.send_signal(signal.SIGKILL)
+    assert training.wait(timeout=PATIENCE) != 0
+    assert f"rank {rank} of trainer-0 died during train_step()" in _said(home)
+    log = _log(home)
+    assert log.state.step == stopped_at
+    sealed = [path.parent.name for path in (home.path / "store/runs/scripted/policies").glob("*/digest.json")]
+    assert sorted(sealed) == sorted(step.policy.path.rsplit("/", 1)[1] for step in log.state.steps)
+    home.run(*arguments)
+    state = _log(home).state
+    assert state.step == 6 and state.positions == set(range(24)) and state.counters()["trained"] == 24

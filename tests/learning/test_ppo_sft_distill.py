@@ -1,0 +1,206 @@
+"""PPO with a critic, imitation of what was accepted, and on-policy distillation learn; each from the same kind of shard.
+
+    policy folder ─▶ sampling in torch ─▶ shard ─▶ claim ─▶ TrainerWorker.train_step ─▶ the next policy folder
+                                            └─▶ ReplayWorker: the same shards under another objective
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from storage.claims import ClaimRules, next_claim
+from storage.digests import DIGEST_FILE
+from storage.log_entries import Step
+from storage.records import RolloutGroup
+from storage.replay import ReplayedStep, plan_replay
+from storage.run_log import RunLog
+from storage.runs import model_key
+from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
+from trainers.config import Recipe
+from trainers.replay import ReplayWorker
+from trainers.worker import PHASES, TrainerWorker
+
+_PROMPTS = ["1+1=", "23+4=", "5=", "9+9+9="]
+_ATTEMPTS = 16
+_LENGTH = 3
+
+Judge = Callable[[str], float]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _sevens(text: str) -> float:
+    """Share of the reply that is a 7: every token has its own part in the reward."""
+    return text.count("7") / _LENGTH
+
+
+def _begins_with_seven(text: str) -> float:
+    return float(text.startswith("7"))
+
+
+def _chats(folder: Path) -> tuple[Any, list[list[int]]]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    chats = [[{"role": "user", "content": prompt}] for prompt in _PROMPTS]
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+    return tokenizer, [tokenizer.apply_chat_template(chat, **options) for chat in chats]
+
+
+def _rollouts(folder: Path, *, version: int, judge: Judge) -> list[RolloutGroup]:
+    """One group per prompt; an attempt is `_LENGTH` sampled characters."""
+    tokenizer, prompts = _chats(folder)
+    causal_lm, draw = load_causal_lm(folder), torch.Generator().manual_seed(version)
+    groups = []
+    for index, prompt in enumerate(prompts):
+        ids, logprobs = torch.tensor([prompt] * _ATTEMPTS), []
+        for _ in range(_LENGTH):
+            with torch.no_grad():
+                log_p = causal_lm(input_ids=ids).logits[:, -1].log_softmax(-1)
+            token = torch.multinomial(log_p.exp(), 1, generator=draw)
+            ids, logprobs = torch.cat([ids, token], 1), [*logprobs, log_p.gather(1, token)]
+        replies, chosen = ids[:, len(prompt) :].tolist(), torch.cat(logprobs, 1).tolist()
+        rows = [
+            Row(
+                prompt=prompt,
+                reply=reply,
+                logprobs=sampled,
+                versions=[version] * _LENGTH,
+                reward=judge(tokenizer.decode(reply)),
+                group=index,
+                attempt=attempt,
+            )
+            for attempt, (reply, sampled) in enumerate(zip(replies, chosen, strict=True))
+        ]
+        groups.append(group_of(rows, position=version * len(_PROMPTS) + index))
+    return groups
+
+
+def _train(log: RunLog, recipe: Recipe, cache: Path, *, steps: int, judge: Judge) -> list[Step]:
+    """Sample from the live policy, commit, claim, train; again and again."""
+    worker = TrainerWorker(store_uri=log.store.uri, run_id=log.run_id, recipe=recipe, cache=str(cache))
+    worker.start()
+    rules = ClaimRules(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
+    phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
+    done = []
+    for _ in range(steps):
+        policy = log.refresh().live
+        assert policy is not None
+        folder = log.store.fetch_folder(policy.path, cache)
+        commit(log, f"shard-{policy.version}", _rollouts(folder, version=policy.version, judge=judge))
+        claim = next_claim(log.refresh(), rules)
+        assert claim is not None
+        done.append(worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id="learning"))
+    return done
+
+
+def _replay(log: RunLog, recorded: Recipe, changed: Recipe, cache: Path, save: Path) -> list[ReplayedStep]:
+    """Every recorded step under another recipe, and the policy that comes out."""
+    plan = plan_replay(log.refresh(), run=log.run_id, first=1, last=log.state.step, rewards="")
+    worker = ReplayWorker(
+        store_uri=log.store.uri,
+        run_id=log.run_id,
+        plan=plan,
+        recorded=recorded,
+        changed=changed,
+        rewards="",
+        cache=str(cache),
+    )
+    try:
+        assert worker.start() == 0
+        steps = [worker.retrain(step) for step in range(plan.first, plan.last + 1)]
+        worker.save_policy(str(save))
+        return steps
+    finally:
+        worker.close()
+
+
+def _probability_of_seven(folder: Path) -> float:
+    """That the first character of a reply is a 7, mean over prompts."""
+    tokenizer, prompts = _chats(folder)
+    causal_lm, seven = load_causal_lm(folder), tokenizer.convert_tokens_to_ids("7")
+    with torch.no_grad():
+        found = [causal_lm(input_ids=torch.tensor([ids])).logits[0, -1].softmax(-1)[seven] for ids in prompts]
+    return float(torch.stack(found).mean())
+
+
+def _kl_to(teacher: Path, folder: Path) -> float:
+    """KL(policy ‖ teacher) over the first character of a reply, mean over prompts, in nats."""
+    _, prompts = _chats(folder)
+    models = [load_causal_lm(each) for each in (folder, teacher)]
+    total = 0.0
+    for ids in prompts:
+        with torch.no_grad():
+            log_p, log_q = (model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1) for model in models)
+        total += float((log_p.exp() * (log_p - log_q)).sum())
+    return total / len(prompts)
+
+
+def _last(log: RunLog, cache: Path) -> Path:
+    live = log.refresh().live
+    assert live is not None
+    return log.store.fetch_folder(live.path, cache)
+
+
+def _rewards(steps: list[Step]) -> list[float]:
+    return [step.metrics["reward"] for step in steps]
+
+
+@pytest.mark.parametrize("loss", ["clip", "sft"])
+def test_reward_rises(tmp_path: Path, loss: str) -> None:
+    """By PPO, whose critic also comes to expect it; and by imitating every attempt that began with a 7."""
+    log = new_run(tmp_path, tiny_model(tmp_path / "model", init_range=0.02))
+    settings: dict[str, Any] = {"loss": {"kind": "sft"}}
+    if loss == "clip":
+        settings = {"advantage": {"kind": "gae", "lam": 0.9}, "critic": {"learning_rate": 1e-2, "warmup_steps": 2}}
+    judge = _sevens if loss == "clip" else _begins_with_seven
+    recipe = recipe_of(learning_rate=1e-2, num_minibatches=2, **settings)
+    steps = _train(log, recipe, tmp_path / "cache", steps=30, judge=judge)
+    rewards = _rewards(steps)
+    assert np.mean(rewards[:3]) < 0.3
+    assert np.mean(rewards[-3:]) > 0.8
+    if loss == "clip":
+        # Of rewards that differ from attempt to attempt, it explains more than their mean does.
+        assert steps[5].metrics["value_error"] < steps[0].metrics["value_error"]
+    assert max(step.metrics["engine_gap"] for step in steps) < 1e-5
+
+
+def test_a_teacher_is_copied_and_recorded_shards_train_every_objective(tmp_path: Path) -> None:
+    """On-policy distillation comes near the teacher without a reward. Its shards then train a student again by
+    imitation, and by GRPO, and the base model of another run by the same teacher: nothing is sampled for that."""
+    cache, base = tmp_path / "cache", tiny_model(tmp_path / "model", init_range=0.02)
+    taught = new_run(tmp_path / "teacher", base)
+    grpo = recipe_of(learning_rate=1e-2)
+    assert np.mean(_rewards(_train(taught, grpo, cache, steps=25, judge=_begins_with_seven))[-3:]) > 0.8
+    teacher = _last(taught, cache)
+
+    log = new_run(tmp_path / "student", base)
+    log.store.put_folder(teacher, model_key(str(teacher)), last=DIGEST_FILE)  # as the flow does
+    reference = {"kind": "model", "model": str(teacher)}
+    distill = recipe_of(learning_rate=1e-2, advantage="distill", reference=reference)
+    steps = _train(log, distill, cache, steps=12, judge=lambda text: float("nan"))
+    assert steps[-1].metrics["reference_kl"] < 0.3 * steps[0].metrics["reference_kl"]
+    assert _kl_to(teacher, _last(log, cache)) < 0.3 * _kl_to(teacher, base)
+    assert _probability_of_seven(_last(log, cache)) > 0.7 > 0.2 > _probability_of_seven(base)
+
+    for name, changed in (
+        ("imitation", recipe_of(learning_rate=1e-2, loss="sft")),
+        ("distillation", recipe_of(learning_rate=1e-2, advantage="distill", reference=reference)),
+    ):
+        if name == "distillation":
+            taught.store.put_folder(teacher, model_key(str(teacher)), last=DIGEST_FILE)
+        replayed = _replay(taught, grpo, changed, cache, tmp_path / name)
+        assert not any(step.identical for step in replayed)
+        assert _probability_of_seven(tmp_path / name) > 0.7

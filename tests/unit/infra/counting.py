@@ -1,0 +1,76 @@
+"""What the tests of the fleet host: an object that says where it runs, fails on one rank, or waits for the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+
+class FollowedError(RuntimeError):
+    """Raised on a rank because another one failed."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+
+class Counting:
+    """Counts its calls."""
+
+    def __init__(self, *, start: int) -> None:
+        self._count = start
+        self._rank = int(os.environ.get("RANK", "0"))
+
+    def add(self, number: int, *, times: int = 1) -> int:
+        """The sum so far."""
+        self._count += number * times
+        return self._count
+
+    def count(self) -> int:
+        """The sum so far."""
+        return self._count
+
+    def environment(self) -> dict[str, str]:
+        """What torch.distributed reads."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        return {name: os.environ[name] for name in names if name in os.environ}
+
+    def meet(self) -> tuple[int, int]:
+        """Sum of all ranks' numbers + 1, and how many ranks there are, by torch.distributed."""
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        total = torch.tensor([self._rank + 1])
+        dist.all_reduce(total)
+        return int(total), dist.get_world_size()
+
+    def fail(self) -> None:
+        """The same failure on every rank."""
+        raise ValueError(f"no rank can do this, says {self._rank}")
+
+    def fail_together(self, rank: int) -> None:
+        """One rank's own failure, which the others learn of."""
+        if self._rank == rank:
+            raise ValueError(f"rank {rank} cannot do this")
+        raise FollowedError(f"rank {rank} failed", rank)
+
+    def fail_alone(self, rank: int) -> None:
+        """One rank fails and the others wait for it for ever."""
+        if self._rank == rank:
+            raise ValueError(f"rank {rank} cannot do this")
+        threading.Event().wait()
+
+    def die(self, rank: int) -> None:
+        """One rank's process is killed and the others wait for it for ever."""
+        if self._rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+
+    def process(self) -> int:
+        """Process id of the first rank."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,117 @@
+"""A step whose shards must not be trained costs the shards, not the run; one that never can be trained stops it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.log_entries import Claim
+from storage.run_log import RunLog
+from tasks import train
+from tasks.session import RunSession
+from tasks.train import EveryClaimRefused
+from tests.builders import a_claim, a_log, a_shard, a_step, a_summary
+from trainers.health import GapTooLarge, NonFinite
+from trainers.refusals import RefusedShards
+
+
+class _Trainer:
+    """Does to claim after claim what it is told: raises an error, or commits the step with some metrics."""
+
+    def __init__(self, log: RunLog, outcomes: list[Any]) -> None:
+        self._log = log
+        self._outcomes = outcomes
+
+    async def call(self, method: str, claim: Claim, **_: Any) -> Any:
+        assert method == "train_step"
+        outcome = self._outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        step = a_step(self._log.state, claim)
+        step.metrics.update(outcome)
+        self._log.append(step)
+        return step
+
+
+class _Memory:
+    peak_bytes = 0
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    nothing: Any = None
+    memory: Any = _Memory()
+    return RunSession(log=a_log(), fleet=nothing, memory=memory, session_id="s", tracking="")
+
+
+def _take(session: RunSession, *outcomes: Any) -> list[Any]:
+    """One fresh shard and claim per outcome; returns what became of each step."""
+    trainer: Any = _Trainer(session.log, list(outcomes))
+    session.trainer = trainer
+    results = []
+    for _ in outcomes:
+        number = len(session.log.state.shards)
+        session.log.append(a_shard(f"s{number}", [a_summary(number)]))
+        claim = a_claim(session.log.state, trained=[f"0.task{number}"])
+        results.append(asyncio.run(train.train_step.fn(session, claim=claim, round_started=0.0)))
+    return results
+
+
+def _gap(shard_id: str) -> GapTooLarge:
+    return GapTooLarge({shard_id: 2.5}, 1.0)
+
+
+def test_a_shard_with_too_large_a_gap_is_quarantined_and_its_prompts_are_free_again(session: RunSession) -> None:
+    first, second = _take(session, _gap("s0"), {"engine_gap": 0.001})
+    state = session.log.state
+    assert first is None and second.claim.step == state.step == 1
+    assert "2.5 nats per token, above train.max_gap = 1" in state.quarantined["s0"]
+    assert 0 not in state.positions and 1 in state.positions and state.retries[0] == 1
+
+
+def test_every_shard_that_is_named_is_quarantined_and_no_other(session: RunSession) -> None:
+    session.log.append(a_shard("other", [a_summary(100)]))
+    session.log.append(a_shard("s-x", [a_summary(101)]))
+    _take(session, RefusedShards({"s2": "wrong tokenizer", "s-x": "too long"}))
+    assert session.log.state.quarantined == {"s2": "wrong tokenizer", "s-x": "too long"}
+
+
+def test_engine_and_trainer_that_always_disagree_stop_the_run_with_what_to_check(session: RunSession) -> None:
+    assert _take(session, _gap("s0"), _gap("s1")) == [None, None]
+    with pytest.raises(EveryClaimRefused, match=r"3 claims in a row .* disagree by 2.5 nats .* policy 0.* --verify"):
+        _take(session, _gap("s2"))
+    assert session.log.state.quarantined.keys() == {"s0", "s1", "s2"}
+
+
+def test_shards_that_are_always_unfit_stop_the_run_with_the_last_reason(session: RunSession) -> None:
+    errors = [RefusedShards({f"s{number}": "another tokenizer"}) for number in range(3)]
+    with pytest.raises(EveryClaimRefused, match="shard s2: another tokenizer"):
+        _take(session, *errors)
+
+
+def test_a_step_in_between_starts_the_count_again(session: RunSession) -> None:
+    fine = {"engine_gap": 0.0}
+    results = _take(session, _gap("s0"), _gap("s1"), fine, _gap("s3"), _gap("s4"), fine)
+    assert [result is None for result in results] == [True, True, False, True, True, False]
+
+
+def test_a_step_without_a_measured_gap_is_not_suspicious(session: RunSession) -> None:
+    _take(session, {"loss": 0.1})
+    assert not session.warned_of_gap
+    _take(session, {"engine_gap": 0.5})
+    assert session.warned_of_gap
+
+
+class _State:
+    def __init__(self, error: Exception) -> None:
+        self.data = error
+
+
+def test_only_what_may_pass_is_tried_again() -> None:
+    fatal = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are null")]
+    assert not any(train._may_pass(None, None, _State(error)) for error in fatal)
+    assert train._may_pass(None, None, _State(OSError("disk")))

@@ -1,0 +1,109 @@
+"""Packed attention: every sequence attends to itself alone, at a cost that is linear in their number."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainers.attention import layout_of, packed_attention
+
+_CPU = torch.device("cpu")
+
+
+def _offsets(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+
+
+def _query_key_value(lengths: list[int], *, heads: int, groups: int, width: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(len(lengths))
+    shapes = [(1, heads, sum(lengths), width), *[(1, groups, sum(lengths), width)] * 2]
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def _attend(
+    lengths: list[int], tensors: list[torch.Tensor], *, scale: float = 0.3, window: int | None = None
+) -> torch.Tensor:
+    layout = layout_of(_offsets(lengths), device=_CPU)
+    module = torch.nn.Module()
+    return packed_attention(module, *tensors, None, scaling=scale, sliding_window=window, layout=layout)[0]
+
+
+def _by_definition(
+    lengths: list[int], tensors: list[torch.Tensor], *, scale: float = 0.3, window: int | None = None
+) -> torch.Tensor:
+    """softmax over the keys k ≤ q of the same sequence (and k > q − window), one sequence after the other."""
+    query, key, value = (tensor[0] for tensor in tensors)
+    key, value = (tensor.repeat_interleave(len(query) // len(key), 0) for tensor in (key, value))
+    outputs, start = [], 0
+    for length in lengths:
+        here = slice(start, start + length)
+        scores = scale * query[:, here] @ key[:, here].transpose(1, 2)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | (distance >= (window or length))
+        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, here])
+        start += length
+    return torch.cat(outputs, 1).transpose(0, 1)[None]
+
+
+@given(
+    st.lists(st.integers(1, 24), min_size=1, max_size=8),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    st.sampled_from([3, 8]),
+    st.sampled_from([None, 1, 5]),
+)
+@settings(max_examples=40)
+def test_output_and_gradients_are_those_of_the_definition(
+    lengths: list[int], heads: tuple[int, int], width: int, window: int | None
+) -> None:
+    tensors = _query_key_value(lengths, heads=heads[0], groups=heads[1], width=width)
+    found, expected = _attend(lengths, tensors, window=window), _by_definition(lengths, tensors, window=window)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    upstream = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).reshape(found.shape)
+    gradients = [torch.autograd.grad((output * upstream).sum(), tensors) for output in (found, expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
+def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
+    layout = layout_of(_offsets(lengths), device=_CPU)
+    assert sum(batch.num_sequences * batch.length for batch in layout.batches) <= sum(lengths) * 4 / 3
+    assert sum(batch.num_sequences for batch in layout.batches) == len(lengths)
+    assert layout.longest == max(lengths)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20))
+def test_every_token_has_a_place_of_its_own(lengths: list[int]) -> None:
+    layout = layout_of(_offsets(lengths), device=_CPU)
+    assert layout.take_P[layout.place_T].tolist() == list(range(sum(lengths)))
+    assert (~layout.is_empty_P).nonzero()[:, 0].tolist() == sorted(layout.place_T.tolist())
+
+
+def test_the_number_of_batches_grows_with_the_spread_of_lengths_and_not_with_their_number() -> None:
+    draw = np.random.default_rng(0)
+    few, many = (layout_of(_offsets(draw.integers(16, 257, size=size).tolist()), device=_CPU) for size in (200, 4000))
+    assert len(many.batches) <= 11 and len(few.batches) <= 11
+
+
+def test_equal_lengths_stay_where_they_are() -> None:
+    assert layout_of(_offsets([7, 7, 7]), device=_CPU).is_dense
+    assert not layout_of(_offsets([6, 7]), device=_CPU).is_dense
+
+
+@pytest.mark.parametrize("offsets", [[0], [1, 2], [0, 3, 3], [0, 3, 2]])
+def test_offsets_that_are_none_are_refused(offsets: list[int]) -> None:
+    with pytest.raises(ValueError, match="grow with every sequence"):
+        layout_of(torch.tensor(offsets, dtype=torch.int32), device=_CPU)
+
+
+def test_attention_of_another_formula_is_refused() -> None:
+    tensors = _query_key_value([3], heads=2, groups=2, width=4)
+    layout = layout_of(_offsets([3]), device=_CPU)
+    for changed in ({"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}):
+        with pytest.raises(ValueError, match=f"Module needs {next(iter(changed))}"):
+            packed_attention(torch.nn.Module(), *tensors, None, layout=layout, **changed)
+    with pytest.raises(ValueError, match="needs dropout"):
+        packed_attention(torch.nn.Module(), *tensors, None, layout=layout, dropout=0.1)
+    with pytest.raises(ValueError, match="needs the pack's layout"):
+        packed_attention(torch.nn.Module(), *tensors, None)

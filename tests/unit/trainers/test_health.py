@@ -1,0 +1,242 @@
+"""Gaps are what the formulas say, alike on any number of ranks; bad shards and rows are named before any update."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage.promotion import GAP
+from tests.unit.trainers.builders import (
+    largest_difference,
+    random_rows,
+    samples_of,
+    take_step,
+    tiny_model,
+    trainer_of,
+    weights,
+)
+from trainers.distributed import copy_into, full
+from trainers.health import (
+    FiniteCheck,
+    Gap,
+    GapMeter,
+    GapTooLarge,
+    NonFinite,
+    Reduce,
+    measure_gap,
+    row_name,
+    rows_to_probe,
+)
+from trainers.samples import Samples
+from trainers.trainer import Trainer
+
+
+def _alone(values: np.ndarray) -> np.ndarray:
+    return values
+
+
+def _tokens(seed: int, num_tokens: int, *, num_shards: int = 3) -> tuple[np.ndarray, ...]:
+    draw = np.random.default_rng(seed)
+    sampled_T = -draw.exponential(2.0, num_tokens)
+    logprobs_T = np.minimum(sampled_T + draw.standard_normal(num_tokens) * 0.1, -1e-6)
+    return logprobs_T, sampled_T, draw.random(num_tokens) < 0.7, draw.integers(0, num_shards, num_tokens)
+
+
+def _measure(*arrays_T: np.ndarray, num_shards: int = 3, sum_over_ranks: Reduce = _alone) -> Gap:
+    logprobs_T, sampled_T, counted_T, shards_T = arrays_T
+    return measure_gap(logprobs_T, sampled_T, counted_T, shards_T, num_shards=num_shards, sum_over_ranks=sum_over_ranks)
+
+
+def test_a_gap_computed_by_hand() -> None:
+    # ρ = 2 and ½: |Δ| = ln 2 both, k3 = (2 − 1 − ln 2 + ½ − 1 + ln 2) / 2 = ¼; the third token was sampled by another.
+    log2 = np.log(2.0)
+    gap = _measure(
+        np.array([-1.0, -1.0 - log2, -9.0]),
+        np.array([-1.0 - log2, -1.0, -1.0]),
+        np.array([True, True, False]),
+        np.array([0, 1, 1]),
+    )
+    assert gap.num_tokens == 2 and gap.mean == pytest.approx(log2) and gap.k3 == pytest.approx(0.25)
+    assert log2 <= gap.p99 <= 1.06 * log2
+    np.testing.assert_allclose(gap.mean_S, [log2, log2, np.nan])
+    assert gap.metrics() == {"engine_gap": gap.mean, "engine_gap_p99": gap.p99, "engine_gap_k3": gap.k3}
+
+
+@given(st.integers(0, 10_000), st.integers(1, 400), st.integers(1, 5))
+def test_packs_and_ranks_change_nothing(seed: int, num_tokens: int, num_ranks: int) -> None:
+    arrays = _tokens(seed, num_tokens)
+    whole = _measure(*arrays)
+    owner_T = np.random.default_rng(seed + 1).integers(0, num_ranks, num_tokens)
+    sent: list[np.ndarray] = []
+
+    def send(values: np.ndarray) -> np.ndarray:
+        sent.append(values)
+        return values
+
+    for rank in range(num_ranks):
+        mine = np.flatnonzero(owner_T == rank)
+        meter = GapMeter(3)
+        for pack in np.array_split(mine, 2):
+            meter.add(*(torch.from_numpy(values[pack]) for values in arrays))
+        meter.result(send)
+    meter = GapMeter(3)  # a rank with nothing to do
+    together = meter.result(lambda values: values + sum(sent))
+    assert (together.num_tokens, together.p99) == (whole.num_tokens, whole.p99)
+    assert together.mean == pytest.approx(whole.mean) and together.k3 == pytest.approx(whole.k3)
+    np.testing.assert_allclose(together.mean_S, whole.mean_S)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 400))
+def test_they_are_the_plain_mean_quantile_and_k3(seed: int, num_tokens: int) -> None:
+    logprobs_T, sampled_T, counted_T, shards_T = _tokens(seed, num_tokens)
+    gap = _measure(logprobs_T, sampled_T, counted_T, shards_T)
+    delta = (logprobs_T - sampled_T)[counted_T]
+    if not len(delta):
+        assert gap.metrics() == {}
+        return
+    exact = np.quantile(np.abs(delta), 0.99, method="inverted_cdf")
+    assert gap.mean == pytest.approx(np.abs(delta).mean())
+    assert exact * (1 - 1e-5) <= gap.p99 <= max(1.06 * exact, 1e-9)
+    assert gap.k3 == pytest.approx((np.exp(delta) - 1 - delta).mean()) and gap.k3 >= 0
+
+
+def test_only_the_shard_that_is_too_far_off_is_named() -> None:
+    sampled_T = np.full(6, -2.0)
+    logprobs_T = sampled_T + np.array([0.1, -0.1, 1.5, -1.6, 0.0, 0.0])
+    shards_T = np.array([0, 0, 1, 1, 2, 2])
+    gap = _measure(logprobs_T, sampled_T, np.ones(6, bool), shards_T)
+    gap.check(["a", "b", "c"], max_gap=1.6)
+    with pytest.raises(GapTooLarge, match=r"shard b: .* 1.55 nats per token, above train.max_gap = 1") as caught:
+        gap.check(["a", "b", "c"], max_gap=1.0)
+    assert caught.value.reasons.keys() == {"b"} and caught.value.reasons["b"].startswith(GAP)
+
+
+def test_a_gap_that_is_no_number_does_not_pass() -> None:
+    gap = _measure(np.array([np.nan]), np.array([-1.0]), np.array([True]), np.array([2]))
+    assert gap.p99 == np.inf
+    with pytest.raises(GapTooLarge, match="shard c"):
+        gap.check(["a", "b", "c"], max_gap=1e9)
+
+
+def test_a_shard_without_a_token_of_this_policy_is_not_judged() -> None:
+    gap = _measure(np.array([-9.0]), np.array([-1.0]), np.array([False]), np.array([0]))
+    gap.check(["a", "b", "c"], max_gap=0.1)
+    assert gap.num_tokens == 0 and gap.p99 == 0
+
+
+def test_one_fresh_row_stands_for_each_shard_that_the_first_mini_batch_lacks() -> None:
+    shards_B = np.array([0, 0, 1, 1, 1, 2, 3])
+    fresh_B = np.array([True, True, False, True, True, False, True])
+    measured_B = np.array([False, True, True, False, False, False, False])
+    assert rows_to_probe(shards_B, fresh_B, measured_B).tolist() == [3, 6]
+    assert rows_to_probe(shards_B, fresh_B, np.ones(7, bool)).tolist() == []
+
+
+_OFFSETS = np.array([0, 3, 5, 9])
+
+
+def _pack(tokens: list[int], *, loss: float = 0.5, **values: list[float]) -> FiniteCheck:
+    check = FiniteCheck()
+    tensors = {name: torch.tensor(value) for name, value in values.items()}
+    check.add(np.array(tokens), loss=torch.tensor(loss), **tensors)
+    return check
+
+
+def test_rows_with_a_number_that_is_none_are_found_whatever_it_is() -> None:
+    fine, nan, infinite = [-1.0] * 4, [-1.0, float("nan"), -1.0, -1.0], [-1.0, -1.0, -1.0, float("-inf")]
+    tokens = [1, 3, 4, 8]
+    assert _pack(tokens, logprobs=fine, advantages=fine).bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == []
+    check = _pack(tokens, loss=float("nan"), logprobs=nan, advantages=infinite)
+    assert check.bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == [1, 2]
+
+
+def test_what_is_masked_is_not_looked_at() -> None:
+    check = _pack([1, 4], logprobs=[-1.0, float("nan")], mask_T=[1.0, 0.0])
+    assert check.bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == []
+
+
+def test_a_loss_that_is_none_names_its_whole_pack() -> None:
+    check = _pack([0, 1, 5], loss=float("inf"), logprobs=[-1.0] * 3)
+    assert check.bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == [0, 2]
+
+
+def test_a_rank_without_bad_rows_hears_of_the_others() -> None:
+    check = _pack([0, 1], logprobs=[-1.0] * 2)
+    assert check.bad_rows(_OFFSETS, sum_over_ranks=lambda rows: rows + [0, 1, 0]).tolist() == [1]
+
+
+def test_errors_keep_what_they_carry_on_the_way_to_another_process() -> None:
+    gap = pickle.loads(pickle.dumps(GapTooLarge({"s1": 2.5}, 1.0)))
+    assert (gap.gaps, gap.max_gap) == ({"s1": 2.5}, 1.0) and gap.reasons.keys() == {"s1"}
+    names = [row_name(f"0.task{number}", 1, "s0") for number in range(10)]
+    error = pickle.loads(pickle.dumps(NonFinite("the loss", names, 2)))
+    assert error.num_updates == 2 and error.rows == names
+    assert "0.task7/1 (shard s0) and 2 more; the optimizer was not touched" in str(error)
+
+
+def _two_shards(folder: Path, *, noise: float = 0.0) -> Samples:
+    """Four groups of three attempts; the last two groups are of shard `b`, sampled by another policy by `noise`."""
+    rows = random_rows(folder, noise=0.0)
+    draw = np.random.default_rng(1)
+    for row in rows[6:]:
+        row.logprobs[:] = [min(-1e-4, logprob + noise * draw.choice([-1, 1])) for logprob in row.logprobs]
+    return dataclasses.replace(
+        samples_of(rows),
+        shard_ids=["a", "b"],
+        shards_B=np.repeat([0, 1], 6),
+        group_ids=[f"0.task{number}" for number in range(4)],
+    )
+
+
+def _untouched(trainer: Trainer, before: dict[str, torch.Tensor]) -> bool:
+    return largest_difference(weights(trainer), before) == 0 and not trainer.optimizer.state
+
+
+def test_a_step_on_its_own_policy_has_a_gap_of_rounding(tiny_folder: Path) -> None:
+    metrics = take_step(trainer_of(tiny_folder), _two_shards(tiny_folder))
+    assert 0 <= metrics["engine_gap"] < 1e-4 and metrics["engine_gap"] <= metrics["engine_gap_p99"] < 1e-3
+    assert 0 <= metrics["engine_gap_k3"] < 1e-8
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 4])
+def test_a_shard_of_other_weights_trains_nothing(tiny_folder: Path, num_minibatches: int) -> None:
+    trainer = trainer_of(tiny_folder, num_minibatches=num_minibatches, max_gap=1.0)
+    before = weights(trainer)
+    with pytest.raises(GapTooLarge) as caught:
+        take_step(trainer, _two_shards(tiny_folder, noise=4.0))
+    assert caught.value.reasons.keys() == {"b"} and _untouched(trainer, before)
+    assert take_step(trainer, _two_shards(tiny_folder))["trained_groups"] == 4, "the same trainer goes on"
+
+
+def test_tokens_of_an_older_policy_are_not_compared(tiny_folder: Path) -> None:
+    metrics = take_step(trainer_of(tiny_folder), _two_shards(tiny_folder, noise=4.0), step=2, max_staleness=1)
+    assert "engine_gap" not in metrics and metrics["off_policy_kl"] > 1
+
+
+def test_a_number_that_is_none_stops_before_the_optimizer_and_names_its_rows_alone(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "untied", tied=False)
+    trainer, samples = trainer_of(folder, tokens_per_microbatch=16), _two_shards(folder)
+    # One token's embedding is ruined: what follows it in its row has no probability, other rows of its pack have.
+    prompts = [row[:-1].tolist() for row in np.split(samples.input_ids_T, samples.offsets[1:-1])]
+    ruined = next(token for token in prompts[-1] if any(token not in row for row in prompts))
+    expected = [row for row, prompt in enumerate(prompts) if ruined in prompt]
+    embedding = next(parameter for name, parameter in trainer.model.named_parameters() if "embed_tokens" in name)
+    with torch.no_grad():
+        whole = full(embedding)
+        whole[ruined] = torch.nan
+        copy_into(embedding, whole)
+    before = {name: tensor.nan_to_num() for name, tensor in weights(trainer).items()}
+    with pytest.raises(NonFinite, match="the optimizer was not touched") as caught:
+        take_step(trainer, samples)
+    assert len(caught.value.rows) == len(expected) < samples.num_rows and caught.value.num_updates == 0
+    for name, row in zip(caught.value.rows, expected, strict=True):
+        assert name.startswith(f"0.task{row // 3}/") and name.endswith(f"(shard {'ab'[row // 6]})")
+    after = {name: tensor.nan_to_num() for name, tensor in weights(trainer).items()}
+    assert largest_difference(after, before) == 0 and not trainer.optimizer.state

@@ -1,0 +1,42 @@
+"""Every metric that a step reports is in docs/metrics.md, with what it means."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.trainers.builders import random_rows, samples_of, take_step, trainer_of
+
+_DOCUMENT = Path(__file__).parents[3] / "docs/metrics.md"
+
+
+def _documented() -> re.Pattern[str]:
+    """Matches every name in the tables' first column; `<part>` stands for anything, `…_1` for any number."""
+    rows = [line.split(" | ")[0] for line in _DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    patterns = [re.sub(r"<\w+>", r".+", re.escape(name).replace("\\<", "<").replace("\\>", ">")) for name in names]
+    return re.compile("|".join([*patterns, r"staleness_share_\d+"]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"loss": {"kind": "clip", "dual_clip": 3.0}, "decoupled": {}, "num_minibatches": 2, "entropy_bonus": 0.01},
+        {"loss": {"kind": "cispo"}, "decoupled": {"proximal": "loglinear"}},
+        {"loss": {"kind": "gspo"}, "aggregation": "sequence_mean"},
+        {"loss": {"kind": "sapo"}, "top_entropy_fraction": 0.5},
+        {"loss": {"kind": "sft", "min_reward": 0.0}},
+        {"advantage": {"kind": "gae"}},
+    ],
+    ids=str,
+)
+def test_every_metric_of_a_step_is_documented(tiny_folder: Path, settings: dict[str, Any]) -> None:
+    metrics = take_step(trainer_of(tiny_folder, **settings), samples_of(random_rows(tiny_folder)))
+    documented = _documented()
+    assert metrics and [name for name in metrics if not documented.fullmatch(name)] == []
+    assert all(np.isfinite(value) for value in metrics.values())

@@ -1,0 +1,139 @@
+"""What cannot be trained is refused before anything changes, and the error says what to change."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from rollouts.chat_tokens import ChatTokens
+from tests.unit.trainers.builders import tiny_model
+from trainers.config import TrainSettings
+from trainers.refusals import (
+    RefusedShards,
+    refuse_long_rows,
+    refuse_options,
+    refuse_shards,
+    tokenizer_sha256,
+)
+
+
+def _options(*, has_cuda: bool = False, has_bfloat16: bool = True, **settings: Any) -> None:
+    refuse_options(TrainSettings.model_validate(settings), has_cuda=has_cuda, has_bfloat16=has_bfloat16)
+
+
+def test_defaults_are_honoured_on_a_cpu_and_on_a_gpu() -> None:
+    for has_cuda in (False, True):
+        _options(has_cuda=has_cuda)
+        _options(has_cuda=has_cuda, dtype="bfloat16", device="cpu", has_bfloat16=False)
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "sentence"),
+    [
+        ({}, {"device": "cuda"}, "torch sees no GPU; use 'auto' or 'cpu'"),
+        ({}, {"offload_optimizer": True}, "offload_optimizer is for GPUs"),
+        ({"has_cuda": True}, {"offload_optimizer": True, "device": "cpu"}, "offload_optimizer is for GPUs"),
+        ({"has_cuda": True, "has_bfloat16": False}, {"dtype": "bfloat16"}, "has no bfloat16; use 'float32'"),
+    ],
+)
+def test_options_that_this_machine_cannot_honour(
+    machine: dict[str, bool], settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        _options(**machine, **settings)
+
+
+def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    _options(compile=True)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    _options(compile=True, has_cuda=True)
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler"):
+        _options(compile=True)
+
+
+def test_every_option_is_named_at_once() -> None:
+    with pytest.raises(ValueError, match=r"(?s)sees no GPU.*offload_optimizer"):
+        _options(device="cuda", offload_optimizer=True)
+
+
+def _shards(**changed: Any) -> None:
+    """Two shards of two rows of three tokens; the first token of each row is the prompt."""
+    arrays: dict[str, Any] = {
+        "shard_ids": ["a", "b"],
+        "shards_B": np.array([0, 0, 1, 1]),
+        "offsets": np.array([0, 3, 6, 9, 12]),
+        "input_ids_T": np.arange(12, dtype=np.int32),
+        "mask_T": np.tile([False, True, True], 4),
+        "logprobs_T": np.tile([0.0, -1.0, -0.5], 4).astype(np.float32),
+        "versions_T": np.tile([-1, 2, 3], 4),
+        "vocab_size": 12,
+        "max_positions": 3,
+        "base_version": 3,
+        "tokenizers": {"a": "t" * 64, "b": ""},
+        "base_tokenizer": "t" * 64,
+    }
+    refuse_shards(**{**arrays, **changed})
+
+
+def _with(values: np.ndarray, index: int, value: float) -> np.ndarray:
+    changed = values.copy()
+    changed[index] = value
+    return changed
+
+
+def test_good_shards_pass() -> None:
+    _shards()
+    _shards(base_tokenizer="", max_positions=None)
+
+
+_LOGPROBS = np.tile([0.0, -1.0, -0.5], 4).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"tokenizers": {"b": "u" * 64}}, "tokenizer uuuuuuuuuuuu is not tttttttttttt, that of the run's base policy"),
+        ({"vocab_size": 11}, "token ids outside the model's vocabulary of 11"),
+        ({"input_ids_T": _with(np.arange(12), 9, -1)}, "token ids outside"),
+        ({"logprobs_T": _with(_LOGPROBS, 7, np.nan)}, "lack their log-probability"),
+        ({"logprobs_T": _with(_LOGPROBS, 8, -np.inf)}, "lack their log-probability"),
+        ({"logprobs_T": _with(_LOGPROBS, 10, 0.5)}, "lack their log-probability"),
+        ({"versions_T": _with(np.tile([-1, 2, 3], 4), 11, 4)}, "a policy newer than version 3"),
+        ({"offsets": np.array([0, 3, 6, 8, 12])}, "rows above the model's 3 positions"),
+    ],
+)
+def test_the_bad_shard_is_named_and_the_other_is_not(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RefusedShards, match=sentence) as caught:
+        _shards(**changed)
+    assert caught.value.reasons.keys() == {"b"}
+
+
+def test_a_nan_where_nothing_was_sampled_is_nobody_s_business() -> None:
+    _shards(logprobs_T=_with(_LOGPROBS, 0, np.nan))
+
+
+def test_each_bad_shard_has_its_own_reason_also_in_another_process() -> None:
+    with pytest.raises(RefusedShards) as caught:
+        _shards(tokenizers={"a": "u" * 64}, vocab_size=11)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert error.reasons.keys() == {"a", "b"} and "tokenizer" in error.reasons["a"] and "ids" in error.reasons["b"]
+    assert str(error).startswith("shard a: its tokenizer")
+
+
+def test_a_row_that_does_not_fit_into_a_forward_pass_is_named() -> None:
+    rows = {"groups_B": np.array([0, 1]), "group_ids": ["0.x", "0.y"]}
+    refuse_long_rows(np.array([0, 100, 200]), tokens_per_microbatch=100, **rows)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"group 0.y has a row of 101 tokens, above train.tokens_per_microbatch = 100"):
+        refuse_long_rows(np.array([0, 100, 201]), tokens_per_microbatch=100, **rows)  # type: ignore[arg-type]
+
+
+def test_the_vocabulary_s_digest_is_the_one_rollout_workers_write(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    assert tokenizer_sha256(folder) == ChatTokens(tokenizer).tokenizer_sha256

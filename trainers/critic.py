@@ -1,0 +1,101 @@
+"""The critic of PPO: a value function beside the policy, with an optimizer of its own.
+
+In: a policy folder, whose transformer it starts from, then packs. Out: one value per position that predicts: what
+reward to expect before the next token is sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainers.batches import Pack
+from trainers.config import TrainSettings
+from trainers.distributed import shard
+from trainers.losses import value_loss
+from trainers.model import PolicyModel, load_model
+from trainers.optimizer import check_finite, grad_norms, make_optimizer
+
+
+class CriticModel(nn.Module):
+    """A transformer with one number per position in place of logits; 0 everywhere at first."""
+
+    def __init__(self, policy: PolicyModel) -> None:
+        super().__init__()
+        width = policy.causal_lm.get_output_embeddings().weight.shape[1]
+        policy.causal_lm.set_output_embeddings(nn.Identity())
+        self.policy = policy
+        self.value_head = nn.Linear(width, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
+        """Values, float32 of shape [T]."""
+        hidden_TD = self.policy.hidden(input_ids_T, position_ids_T, offsets_S)
+        values: torch.Tensor = self.value_head(hidden_TD).sum(1)  # its only column; FSDP2 warns of views
+        return values.float()
+
+
+class Critic:
+    """Holds the value function and its optimizer of one rank."""
+
+    def __init__(self, folder: Path, settings: TrainSettings, *, mesh: DeviceMesh, device: torch.device) -> None:
+        self._clip = settings.critic.clip
+        policy = load_model(
+            folder, activation_checkpointing=settings.activation_checkpointing, compile=settings.compile
+        )
+        self.model = CriticModel(policy)
+        offload = settings.offload_optimizer
+        shard(self.model, policy.layers, mesh=mesh, dtype=getattr(torch, settings.dtype), offload=offload)
+        if not offload:
+            self.model.to(device)
+        self.optimizer = make_optimizer(
+            self.model.parameters(),
+            learning_rate=settings.critic.learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=device.type == "cuda",
+        )
+
+    def __call__(self, pack: Pack) -> torch.Tensor:
+        """Values at predicting positions, shape [T]."""
+        values: torch.Tensor = self.model(pack.input_ids, pack.position_ids, pack.offsets)
+        return values
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Of the next updates."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def zero_grad(self) -> None:
+        """Before the packs of an update."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, pack: Pack) -> dict[str, float]:
+        """Add a pack's gradient of the value loss; returns its sums over trained tokens."""
+        output = value_loss(
+            self(pack),
+            pack.values["old_values"],
+            pack.values["returns"],
+            pack.mask,
+            pack.values["weights"],
+            clip=self._clip,
+        )
+        output.loss.backward()
+        return output.sums
+
+    def update(
+        self, max_grad_norm: float, *, sum_over_ranks: Callable[[np.ndarray], np.ndarray], num_updates: int
+    ) -> dict[str, float]:
+        """Clip the gradient and take one update. Raises `trainers.health.NonFinite` before anything is touched."""
+        by_group = grad_norms(self.model.named_parameters(), sum_over_ranks=sum_over_ranks)
+        total = math.hypot(*by_group.values())
+        check_finite(total, num_updates=num_updates)
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_grad_norm, torch.tensor(total))
+        self.optimizer.step()
+        return {"critic_grad_norm": total}

@@ -1,0 +1,238 @@
+"""How far apart engine and trainer are, and whether every number is one: both before the optimizer is touched.
+
+In: per-token log-probabilities, pack by pack, as arrays or as tensors that stay on their device. Out: metrics, or an
+exception that names the shards or the rows. Every rank gets the same answer, so all of them stop or none.
+
+    forward, backward ─▶ FiniteCheck ─▶ NonFinite (rows)  ─▶ the run stops
+                     └─▶ GapMeter ────▶ GapTooLarge (shards) ─▶ quarantine, their prompts run again
+                              └─▶ clip, AdamW
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from storage.promotion import GAP
+from trainers.refusals import RefusedShards
+
+if TYPE_CHECKING:
+    import torch
+
+Reduce = Callable[[np.ndarray], np.ndarray]
+"""The element-wise sum over ranks of a float64 array, the same on every rank; the identity where there is one."""
+
+_BINS_PER_DECADE = 40
+_FIRST, _LAST = -9 * _BINS_PER_DECADE, 3 * _BINS_PER_DECADE
+_EDGES = 10.0 ** (np.arange(_FIRST, _LAST + 1) / _BINS_PER_DECADE)
+"""From 1e-9 to 1e3 nats. A quantile read from bins of this width is at most 6 % too large, on any number of ranks."""
+_ROWS_NAMED = 8
+
+
+class GapTooLarge(RefusedShards):
+    """Engine and trainer give the same tokens too different probabilities under one policy. Nothing was trained."""
+
+    def __init__(self, gaps: dict[str, float], max_gap: float) -> None:
+        """`gaps` is the mean |difference| in nats per token of each shard above `max_gap`."""
+        super().__init__(
+            {
+                shard_id: f"{GAP} {gap:.3g} nats per token, above train.max_gap = {max_gap:g}: the engine that sampled "
+                "it held other weights than its policy version says, or computes the model differently"
+                for shard_id, gap in gaps.items()
+            }
+        )
+        self.gaps = gaps
+        self.max_gap = max_gap
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GapTooLarge, (self.gaps, self.max_gap)
+
+
+class NonFinite(Exception):
+    """A loss, log-probability, advantage or gradient is NaN or infinite. The optimizer has not seen it."""
+
+    def __init__(self, what: str, rows: Sequence[str], num_updates: int = 0) -> None:
+        """`num_updates` optimizer updates of this step came before; 0: the weights are still the step's base policy."""
+        named = ", ".join(rows[:_ROWS_NAMED]) + (f" and {len(rows) - _ROWS_NAMED} more" if rows[_ROWS_NAMED:] else "")
+        super().__init__(
+            f"{what} is NaN or infinite at {named or 'no row in particular'}; the optimizer was not touched. Look at "
+            "these attempts with `millrace traj show RUN ID`; if their tokens and rewards are sane, lower "
+            'learning_rate or set train.dtype = "float32", and start the run again'
+        )
+        self.what = what
+        self.rows = list(rows)
+        self.num_updates = num_updates
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NonFinite, (self.what, self.rows, self.num_updates)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Δ = log π_trainer − log π_engine of the same token under the same policy, over the tokens counted."""
+
+    num_tokens: int
+    """Tokens the policy being trained has sampled itself; the others differ for a good reason."""
+    mean: float
+    """Of |Δ|, in nats."""
+    p99: float
+    """99 % of |Δ| are no larger; the upper edge of its bin."""
+    k3: float
+    """Mean of ρ − 1 − ln ρ with ρ = exp Δ, an estimate of KL(engine ‖ trainer) that is never negative."""
+    mean_S: np.ndarray
+    """Mean |Δ| of each shard, NaN for one without such a token."""
+    tokens_S: np.ndarray
+    """How many of the tokens are of each shard."""
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing where there was nothing to compare."""
+        if not self.num_tokens:
+            return {}
+        return {"engine_gap": self.mean, "engine_gap_p99": self.p99, "engine_gap_k3": self.k3}
+
+    def check(self, shard_ids: Sequence[str], *, max_gap: float) -> None:
+        """Raise `GapTooLarge` naming the shards whose mean is above `max_gap`, or is no number."""
+        wrong = np.flatnonzero((self.tokens_S > 0) & ~(self.mean_S <= max_gap))
+        if len(wrong):
+            raise GapTooLarge({shard_ids[shard]: float(self.mean_S[shard]) for shard in wrong}, max_gap)
+
+
+def measure_gap(
+    logprobs_T: np.ndarray,
+    sampled_T: np.ndarray,
+    counted_T: np.ndarray,
+    shards_T: np.ndarray,
+    *,
+    num_shards: int,
+    sum_over_ranks: Reduce,
+) -> Gap:
+    """Compare the trainer's log-probabilities with the engine's `sampled_T`, on the tokens this rank counts.
+
+    `counted_T` is true where the policy being trained has sampled the token, before any update of the step;
+    `shards_T` numbers the shard a token is from. One collective. k3: http://joschu.net/blog/kl-approx.html
+    """
+    counted_T = counted_T.astype(bool)
+    delta_N = logprobs_T[counted_T].astype(np.float64) - sampled_T[counted_T]
+    shards_N, size_N = shards_T[counted_T].astype(np.int64), np.abs(delta_N)
+    with np.errstate(over="ignore"):
+        k3_N = np.expm1(delta_N) - delta_N
+    bins = _bins(size_N)
+    tokens_S = np.bincount(shards_N, minlength=num_shards).astype(np.float64)
+    parts = [
+        np.bincount(bins, minlength=len(_EDGES) + 1).astype(np.float64),
+        tokens_S,
+        np.bincount(shards_N, weights=size_N, minlength=num_shards),
+        np.array([k3_N.sum()]),
+    ]
+    ends = np.cumsum([len(part) for part in parts])[:-1]
+    histogram, tokens_S, size_S, k3 = np.split(sum_over_ranks(np.concatenate(parts)), ends)
+    num_tokens = int(tokens_S.sum())
+    return Gap(
+        num_tokens=num_tokens,
+        mean=float(size_S.sum() / max(1, num_tokens)),
+        p99=_quantile(histogram, 0.99),
+        k3=float(k3[0] / max(1, num_tokens)),
+        mean_S=np.divide(size_S, tokens_S, out=np.full(num_shards, np.nan), where=tokens_S > 0),
+        tokens_S=tokens_S,
+    )
+
+
+class GapMeter:
+    """The same from packs, whose tensors are fetched from the device at the end, all at once."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._num_shards = num_shards
+        self._packs: list[tuple[Any, ...]] = []
+
+    def add(self, logprobs_T: Any, sampled_T: Any, counted_T: Any, shards_T: Any) -> None:
+        """One pack at predicting positions; tensors or arrays of shape [T], as for `measure_gap`."""
+        self._packs.append(tuple(_kept(values) for values in (logprobs_T, sampled_T, counted_T, shards_T)))
+
+    def result(self, sum_over_ranks: Reduce) -> Gap:
+        """Every rank must call it, also one that has added nothing."""
+        empty = (np.zeros(0), np.zeros(0), np.zeros(0, bool), np.zeros(0, np.int64))
+        columns = zip(empty, *(map(_fetched, pack) for pack in self._packs), strict=True)
+        return measure_gap(
+            *(np.concatenate(column) for column in columns), num_shards=self._num_shards, sum_over_ranks=sum_over_ranks
+        )
+
+
+def rows_to_probe(shards_B: np.ndarray, fresh_B: np.ndarray, measured_B: np.ndarray) -> np.ndarray:
+    """A row of each shard that no measured row is from, but a fresh one: the shards a first mini-batch does not see.
+
+    `fresh_B` is true for rows with a token that the policy being trained has sampled, `measured_B` for those of the
+    first mini-batch. The rows returned are to go through the model once more, without a gradient.
+    """
+    seen = np.unique(shards_B[measured_B & fresh_B])
+    waiting = np.flatnonzero(fresh_B & ~np.isin(shards_B, seen))
+    _, first = np.unique(shards_B[waiting], return_index=True)
+    return waiting[first]
+
+
+class FiniteCheck:
+    """Which rows of a mini-batch have a number that is none. Costs no wait for the device until it is asked."""
+
+    def __init__(self) -> None:
+        self._packs: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = []
+
+    def add(
+        self, tokens: np.ndarray, *, loss: torch.Tensor, mask_T: torch.Tensor | None = None, **values_T: torch.Tensor
+    ) -> None:
+        """One pack: where its tokens stand in the samples, its share of the loss, and whatever has shape [T].
+
+        With `mask_T`, what stands where it is 0 is not looked at.
+        """
+        finite_T = functools.reduce(operator.and_, (values.detach().isfinite() for values in values_T.values()))
+        if mask_T is not None:
+            finite_T = finite_T | (mask_T == 0)
+        self._packs.append((tokens, finite_T, loss.detach().isfinite() & finite_T.all()))
+
+    def bad_rows(self, offsets: np.ndarray, *, sum_over_ranks: Reduce) -> np.ndarray:
+        """Numbers of the rows with such a token, on any rank; `offsets` says where each row starts, shape [B + 1].
+
+        Where only a pack's loss is none, every row of the pack is named. Every rank must call it.
+        """
+        bad_B = np.zeros(len(offsets) - 1)
+        for tokens, finite_T, is_fine in self._packs:
+            if not is_fine:
+                bad_T = ~finite_T.cpu().numpy()
+                rows = np.searchsorted(offsets, tokens[bad_T] if bad_T.any() else tokens, side="right") - 1
+                bad_B[rows] = 1
+        return np.flatnonzero(sum_over_ranks(bad_B))
+
+
+def row_name(group_id: str, attempt: int, shard_id: str) -> str:
+    """How an error names a row: as `millrace traj show` takes it, and where it is."""
+    return f"{group_id}/{attempt} (shard {shard_id})"
+
+
+def _bins(size_N: np.ndarray) -> np.ndarray:
+    """The bin each size is in: the first whose upper edge is not below it; the open last one for NaN and infinity.
+
+    By logarithm, which is ten times as fast as looking through the edges.
+    """
+    with np.errstate(divide="ignore"):
+        number_N = np.ceil(np.log10(size_N, dtype=np.float32) * _BINS_PER_DECADE) - _FIRST
+    return np.nan_to_num(number_N, nan=np.inf).clip(0, len(_EDGES)).astype(np.int64)
+
+
+def _quantile(histogram: np.ndarray, share: float) -> float:
+    """Upper edge of the bin in which the values, counted from the smallest, reach `share` of all; 0 without values."""
+    reached = np.cumsum(histogram)
+    if not reached[-1]:
+        return 0.0
+    index = int(np.searchsorted(reached, share * reached[-1]))
+    return float(_EDGES[index]) if index < len(_EDGES) else float("inf")
+
+
+def _kept(values: Any) -> Any:
+    return values if isinstance(values, np.ndarray) else values.detach()
+
+
+def _fetched(values: Any) -> np.ndarray:
+    return values if isinstance(values, np.ndarray) else values.cpu().numpy()

@@ -1,0 +1,107 @@
+"""What a pack adds to the quantity that is minimised, and to the metrics.
+
+In: `LossInputs` and the settings. Out: `LossOutput`.
+
+    policy loss (one of `train.loss`) + β Σ w · KL(policy ‖ reference) − bonus Σ w · entropy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from trainers.config import (
+    CispoLoss,
+    ClipLoss,
+    CustomLoss,
+    GspoLoss,
+    KlSettings,
+    Loss,
+    SapoLoss,
+    SftLoss,
+    TrainSettings,
+)
+from trainers.custom_loss import load_loss
+from trainers.divergence import kl_estimate
+from trainers.losses import OF, LossInputs, LossOutput, cispo_loss, clip_loss, gspo_loss, numbers, sapo_loss, sft_loss
+
+
+def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
+    """A pack's share of the objective; what it lacks for a term that is set is an `AssertionError`.
+
+    Sums beside the loss's own: `approx_kl`, `entropy`, and `reference_kl` where there is a reference.
+    """
+    policy_inputs, selected_T = inputs, inputs.mask
+    if inputs.selected is not None:
+        policy_inputs = dataclasses.replace(inputs, importance=inputs.importance * inputs.selected)
+        selected_T = inputs.mask * inputs.selected
+    output = policy_loss(policy_inputs, settings.loss)
+    loss = output.loss
+    trained_T = inputs.mask > 0
+    log_ratio_T = torch.where(trained_T, inputs.logprobs.detach() - inputs.old_logprobs, 0)
+    entropy_T = torch.where(trained_T, inputs.entropy, 0)
+    sums = {"approx_kl": (log_ratio_T.expm1() - log_ratio_T).sum(), "entropy": entropy_T.sum()}
+    if inputs.reference_logprobs is not None:
+        kl_T = _kl(inputs, inputs.reference_logprobs, settings.kl)
+        sums["reference_kl"] = kl_T.sum()
+        if settings.kl.coefficient and settings.kl.place == "loss":
+            loss = loss + settings.kl.coefficient * (inputs.weights * inputs.mask * kl_T).sum()
+    else:
+        assert not (settings.kl.coefficient and settings.kl.place == "loss"), "a KL penalty without reference_logprobs"
+    if settings.entropy_bonus:
+        assert inputs.entropy.requires_grad or not inputs.logprobs.requires_grad, "an entropy bonus without gradient"
+        loss = loss - settings.entropy_bonus * (inputs.weights * selected_T * entropy_T).sum()
+    return LossOutput(loss=loss, sums={**numbers(sums), **output.sums})
+
+
+def policy_loss(inputs: LossInputs, loss: Loss) -> LossOutput:
+    """The loss that `train.loss` names."""
+    match loss:
+        case ClipLoss():
+            return clip_loss(inputs, clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip)
+        case GspoLoss():
+            return gspo_loss(inputs, clip_low=loss.clip_low, clip_high=loss.clip_high)
+        case CispoLoss():
+            return cispo_loss(inputs, clip_low=loss.clip_low, clip_high=loss.clip_high)
+        case SapoLoss():
+            return sapo_loss(inputs, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
+        case SftLoss():
+            return sft_loss(inputs)
+        case CustomLoss():
+            return load_loss(loss.path)(inputs, **loss.arguments)
+
+
+def mean_metrics(sums: Mapping[str, float], *, num_tokens: float) -> dict[str, float]:
+    """A step's metrics from the sums of all its packs and ranks, added up by name; `num_tokens` were trained.
+
+    Each is divided by its own denominator `<name>/of` where there is one, and left out where that is 0. Out of Σw and
+    Σw² comes the effective sample size (Σw)² / (n Σw²), Kong 1992.
+
+    >>> mean_metrics({"entropy": 6.0, "clip_fraction_low": 1.0, "clip_fraction_low/of": 4.0}, num_tokens=8)
+    {'entropy': 0.75, 'clip_fraction_low': 0.25}
+    """
+    means = {}
+    for name, total in sums.items():
+        of = sums.get(name + OF, num_tokens)
+        if not name.endswith(OF) and of:
+            means[name] = total / of
+    squared = means.pop("importance_squared", 0.0)
+    if squared:
+        means["importance_effective_sample_size"] = means["importance"] ** 2 / squared
+    return means
+
+
+def _kl(inputs: LossInputs, reference_logprobs_T: torch.Tensor, kl: KlSettings) -> torch.Tensor:
+    ratio_T = None
+    if kl.weighted:
+        ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.old_logprobs, 0).exp()
+    return kl_estimate(
+        inputs.logprobs,
+        reference_logprobs_T,
+        inputs.mask,
+        estimator=kl.estimator,
+        clamp=kl.clamp,
+        ratio_T=ratio_T,
+    )

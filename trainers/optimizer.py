@@ -1,0 +1,135 @@
+"""The optimizer and what surrounds it: learning rate, gradient norms, a moving average of the weights.
+
+In: a step number, parameters with their gradients (plain, or FSDP2 shards). Out: a number, sums, an updated average.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainers.distributed import copy_into, full
+from trainers.health import NonFinite
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+_MODULES = (
+    ("norm", r"norm|(^|[._])ln(_|$)"),
+    ("critic", r"critic|value_head|^score$"),
+    ("lm_head", r"^lm_head$|^embed_out$"),
+    ("embed", r"embed|^wte$|^wpe$"),
+    ("attention", r"attn|attention"),
+    ("mlp", r"mlp|expert|moe|feed_forward"),
+)
+"""Module groups by what the name of a part of a parameter's path matches; the innermost part decides."""
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float, fused: bool = False
+) -> torch.optim.AdamW:
+    """AdamW with betas 0.9 and 0.99, decaying all weights alike. `fused` is one kernel per update, for GPUs.
+
+    Decoupled weight decay: https://arxiv.org/abs/1711.05101
+    """
+    return torch.optim.AdamW(
+        parameters, lr=learning_rate, weight_decay=weight_decay, betas=(0.9, 0.99), fused=fused or None
+    )
+
+
+def learning_rate(step: int, *, peak: float, warmup_steps: int, schedule: Schedule, decay_steps: int) -> float:
+    """Of optimizer step `step`, counted from 1: linear up to `peak` at `warmup_steps`, then kept, or down to 0 at
+    `decay_steps`, along a line or half a cosine; 0 after that.
+
+    >>> [learning_rate(s, peak=1.0, warmup_steps=2, schedule="linear", decay_steps=6) for s in (1, 2, 4, 6)]
+    [0.5, 1.0, 0.5, 0.0]
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    if schedule == "constant":
+        return peak
+    progress = min(1.0, (step - warmup_steps) / (decay_steps - warmup_steps))
+    return peak * (1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2)
+
+
+def module_group(name: str) -> str:
+    """Which part of the model a parameter is in: embed, attention, mlp, norm, lm_head, critic or other.
+
+    >>> module_group("causal_lm.model.layers.0.self_attn.q_proj.weight")
+    'attention'
+    """
+    for part in reversed(name.split(".")):
+        for group, pattern in _MODULES:
+            if re.search(pattern, part):
+                return group
+    return "other"
+
+
+def grad_norms(
+    parameters: Iterable[tuple[str, nn.Parameter]], *, sum_over_ranks: Callable[[np.ndarray], np.ndarray]
+) -> dict[str, float]:
+    """L2 norm of the gradient of each module group, of the whole model on every rank; 0 where it has no gradient.
+
+    Their squares add up to the square of the global norm. Call it before the gradient is clipped. One collective.
+    """
+    squares: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in parameters:
+        of_group = squares.setdefault(module_group(name), [])
+        if parameter.grad is not None:
+            of_group.append(_own_square(parameter.grad))
+    sums = [float(torch.stack(found).sum()) if found else 0.0 for found in squares.values()]
+    totals = sum_over_ranks(np.array(sums, dtype=np.float64))
+    return {group: math.sqrt(total) for group, total in zip(squares, totals.tolist(), strict=True)}
+
+
+def check_finite(grad_norm: float, *, rows: Sequence[str] = (), num_updates: int = 0) -> None:
+    """Raise `NonFinite` for a gradient that would ruin weights and moments; `rows` are all of the mini-batch's."""
+    if not math.isfinite(grad_norm):
+        raise NonFinite("the gradient", rows, num_updates)
+
+
+class Ema:
+    """An exponential moving average of the weights in float32, sharded as they are; it changes nothing else.
+
+    average ← decay · average + (1 − decay) · weights, after each optimizer update, beginning with the weights.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], *, decay: float) -> None:
+        self._parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self._decay = decay
+        self._average = {name: parameter.detach().clone().float() for name, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the weights as they are now."""
+        average = [_local(tensor) for tensor in self._average.values()]
+        weights = [_local(parameter).float() for parameter in self._parameters.values()]
+        torch._foreach_lerp_(average, weights, 1 - self._decay)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Whole tensors `ema/<parameter>` for the saved state; every rank must call it."""
+        return {f"ema/{name}": full(tensor).contiguous() for name, tensor in self._average.items()}
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state_tensors`; from the present weights where a state was saved without an average."""
+        for name, parameter in self._parameters.items():
+            saved = tensors.get(f"ema/{name}")
+            copy_into(self._average[name], full(parameter).float() if saved is None else saved)
+
+
+def _own_square(gradient: torch.Tensor) -> torch.Tensor:
+    """This rank's share of the squared norm, so that the shares of all ranks add up to it."""
+    is_sharded = isinstance(gradient, DTensor) and any(placement.is_shard() for placement in gradient.placements)
+    square = torch.linalg.vector_norm(_local(gradient).detach(), dtype=torch.float64).square()
+    return square if is_sharded else square / (dist.get_world_size() if dist.is_initialized() else 1)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,139 @@
+"""What cannot be trained, said before anything changes: samples that do not fit the model, options nobody honours.
+
+    settings ─▶ refuse_options (when the trainer starts)   ValueError: the run stops
+    samples ─┬▶ refuse_shards (before each step)           RefusedShards: quarantine, their prompts run again
+             └▶ refuse_long_rows (before each step)        ValueError: the run stops
+
+A model whose attention cannot be packed is refused where it is loaded (`trainers/model.py`), rewards that are all null
+or lack a named part where advantages are taken (`trainers/advantages.py`), a loss of the user's by its trial
+(`trainers/custom_loss.py`), and shards whose engine disagrees with the trainer by `trainers/health.py`.
+
+In: settings and arrays, no weights. Out: nothing, or an error that names the thing and what to change.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from storage.digests import sha256_of_json
+from trainers.config import TrainSettings
+
+
+class RefusedShards(Exception):
+    """Shards that must not be trained. Raised before anything changes; quarantine them and go on."""
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        """`reasons` says what is wrong with each shard, by id."""
+        super().__init__("; ".join(f"shard {shard_id}: {reason}" for shard_id, reason in reasons.items()))
+        self.reasons = reasons
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RefusedShards, (self.reasons,)
+
+
+def refuse_options(settings: TrainSettings, *, has_cuda: bool, has_bfloat16: bool) -> None:
+    """Raise `ValueError` for options that the machine this process is on cannot honour; all of them at once.
+
+    `has_bfloat16` is about its GPU; a CPU always has it.
+    """
+    problems = []
+    on_gpu = has_cuda and settings.device != "cpu"
+    if settings.device == "cuda" and not has_cuda:
+        problems.append("train.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
+    if settings.offload_optimizer and not on_gpu:
+        problems.append("train.offload_optimizer is for GPUs: here the moments are in host memory anyway; leave it out")
+    if settings.compile and not on_gpu and shutil.which("g++") is None and shutil.which("clang++") is None:
+        problems.append("train.compile on a CPU needs a C++ compiler, and there is none; install g++ or leave it out")
+    if settings.dtype == "bfloat16" and on_gpu and not has_bfloat16:
+        problems.append("train.dtype = 'bfloat16', but this GPU has no bfloat16; use 'float32'")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def refuse_shards(
+    *,
+    shard_ids: Sequence[str],
+    shards_B: np.ndarray,
+    offsets: np.ndarray,
+    input_ids_T: np.ndarray,
+    mask_T: np.ndarray,
+    logprobs_T: np.ndarray,
+    versions_T: np.ndarray,
+    vocab_size: int,
+    max_positions: int | None,
+    base_version: int,
+    tokenizers: Mapping[str, str],
+    base_tokenizer: str,
+) -> None:
+    """Raise `RefusedShards` with the first fault of each shard that this policy cannot have sampled.
+
+    `tokenizers` maps a shard to the digest of the vocabulary its producer had, empty where it did not say;
+    `base_tokenizer` is that of the run's base policy. Whole columns are looked at: a step of a million tokens takes
+    milliseconds.
+    """
+    reasons: dict[str, str] = {}
+
+    def refuse(is_bad_B: np.ndarray, reason: str) -> None:
+        for shard in np.unique(shards_B[is_bad_B]).tolist():
+            reasons.setdefault(shard_ids[shard], reason)
+
+    def rows_with(is_bad_T: np.ndarray) -> np.ndarray:
+        if not is_bad_T.any():  # the usual case, without a sum over rows
+            return np.zeros(len(shards_B), bool)
+        sums = np.concatenate([[0], np.cumsum(is_bad_T)])
+        return sums[offsets[1:]] > sums[offsets[:-1]]
+
+    for shard_id in shard_ids:
+        tokenizer = tokenizers.get(shard_id, "")
+        if tokenizer and base_tokenizer and tokenizer != base_tokenizer:
+            reasons[shard_id] = (
+                f"its tokenizer {tokenizer[:12]} is not {base_tokenizer[:12]}, that of the run's base policy; start "
+                "its producer with the run's own base model"
+            )
+    refuse(
+        rows_with((input_ids_T < 0) | (input_ids_T >= vocab_size)),
+        f"it has token ids outside the model's vocabulary of {vocab_size}; start its producer with the run's own base "
+        "model",
+    )
+    refuse(
+        rows_with(mask_T & ~(np.isfinite(logprobs_T) & (logprobs_T <= 0))),
+        "sampled tokens lack their log-probability; the producer must ask its engine for the sampled token's logprob",
+    )
+    refuse(
+        rows_with(mask_T & (versions_T > base_version)),
+        f"it has tokens of a policy newer than version {base_version}, the one being trained; its producer serves "
+        "another run's policies",
+    )
+    if max_positions:
+        refuse(
+            np.diff(offsets) > max_positions,
+            f"it has rows above the model's {max_positions} positions; lower engine.max_model_len of its producer",
+        )
+    if reasons:
+        raise RefusedShards(reasons)
+
+
+def refuse_long_rows(
+    offsets: np.ndarray, *, tokens_per_microbatch: int, groups_B: np.ndarray, group_ids: Sequence[str]
+) -> None:
+    """Raise `ValueError` for a row that does not fit into a forward pass: a sequence is never cut."""
+    lengths = np.diff(offsets)
+    row = int(lengths.argmax())
+    if lengths[row] > tokens_per_microbatch:
+        group = group_ids[groups_B[row]] if group_ids else f"number {groups_B[row]}"
+        raise ValueError(
+            f"group {group} has a row of {lengths[row]} tokens, above train.tokens_per_microbatch = "
+            f"{tokens_per_microbatch}, and a sequence is never cut; raise it to at least engine.max_model_len"
+        )
+
+
+def tokenizer_sha256(folder: Path) -> str:
+    """Digest of a model folder's vocabulary, as the rollout workers write it into every shard."""
+    from transformers import AutoTokenizer
+
+    return sha256_of_json(AutoTokenizer.from_pretrained(str(folder)).get_vocab())
