@@ -60,7 +60,7 @@ def draw(numbers: dict[str, Any], picture: Path) -> None:
         axes.annotate(f"{score:.3f}", (version, score), textcoords="offset points", xytext=(0, 8), ha="center")
     status = numbers["status"]
     minutes, gib = status["wall_seconds"] / 60, status["peak_memory_bytes"] / 2**30
-    axes.set_title(f"{status['run']}: {status['step']} GRPO steps in {minutes:.1f} min, at most {gib:.1f} GiB")
+    axes.set_title(f"{status['run']}: {status['step']} steps in {minutes:.1f} min, at most {gib:.1f} GiB")
     axes.set_xlabel("optimizer step")
     axes.set_ylim(0, 1.05 * most_calls)
     axes.grid(alpha=0.3)

@@ -52,12 +52,16 @@ def prepare_environment() -> Path:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # vLLM's CPU worker inside its engine core: as a process of its own it spins for a second after each message,
+        # on a core that training needs.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # the log is the outbox: a later sync repeats what failed
         "TOKENIZERS_PARALLELISM": "false",
         # Engine and trainer share the cores: a thread that waits must sleep, not spin on the core another one needs.
         "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),  # Ray would give every actor one
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)

@@ -121,7 +121,7 @@ class HostedGroup:
         error = errors[culprit]
         error.add_note(f"rank {culprit} of {len(calls)} of {self.name}; its log is {self._ranks[culprit].log_file}")
         if deaths or len(errors) < len(calls):
-            self._end(f"rank {culprit} failed in {method}(): {error}")
+            self._end(str(error) if deaths else f"rank {culprit} failed in {method}(): {error}")
         raise error
 
     def _end(self, reason: str) -> None:

@@ -179,6 +179,7 @@ class VllmEngine:
                 stop_token_ids=self._stop_ids,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                skip_clone=True,  # of this request alone: a deep copy costs as much as the rest of its admission
             )
             prompt = TokensPrompt(prompt_token_ids=prompt_ids)
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):

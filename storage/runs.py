@@ -127,10 +127,14 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
 
 
 def _filled_in(value: Any, defaults: Any) -> Any:
-    """A configuration with defaults where it has no value, table by table."""
-    if not (isinstance(value, dict) and isinstance(defaults, dict)):
+    """A configuration with defaults where it has no value, table by table; another kind has others."""
+    if not (isinstance(value, dict) and isinstance(defaults, dict)) or _other_kind(value, defaults):
         return value
     return {key: _filled_in(setting, defaults.get(key)) for key, setting in (defaults | value).items()}
+
+
+def _other_kind(table: dict[str, Any], defaults: dict[str, Any]) -> bool:
+    return "kind" in table and "kind" in defaults and table["kind"] != defaults["kind"]
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:

@@ -47,6 +47,8 @@ class RunSession:
         self.tracking_log = RunLog(log.store, log.run_id)
         """The same log, for tracking alone: it is folded in a thread, under `tracking_lock`."""
         self.tracking_lock = threading.Lock()
+        self.tracked_at = 0.0
+        """`time.monotonic()` when tracking was last called."""
         self.cache = home() / "cache"
         self.arrivals = asyncio.Event()
         """Set whenever this session's own producer has committed a shard."""

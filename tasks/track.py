@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -18,9 +19,19 @@ from tasks.session import RunSession
 logger = logging.getLogger("millrace.track")
 
 
+LEAST_PAUSE = 10.0
+"""Seconds between two calls during training: rounds may be short, and each call costs MLflow's whole transaction."""
+
+
+def tracking_is_due(session: RunSession) -> bool:
+    """False so soon after the last call that the next one had better take in several steps."""
+    return time.monotonic() - session.tracked_at >= LEAST_PAUSE
+
+
 @task(name="track", cache_policy=NO_CACHE, persist_result=False)
 async def track(session: RunSession, *, finished: bool = False) -> int:
     """Log new metrics, versions, lineage and aliases; an outage is a warning, never an error."""
+    session.tracked_at = time.monotonic()
     registered = await asyncio.to_thread(_sync, session, finished)
     for registration in registered:
         session.log.append(registration)

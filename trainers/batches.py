@@ -22,12 +22,13 @@ class Pack:
     """Several sequences end to end, on the device.
 
     Every tensor but `offsets` and `positions` has shape [T] and stands at the position that predicts: what belongs to
-    a token is found one place before it. Nothing is predicted behind the end of a sequence, where the mask is 0.
+    a token is found one place before it. A row's last token is left out, for nothing is predicted from it; a row of
+    one token keeps it, with mask 0.
     """
 
     input_ids: torch.Tensor
     targets: torch.Tensor
-    """The next token of the same sequence; 0 behind its last one."""
+    """The next token of the same row; 0 where there is none."""
     mask: torch.Tensor
     """1 where the target was sampled by the policy and is trained."""
     position_ids: torch.Tensor
@@ -42,7 +43,7 @@ class Pack:
     tokens: np.ndarray
     """Where each token stands in the samples' flat arrays."""
     is_last: np.ndarray
-    """True on the last token of each sequence."""
+    """True on a token that nothing follows: that of a row of one."""
     is_idle: bool
     """True for a pack that only keeps this rank in step with the others: nothing in it is trained."""
 
@@ -67,7 +68,7 @@ def packs_of(
 
     `mask_T` and each of `values` hold one number per token of the samples, at the token itself.
     """
-    lengths = np.diff(samples.offsets)[rows]
+    lengths = _num_predicting(samples, rows)
     shares = _rows_by_rank(samples.groups_B[rows], lengths, world_size=world_size)
     packed = [pack_rows(lengths[share], budget=budget) for share in shares]
     mine = [rows[shares[rank][pack]] for pack in packed[rank]]
@@ -88,9 +89,9 @@ def build_pack(
     device: torch.device,
 ) -> Pack:
     """The pack of these rows; an idle one without a mask."""
-    tokens, lengths = tokens_of(samples, rows), np.diff(samples.offsets)[rows]
-    is_last = np.zeros(len(tokens), dtype=bool)
-    is_last[np.cumsum(lengths) - 1] = True
+    lengths = _num_predicting(samples, rows)
+    tokens = _first_tokens(samples, rows, lengths)
+    is_last = tokens == np.repeat(samples.offsets[rows + 1] - 1, lengths)
     next_token = np.where(is_last, tokens, tokens + 1)
 
     def shifted(values_T: np.ndarray) -> torch.Tensor:
@@ -114,11 +115,15 @@ def build_pack(
     )
 
 
-def tokens_of(samples: Samples, rows: np.ndarray) -> np.ndarray:
-    """Where the tokens of `rows` stand in the samples' flat arrays, row after row."""
-    starts, lengths = samples.offsets[rows], np.diff(samples.offsets)[rows]
+def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
+    """How many tokens of each row go through the model: all but the last."""
+    return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
+
+
+def _first_tokens(samples: Samples, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Where the first tokens of each row stand in the samples' flat arrays, row after row."""
     before = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
+    return np.repeat(samples.offsets[rows] - before, lengths) + np.arange(lengths.sum())
 
 
 def _rows_by_rank(groups_R: np.ndarray, lengths_R: np.ndarray, *, world_size: int) -> list[np.ndarray]:

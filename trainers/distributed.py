@@ -91,7 +91,9 @@ def shard(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in [*layers, model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload_policy)
+        # By default the outermost module keeps its parameters gathered after a forward pass; where no backward pass
+        # follows, the next update would not reach them.
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)
         # Losses carry the global denominator, so gradients add up over ranks. gloo has no PREMUL_SUM: force SUM.
         module.set_gradient_divide_factor(1.0)

@@ -27,6 +27,9 @@ from trainers.custom_loss import load_loss
 from trainers.divergence import kl_estimate
 from trainers.losses import OF, LossInputs, LossOutput, cispo_loss, clip_loss, gspo_loss, numbers, sapo_loss, sft_loss
 
+OFF_POLICY = ("off_policy_kl", "ratio", "ratio_squared")
+"""Names of what `off_policy_sums` adds up."""
+
 
 def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
     """A pack's share of the objective; what it lacks for a term that is set is an `AssertionError`.
@@ -71,6 +74,19 @@ def policy_loss(inputs: LossInputs, loss: Loss) -> LossOutput:
             return sft_loss(inputs)
         case CustomLoss():
             return load_loss(loss.path)(inputs, **loss.arguments)
+
+
+@torch.no_grad()
+def off_policy_sums(inputs: LossInputs) -> dict[str, float]:
+    """How far the policy has moved from the ones that sampled, summed over trained tokens; ρ = now / when sampled.
+
+    k3 = ρ − 1 − ln ρ, http://joschu.net/blog/kl-approx.html
+    """
+    log_ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.sampled_logprobs, 0)
+    ratio_T = log_ratio_T.exp() * inputs.mask
+    k3_T = (log_ratio_T.expm1() - log_ratio_T) * inputs.mask
+    sums = torch.stack([k3_T.sum(), ratio_T.sum(), ratio_T.square().sum()]).double().tolist()
+    return dict(zip(OFF_POLICY, sums, strict=True))
 
 
 def mean_metrics(sums: Mapping[str, float], *, num_tokens: float) -> dict[str, float]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import logging
 import math
 import shutil
@@ -20,14 +18,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from storage.adapters import ADAPTER_WEIGHTS, check_adapters, has_adapter
+from storage.adapters import check_adapters
 from storage.digests import DigestMismatch
-from storage.log_entries import Claim, Policy, Step, to_json
+from storage.log_entries import Claim, Policy, Step
 from storage.object_store import open_store
-from storage.policies import WEIGHTS_FILE, PolicyReader
+from storage.policies import PolicyReader
 from storage.replay import CannotReplay, ReplayedStep, ReplayPlan, later_start, saved_steps
 from storage.rewards import read_rewards, with_rewards
 from storage.run_log import RunLog
@@ -35,6 +32,7 @@ from storage.runs import model_key, open_run
 from storage.shards import DamagedShard, read_shard
 from storage.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
+from trainers.comparison import batch_sha256, compare_updates
 from trainers.config import Recipe, ReferenceSettings
 from trainers.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
 from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
@@ -368,49 +366,6 @@ class ReplayWorker:
         if recorded.version in self._log.state.retired_policies:
             return None, None
         return compare_updates(folder, self._retrainer.fetch_policy(recorded), start=self._scratch / "start")
-
-
-def batch_sha256(claim: Claim, samples: Samples) -> str:
-    """Digest of a claim and of every value in its samples: ranks that compare it know that they train on the same."""
-    sha256 = hashlib.sha256(json.dumps(to_json(claim), sort_keys=True).encode())
-
-    def add(value: object) -> None:
-        match value:
-            case np.ndarray():
-                sha256.update(f"{value.dtype} {value.shape}".encode())
-                sha256.update(np.ascontiguousarray(value).data)
-            case dict():
-                for key in sorted(value):
-                    sha256.update(json.dumps(key).encode())
-                    add(value[key])
-            case _:
-                sha256.update(json.dumps(value).encode())
-
-    for field in dataclasses.fields(samples):
-        add(getattr(samples, field.name))
-    return sha256.hexdigest()
-
-
-def compare_updates(new: Path, recorded: Path, *, start: Path) -> tuple[float | None, float | None]:
-    """(‖new − recorded‖ / ‖recorded − start‖, cosine of new − start and recorded − start), over all weights.
-
-    All three are policy folders with the same tensors; one tensor of each is in memory at a time. Null where an
-    update the number divides by is zero.
-    """
-    from safetensors import safe_open
-
-    name = ADAPTER_WEIGHTS if has_adapter(new) else WEIGHTS_FILE
-    opened = [safe_open(str(folder / name), framework="pt") for folder in (new, recorded, start)]
-    apart = new_squares = recorded_squares = product = 0.0
-    for name in opened[0].keys():  # noqa: SIM118 - the file is no mapping
-        new_V, recorded_V, start_V = (file.get_tensor(name).double().flatten() for file in opened)
-        apart += float((new_V - recorded_V).square().sum())
-        new_squares += float((new_V - start_V).square().sum())
-        recorded_squares += float((recorded_V - start_V).square().sum())
-        product += float((new_V - start_V) @ (recorded_V - start_V))
-    distance = math.sqrt(apart / recorded_squares) if recorded_squares else None
-    both = math.sqrt(new_squares * recorded_squares)
-    return distance, product / both if both else None
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:

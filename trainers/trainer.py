@@ -33,7 +33,7 @@ from trainers.importance import importance_weights, loglinear_proximal
 from trainers.lora import without_adapters
 from trainers.losses import LossInputs
 from trainers.model import PolicyModel, load_model
-from trainers.objective import mean_metrics, objective
+from trainers.objective import OFF_POLICY, mean_metrics, objective, off_policy_sums
 from trainers.optimizer import Ema, check_finite, grad_norms, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
 from trainers.samples import Samples
@@ -72,7 +72,7 @@ class Trainer:
             (parameter for parameter in self.model.parameters() if parameter.requires_grad),
             learning_rate=recipe.learning_rate,
             weight_decay=settings.weight_decay,
-            fused=self.device.type == "cuda",
+            fused=True,
         )
         self.ema = Ema(self.model.named_parameters(), decay=settings.ema) if settings.ema else None
         self._reference = None
@@ -113,17 +113,17 @@ class Trainer:
             sums, group_norms, gap = self._update(
                 batch, rows, number=number, trains_policy=self._trains_policy(step), max_gap=max_gap
             )
-            off_policy = {name: sums.pop(name) for name in _OFF_POLICY}
+            off_policy = {name: sums.pop(name) for name in OFF_POLICY}
             # Before the first update the trainer holds the step's base policy: staleness and the engine make the rest.
             start = start or {"tokens": max(1.0, sums["tokens"]), **off_policy, **gap}
             norms.append(group_norms)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
-        num_trained = max(1.0, totals.pop("tokens"))
+        num_trained = totals.pop("tokens")
         loss = totals.pop("loss") / len(norms)
         first_tokens, ratio, squared = (start.pop(name) for name in ("tokens", "ratio", "ratio_squared"))
         return {
             "loss": loss,
-            **mean_metrics(totals, num_tokens=num_trained),
+            **mean_metrics(totals, num_tokens=max(1.0, num_trained)),
             **credit.metrics,
             "off_policy_kl": start.pop("off_policy_kl") / first_tokens,
             "effective_sample_size": ratio**2 / max(1e-30, first_tokens * squared),
@@ -252,7 +252,7 @@ class Trainer:
                 advantages=inputs.advantages,
             )
             sums |= {"loss": float(output.loss.detach()), "tokens": float(pack.mask.sum())}
-            sums |= {**_off_policy_sums(inputs), **output.sums}
+            sums |= {**off_policy_sums(inputs), **output.sums}
             if self.critic is not None:
                 sums |= self.critic.backward(pack)
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
@@ -409,22 +409,6 @@ class Trainer:
             world_size=dist.get_world_size(),
             device=self.device,
         )
-
-
-_OFF_POLICY = ("off_policy_kl", "ratio", "ratio_squared")
-
-
-@torch.no_grad()
-def _off_policy_sums(inputs: LossInputs) -> dict[str, float]:
-    """How far the policy has moved from the ones that sampled, summed over trained tokens; ρ = now / when sampled.
-
-    k3 = ρ − 1 − ln ρ, http://joschu.net/blog/kl-approx.html
-    """
-    log_ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.sampled_logprobs, 0)
-    ratio_T = log_ratio_T.exp() * inputs.mask
-    k3_T = (log_ratio_T.expm1() - log_ratio_T) * inputs.mask
-    sums = torch.stack([k3_T.sum(), ratio_T.sum(), ratio_T.square().sum()]).double().tolist()
-    return dict(zip(_OFF_POLICY, sums, strict=True))
 
 
 def _there(values_T: np.ndarray | None) -> np.ndarray:

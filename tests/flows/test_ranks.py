@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 from safetensors.torch import load_file
 
+from storage.digests import verify_folder
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from storage.runs import open_run
@@ -69,25 +69,23 @@ def _logs(home: Home) -> str:
     return "\n".join(file.read_text() for file in home.path.glob("logs/*/*.log"))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_in_a_step_ends_the_run_which_goes_on_when_started_again(
-    home: Home, base_model: Path, rank: int
-) -> None:
+def test_a_rank_killed_in_a_step_ends_the_run_which_goes_on_when_started_again(home: Home, base_model: Path) -> None:
     arguments = ["train", str(SCRIPTED), f"model={base_model}", "train.num_ranks=2", "train.device=cpu"]
+    arguments.append("max_staleness=2")  # so that there is always something to train
     training = home.start(*arguments)
     _wait(home, training, lambda: (home.path / "store/runs/scripted/run.json").exists() and _log(home).state.step >= 1)
-    logs = [home.path / "logs" / "scripted" / name for name in ("trainer-0.log", "trainer-0-rank-1.log")]
-    victim = _process_of(logs[rank])
+    victim = _process_of(home.path / "logs" / "scripted" / "trainer-0-rank-1.log")
     victim.send_signal(signal.SIGSTOP)  # no step can end without it
-    _wait(home, training, lambda: _log(home).state.pending_accepted == 4)
-    stopped_at = _log(home).state.step
-    victim.send_signal(signal.SIGKILL)
+    try:
+        _wait(home, training, lambda: _log(home).state.pending_accepted >= 4)
+    finally:
+        victim.send_signal(signal.SIGKILL)
     assert training.wait(timeout=PATIENCE) != 0
-    assert f"rank {rank} of trainer-0 died during train_step()" in _said(home)
+    assert "rank 1 of trainer-0 died during train_step()" in _said(home)
     log = _log(home)
-    assert log.state.step == stopped_at
-    sealed = [path.parent.name for path in (home.path / "store/runs/scripted/policies").glob("*/digest.json")]
-    assert sorted(sealed) == sorted(step.policy.path.rsplit("/", 1)[1] for step in log.state.steps)
+    assert 1 <= log.state.step < 6
+    for step in log.state.steps:
+        assert verify_folder(log.store.fetch_folder(step.policy.path, home.path)) == step.policy.weights_sha256
     home.run(*arguments)
     state = _log(home).state
     assert state.step == 6 and state.positions == set(range(24)) and state.counters()["trained"] == 24

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flows.config import load_run_file
+from flows.config import default_values, load_run_file
 from rollouts.chat import Chat, Reply
 from rollouts.chat_tokens import ChatTokens
 from rollouts.scoring import RewardPool, set_reward_pool
@@ -20,6 +20,8 @@ from rollouts.tool_parsing import ToolParser
 from rollouts.workflow import RolloutWorkflow, Score
 from storage.loading import load_object
 from storage.records import Message, RolloutTask, Sampling
+from storage.runs import create_run
+from tests.builders import MemoryStore
 from trainers.warmup import character_tokenizer
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -82,7 +84,14 @@ def test_the_reference_reply_scores_one(run_file: Path, split: str, tmp_path: Pa
     assert scored and [each for each in scored if each[1] != 1.0] == []
 
 
+@pytest.mark.parametrize("run_file", _RUN_FILES, ids=lambda file: file.stem)
+def test_a_run_of_it_is_continued_by_starting_it_again(run_file: Path):
+    store, config = MemoryStore(), load_run_file(run_file).model_dump(mode="json")
+    for _ in range(2):
+        create_run(store, "run", config, defaults=default_values())
+
+
 def test_every_example_has_a_run_file_of_its_own():
     modules = {file.stem for file in _EXAMPLES.glob("*.py")} - {"__init__"}
     assert {load_run_file(file).workflow.partition(":")[0] for file in _RUN_FILES} == {f"examples.{m}" for m in modules}
-    assert {file.stem for file in _RUN_FILES} == modules
+    assert {file.stem for file in _RUN_FILES} >= modules

@@ -29,6 +29,15 @@ def test_steps_store_and_tracking_may_change():
     create_run(store, "run", {**CONFIG, "steps": 99, "store": "elsewhere", "tracking": "later"})
 
 
+def test_a_run_may_go_on_at_another_number_of_ranks_and_remembers_the_first():
+    store = MemoryStore()
+    create_run(store, "run", {**CONFIG, "train": {"num_ranks": 2, "clip": 0.2}})
+    again = create_run(store, "run", {**CONFIG, "train": {"num_ranks": 1, "clip": 0.2}})
+    assert run_config(again)["train"]["num_ranks"] == 2
+    with pytest.raises(RunExists, match="train.clip"):
+        create_run(store, "run", {**CONFIG, "train": {"num_ranks": 2, "clip": 0.3}})
+
+
 def test_another_configuration_is_refused_with_the_keys_that_differ_and_a_free_id():
     store = MemoryStore()
     create_run(store, "run", CONFIG)
@@ -43,6 +52,17 @@ def test_another_configuration_is_refused_with_the_keys_that_differ_and_a_free_i
     assert "clip" not in message
     assert "'run-3'" in message
     assert run_config(open_run(store, "run"))["seed"] == 0
+
+
+def test_a_table_of_another_kind_than_the_default_takes_nothing_from_it():
+    store = MemoryStore()
+    config = {"train": {"advantage": {"kind": "gae", "lam": 0.9}, "loss": {"kind": "clip"}}}
+    defaults = {"train": {"advantage": {"kind": "grpo", "eps": 1e-4}, "loss": {"kind": "clip", "clip_low": 0.2}}}
+    create_run(store, "run", config, defaults=defaults)
+    with_default = {"train": {**config["train"], "loss": {"kind": "clip", "clip_low": 0.2}}}
+    create_run(store, "run", with_default, defaults=defaults)
+    with pytest.raises(RunExists, match=r"train.advantage.kind \('gae' → 'grpo'\)"):
+        create_run(store, "run", defaults, defaults=defaults)
 
 
 def test_a_key_that_is_newer_than_the_run_differs_only_where_it_is_not_its_default():

@@ -255,9 +255,7 @@ def test_with_a_critic_the_kl_in_the_reward_is_charged_at_the_token_that_causes_
 
 def test_attempts_without_a_reward_teach_neither_policy_nor_critic(tiny_folder: Path, rows: list[Row]) -> None:
     null = [dataclasses.replace(row, reward=np.nan) if row.attempt == 1 else row for row in rows]
-    garbled = [
-        dataclasses.replace(row, logprobs=[-5.0] * len(row.reply)) if row.attempt == 1 else row for row in null
-    ]
+    garbled = [dataclasses.replace(row, logprobs=[-5.0] * len(row.reply)) if row.attempt == 1 else row for row in null]
     found = []
     for each in (null, garbled):
         trainer = _with_random_head(trainer_of(tiny_folder, **_SETTINGS))

@@ -1,14 +1,11 @@
 """A replay gives the recorded weights bit for bit, and with one change says how far it went elsewhere."""
 
 import dataclasses
-import math
 import shutil
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from storage.claims import ClaimRules, Fallback, next_claim
 from storage.digests import DIGEST_FILE, seal_folder, verify_folder
@@ -20,7 +17,7 @@ from storage.run_log import RunLog
 from storage.shards import read_shard
 from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows, recipe_of
 from trainers.config import Recipe
-from trainers.replay import ReplayWorker, compare_updates
+from trainers.replay import ReplayWorker
 from trainers.worker import PHASES, TrainerWorker
 
 _STEPS = 4
@@ -149,6 +146,46 @@ def test_steps_with_nothing_accepted_are_replayed_as_they_were(
         assert all(step.identical and step.replayed == step.recorded for step in steps)
     changed = _replay(log, tmp_path, 2, 3, changed=_recipe(learning_rate=2e-3))
     assert not any(step.identical for step in changed)
+
+
+def test_named_rewards_reach_the_step_from_recorded_shards(tmp_path: Path, tiny_folder: Path) -> None:
+    log = new_run(tmp_path, tiny_folder)
+    rows = random_rows(tiny_folder, num_groups=2)
+    for position in range(2):
+        group = group_of([row for row in rows if row.group == position], position=position)
+        scored = [
+            dataclasses.replace(t, reward_parts={"right": float(t.attempt == 0), "short": float(t.attempt)})
+            for t in group.trajectories
+        ]
+        commit(log, f"shard-{position}", [dataclasses.replace(group, trajectories=scored)])
+    rules = ClaimRules(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
+    _train_all(log, rules, steps=1, cache=tmp_path / "cache")
+    by_part = _recipe(advantage={"kind": "grpo", "per_reward": True}, learning_rate=2e-3)
+    [step] = _replay(log, tmp_path, 1, 1, changed=by_part)
+    assert step.recorded["reward/right"] == pytest.approx(1 / 3) and step.replayed["reward/short"] == 1.0
+    assert not step.identical
+
+
+@pytest.mark.parametrize("first", [1, 4], ids=["from the base policy", "over a saved state"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"loss": {"kind": "sft", "min_reward": 0.5}}, "trained_tokens"),
+        ({"advantage": "gae", "critic": {"learning_rate": 1e-3}}, "value_loss"),
+        ({"kl": {"coefficient": 0.1}, "reference": {"kind": "base"}}, "reference_kl"),
+        ({"ema": 0.9, "num_epochs": 2}, "loss"),
+    ],
+    ids=["imitation", "critic", "kl", "average"],
+)
+def test_a_span_is_trained_by_another_objective_which_the_recorded_state_knows_nothing_of(
+    finished: RunLog, tmp_path: Path, first: int, change: dict[str, object], said: str
+) -> None:
+    once, again = (_replay(finished, tmp_path, first, 4, changed=_recipe(**change)) for _ in range(2))
+    assert [step.replayed_sha256 for step in once] == [step.replayed_sha256 for step in again]
+    assert not any(step.identical for step in once)
+    assert all(step.replayed[said] > 0 for step in once[1:])
+    if said == "trained_tokens":
+        assert all(step.replayed[said] < step.recorded[said] for step in once)
 
 
 def test_another_learning_rate_gives_other_weights_further_along_the_same_way(finished: RunLog, tmp_path: Path) -> None:
@@ -287,18 +324,3 @@ def test_damaged_rewards_name_the_file_and_the_way_out(log: RunLog, tmp_path: Pa
     log.store.put(rewards_key(log, "same", "shard-0"), b"not these")
     with pytest.raises(DamagedRewards, match=r"rewards/same/shard-0.arrow.*sha256 differs.*another name"):
         _replay(log, tmp_path, 1, 1, rewards="same")
-
-
-def test_the_comparison_of_updates_by_hand(tmp_path: Path) -> None:
-    def folder(name: str, a: list[float], b: list[float]) -> Path:
-        (tmp_path / name).mkdir()
-        save_file({"a": torch.tensor([a]), "b": torch.tensor(b)}, str(tmp_path / name / "model.safetensors"))
-        return tmp_path / name
-
-    start = folder("start", [1, 1], [1])
-    recorded = folder("recorded", [4, 5], [1])  # moved by (3, 4, 0)
-    new = folder("new", [1, 5], [4])  # moved by (0, 4, 3)
-    distance, cosine = compare_updates(new, recorded, start=start)
-    assert distance == pytest.approx(math.sqrt(18) / 5) and cosine == pytest.approx(16 / 25)
-    assert compare_updates(recorded, recorded, start=start) == (0.0, pytest.approx(1.0))
-    assert compare_updates(new, start, start=start) == (None, None)

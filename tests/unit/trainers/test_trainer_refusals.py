@@ -9,11 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.trainers.builders import Row, largest_difference, random_rows, samples_of, take_step, trainer_of
+from storage.digests import DIGEST_FILE, seal_folder
+from storage.runs import model_key
+from tests.unit.trainers.builders import (
+    Row,
+    largest_difference,
+    new_run,
+    random_rows,
+    recipe_of,
+    samples_of,
+    take_step,
+    tiny_model,
+    trainer_of,
+)
 from tests.unit.trainers.naive import everything
 from trainers.health import GapTooLarge, NonFinite
+from trainers.replay import Retrainer
 from trainers.samples import Samples
 from trainers.trainer import Trainer
+from trainers.warmup import character_tokenizer
 
 _EVERY_KIND: list[dict[str, Any]] = [
     {},
@@ -82,15 +96,39 @@ def test_an_engine_that_disagrees_names_its_shard_and_touches_nothing(
 ) -> None:
     trainer = _after_a_step(tiny_folder, rows, settings)
     fresh = [dataclasses.replace(row, versions=[1] * len(row.reply)) for row in rows]
-    off = [
-        dataclasses.replace(row, logprobs=[p - 3 for p in row.logprobs]) if row.group % 2 else row for row in fresh
-    ]
+    off = [dataclasses.replace(row, logprobs=[p - 3 for p in row.logprobs]) if row.group % 2 else row for row in fresh]
     before = everything(trainer)
     with pytest.raises(GapTooLarge) as error:
         trainer.step(_named(off, shards=2), step=2, base_version=1, max_staleness=9, max_gap=2.0)
     assert list(error.value.gaps) == ["shard-1"] and "shard shard-1" in str(error.value)
     assert largest_difference(everything(trainer), before) == 0
     trainer.step(_named(fresh, shards=2), step=2, base_version=1, max_staleness=9, max_gap=2.0)
+
+
+def _forget(folder: Path) -> None:
+    """Give a model folder another vocabulary."""
+    (folder / DIGEST_FILE).unlink()
+    character_tokenizer(set("abcdefghij+=")).save_pretrained(folder)
+    seal_folder(folder)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused_before_anything_is_trained(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    log = new_run(tmp_path, tiny_folder)
+    settings = {"advantage": "distill", "reference": {"kind": "model", "model": "teacher"}}
+    for name in ("same", "other"):
+        teacher = tiny_model(tmp_path / name, seed=1)
+        if name == "other":
+            _forget(teacher)
+        log.store.put_folder(teacher, model_key("teacher"), last=DIGEST_FILE)
+        cache = tmp_path / f"cache-{name}"
+        if name == "same":
+            Retrainer(log, recipe_of(**settings), cache=cache)
+            log.store.delete([f"{model_key('teacher')}/{file.name}" for file in teacher.iterdir()])
+        else:
+            with pytest.raises(ValueError, match="train.reference.model = 'teacher' has another vocabulary"):
+                Retrainer(log, recipe_of(**settings), cache=cache)
 
 
 @pytest.mark.parametrize("settings", [{}, {"advantage": "gae"}, {"advantage": "reinforce++"}])

@@ -76,12 +76,15 @@ def test_aggregation_divides_by_what_its_name_says(tiny_folder: Path, rows: list
     policy, loss = policy_of(tiny_folder), torch.zeros(())
     for row, advantage in zip(rows, _grpo(rows), strict=True):
         terms = surrogate(reply_logprobs(policy, row)[0], torch.tensor(row.logprobs), advantage)
-        loss = loss - {
-            "token_mean": terms.sum() / _num_tokens(rows),
-            "sequence_mean": terms.mean() / len(rows),
-            "sequence_sum": terms.sum() / len(rows),
-            "constant": terms.sum() / (len(rows) * _MAX_TOKENS),
-        }[aggregation]
+        loss = (
+            loss
+            - {
+                "token_mean": terms.sum() / _num_tokens(rows),
+                "sequence_mean": terms.mean() / len(rows),
+                "sequence_sum": terms.sum() / len(rows),
+                "constant": terms.sum() / (len(rows) * _MAX_TOKENS),
+            }[aggregation]
+        )
     trainer = trainer_of(tiny_folder, aggregation=aggregation, tokens_per_microbatch=64)
     assert take_step(trainer, samples_of(rows))["loss"] == pytest.approx(float(loss.detach()), abs=2e-6)
     assert_same_gradient(trainer, gradient_of(loss, policy), atol=2e-5)
@@ -252,7 +255,7 @@ def test_sft_on_nothing_accepted_changes_nothing(tiny_folder: Path, samples: Sam
     trainer = trainer_of(tiny_folder, loss={"kind": "sft", "min_reward": 2.0})
     before = weights(trainer)
     metrics = take_step(trainer, samples)
-    assert metrics["loss"] == 0 and metrics["trained_tokens"] == 1 and metrics["grad_norm"] == 0
+    assert metrics["loss"] == metrics["trained_tokens"] == metrics["grad_norm"] == 0
     assert largest_difference(weights(trainer), before) == 0
 
 

@@ -31,6 +31,7 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from trainers.distributed import full
+from trainers.health import GapTooLarge
 from trainers.worker import PHASES, TrainerWorker
 
 _BATCH = 2
@@ -289,6 +290,18 @@ def test_the_trainer_that_commits_second_gets_a_conflict(log: RunLog, tmp_path: 
     with pytest.raises(Conflict, match="another trainer"):
         _train(second, other)
     assert log.refresh().steps == [committed]
+
+
+def test_a_claim_refused_for_its_shards_changes_no_weight_so_that_the_next_one_is_trained(
+    log: RunLog, tmp_path: Path
+) -> None:
+    worker = _worker(log, tmp_path, max_gap=1e-6)
+    worker.start()
+    before = weights(worker._retrainer.trainer)
+    for _ in range(2):  # no conflict: the weights are still the policy's
+        with pytest.raises(GapTooLarge, match="shard-0"):
+            _train(worker, _claim(log))
+    assert largest_difference(before, weights(worker._retrainer.trainer)) == 0 and log.refresh().steps == []
 
 
 def test_an_equal_claim_of_another_session_is_not_taken_for_our_own(log: RunLog, tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""Sharding hides nothing from the optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.unit.trainers.builders import largest_difference, random_rows, samples_of, take_step, trainer_of, weights
+from trainers.samples import Samples
+
+
+def _in_shards(samples: Samples, shards_B: np.ndarray) -> Samples:
+    ids = [f"shard{number}" for number in range(int(shards_B.max()) + 1)]
+    groups = [f"group{number}" for number in range(int(samples.groups_B.max()) + 1)]
+    return Samples(**{**vars(samples), "shards_B": shards_B, "shard_ids": ids, "group_ids": groups})
+
+
+def test_an_update_reaches_every_parameter_after_a_forward_pass_without_a_gradient(tiny_folder: Path):
+    trainer = trainer_of(tiny_folder)
+    ids, offsets = torch.arange(1, 9), torch.tensor([0, 8], dtype=torch.int32)
+
+    def logprobs() -> torch.Tensor:
+        with torch.no_grad():
+            return trainer.model(ids, ids.roll(-1), torch.arange(8), offsets, 1.0)[0].clone()
+
+    before = logprobs()
+    embedding = next(p for group in trainer.optimizer.param_groups for p in group["params"])
+    with torch.no_grad():
+        embedding.mul_(2).add_(0.1)
+    assert not torch.allclose(before, logprobs(), atol=1e-3)
+
+
+def test_measuring_a_shard_that_the_first_minibatch_does_not_see_trains_nothing_else(tiny_folder: Path):
+    samples = samples_of(random_rows(tiny_folder, num_groups=4))
+    alone, probed = trainer_of(tiny_folder, num_minibatches=4), trainer_of(tiny_folder, num_minibatches=4)
+    one = take_step(alone, _in_shards(samples, np.zeros(samples.num_rows, np.int64)))
+    each = take_step(probed, _in_shards(samples, samples.groups_B.astype(np.int64)))
+    assert largest_difference(weights(alone), weights(probed)) == 0
+    assert one["grad_norm"] == each["grad_norm"]

@@ -1,0 +1,62 @@
+"""Are two batches the same, and how far apart are two updates.
+
+In: a claim and its samples; policy folders. Out: a digest; a distance and a cosine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+
+from storage.adapters import ADAPTER_WEIGHTS, has_adapter
+from storage.log_entries import Claim, to_json
+from storage.policies import WEIGHTS_FILE
+from trainers.samples import Samples
+
+
+def batch_sha256(claim: Claim, samples: Samples) -> str:
+    """Digest of a claim and of every value in its samples: ranks that compare it know that they train on the same."""
+    sha256 = hashlib.sha256(json.dumps(to_json(claim), sort_keys=True).encode())
+
+    def add(value: object) -> None:
+        match value:
+            case np.ndarray():
+                sha256.update(f"{value.dtype} {value.shape}".encode())
+                sha256.update(np.ascontiguousarray(value).data)
+            case dict():
+                for key in sorted(value):
+                    sha256.update(json.dumps(key).encode())
+                    add(value[key])
+            case _:
+                sha256.update(json.dumps(value).encode())
+
+    for field in dataclasses.fields(samples):
+        add(getattr(samples, field.name))
+    return sha256.hexdigest()
+
+
+def compare_updates(new: Path, recorded: Path, *, start: Path) -> tuple[float | None, float | None]:
+    """(‖new − recorded‖ / ‖recorded − start‖, cosine of new − start and recorded − start), over all weights.
+
+    All three are policy folders with the same tensors; one tensor of each is in memory at a time. Null where an
+    update the number divides by is zero.
+    """
+    from safetensors import safe_open
+
+    name = ADAPTER_WEIGHTS if has_adapter(new) else WEIGHTS_FILE
+    opened = [safe_open(str(folder / name), framework="pt") for folder in (new, recorded, start)]
+    apart = new_squares = recorded_squares = product = 0.0
+    for name in opened[0].keys():  # noqa: SIM118 - the file is no mapping
+        new_V, recorded_V, start_V = (file.get_tensor(name).double().flatten() for file in opened)
+        apart += float((new_V - recorded_V).square().sum())
+        new_squares += float((new_V - start_V).square().sum())
+        recorded_squares += float((recorded_V - start_V).square().sum())
+        product += float((new_V - start_V) @ (recorded_V - start_V))
+    distance = math.sqrt(apart / recorded_squares) if recorded_squares else None
+    both = math.sqrt(new_squares * recorded_squares)
+    return distance, product / both if both else None
