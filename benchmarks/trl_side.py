@@ -28,7 +28,7 @@ from benchmarks.trl_workloads import WORKLOADS, Workload, reward_of  # noqa: E40
 from storage.loading import load_object  # noqa: E402
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
+class Clock(TrainerCallback):
     """Notes when training began and each step ended; scores the held-out problems where the workload asks for it."""
 
     def __init__(self, workload: Workload) -> None:

@@ -12,6 +12,7 @@ from prefect import flow
 
 from flows.config import make_config, training_changes, with_training_changes
 from tasks.base_model import provide_reference
+from tasks.preflight import check_model
 from tasks.replay import check_replay, describe_replay, lead_up, retrain, save_policy, start_replay
 from tasks.session import reading_session
 
@@ -40,6 +41,8 @@ async def replay(
     plan, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
     config = make_config(saved, source=f"run {run}")
     changed = with_training_changes(config, changes or {})
+    if changed.train.reference.model:
+        check_model(changed.train.reference.model)
     async with reading_session(store=store, tracking="", run_id=run, what="replay", train=changed.train) as session:
         # Where to compute is no part of the maths: it holds for the steps before the span too.
         where = {"train.device": changed.train.device, "train.num_ranks": changed.train.num_ranks}

@@ -5,6 +5,8 @@ In: a tokenizer folder (HF). Out: ids of a first prompt, ids of what a later tur
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ class ChatTokens:
         self.chat_template_sha256 = sha256_of(tokenizer.chat_template.encode())
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._can_continue = False
+        # All attempts of a group begin with the same messages, and a template costs more than what follows it.
+        self._prompt_ids = functools.lru_cache(maxsize=256)(self._render_prompt)
 
     @classmethod
     def load(cls, folder: Path) -> ChatTokens:
@@ -42,7 +46,7 @@ class ChatTokens:
 
         A template that knows nothing of tools leaves them out.
         """
-        return self._ids(self._render(messages, tools=tools))
+        return list(self._prompt_ids(tuple(messages), json.dumps(tools)))
 
     def continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """Ids to append after a sampled reply so that new messages follow it and the policy speaks next.
@@ -73,6 +77,9 @@ class ChatTokens:
     def alphabet(self) -> list[int]:
         """Every id that is not special, sorted."""
         return sorted(i for i in self.tokenizer.get_vocab().values() if i not in self._special_ids)
+
+    def _render_prompt(self, messages: tuple[Message, ...], tools: str) -> tuple[int, ...]:
+        return tuple(self._ids(self._render(messages, tools=json.loads(tools))))
 
     def _behind_stand_in(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> list[int]:
         stand_in = [Message(role="user", content="0"), Message(role="assistant", content=_STAND_IN)]

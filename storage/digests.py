@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 DIGEST_FILE = "digest.json"
+WEIGHTS_FILE = "model.safetensors"
+"""The weights of a policy that is whole."""
 
 
 class DigestMismatch(Exception):

@@ -28,14 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from storage.deltas import apply_delta, read_about, write_delta
-from storage.digests import DIGEST_FILE, DigestMismatch, seal_folder, sha256_of, verify_folder
+from storage.digests import DIGEST_FILE, WEIGHTS_FILE, DigestMismatch, seal_folder, sha256_of, verify_folder
 from storage.log_entries import Policy
 from storage.object_store import reserved_bytes, room_for
 from storage.run_log import RunLog
 
 logger = logging.getLogger("millrace.policies")
 
-WEIGHTS_FILE = "model.safetensors"
 DELTA_FILE = "delta.safetensors"
 LARGEST_DELTA = 0.5
 """Of the whole's size. A larger delta is not worth reading two files instead of one."""

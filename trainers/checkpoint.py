@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from storage.digests import seal_folder, verify_folder
+from storage.digests import WEIGHTS_FILE, seal_folder, verify_folder
 from trainers.critic import Critic
 from trainers.distributed import copy_into, full, num_ranks
 from trainers.lora import has_adapters, read_adapter, write_adapter
@@ -49,7 +49,7 @@ def save_policy(model: PolicyModel, base_folder: Path, folder: Path | None, *, d
     for file in base_folder.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
             shutil.copy(file, folder / file.name)
-    save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
     return seal_folder(folder)
 
 
@@ -140,7 +140,7 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
     if has_adapters(model):
         read_adapter(model.causal_lm, folder)
         return
-    tensors = load_file(str(folder / "model.safetensors"))
+    tensors = load_file(str(folder / WEIGHTS_FILE))
     for name, parameter in _named_weights(model).items():
         copy_into(parameter, tensors[name].to(parameter.dtype))
 

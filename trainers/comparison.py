@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from storage.adapters import ADAPTER_WEIGHTS, has_adapter
+from storage.digests import WEIGHTS_FILE
 from storage.log_entries import Claim, to_json
-from storage.policies import WEIGHTS_FILE
 from trainers.samples import Samples
 
 
