@@ -163,7 +163,7 @@ def make_model(shape: str, device: torch.device, *, compile: bool, checkpointing
 
 def draw_lengths(total: int, draw: np.random.Generator, *, shortest: int, longest: int) -> list[int]:
     """Lengths that add up to `total`: equal packs need one compilation. The last one may be shorter."""
-    lengths = []
+    lengths: list[int] = []
     while (left := total - sum(lengths)) > 0:
         lengths.append(min(left, int(draw.integers(shortest, longest + 1))))
     return lengths
@@ -283,7 +283,7 @@ def main() -> None:
     print(f"{'shape':8}{'tokens':>9}{'packs':>7}{'tokens/s':>12}{'MFU':>9}{'seconds':>10}{'peak GB':>10}{'loss':>12}")
     for shape in shapes:
         step = Step(make_model(shape, device, compile=compile, checkpointing=arguments.checkpointing))
-        vocabulary = step.model.causal_lm.config.vocab_size  # type: ignore[union-attr]
+        vocabulary = step.model.causal_lm.config.vocab_size
         for count in tokens:
             packs = make_packs(tokens=count, budget=budget, vocabulary=vocabulary, device=device, **lengths)
             row = measure(step, packs, device=device, steps=arguments.steps, peak_flops=arguments.peak_tflops * 1e12)

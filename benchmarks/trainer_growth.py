@@ -75,12 +75,12 @@ def measure(*, rounds: int, threads: int) -> dict[str, Any]:
     growth = {
         way: {tokens: _median(runs[f"{way}/{tokens}"]) for tokens in TOKENS} for way in ("one pack", "default packs")
     }
-    shards = {count: _median(runs[f"shards/{count}"]) for count in SHARDS}
+    by_shards = {count: _median(runs[f"shards/{count}"]) for count in SHARDS}
     return {
         "slopes": {way: _slope(seconds) for way, seconds in growth.items()},
-        "most_over_one_shard": max(shards.values()) / shards[1],
+        "most_over_one_shard": max(by_shards.values()) / by_shards[1],
         "cpu_seconds_by_tokens": growth,
-        "cpu_seconds_by_shards": shards,
+        "cpu_seconds_by_shards": by_shards,
         "tokens_of_shards": max(SHARDS) * ATTEMPTS * LENGTH // 4,
         "model": {"hidden_size": HIDDEN_SIZE, "num_layers": NUM_LAYERS, "sequence_length": LENGTH},
         "machine": {

@@ -50,6 +50,7 @@ def check_before_anything_starts(config: RunConfig) -> None:
         store=config.store,
         evaluation_split=config.evaluation.split,
         tool_parser=config.engine.tool_parser,
+        train=config.train,
     )
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
     with trainer_lock(create_run(store, config.run, document, defaults=default_values())):

@@ -78,7 +78,7 @@ class RunConfig(Settings):
     def _fits_together(self) -> Self:
         problems = []
         advantage = self.train.advantage
-        needs_group = advantage.kind in ("grpo", "leave_one_out", "opo", "pass_at_k")
+        needs_group = advantage.kind in ("grpo", "leave_one_out", "opo", "pass_at_k") and self.train.loss.kind != "sft"
         if self.n_samples < 2 and (needs_group or getattr(advantage, "baseline", False)):
             problems.append(
                 f"n_samples = 1 with train.advantage.kind = {advantage.kind!r}: an only attempt has nobody to be "
@@ -203,6 +203,9 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ConfigError(f"{key}: a replay can change {', '.join(_REPLAYABLE)} and train.…{hint}")
         _set(document, key, changes[key], source="replay")
+    advantage = document["train"]["advantage"]
+    if (advantage if isinstance(advantage, str) else advantage.get("kind")) != "gae":
+        document["train"].pop("critic", None)  # recorded with a critic, trained without one
     return make_config(document, source="replay")
 
 

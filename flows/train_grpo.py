@@ -23,7 +23,7 @@ from prefect import flow
 
 from flows.config import RunConfig, Settings, default_values, make_config
 from tasks.base_model import provide_base_model, provide_reference
-from tasks.preflight import check_loss, check_run
+from tasks.preflight import check_run
 from tasks.rollout import evaluate_policy, produce_until_death
 from tasks.session import RunSession, training_session
 from tasks.track import track, tracking_is_due
@@ -82,8 +82,8 @@ async def train_grpo(
         store=config.store,
         evaluation_split=config.evaluation.split,
         tool_parser=config.engine.tool_parser,
+        train=config.train,
     )
-    check_loss(config.train.loss, with_reference=config.train.reference.kind != "none")
     async with training_session(
         store=config.store,
         tracking=config.tracking,

@@ -12,11 +12,20 @@ from rollouts.tool_parsing import check_tool_parser
 from rollouts.workflow import RolloutWorkflow
 from storage.loading import load_object
 from storage.object_store import StoreError, open_store, probe
-from trainers.config import CustomLoss, Loss
+from trainers.config import CustomLoss, Loss, TrainSettings
 
 
-def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation_split: str, tool_parser: str) -> None:
-    """Load the workflow and its data, look for the model, write to the store.
+def check_run(
+    *,
+    workflow: str,
+    dataset: str,
+    model: str,
+    store: str,
+    evaluation_split: str,
+    tool_parser: str,
+    train: TrainSettings | None = None,
+) -> None:
+    """Load the workflow and its data, look for the models, try a loss of the user's, write to the store.
 
     Raises `ValueError`, or `storage.object_store.StoreError`, for the first thing that will not work.
     """
@@ -32,6 +41,10 @@ def check_run(*, workflow: str, dataset: str, model: str, store: str, evaluation
         check_model(model)
     else:
         loaded.demonstrations(1, seed=0)
+    if train is not None and train.reference.model:
+        check_model(train.reference.model)
+    if train is not None:
+        check_loss(train.loss, with_reference=train.reference.kind != "none")
     if not probe(open_store(store_uri(store))):
         raise StoreError(
             f"store {store_uri(store)} lets a second writer replace what the first one wrote; trainer, rollout worker "

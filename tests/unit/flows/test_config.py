@@ -16,7 +16,7 @@ from flows.config import (
     training_changes,
     with_training_changes,
 )
-from trainers.config import CispoLoss
+from trainers.config import CispoLoss, CriticSettings
 
 _ROOT = Path(__file__).parents[3]
 
@@ -180,6 +180,12 @@ def test_a_replay_changes_settings_of_the_trainer_and_says_which() -> None:
     }
     assert changed.train.loss == CispoLoss(clip_low=0.1) and changed.n_samples == config.n_samples
     assert training_changes(config, with_training_changes(config, {})) == {}
+
+
+def test_a_run_with_a_critic_is_replayed_without_one() -> None:
+    config = _config(train={"advantage": "gae", "critic": {"learning_rate": 1e-3}})
+    assert with_training_changes(config, {"train.advantage": "opo"}).train.critic == CriticSettings()
+    assert with_training_changes(config, {"train.loss": "sapo"}).train.critic.learning_rate == 1e-3
 
 
 @pytest.mark.parametrize(
