@@ -324,6 +324,7 @@ def main(
     """Measure, print, and save when asked."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     numbers = asyncio.run(
         measure(groups=groups, repetitions=repetitions, rounds=rounds, hidden_size=hidden_size, num_layers=num_layers)
     )

@@ -6,7 +6,7 @@ In: nothing; a random Qwen2 of 2.4M parameters and random samples. Out: a table,
 
 The step: 32 prompts × 8 attempts, replies of geometric length (mean 64, cut at 256), float32, GRPO advantages, the
 clipped loss averaged over tokens, entropy as a metric, the gradient clipped to norm 1, AdamW. Ours is `Trainer.step`
-on what `gather_samples` read, at its default settings. The other side is what TRL's GRPOTrainer does with
+on what `gather_samples` read, in packs of 1,024 tokens. The other side is what TRL's GRPOTrainer does with
 transformers: prompts padded on the left and replies on the right, SDPA, the logits of a micro-batch's replies in
 memory. What we are compared with is padded to the longest of the step, as TRL pads, at the micro-batch size that takes
 the least processor time. Padding to the longest of each micro-batch is measured too, with a ratio of its own: at few
@@ -47,18 +47,21 @@ from rich.table import Table
 from benchmarks.trainer_workloads import LEARNING_RATE, groups_of_w, model_folder, recipe_of, samples_of
 from trainers.samples import Samples
 
-MICRO_BATCHES = (2, 8, 32)
-TOLERANCE = 1e-4
 PaddedTo = Literal["step", "micro-batch"]
+OUR_TOKENS = 1024
+"""Tokens of our packs; the step is measured at the default too, which is somewhat faster and takes more memory."""
+MICRO_BATCHES: dict[PaddedTo, tuple[int, ...]] = {"step": (8, 16, 32), "micro-batch": (2, 8)}
+"""Rows, by what they are padded to. Fewer rows padded to the longest of the step only take longer."""
+TOLERANCE = 1e-4
 
 
 class Ours:
-    """`Trainer`, at its defaults."""
+    """`Trainer`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: object) -> None:
         from trainers.trainer import Trainer
 
-        self.trainer = Trainer(folder, recipe_of(max_tokens=256))
+        self.trainer = Trainer(folder, recipe_of(max_tokens=256, **settings))
         self.trainer.step_without_gradient(step=1)
 
     def step(self, samples: Samples) -> dict[str, float]:
@@ -145,8 +148,13 @@ def _advantages(samples: Samples) -> np.ndarray:
 
 def serve(side: str, folder: Path) -> None:
     """A side's process: a line of JSON with arguments of `step` in, a line with what it took out."""
-    sides = {"ours": Ours, "padded": Padded}
-    way: Any = sides[side](folder)
+    match side:
+        case "ours":
+            way: Any = Ours(folder, tokens_per_microbatch=OUR_TOKENS)
+        case "defaults":
+            way = Ours(folder)
+        case _:
+            way = Padded(folder)
     samples = samples_of(groups_of_w())
     small = samples_of(groups_of_w(num_groups=1))
     for line in sys.stdin:
@@ -206,30 +214,31 @@ class Side:
         self.process.wait()
 
 
-def measure(*, pairs: int, threads: int, micro_batches: tuple[int, ...]) -> dict[str, Any]:
+def measure(*, pairs: int, threads: int) -> dict[str, Any]:
     """Everything, as the JSON it is saved as. Raises `RuntimeError` where the sides do not compute the same."""
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         folder = model_folder(Path(scratch), hidden_size=256, num_layers=4)
-        ours, padded = Side("ours", folder, threads=threads), Side("padded", folder, threads=threads)
+        ours, defaults, padded = (Side(name, folder, threads=threads) for name in ("ours", "defaults", "padded"))
         try:
-            tried: dict[str, list[dict[str, Any]]] = {
-                padded_to: [
-                    {"micro_batch": rows, **padded.step(micro_batch=rows, padded_to=padded_to)}
-                    for rows in micro_batches
+            tried: dict[str, list[dict[str, Any]]] = {}
+            for padded_to, sizes in MICRO_BATCHES.items():
+                tried[padded_to] = [
+                    {"micro_batch": rows, **padded.step(micro_batch=rows, padded_to=padded_to)} for rows in sizes
                 ]
-                for padded_to in ("step", "micro-batch")
-            }
-            for _ in range(2 * len(micro_batches)):
-                ours.step()  # as many updates of its weights
+                for _ in sizes:  # as many updates of its weights
+                    ours.step()
+                    defaults.step()
             best = {to: min(found, key=lambda run: run["cpu_seconds"])["micro_batch"] for to, found in tried.items()}
-            runs: dict[str, list[dict[str, float]]] = {"ours": [], "padded": []}
+            runs: dict[str, list[dict[str, float]]] = {"ours": [], "defaults": [], "padded": []}
             for _ in range(pairs):
                 runs["padded"].append(padded.step(micro_batch=best["step"], padded_to="step"))
                 runs["ours"].append(ours.step())
+                runs["defaults"].append(defaults.step())
                 _check(runs["ours"][-1], runs["padded"][-1])
+                _check(runs["defaults"][-1], runs["padded"][-1])
         finally:
-            ours.close()
-            padded.close()
+            for side in (ours, defaults, padded):
+                side.close()
     return {
         "speed_ratio": _median_ratio(runs, "seconds"),
         "cpu_ratio": _median_ratio(runs, "cpu_seconds"),
@@ -283,7 +292,8 @@ def show(numbers: dict[str, Any], console: Console) -> None:
             f"{runs[-1]['grad_norm']:.6f}",
         )
 
-    add("Trainer.step", numbers["runs"]["ours"])
+    add(f"Trainer.step, packs of {OUR_TOKENS} tokens", numbers["runs"]["ours"])
+    add("Trainer.step, default packs", numbers["runs"]["defaults"])
     add(f"padded to the step, {numbers['micro_batch']} rows", numbers["runs"]["padded"])
     for padded_to, tried in numbers["tried"].items():
         for run in tried:
@@ -294,7 +304,6 @@ def show(numbers: dict[str, Any], console: Console) -> None:
 def main(
     pairs: Annotated[int, typer.Option(min=1, help="steps of each side")] = 5,
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
-    micro_batch: Annotated[list[int] | None, typer.Option(help="rows; may be repeated  [default: 2, 8, 32]")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="where to save the numbers")] = None,
     serve_side: Annotated[str, typer.Option("--serve", hidden=True)] = "",
     model: Annotated[Path, typer.Option(hidden=True)] = Path(),
@@ -303,8 +312,8 @@ def main(
     if serve_side:
         serve(serve_side, model)
         return
-    numbers = measure(pairs=pairs, threads=threads, micro_batches=tuple(micro_batch or MICRO_BATCHES))
-    show(numbers, Console())
+    numbers = measure(pairs=pairs, threads=threads)
+    show(numbers, Console(width=120))
     if json_file:
         json_file.write_text(json.dumps(numbers, indent=1) + "\n")
 

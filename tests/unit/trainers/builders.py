@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,16 +149,18 @@ def recipe_of(
 def trainer_of(
     folder: Path, *, learning_rate: float = 1e-3, temperature: float = 1.0, seed: int = 0, **settings: object
 ) -> Trainer:
-    """A trainer that does not clip gradients unless told to, and believes an engine that is far off."""
-    chosen = {"max_grad_norm": NO_CLIPPING, "max_gap": 1e9, **settings}
+    """A trainer that does not clip gradients unless told to."""
+    chosen = {"max_grad_norm": NO_CLIPPING, **settings}
     recipe = recipe_of(learning_rate=learning_rate, temperature=temperature, seed=seed, **chosen)
     reference = folder if recipe.settings.reference.kind == "base" else None
     return Trainer(folder, recipe, reference=reference)
 
 
-def take_step(trainer: Trainer, samples: Samples, *, step: int = 1, max_staleness: int = 0) -> dict[str, float]:
+def take_step(
+    trainer: Trainer, samples: Samples, *, step: int = 1, max_staleness: int = 0, max_gap: float = math.inf
+) -> dict[str, float]:
     """One optimizer step on a policy whose version is the number of steps before."""
-    return trainer.step(samples, step=step, base_version=step - 1, max_staleness=max_staleness)
+    return trainer.step(samples, step=step, base_version=step - 1, max_staleness=max_staleness, max_gap=max_gap)
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
