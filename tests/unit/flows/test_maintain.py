@@ -101,7 +101,7 @@ def test_what_is_freed_is_said(log: RunLog, caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.INFO, "millrace.maintain")
     would = _collect(log, dry_run=True)
     assert would["run"]["freed_bytes"] > 0 and not would["run"]["removed"]
-    assert "run: would remove 6 × policy, 6 × shard, 1 × state" in caplog.text
+    assert "run: would remove 6 × shard, 1 × state, 6 × policy" in caplog.text
     with reading(log, "replay"):
         assert not _collect(log)["run"]["removed"]
     assert "in use by replay" in caplog.text
