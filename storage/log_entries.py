@@ -372,6 +372,9 @@ def _reader(kind: Any) -> Callable[[Any], Any] | None:
     if origin in (types.UnionType, typing.Union):
         inner = _reader(next(argument for argument in arguments if argument is not type(None)))
         return inner and (lambda value: None if value is None else inner(value))
+    if origin is dict and arguments[0] is int:  # JSON's keys are text
+        read_item = _reader(arguments[-1]) or (lambda element: element)
+        return lambda value: {int(key): read_item(element) for key, element in value.items()}
     if origin in (list, dict) and (item := _reader(arguments[-1])):
         if origin is list:
             return lambda value: [item(element) for element in value]
