@@ -29,10 +29,10 @@ def _invoke(tmp_path: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_overrides_are_toml_values_and_bare_words() -> None:
-    parsed = parse_overrides(["steps=5", "train.scale=none", "learning_rate=1e-3", "rollout.drop_uniform_groups=true"])
+    parsed = parse_overrides(["steps=5", "train.loss=cispo", "learning_rate=1e-3", "rollout.drop_uniform_groups=true"])
     assert parsed == {
         "steps": 5,
-        "train.scale": "none",
+        "train.loss": "cispo",
         "learning_rate": 1e-3,
         "rollout.drop_uniform_groups": True,
     }
@@ -47,7 +47,7 @@ def test_an_override_without_a_value_says_how_to_write_it() -> None:
     ("overrides", "sentence"),
     [
         (["stepz=4"], "did you mean 'steps'"),
-        (["train.scal=none"], "did you mean 'scale'"),
+        (["train.shedule=linear"], "did you mean 'schedule'"),
         (["n_samples=1", "rollout.min_usable=1"], "n_samples of 2 or more"),
         (["max_staleness=-1"], "max_staleness = -1"),
         (["model=/nowhere"], "no such folder"),
