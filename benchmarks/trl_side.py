@@ -5,7 +5,7 @@ In: a workload's name, its model, the number of steps and a file. Out: the file,
     python -m benchmarks.trl_side W MODEL_FOLDER 10 out.json [key=value of GRPOConfig, as JSON, ...]
 
 What TRL is given to be fast: a step's samples in one batch of generation with its key-value cache, no log, no
-checkpoint, no evaluation but ours, no gradient checkpointing, and the micro-batch that was fastest.
+checkpoint, no evaluation but ours, no gradient checkpointing, and a micro-batch that has not been searched for yet.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Workload:
     train: dict[str, Any]
     """Millrace's [train] table, `num_minibatches` aside."""
     trl: dict[str, Any]
-    """TRL's arguments that depend on the sizes: the fastest we found, see `docs/trl_speed.json`."""
+    """TRL's arguments that depend on the sizes; guesses, not the result of a search."""
 
     @property
     def samples_per_step(self) -> int:
