@@ -10,7 +10,6 @@ Ports are free ones and everything lies in the folder, so two can run at once. I
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 import socket
@@ -22,6 +21,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests import apt
+
 PACKAGE_OF = {
     "ceph-mon": "ceph-mon",
     "ceph-osd": "ceph-osd",
@@ -30,13 +31,8 @@ PACKAGE_OF = {
     "ceph": "ceph-common",
     "monmaptool": "ceph-common",
 }
-INSTALL_SECONDS = 400
 START_SECONDS = 120
 USER = "tests"
-
-
-class CannotInstall(Exception):
-    """Ceph is not here and cannot be brought here; the message says what is missing."""
 
 
 class CephFailed(Exception):
@@ -47,7 +43,7 @@ class CephFailed(Exception):
 def ceph_server(folder: Path) -> Iterator[Ceph]:
     """Run a server in an empty folder.
 
-    Raises `CannotInstall` where Ceph cannot be had, and `CephFailed` where it breaks.
+    Raises `tests.apt.CannotInstall` where Ceph cannot be had, and `CephFailed` where it breaks.
     """
     install()
     ceph = Ceph(folder)
@@ -59,35 +55,10 @@ def ceph_server(folder: Path) -> Iterator[Ceph]:
 
 
 def install() -> None:
-    """Bring the Debian packages that are missing. Raises `CannotInstall`."""
-    missing = sorted({package for program, package in PACKAGE_OF.items() if not shutil.which(program)})
-    if not missing:
-        return
-    names = " ".join(missing)
-    if not shutil.which("apt-get"):
-        raise CannotInstall(f"Ceph is not installed and there is no apt-get to install it: needs {names}")
-    if os.geteuid() != 0:
-        raise CannotInstall(f"Ceph is not installed: sudo apt-get install --no-install-recommends {names}")
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    command = ["apt-get", "install", "-y", "--no-install-recommends", *missing]
-    output = ""
-    deadline = time.monotonic() + INSTALL_SECONDS
-    for step in (command, ["apt-get", "update"], command):  # fresh package lists only where the ones here do not do
-        try:
-            done = subprocess.run(
-                step,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=max(1.0, deadline - time.monotonic()),
-            )
-        except subprocess.TimeoutExpired:
-            raise CannotInstall(f"apt-get did not install {names} within {INSTALL_SECONDS} s") from None
-        if done.returncode == 0 and step is command:
-            return
-        output = done.stderr or output
-    raise CannotInstall(f"apt-get cannot install {names}: {(output.strip().splitlines() or ['no message'])[-1]}")
+    """Bring the Debian packages that are missing. Raises `tests.apt.CannotInstall`."""
+    missing = {package for program, package in PACKAGE_OF.items() if not shutil.which(program)}
+    if missing:
+        apt.install(sorted(missing))
 
 
 class Ceph:

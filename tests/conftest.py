@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from infra.environment import TELEMETRY_OFF
-from tests.ceph import CannotInstall, Ceph, ceph_server
+from tests.apt import CannotInstall
+from tests.ceph import Ceph, ceph_server
 
 PROJECT = Path(__file__).resolve().parent.parent
 MILLRACE = Path(sys.executable).parent / "millrace"

@@ -22,13 +22,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests import apt
+
 USER = "millrace"
-INSTALL_SECONDS = 300
 START_SECONDS = 60
-
-
-class CannotInstall(Exception):
-    """PostgreSQL is not here and cannot be brought here; the message says what is missing."""
 
 
 class PostgresFailed(Exception):
@@ -39,7 +36,7 @@ class PostgresFailed(Exception):
 def postgres_server() -> Iterator[Postgres]:
     """Run a server in a folder of its own, which is deleted at the end.
 
-    Raises `CannotInstall` where PostgreSQL cannot be had, and `PostgresFailed` where it breaks.
+    Raises `tests.apt.CannotInstall` where PostgreSQL cannot be had, and `PostgresFailed` where it breaks.
     """
     programs = install()
     # Not below pytest's folder: only its owner may look into that.
@@ -56,7 +53,7 @@ def postgres_server() -> Iterator[Postgres]:
 def install() -> Path:
     """The folder of the newest PostgreSQL's programs, after bringing the Debian package if there is none.
 
-    Raises `CannotInstall`.
+    Raises `tests.apt.CannotInstall`.
     """
     for attempt in range(2):
         found = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda file: int(file.parts[-3]))
@@ -65,33 +62,8 @@ def install() -> Path:
         if on_path := shutil.which("initdb"):
             return Path(on_path).resolve().parent
         if attempt == 0:
-            _install_package()
-    raise CannotInstall("the package postgresql is installed and has no initdb")
-
-
-def _install_package() -> None:
-    if not shutil.which("apt-get"):
-        raise CannotInstall("PostgreSQL is not installed and there is no apt-get to install it")
-    if os.geteuid() != 0:
-        raise CannotInstall("PostgreSQL is not installed: sudo apt-get install --no-install-recommends postgresql")
-    command = ["apt-get", "install", "-y", "--no-install-recommends", "postgresql"]
-    output = ""
-    for step in (command, ["apt-get", "update"], command):  # fresh package lists only where the ones here do not do
-        try:
-            done = subprocess.run(
-                step,
-                env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=INSTALL_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise CannotInstall(f"apt-get did not install postgresql within {INSTALL_SECONDS} s") from None
-        if done.returncode == 0 and step is command:
-            return
-        output = done.stderr or output
-    raise CannotInstall(f"apt-get cannot install postgresql: {(output.strip().splitlines() or ['no message'])[-1]}")
+            apt.install(["postgresql"])
+    raise apt.CannotInstall("the package postgresql is installed and has no initdb")
 
 
 class Postgres:

@@ -18,9 +18,10 @@ from mlflow import MlflowClient
 
 from storage.object_store import open_store
 from storage.runs import open_run
+from tests.apt import CannotInstall
 from tests.ceph import Ceph
 from tests.compose import COMPOSE, PROJECT, Composition
-from tests.postgres import CannotInstall, Postgres, postgres_server
+from tests.postgres import Postgres, postgres_server
 
 pytest.importorskip("psycopg", reason="MLflow reaches PostgreSQL by psycopg, which is not installed")
 pytestmark = pytest.mark.slow
