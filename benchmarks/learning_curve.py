@@ -50,7 +50,7 @@ def draw(numbers: dict[str, Any], picture: Path) -> None:
     steps, rewards, _ = zip(*numbers["reward"], strict=True)
     versions, scores, _ = zip(*sorted(numbers["held_out"]), strict=True)
     axes.plot(steps, rewards, color="#8aa9c9", linewidth=1.5, label="mean reward of the rollouts (sampled)")
-    axes.plot(versions, scores, color="#c0392b", marker="o", linewidth=2, label="held-out accuracy (greedy)")
+    axes.plot(versions, scores, color="#c0392b", marker="o", linewidth=2, label="held-out accuracy")
     most_calls = 1.0
     if numbers[TOOL_CALLS]:
         called, calls, _ = zip(*numbers[TOOL_CALLS], strict=True)

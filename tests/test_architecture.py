@@ -51,7 +51,8 @@ MAY_USE_ANY_LIBRARY = {"cli", "benchmarks"}  # the command talks to Prefect's cl
 LIBRARY_EXCEPTIONS = {
     ("rollouts/chat_tokens.py", "transformers"),  # the tokenizer is half of the model; loaded lazily
     ("trainers/samples.py", "pyarrow"),  # a table straight into arrays, without a copy through Python lists
-    # The search agent's retrieval server is a program of its own, which no process of a run imports.
+    # The search agent's retrieval server and program are programs of their own, which no process of a run imports.
+    ("examples/search_agent/program.py", "openai"),
     ("examples/search_agent/index.py", "lancedb"),
     ("examples/search_agent/index.py", "pyarrow"),
     ("examples/search_agent/retrieval_server.py", "fastapi"),

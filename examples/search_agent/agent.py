@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ from rollouts.chat import Chat
 from rollouts.datasets import read_dataset
 from rollouts.tools import Tool, ToolUnavailable, tool
 from rollouts.workflow import RolloutWorkflow, Score
-from storage.records import RolloutTask
+from storage.records import Message, RolloutTask
 
 INSTRUCTIONS = """Answer the question at the end by searching a collection of passages. First write a short plan: \
 which facts are needed, and in which order. Then search for them, several at a time where they do not depend on each \
@@ -158,7 +158,7 @@ class SearchAgent(RolloutWorkflow):
 
     def tasks(self, split: str) -> Sequence[RolloutTask]:
         """Raises `ValueError` naming the line for a question without an answer, and for nothing to search."""
-        folder = self._folder()
+        folder = self.folder()
         if not read_settings(folder).search:
             self.services()  # reads the corpus, and so finds its broken lines before anything starts
         return [
@@ -192,28 +192,37 @@ class SearchAgent(RolloutWorkflow):
         except ToolUnavailable:
             if not episode.fault:
                 raise
-        return await self._scored(task, episode, reply)
+        return await self.scored(
+            task, reply, shown=episode.found, num_searches=episode.num_searches, fault=episode.fault
+        )
 
-    async def _scored(self, task: RolloutTask, episode: Episode, reply: str) -> Score:
-        """After a broken rule the reply is empty: whatever is about an answer is 0."""
+    async def scored(
+        self, task: RolloutTask, reply: str, *, shown: Collection[str], num_searches: int, fault: str
+    ) -> Score:
+        """How good a last reply is, after passages `shown`. After a broken rule it is empty: nothing of it counts."""
         supporting = json.loads(task.metadata["supporting"])
-        parts = answer_parts(reply, task.answer, supporting=supporting, seen=episode.found)
-        parts |= {fault: float(episode.fault == fault) for fault in FAULTS}
-        parts["searches"] = float(episode.num_searches)
+        parts = answer_parts(reply, task.answer, supporting=supporting, seen=shown)
+        parts |= {name: float(fault == name) for name in FAULTS}
+        parts["searches"] = float(num_searches)
         judge = self.services().judge
         if judge is not None:
             verdict = await judge(task.prompt, reply, reference=task.answer) if reply else Score(reward=0.0)
             parts["judge"] = verdict.reward
         return Score(reward=parts["exact"], parts=parts)
 
+    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str | None:
+        """The answer at once; which searches lead to it nobody knows."""
+        return f"Answer: {task.answer}"
+
     def services(self) -> Services:
         """Where to search, connected when first needed."""
         if self._services is None:
-            folder = self._folder()
+            folder = self.folder()
             self._services = connect(folder, read_settings(folder))
         return self._services
 
-    def _folder(self) -> Path:
+    def folder(self) -> Path:
+        """The data set's folder. Raises `ValueError` where there is none."""
         if self.dataset is None:
             raise ValueError(
                 "dataset must be set: a folder with train.jsonl, test.jsonl, and corpus.jsonl or services.toml; "

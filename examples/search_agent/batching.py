@@ -44,6 +44,8 @@ class Batcher(Generic[Item, Result]):
         self._item_seconds = 0.0
         self._waiting: deque[tuple[Item, asyncio.Future[Result], float]] = deque()
         self._arrived = asyncio.Event()
+        self._wanted = 1
+        """How many are to wait before `_arrived` is set: to wake up for each arrival costs CPU that the work wants."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
 
     async def __aenter__(self) -> Batcher[Item, Result]:
@@ -69,7 +71,8 @@ class Batcher(Generic[Item, Result]):
         now = time.monotonic()
         futures = [asyncio.get_running_loop().create_future() for _ in items]
         self._waiting.extend((item, future, now) for item, future in zip(items, futures, strict=True))
-        self._arrived.set()
+        if len(self._waiting) >= self._wanted:
+            self._arrived.set()
         return await asyncio.gather(*futures)
 
     async def _run(self) -> None:
@@ -114,6 +117,7 @@ class Batcher(Generic[Item, Result]):
             if left is not None and left <= 0:
                 return
             self._arrived.clear()
+            self._wanted = count
             try:
                 await asyncio.wait_for(self._arrived.wait(), left)
             except TimeoutError:

@@ -102,7 +102,7 @@ class WorldAgent(SearchAgent):
     @functools.cached_property
     def _notes(self) -> LocalSearch:
         made = self.dataset is None
-        return LocalSearch(_made()[0].passages if made else list(read_passages(self._folder() / CORPUS)))
+        return LocalSearch(_made()[0].passages if made else list(read_passages(self.folder() / CORPUS)))
 
 
 @functools.cache

@@ -25,16 +25,22 @@ from tests.builders import MemoryStore
 from trainers.warmup import character_tokenizer
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
-_RUN_FILES = sorted(_EXAMPLES.glob("*.toml"))
+_RUN_FILES = sorted([*_EXAMPLES.glob("*.toml"), *_EXAMPLES.glob("search_agent/*.toml")])
 _SAMPLE = 50
 
 _DATA: dict[str, list[dict[str, Any]]] = {
     "gsm8k": [
         {"question": "Anna has 3 boxes of 6 eggs. How many eggs?", "answer": "3*6 = <<3*6=18>>18 eggs.\n#### 18"},
         {"question": "A coat costs $1,250 less 20%. What is its price?", "answer": "1250*0.8 = 1000\n#### 1,000"},
-    ]
+    ],
+    "search_agent_7b": [
+        {"question": "Where does Ada's boss live?", "answer": "The Hague", "supporting": ["1", "2"]},
+        {"question": "Is it by the sea?", "answer": "yes"},
+    ],
 }
 """Rows for the examples that read a data set, by the name of their run file."""
+_PROGRAMS = {"search_agent_program"}
+"""Programs of their own, to which nobody can say a reference; `search_agent/test_program_agent.py` plays them."""
 
 
 class _Reference(Chat):
@@ -58,7 +64,7 @@ class _Reference(Chat):
         return await super().complete(messages, **options)
 
 
-@pytest.mark.parametrize("run_file", _RUN_FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("run_file", [f for f in _RUN_FILES if f.stem not in _PROGRAMS], ids=lambda file: file.stem)
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_the_reference_reply_scores_one(run_file: Path, split: str, tmp_path: Path):
     config = load_run_file(run_file)
@@ -67,6 +73,7 @@ def test_the_reference_reply_scores_one(run_file: Path, split: str, tmp_path: Pa
         dataset = str(tmp_path)
         rows = [json.dumps(row) for row in _DATA[run_file.stem]]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+        (tmp_path / "corpus.jsonl").write_text('{"id": "1", "text": "Ada works for Bob."}\n')
     workflow: RolloutWorkflow = load_object(config.workflow)(dataset)
     tokens = ChatTokens(character_tokenizer(set(string.printable)))
     parser = ToolParser(config.engine.tool_parser, tokens.tokenizer)
@@ -93,5 +100,8 @@ def test_a_run_of_it_is_continued_by_starting_it_again(run_file: Path):
 
 def test_every_example_has_a_run_file_of_its_own():
     modules = {file.stem for file in _EXAMPLES.glob("*.py")} - {"__init__"}
-    assert {load_run_file(file).workflow.partition(":")[0] for file in _RUN_FILES} == {f"examples.{m}" for m in modules}
+    workflows = {load_run_file(file).workflow.partition(":")[0] for file in _RUN_FILES}
+    packages = {workflow for workflow in workflows if workflow.startswith("examples.search_agent.")}
+    assert packages == {f"examples.search_agent.{name}" for name in ("agent", "world_agent", "program_agent")}
+    assert workflows - packages == {f"examples.{module}" for module in modules}
     assert {file.stem for file in _RUN_FILES} >= modules
