@@ -6,6 +6,9 @@
 # A run file, and more arguments for `train`, `test`, `up` and `down`.
 RUNFILE ?= examples/arithmetic.toml
 ARGS ?=
+# How many faults `make chaos` draws, and from which seed.
+FAULTS ?= 100
+SEED ?= 0
 # A Python 3.11-3.14. Empty: the first one found.
 PYTHON ?=
 PYTHONS := python3.11 python3 python3.12 python3.13 python3.14
@@ -30,7 +33,7 @@ PIP_INSTALL := .venv/bin/python -m pip install --no-deps --no-input --disable-pi
 .ONESHELL:
 .SHELLFLAGS := -euc
 .DEFAULT_GOAL := help
-.PHONY: help train test lint up down lock clean FORCE
+.PHONY: help train test lint chaos audit up down lock clean FORCE
 
 help: ## this list
 	@echo "Millrace: make TARGET [VARIABLE=value ...]"
@@ -45,6 +48,14 @@ test: $(INSTALLED) ## run the tests: ARGS="-k name" or any other pytest argument
 lint: $(INSTALLED) ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+
+chaos: $(INSTALLED) ## faults by the hundred at one run: FAULTS=200 SEED=1
+	MILLRACE_CHAOS_FAULTS=$(FAULTS) MILLRACE_CHAOS_SEED=$(SEED) .venv/bin/python -m pytest tests/chaos $(ARGS)
+
+audit: $(INSTALLED) ## look up known vulnerabilities of every package in the lock (needs pypi.org)
+	[ -x .venv/audit/bin/pip-audit ] || { .venv/bin/python -m venv .venv/audit; .venv/audit/bin/pip install -q pip-audit; }
+	sed 's/+cpu//' requirements/$(DEVICE).lock >.venv/audit/lock.txt
+	.venv/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r .venv/audit/lock.txt
 
 up: $(INSTALLED) ## start the Prefect and MLflow services and a worker
 	.venv/bin/millrace up $(ARGS)

@@ -192,7 +192,7 @@ def report(entries: Sequence[LogEntry], samples: Sequence[Sample], *, task_runs:
 
 
 def _parts(metrics: dict[str, float]) -> dict[str, float]:
-    names = ("generate", "reward", "train", "save", "commit", "publish", "idle")
+    names = ("generate", "reward", "commit", "wait", "load", "train", "save", "publish", "idle")
     return {name: metrics.get(f"{name}_seconds", 0.0) for name in names}
 
 

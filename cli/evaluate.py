@@ -35,7 +35,7 @@ def evaluate_run(
 
 def print_evaluation(found: dict[str, Any], console: Console) -> None:
     """The same for people."""
-    score, facts = held_out(Evaluation(**{key: value for key, value in found.items() if key != "run"}))
+    score, facts = held_out(Evaluation(**{key: value for key, value in found.items() if key not in ("run", "gate")}))
     console.print(
         f"policy {found['version']} of run {found['run']}, split {escape(repr(found['split']))}: "
         f"[bold cyan]{score}[/] [dim]{facts}[/]",

@@ -7,7 +7,7 @@ the numbers are there for dead runs too, and an exporter that is down loses none
     millrace_steps, millrace_policy_version   optimizer steps done, newest policy
     millrace_groups{outcome}                  prompt groups: submitted = trained + filtered + stale + … + pending
     millrace_shards, millrace_quarantined_shards, millrace_trajectories
-    millrace_phase_seconds{phase}             of the last step: generate, reward, commit, train, save, publish, …
+    millrace_phase_seconds{phase}             of the last round: generate, reward, commit, wait, load, train, save, …
     millrace_step_metric{metric}              the last step's other metrics, by their names in docs/metrics.md
     millrace_score{split}                     newest held-out score
     millrace_champion_version                 where there is one
@@ -43,7 +43,7 @@ _GAUGES = {
     "trajectories": "Training attempts in committed shards.",
     "shards": "Committed shards.",
     "quarantined_shards": "Shards that must not be trained.",
-    "phase_seconds": "Wall-clock of the last step by phase; overlapping phases exceed the round.",
+    "phase_seconds": "Wall-clock of the last round by phase; all but `round` and `rollout` add up to it.",
     "step_metric": "Metrics of the last step, docs/metrics.md.",
     "score": "Newest held-out score by split.",
     "champion_version": "Policy with the alias champion.",

@@ -1,4 +1,4 @@
-"""The commands of who keeps runs alive: which there are, stop one, its champion, its numbers for Prometheus.
+"""The commands of who keeps runs alive: which there are, stop or pause one, its champion, its numbers for Prometheus.
 
 In: option values as typed. Out: a table, or one sentence.
 """
@@ -34,12 +34,49 @@ def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
 
 
 @operations.command()
+def produce(
+    run: str,
+    name: Annotated[str, typer.Option(help="What its workers are called in the log; by default as this machine.")] = "",
+    shards: Annotated[int, typer.Option(min=0, help="End after so many shards; 0: when the run has its steps.")] = 0,
+    patience: Annotated[float, typer.Option(help="Seconds without anything new in the run before this ends.")] = 3600.0,
+    store: StoreOption = "",
+) -> None:
+    """Make rollouts for a run that is trained on another machine; any number of these may come and go."""
+    with explained():
+        from cli.rollout import produce_for
+
+        console = Console(highlight=False)
+        produce_for(run, store=store, name=name, shards=shards, patience=patience, console=console)
+
+
+@operations.command()
 def stop(run: str, store: StoreOption = "") -> None:
-    """End the training of a run on this machine, as Ctrl-C would; `millrace train` continues it."""
+    """End the training of a run on this machine, as Ctrl-C or Prefect's Cancel would; `train` continues it."""
     with explained():
         from cli.stop import stop_run
 
         typer.echo(f"run {run} has stopped at step {stop_run(open_named(run, store))}")
+
+
+_ReasonOption = Annotated[str, typer.Option(help="For whoever wonders; by default who asked for it.")]
+
+
+@operations.command()
+def pause(run: str, reason: _ReasonOption = "", store: StoreOption = "") -> None:
+    """Begin nothing new in a run, wherever it is trained; what runs is finished and committed."""
+    with explained():
+        from cli.pause import pause_run
+
+        typer.echo(pause_run(open_named(run, store), reason=reason))
+
+
+@operations.command()
+def resume(run: str, reason: _ReasonOption = "", store: StoreOption = "") -> None:
+    """Let a paused run go on."""
+    with explained():
+        from cli.pause import resume_run
+
+        typer.echo(resume_run(open_named(run, store), reason=reason))
 
 
 @operations.command()

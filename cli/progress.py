@@ -23,9 +23,7 @@ HEADER = (
     f"{'step':>8} {'reward':>6} {'held-out':>8} {'staleness':>10} {'tokens/s':>8} {'round':>6} "
     f"{'gen':>4} {'rew':>4} {'com':>4} {'tra':>4} {'pub':>4} {'idle':>4}"
 )
-LEGEND = (
-    "time in % of the round: generate, reward, commit, train and save, publish, idle; overlapping phases exceed 100"
-)
+LEGEND = "time in % of the round: waited for generate, reward, commit; load, train and save; publish; idle: the rest"
 
 
 class Follower:
@@ -114,11 +112,11 @@ class Follower:
 
 
 def time_split(metrics: dict[str, float]) -> str:
-    """Where a round's time went, in per cent of its wall-clock; phases that overlap add up to more than 100."""
-    seconds = {phase: metrics[f"{phase}_seconds"] for phase in ("generate", "reward", "commit")}
-    seconds["train"] = metrics["train_seconds"] + metrics["save_seconds"]
-    seconds |= {phase: metrics[f"{phase}_seconds"] for phase in ("publish", "idle")}
-    return " ".join(f"{100 * value / max(metrics['round_seconds'], 1e-9):>3.0f}%" for value in seconds.values())
+    """Where a round's time went, in per cent of its wall-clock; the columns add up to 100."""
+    columns = (("generate",), ("reward",), ("commit",), ("load", "train", "save"), ("publish",), ("wait", "idle"))
+    # A step of before `wait` and `load` were measured has neither.
+    seconds = [sum(metrics.get(f"{phase}_seconds", 0.0) for phase in column) for column in columns]
+    return " ".join(f"{100 * value / max(metrics['round_seconds'], 1e-9):>3.0f}%" for value in seconds)
 
 
 def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: Path) -> None:

@@ -235,7 +235,7 @@ const pictures = {
   },
 
   time(plot, height) {
-    const phases = ["generate", "reward", "commit", "train", "save", "publish", "idle"];
+    const phases = ["generate", "reward", "commit", "wait", "load", "train", "save", "publish", "idle"];
     const parts = phases.map(name => data.metrics[`${name}_seconds`]?.mean ?? steps.map(() => null));
     const totals = steps.map((_, i) => parts.reduce((sum, part) => sum + (part[i] ?? 0), 0));
     const round = data.metrics.round_seconds?.mean ?? [];

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from storage.queries import Queries
 
-TIME = ("generate", "reward", "commit", "train", "save", "publish", "idle")
-"""Phases of a round in the order they are stacked; each is a metric `<phase>_seconds`."""
+TIME = ("generate", "reward", "commit", "wait", "load", "train", "save", "publish", "idle")
+"""Phases of a round in the order they are stacked; each is a metric `<phase>_seconds`, and together they are it."""
 
 MOST_SHARDS = 240
 """Marks of the picture of versions; more shards than this are merged with their neighbours."""

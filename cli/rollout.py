@@ -1,16 +1,20 @@
 """`millrace rollout once`: a few prompts attempted once, looked at and thrown away; for debugging a workflow.
+`millrace produce`: rollouts for a run that another machine trains.
 
-In: a run and a number of prompts. Out: every attempt with its messages, tool calls, reward and error.
+In: a run and a number of prompts, or for how long. Out: every attempt with its messages, tool calls, reward and error;
+or shards in the run's log, and why that ended.
 """
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from cli.formatting import number, printable
+from cli.training import run_flow
 from storage.records import RolloutGroup, Trajectory
 from storage.run_log import RunLog
 
@@ -36,6 +40,21 @@ def rollout_once(log: RunLog, *, num_prompts: int, console: Console) -> list[Rol
 
     with console.status("starting the inference engine"):
         return asyncio.run(once())
+
+
+def produce_for(run: str, *, store: str, console: Console, **limits: Any) -> None:
+    """Run the producer flow here. What cannot work is said before anything heavy starts."""
+    from flows.rollout import plan_rollouts
+
+    plan_rollouts(run=run, store=store, **limits)
+
+    async def flow() -> dict[str, Any]:
+        from flows.rollout import rollout
+
+        return dict(await rollout(run=run, store=store, **limits))
+
+    found = run_flow(flow(), console)
+    console.print(f"no more rollouts for run {run} from here: {escape(found['ended'])}")
 
 
 def print_groups(groups: list[RolloutGroup], console: Console) -> None:

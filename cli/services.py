@@ -5,6 +5,7 @@ In: the state folder. Out: two URLs, a worker, and the deployments of prefect.ya
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -20,7 +21,11 @@ def up(console: Console) -> None:
     """Start what is not running, deploy, and say what can be done now."""
     with console.status("starting") as status:
         services = start_services(home(), PROJECT, tracking=local_tracking_uri(), announce=status.update)
-    api = f"{services['prefect'].url}/api"
+        api = f"{services['prefect'].url}/api"
+        status.update("looking for flow runs whose process is gone")
+        lost = _tend_flow_runs(api)
+    if lost:
+        console.print(f"marked as crashed, their processes are gone: {', '.join(lost)}", highlight=False)
     console.print(
         f"Prefect  [bold]{services['prefect'].url}[/]\n"
         f"MLflow   [bold]{services['mlflow'].url}[/]\n"
@@ -38,6 +43,20 @@ def down(console: Console) -> None:
     """Stop what `up` started, and nothing else."""
     stopped = stop_services(home())
     console.print(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
+
+
+def _tend_flow_runs(api: str) -> list[str]:
+    """No flow run without a process stays Running: now, and from now on; returns the names of those that were."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from tasks.flow_runs import crash_lost_flow_runs, crash_silent_flow_runs
+
+    async def tend() -> list[str]:
+        await crash_silent_flow_runs()
+        return await crash_lost_flow_runs()
+
+    with temporary_settings({PREFECT_API_URL: api}):
+        return asyncio.run(tend())
 
 
 def use_running_services() -> None:

@@ -36,6 +36,7 @@ def run_status(log: RunLog) -> dict[str, Any]:
         "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
         "mlflow_model": registration.model_name if registration else None,
         "mlflow_version": registration.registry_version if registration else None,
+        "paused": state.paused or None,
         "sessions": len(state.sessions),
         "shards": len(state.shards),
         "trajectories": state.num_trajectories,

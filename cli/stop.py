@@ -1,27 +1,31 @@
-"""`millrace stop`: end the training of a run on this machine, as Ctrl-C in its terminal would.
+"""`millrace stop`: end the training of a run on this machine, as Ctrl-C in its terminal, or Cancel in Prefect, would.
 
 In: a run's log. Out: the step it stopped at. What was committed stays, and the same command continues it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 
 import psutil
 
+from storage.object_store import without_passwords
 from storage.run_log import RunLog
 from storage.runs import RunBusy, trainer_lock
 
 _FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+_API = "PREFECT_API_URL"
 _LOOK_SECONDS = 0.05
 
 
-def stop_run(log: RunLog, *, seconds: float = 30.0) -> int:
+def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
     """Ask the process that trains the run to end, and wait until it has; returns the run's step.
 
-    Raises `ValueError` where nobody on this machine trains it, where Prefect does, and where the process is still there
-    after so many seconds.
+    A flow run of Prefect's is cancelled there, at the server its process reports to.
+    Raises `ValueError` where nobody on this machine trains it, where Prefect's server does not take the wish in, and
+    where the process is still there after so many seconds.
     """
     try:
         with trainer_lock(log):
@@ -35,15 +39,27 @@ def stop_run(log: RunLog, *, seconds: float = 30.0) -> int:
     return log.refresh().step
 
 
+def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
+    """Let Prefect end it, so that it knows; False where it takes the flow run for over already."""
+    from tasks.flow_runs import cancel_flow_run
+
+    try:
+        return asyncio.run(cancel_flow_run(flow_run_id, api_url=api_url))
+    except Exception as error:  # whatever its client raises: the sentence has both ways out
+        raise ValueError(
+            f"run {run_id!r} is trained by Prefect, whose server at {without_passwords(api_url) or 'an unknown URL'} "
+            f"did not cancel it ({error!r}); try `prefect flow-run cancel {flow_run_id}` there, or end the process "
+            f"with `kill {pid}`, which loses nothing that was committed"
+        ) from error
+
+
 def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
     try:
         process = psutil.Process(pid)
-        flow_run = process.environ().get(_FLOW_RUN)
-        if flow_run:
-            raise ValueError(
-                f"run {run_id!r} is trained by Prefect; cancel it there, or with `prefect flow-run cancel {flow_run}`"
-            )
-        process.send_signal(signal.SIGINT)
+        environment = process.environ()
+        flow_run = environment.get(_FLOW_RUN)
+        if flow_run is None or not _cancel(flow_run, api_url=environment.get(_API, ""), run_id=run_id, pid=pid):
+            process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + seconds
         while process.status() != psutil.STATUS_ZOMBIE:  # one whose parent has yet to hear of its end
             if time.monotonic() > deadline:

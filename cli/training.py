@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,9 @@ from rich.logging import RichHandler
 from cli.progress import Follower, print_ending
 from cli.services import use_running_services
 from flows.config import RunConfig, Settings, default_values, load_run_file
-from infra.environment import store_uri
+from infra.environment import home, store_uri
+from infra.orphans import end_orphaned_servers
+from infra.structured_logs import log_driver, logs_are_json
 from storage.object_store import open_store
 from storage.runs import create_run, trainer_lock
 
@@ -51,12 +54,16 @@ def check_before_anything_starts(config: RunConfig) -> None:
 
 def run_flow(flow: Awaitable[Result], console: Console) -> Result:
     """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on."""
+    end_orphaned_servers(home())
     use_running_services()
     ours = logging.getLogger("millrace")
     ours.setLevel(logging.INFO)
-    handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, log_time_format="%X")
-    handler.setLevel(logging.INFO)
-    ours.addHandler(handler)
+    if logs_are_json():
+        log_driver(dict, sys.stderr)  # until the session is there, which knows more
+    else:
+        handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, log_time_format="%X")
+        handler.setLevel(logging.INFO)
+        ours.addHandler(handler)
     return asyncio.run(_awaited(flow, console))
 
 

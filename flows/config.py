@@ -17,6 +17,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollouts.config import EngineSettings, EvaluationSettings, RewardSettings, RolloutSettings, SamplingSettings
+from storage.config import TraceSettings
 from trainers.config import Recipe, TrainSettings, WarmupSettings
 
 
@@ -43,6 +44,8 @@ class Settings(BaseModel):
     """Advantages, loss and optimizer."""
     warmup: WarmupSettings = Field(default_factory=WarmupSettings)
     """The tiny base model made where no `model` is given."""
+    traces: TraceSettings = Field(default_factory=TraceSettings)
+    """Which attempts MLflow shows turn by turn."""
 
 
 class RunConfig(Settings):
@@ -110,6 +113,11 @@ class RunConfig(Settings):
                 f"train.num_minibatches = {self.train.num_minibatches} is above batch_size = {self.batch_size}: "
                 "groups are not split; lower it"
             )
+        if not self.rollout.num_workers and self.evaluation.every and not self.evaluation.own_engine:
+            problems.append(
+                "rollout.num_workers = 0 leaves nobody to evaluate; set evaluation.own_engine = true, or "
+                "evaluation.every = 0"
+            )
         if self.sampling.max_tokens >= self.engine.max_model_len:
             problems.append(
                 f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
@@ -144,6 +152,11 @@ class RunConfig(Settings):
         names = ("workflow", "dataset", "model", "store", "train")
         parts = {"evaluation_split": self.evaluation.split, "tool_parser": self.engine.tool_parser}
         return {name: getattr(self, name) for name in names} | parts
+
+    @property
+    def gate_gap(self) -> float:
+        """Largest gap between engine and trainer, in nats per token, on the way to a champion."""
+        return self.train.max_gap if self.evaluation.gate_gap is None else self.evaluation.gate_gap
 
     @property
     def recipe(self) -> Recipe:

@@ -1,7 +1,7 @@
 """The evaluation flow: one policy version, held-out tasks, a score in the run's log.
 
-In: a run and a version. Out: avg@n, pass@k, failures, standard error. It runs on an engine of its own, beside a
-training that goes on.
+In: a run and a version. Out: avg@n, pass@k, failures, standard error; and, where there is a gate, the alias `champion`.
+It runs on an engine of its own, beside a training that goes on.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from prefect import flow
 from flows.config import RunConfig, make_config
 from flows.train_grpo import start_engine
 from tasks.evaluation import check_split, look_up_policy, raise_if_failed, warn_of_greedy_attempts
+from tasks.gate import try_gate
 from tasks.rollout import evaluate_policy
 from tasks.session import reading_session
 from tasks.track import track
@@ -29,6 +30,8 @@ async def evaluate(
     num_tasks: int | None = None,
     n_samples: int | None = None,
     temperature: float | None = None,
+    gate_score: float | None = None,
+    gate_gap: float | None = None,
 ) -> dict[str, Any]:
     """Score one policy version of a run on held-out tasks.
 
@@ -41,18 +44,26 @@ async def evaluate(
         num_tasks: At most this many problems. Empty: as the run evaluates.
         n_samples: Attempts per problem. Empty: as the run evaluates.
         temperature: 0 is greedy. Empty: as the run evaluates.
+        gate_score: With this score or more the policy becomes the champion, unless the log speaks against it.
+            Empty: the run's evaluation.gate_score; without that, nothing is promoted.
+        gate_gap: Largest gap between engine and trainer on the way to a champion, in nats per token. Empty: the run's.
     """
     wanted = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
+    wanted |= {"gate_score": gate_score, "gate_gap": gate_gap}
     config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted)
     settings = config.evaluation
     warn_of_greedy_attempts(n_samples=settings.n_samples, temperature=settings.temperature)
-    async with reading_session(store=store, tracking=tracking, run_id=run, what="evaluate") as session:
+    num_gpus = config.engine.num_gpus
+    async with reading_session(
+        store=store, tracking=tracking, run_id=run, what="evaluate", gpus_per_engine=num_gpus
+    ) as session:
         await start_engine(session, config, name="evaluator-0", version=version)
         session.evaluator = session.hosted["evaluator-0"]
         evaluation = await evaluate_policy(session, version=version, settings=settings)
+        problems = try_gate(session, evaluation, min_score=settings.gate_score, max_gap=config.gate_gap)
         await track(session)
     raise_if_failed(evaluation)
-    return {"run": run, **dataclasses.asdict(evaluation)}
+    return {"run": run, **dataclasses.asdict(evaluation), "gate": problems}
 
 
 def plan_evaluation(*, run: str, store: str, version: int | None, wanted: dict[str, Any]) -> tuple[RunConfig, int]:

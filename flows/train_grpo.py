@@ -23,7 +23,10 @@ from typing import Any
 from prefect import flow
 
 from flows.config import RunConfig, Settings, default_values, make_config
+from tasks.announcements import announce
 from tasks.base_model import provide_base_model, provide_reference
+from tasks.control import listening, resumed
+from tasks.gate import try_gate
 from tasks.preflight import check_run
 from tasks.rollout import evaluate_policy, produce_until_death
 from tasks.session import RunSession, training_session
@@ -31,7 +34,7 @@ from tasks.track import track, tracking_is_due
 from tasks.train import claim_rules, next_batch, start_trainer, train_step, unsearched
 from tasks.watchdog import watched
 from tasks.worker_arguments import worker_arguments
-from tasks.workers import join, mark_served, publish_policy, start_rollout_worker
+from tasks.workers import join, mark_served, publish_policy, start_rollout_worker, take_part
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -85,10 +88,13 @@ async def train_grpo(
         config=config.model_dump(mode="json"),
         defaults=default_values(),
         num_workers=config.rollout.num_workers + config.evaluation.own_engine,
+        gpus_per_engine=config.engine.num_gpus,
         train=config.train,
     ) as session:
-        await start(session, config)
-        await train(session, config)
+        async with listening(session, steps=config.steps):
+            await resumed(session)  # one that was paused stays so, without an engine
+            await start(session, config)
+            await train(session, config)
         return {"run": config.run, "step": session.log.state.step, **session.log.state.counters()}
 
 
@@ -110,7 +116,7 @@ async def start(session: RunSession, config: RunConfig) -> None:
     starting = [start_engine(session, config, name=name) for name in (*workers, *evaluators)]
     *checksums, _ = await asyncio.gather(*starting, starting_trainer)
     mark_served(session, checksums=checksums)
-    session.workers = {name: session.hosted[name] for name in workers}
+    await take_part(session, workers)
     session.evaluator = session.hosted.get("evaluator-0")
     # The libraries stay until the end: the collector need not walk them again and again, while a round waits.
     gc.collect()
@@ -136,7 +142,13 @@ async def train(session: RunSession, config: RunConfig) -> None:
         producing = [beside.create_task(produce(session, config, name)) for name in session.workers]
         round_started = time.time()
         while session.log.state.step < config.steps:
-            claim = await next_batch(session, rules=rules, pace=config.rollout.pace, stall_timeout=patience)
+            claim = await next_batch(
+                session,
+                rules=rules,
+                pace=config.rollout.pace,
+                stall_timeout=patience,
+                lease_timeout=config.rollout.lease_timeout,
+            )
             training = train_step(session, claim=unsearched(claim), round_started=round_started)
             step = await watched(session, training, what=f"step {claim.step}", seconds=patience)
             if step is None:
@@ -150,6 +162,7 @@ async def train(session: RunSession, config: RunConfig) -> None:
                 tracking = beside.create_task(track(session))
         for producer in producing:
             producer.cancel()
+    announce(session.log, "training.finished", version=session.log.state.newest_version)
     await track(session, finished=True)
 
 
@@ -169,8 +182,10 @@ def is_due(step: int, config: RunConfig) -> bool:
 
 async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:
     """Evaluate the live policy unless its score on the run's own split is in the log already."""
+    await resumed(session)
     state, split = session.log.state, config.evaluation.split
     assert state.live is not None
     version = state.live.version
     if is_due(state.step, config) and (version, split) not in {(e.version, e.split) for e in state.evaluations}:
-        await evaluate_policy(session, version=version, settings=config.evaluation)
+        evaluation = await evaluate_policy(session, version=version, settings=config.evaluation)
+        try_gate(session, evaluation, min_score=config.evaluation.gate_score, max_gap=config.gate_gap)

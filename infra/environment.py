@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from infra.structured_logs import logs_are_json
+
 TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -47,8 +49,12 @@ def local_tracking_uri() -> str:
 
 
 def prepare_environment() -> Path:
-    """Fill in the defaults and return the state folder."""
+    """Fill in the defaults and return the state folder.
+
+    Raises `ValueError` for an unknown `MILLRACE_LOG_FORMAT`.
+    """
     folder = home()
+    logs_are_json()
     defaults = {
         **TELEMETRY_OFF,
         "MILLRACE_HOME": str(folder),
@@ -59,6 +65,7 @@ def prepare_environment() -> Path:
         "PREFECT_LOGGING_LEVEL": "WARNING",
         "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "millrace",
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; a flow run that falls silent is marked Crashed
         # The server takes in what task runs report once a second, not each of their states by itself: a transaction
         # costs it more than all that is in it.
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "500",

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from infra.structured_logs import CALL, json_handler, logs_are_json
+
 logger = logging.getLogger("millrace.fleet")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -155,6 +157,8 @@ class _Host:
 
     async def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         self._turning = self._turning or asyncio.create_task(_log_stacks_when_stuck())
+        steps = [step for argument in arguments if isinstance(step := getattr(argument, "step", None), int)]
+        CALL.set({"call": method, **({"step": steps[0]} if steps else {})})
         if self._target is None:
             if method == "close":
                 return None
@@ -180,12 +184,20 @@ async def _log_stacks_when_stuck() -> None:
 
 
 class Fleet:
-    """The Ray cluster of one session: joined at `RAY_ADDRESS`, else started in-process and stopped at the end."""
+    """The Ray cluster of one session: joined at `RAY_ADDRESS`, else started in-process and stopped at the end.
 
-    def __init__(self, *, log_folder: Path, num_workers: int = 1) -> None:
+    On several nodes, workers that need no GPU are spread over them, one with several GPUs has them on one node, ranks
+    are packed closely, and a trainer alone without a GPU is beside the driver. What was on a node that is lost raises
+    `WorkerDied`, and what is hosted anew goes to the others.
+    """
+
+    def __init__(self, *, log_folder: Path, num_workers: int = 1, gpus_per_engine: int = 1) -> None:
+        """Engines count `gpus_per_engine` times among the `num_workers` that hold a model, or a part of one."""
         self._log_folder = log_folder
         self._num_workers = num_workers
+        self._gpus_per_engine = gpus_per_engine
         self._hosted: list[Hosted | HostedGroup] = []
+        self._placements: list[Any] = []
         self.num_gpus = 0.0
 
     async def __aenter__(self) -> Fleet:
@@ -197,7 +209,9 @@ class Fleet:
             "logging_level": logging.ERROR,
             "configure_logging": False,
         }
-        if "RAY_ADDRESS" not in os.environ:
+        # Without an address Ray would join any cluster it finds on this machine, somebody else's too.
+        options["address"] = address = os.environ.get("RAY_ADDRESS") or "local"
+        if address == "local":
             # A cluster of our own makes its own token; the warning that says so is of no use to anybody.
             logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
             options |= {
@@ -214,7 +228,14 @@ class Fleet:
         self, name: str, path: str, *, arguments: dict[str, Any], num_cpus: float = 1, num_gpus: float = 0
     ) -> Hosted:
         """`path` (`package.module:Class`) built with `arguments` in a process of its own, by the first call."""
-        hosted = self._start(name, path, arguments, log_name=name, num_cpus=num_cpus, num_gpus=num_gpus)
+        # No placement group for several GPUs: an actor has them on one node anyway, and inside of one vLLM would take
+        # Ray for its workers instead of processes of its own.
+        options = {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
+            "scheduling_strategy": "DEFAULT" if num_gpus else "SPREAD",
+        }
+        hosted = self._start(name, path, arguments, log_name=name, options=options)
         self._hosted.append(hosted)
         return hosted
 
@@ -234,16 +255,33 @@ class Fleet:
         `num_cpus` and `num_gpus` are for each; `lag_seconds` is how long after a rank has failed the others may take
         to fail too.
         """
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+        options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
         if num_ranks == 1:
-            return await self.host(name, path, arguments=arguments, num_cpus=num_cpus, num_gpus=num_gpus)
+            if not num_gpus:  # it is lost with the driver in any case
+                here = ray.get_runtime_context().get_node_id()
+                options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=here, soft=True)
+            hosted = self._start(name, path, arguments, log_name=name, options=options)
+            self._hosted.append(hosted)
+            return hosted
+        bundle = {"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
+        placement = placement_group([bundle] * num_ranks, strategy="PACK")
+        self._placements.append(placement)
         ranks = [
             self._start(
                 f"rank {rank} of {name}",
                 path,
                 arguments,
                 log_name=f"{name}-rank-{rank}" if rank else name,
-                num_cpus=num_cpus,
-                num_gpus=num_gpus,
+                options=options
+                | {
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                        placement_group=placement, placement_group_bundle_index=rank
+                    )
+                },
             )
             for rank in range(num_ranks)
         ]
@@ -260,16 +298,21 @@ class Fleet:
         return group
 
     def _start(
-        self, name: str, path: str, arguments: dict[str, Any], *, log_name: str, num_cpus: float, num_gpus: float
+        self, name: str, path: str, arguments: dict[str, Any], *, log_name: str, options: dict[str, Any]
     ) -> Hosted:
         import ray
 
         log_file = self._log_folder / f"{log_name}.log"
-        actor_class = ray.remote(_Host).options(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=100)
+        actor_class = ray.remote(_Host).options(max_concurrency=100, **options)
         return Hosted(name, actor_class.remote(path, arguments, str(log_file)), log_file)
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raises `ValueError` where several ranks would share a GPU, which NCCL refuses."""
+        """Raises `ValueError` where ranks, or the parts of one engine, would share a GPU, which NCCL refuses."""
+        if self._gpus_per_engine > 1 and 0 < self.gpus_per_worker < 1:
+            raise ValueError(
+                f"an engine is to compute on {self._gpus_per_engine} GPUs (engine.vllm.tensor_parallel_size): with "
+                f"trainer and other engines that makes {self._num_workers}, and there are {self.num_gpus:g}; lower it"
+            )
         if num_ranks > 1 and 0 < self.gpus_per_worker < 1:
             raise ValueError(
                 f"train.num_ranks = {num_ranks}: {self._num_workers} processes hold a model and there are "
@@ -282,6 +325,11 @@ class Fleet:
         """GPUs for each of the processes that hold a model: one, an even share of one, or none."""
         return 1 / math.ceil(self._num_workers / self.num_gpus) if self.num_gpus else 0.0
 
+    @property
+    def gpus_per_engine(self) -> float:
+        """GPUs for each engine: several, one, an even share of one, or none."""
+        return self.gpus_per_worker * self._gpus_per_engine
+
     async def run(self, name: str, path: str, **arguments: Any) -> Any:
         """Run one function (`package.module:function`) in a process of its own and return its result."""
         import ray
@@ -291,6 +339,7 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         import ray
+        from ray.util.placement_group import remove_placement_group
 
         for hosted in self._hosted:
             try:
@@ -298,6 +347,8 @@ class Fleet:
                     await hosted.call("close")
             except (WorkerDied, TimeoutError, AttributeError) as error:
                 logger.warning("%s did not close: %s", hosted.name, error)
+        for placement in self._placements:  # of a cluster that goes on without us
+            remove_placement_group(placement)
         await asyncio.to_thread(ray.shutdown)
 
 
@@ -332,4 +383,8 @@ def _redirect_output(log_file: str) -> None:
     os.dup2(descriptor, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
+    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
+    if logs_are_json():
+        process = {"run": Path(log_file).parent.name, "worker": Path(log_file).stem}
+        logging.getLogger().handlers[:] = [json_handler(sys.stderr, lambda: process)]

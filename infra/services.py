@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ from pathlib import Path
 import psutil
 
 POOL = "local"
+GPU_QUEUE = "gpu"
+"""Queue of the deployments that use GPUs. A run takes all that its process sees, so on a machine with GPUs one at a
+time runs from here."""
 
 
 class ServiceFailed(RuntimeError):
@@ -55,6 +59,12 @@ def running_services(home: Path) -> dict[str, Service]:
         return {}
     services = [Service(**record) for record in json.loads(file.read_text())]
     return {service.name: service for service in services if service.process() is not None}
+
+
+def mlflow_url(home: Path) -> str:
+    """Where MLflow shows what this state folder's runs track; empty where `start_services` has none running."""
+    server = running_services(home).get("mlflow")
+    return server.url if server is not None else ""
 
 
 def start_services(home: Path, project: Path, *, tracking: str, announce: Callable[[str], None]) -> dict[str, Service]:
@@ -92,6 +102,9 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             announce("deploying prefect.yaml and starting a worker")
             _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], project, logs, api)
             _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], project, logs, api)
+            if num_gpus():
+                limit = ["work-queue", "set-concurrency-limit", GPU_QUEUE, "1", "--pool", POOL]
+                _run(["-m", "prefect", *limit], project, logs, api)
             worker = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
             settings = {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_WORKER_HEARTBEAT_SECONDS": "10"}
             services["worker"] = _start("worker", worker, logs, extra={**api, **settings})
@@ -121,6 +134,14 @@ def stop_services(home: Path) -> list[str]:
         stopped.append(name)
     (home / "services.json").unlink(missing_ok=True)
     return stopped
+
+
+def num_gpus() -> int:
+    """NVIDIA's GPUs of this machine."""
+    if not shutil.which("nvidia-smi"):
+        return 0
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return 0 if listed.returncode else len(listed.stdout.splitlines())
 
 
 def free_port(preferred: int) -> int:

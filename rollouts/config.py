@@ -24,8 +24,9 @@ class RolloutSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    num_workers: int = Field(default=1, ge=1)
-    """Rollout workers, each with an engine of its own; on CPUs they divide the threads."""
+    num_workers: int = Field(default=1, ge=0)
+    """Rollout workers that the training run starts, each with an engine of its own; on CPUs they divide the threads.
+    0: it only trains, and producers on other machines (`millrace produce`) work for it."""
     max_concurrent: int = Field(default=64, ge=1)
     """Most prompt groups in flight at once, per worker; several workers take at most a fair share each."""
     min_usable: int = Field(default=2, ge=1)
@@ -58,6 +59,8 @@ class RolloutSettings(BaseModel):
     """Longer tool results are cut, with a note that says so."""
     stall_timeout: float = Field(default=1800.0, gt=0)
     """Seconds without any progress after which the run fails with a report instead of waiting for ever."""
+    lease_timeout: float = Field(default=60.0, gt=0)
+    """Seconds without a sign of life after which the prompts of a producer on another machine are given to others."""
     shard_bytes: int = Field(default=64 * 2**20, ge=1024)
     """Flush a shard when its tokens reach about this size, even before the batch is full."""
     shard_seconds: float = Field(default=30.0, gt=0)
@@ -111,6 +114,12 @@ class EvaluationSettings(BaseModel):
     own_engine: bool = False
     """Evaluate on an engine of its own, so that a new policy never waits for an evaluation; it costs the memory of
     one more engine."""
+    gate_score: float | None = None
+    """A policy that is evaluated with this score or more becomes the champion, unless the log speaks against it; null:
+    no evaluation makes one."""
+    gate_gap: float | None = Field(default=None, ge=0)
+    """Largest gap between engine and trainer, in nats per token, of the steps that led to a champion; null:
+    `train.max_gap`."""
 
 
 class EngineSettings(BaseModel):
@@ -132,3 +141,8 @@ class EngineSettings(BaseModel):
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed unread to vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one engine, where there are any."""
+        return int(self.vllm.get("tensor_parallel_size", 1)) * int(self.vllm.get("pipeline_parallel_size", 1))

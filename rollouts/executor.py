@@ -24,7 +24,8 @@ from rollouts.prompts import Prompt
 from storage.records import RolloutGroup, Sampling, Trajectory
 
 LEASE_SHARE = 8
-"""A lease is for at least this part of a batch: a filter that rejects much must not cost a log entry per group."""
+"""The lease of a worker alone is for at least this part of a batch: a filter that rejects much must not cost a log
+entry per group."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class Limits:
     """Give up running groups that no step could train any more."""
     shard_bytes: int
     shard_seconds: float
+    alone: bool = True
+    """No other worker leases prompts of this run."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,16 +88,19 @@ class Executor:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._last_error = ""
+        self.paused = False
+        """True while nothing new is to start."""
         self.num_finished = 0
         """Groups so far: what a watchdog takes for progress."""
 
-    def set_version(self, version: int, *, accepted: int) -> None:
+    def set_version(self, version: int, *, accepted: int, limits: Limits | None = None) -> None:
         """Policy `version` is served: re-base the admission formula on what the log holds.
 
         `accepted` is steps · batch_size + committed pending groups + what other workers have leased; groups finished
-        here and not yet committed are added.
+        here and not yet committed are added. `limits` replace those before, as workers come and go.
         """
         self._version = version
+        self._limits = limits or self._limits
         self._accepted = accepted + self._handed_out + self._counted(self._finished)
         if self._limits.cancel_stale:
             self._give_up_stale()
@@ -104,6 +110,8 @@ class Executor:
     @property
     def room(self) -> int:
         """Groups that may start now."""
+        if self.paused:
+            return 0
         limits = self._limits
         running = len(self._running)
         by_staleness = capacity(
@@ -121,7 +129,9 @@ class Executor:
     def wanted(self) -> int:
         """Prompts to lease now."""
         missing = self.room - len(self._ready)
-        return max(missing, self._limits.batch_size // LEASE_SHARE) if missing > 0 else 0
+        # Among several, leases beyond the room would take it from each other until nobody may start anything.
+        surplus = self._limits.batch_size // LEASE_SHARE if self._limits.alone else 0
+        return max(missing, surplus) if missing > 0 else 0
 
     def in_flight(self) -> list[int]:
         """The policy version each running group started under."""
@@ -231,7 +241,7 @@ class Executor:
 
     @property
     def _is_idle(self) -> bool:
-        return not (self._running or self._ready or self._leasing)
+        return not (self._running or self._leasing)  # what is ready waits for room, as those do that are not leased
 
     def _counted(self, groups: Sequence[RolloutGroup]) -> int:
         """How many of them use up capacity: a rejected one gives it back, unless a step takes attempts as they come."""

@@ -13,6 +13,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import sys
 import time
 import uuid
@@ -32,9 +33,10 @@ from rollouts.tool_parsing import ToolParser
 from rollouts.workflow import RolloutWorkflow
 from storage.claims import ClaimRules, num_counted
 from storage.loading import load_object
-from storage.log_entries import Evaluation, Lease, Policy, Release, Shard
+from storage.log_entries import Evaluation, Lease, Policy, Shard
 from storage.object_store import open_store
 from storage.policies import DamagedDelta, PolicyReader
+from storage.producers import Presence
 from storage.records import RolloutGroup, Sampling
 from storage.run_log import RunLog
 from storage.run_state import Conflict
@@ -108,8 +110,13 @@ class RolloutWorker:
         config_sha256: str,
         cache: str,
         lora_rank: int = 0,
+        outside: bool = False,
+        lease_timeout: float = 60.0,
     ) -> None:
-        """`lora_rank` above 0: the policies are adapters of that rank, and the base model is policy 0."""
+        """`lora_rank` above 0: the policies are adapters of that rank, and the base model is policy 0.
+
+        `outside`: the driver has not started this worker, which gives it several signs of life per `lease_timeout`.
+        """
         self._store_uri = store_uri
         self._run_id = run_id
         self._name = name
@@ -126,6 +133,8 @@ class RolloutWorker:
         self._config_sha256 = config_sha256
         self._cache = Path(cache)
         self._lora_rank = lora_rank
+        self._outside = outside
+        self._lease_timeout = lease_timeout
         self._log_lock = asyncio.Lock()
         self._version_pin = asyncio.Lock()
 
@@ -137,6 +146,7 @@ class RolloutWorker:
         `ValueError` for a version the run does not have, or not any more.
         """
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
+        self._presence = Presence(self._log, self._name, outside=self._outside, lease_timeout=self._lease_timeout)
         self._policies = PolicyReader(self._log, self._cache)
         policy = wanted = find_policy(self._log, version)
         try:
@@ -158,7 +168,6 @@ class RolloutWorker:
             base_folder=base_folder,
         )
         checksum = await self._engine.start(folder, policy.version)
-        self._log.append(Release(holder=self._name, reason="a worker of this name starts"))
         self._version = policy.version
         self._rewards = RewardPool(
             num_processes=self._reward.processes,
@@ -184,6 +193,11 @@ class RolloutWorker:
             sampling=self._sampling,
         )
         return "" if self._overdue else checksum
+
+    async def join(self) -> None:
+        """Take part in the run: the prompts in flight are divided among those who do."""
+        async with self._log_lock:
+            await self._presence.join()
 
     async def refresh(self) -> None:
         """Look at the log again: let prompts start that it now leaves room for."""
@@ -226,8 +240,7 @@ class RolloutWorker:
                     shard = await asyncio.to_thread(self._commit, shard_id, groups, self._sampling, seconds, False)
                 except Conflict:
                     # A producer that was given up for dead came back and committed some of these prompts first.
-                    taken = self._log.state.positions
-                    left = [group for group in groups if group.position not in taken]
+                    left = [group for group in groups if not self._is_committed(group)]
                     if len(left) == len(groups) and shard_id not in self._log.state.retired_shards:
                         raise
                     groups = left
@@ -334,7 +347,7 @@ class RolloutWorker:
         await self._rewards.close()
         await self._engine.stop()
         await self._commit_groups(finished, seconds=0.0)
-        self._log.append(Release(holder=self._name, reason="left"))
+        await self._presence.leave()
 
     async def _lease(self) -> list[Prompt]:
         """Prompts for the executor that nobody else has, entered into the log before the first of them starts."""
@@ -345,6 +358,9 @@ class RolloutWorker:
                 state, wanted = self._log.state, self._executor.wanted
                 if not wanted:
                     return []
+                if self._name not in state.producers:  # given up for dead, and alive after all
+                    await self._presence.join()
+                    continue
                 lease = Lease(holder=self._name, positions=state.free_positions(wanted), number=state.num_leases)
                 try:
                     await asyncio.to_thread(self._log.append, lease)
@@ -358,7 +374,26 @@ class RolloutWorker:
         elsewhere = sum(holder != self._name for holder in state.leased.values())
         # Steps, not the version served here: between a step and its `publish` the step's groups stay accepted.
         accepted = state.step * self._limits.batch_size + num_counted(state, self._rules) + elsewhere
-        self._executor.set_version(self._version, accepted=accepted)
+        self._executor.paused = bool(state.paused)
+        self._executor.set_version(self._version, accepted=accepted, limits=self._limits_now())
+
+    def _limits_now(self) -> Limits:
+        """The run's end as its newest session has it, and a fair share of what may be in flight at all: the first
+        worker to ask must not take everybody's prompts."""
+        limits, state = self._limits, self._log.state
+        if state.sessions and state.sessions[-1].steps:
+            limits = dataclasses.replace(limits, total_groups=state.sessions[-1].steps * limits.batch_size)
+        num_workers = len(state.producers.keys() | {self._name})
+        if num_workers == 1:
+            return limits
+        share = math.ceil((1 + limits.max_staleness) * limits.steps_per_update * limits.batch_size / num_workers)
+        return dataclasses.replace(limits, max_concurrent=min(limits.max_concurrent, share), alone=False)
+
+    def _is_committed(self, group: RolloutGroup) -> bool:
+        """Whether somebody else has committed this prompt, or this very attempt at it that came to nothing."""
+        state = self._log.state
+        known = state.groups.get(group.id)
+        return group.position in state.positions or (known is not None and known.position == group.position)
 
     def _commit(
         self,

@@ -205,7 +205,7 @@ class Alias:
     version: int
     """The policy version it names from now on."""
     checksum: str
-    """Digest of the weights as the engine holds them after loading."""
+    """Digest of the weights as the engine holds them after loading; empty where the driver has no engine."""
     update_mode: str = ""
     """What became of the engine's running requests: `keep`, `wait` or `abort`; empty where it was started with it."""
     cache_cleared: bool = False
@@ -274,6 +274,20 @@ class Session:
     """Commit of the code, or the package version outside a checkout."""
     reward_sha256: str = ""
     """Digest of the workflow's source file and of those of the functions it scores with."""
+    steps: int = 0
+    """Up to which step it means to train; 0 where an older log did not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Join:
+    """A rollout worker takes part from now on; what an earlier one of its name had leased is free again."""
+
+    holder: str
+    """Name of the rollout worker."""
+    id: str
+    """Random: one that was given up for dead and comes back joins anew."""
+    outside: bool = False
+    """True for one that the driver has not started: it outlives the driver's session, and gives signs of life."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,8 +312,25 @@ class Release:
     """Why, for people."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """Nothing new is begun from here on: no attempt, no step. What runs is finished and committed."""
+
+    reason: str
+    """Who asked for it, for people; not empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """The run goes on."""
+
+    reason: str
+    """Who asked for it, for people."""
+
+
 Entry = (
     Session
+    | Join
     | Lease
     | Release
     | Shard
@@ -311,9 +342,12 @@ Entry = (
     | Quarantine
     | Rescore
     | Retire
+    | Pause
+    | Resume
 )
 ENTRY_KINDS: dict[str, type] = {
     "session": Session,
+    "join": Join,
     "lease": Lease,
     "release": Release,
     "shard": Shard,
@@ -325,6 +359,8 @@ ENTRY_KINDS: dict[str, type] = {
     "quarantine": Quarantine,
     "rescore": Rescore,
     "retire": Retire,
+    "pause": Pause,
+    "resume": Resume,
 }
 
 

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Container, Iterator, MutableMapping, MutableSequence, Sequence
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -27,13 +27,16 @@ from storage.log_entries import (
     ENTRY_KINDS,
     Alias,
     Evaluation,
+    Join,
     Lease,
     LogEntry,
+    Pause,
     Policy,
     Quarantine,
     Registration,
     Release,
     Rescore,
+    Resume,
     Retire,
     Session,
     Shard,
@@ -109,8 +112,8 @@ def _index(entry: LogEntry) -> dict[str, Any]:
             }
         case Lease() as lease:
             return {"key": lease.holder, "positions": lease.positions}
-        case Release() as release:
-            return {"key": release.holder}
+        case Join(holder=key) | Release(holder=key):
+            return {"key": key}
         case Step() as step:
             claimed = claimed_groups(step)
             return {
@@ -124,7 +127,7 @@ def _index(entry: LogEntry) -> dict[str, Any]:
             return {"key": key}
         case Policy(version=version) | Registration(version=version):
             return {"key": str(version)}
-        case Retire():
+        case Retire() | Pause() | Resume():
             return {"key": ""}
 
 
@@ -235,21 +238,38 @@ class Archive:
             state.rescored[body.name] = merged(state.rescored.get(body.name), body)
         for body in bodies("retire"):
             state.retire(body)
+        for row in rows("pause", "resume")[-1:].tolist():
+            body = self.entry(row).body
+            state.paused = body.reason if isinstance(body, Pause) else ""
         if state.quarantined:
             self._drop_lost(state, group_ids, positions, retried)
-        state.leased = self._leased(int(sessions[-1]) if len(sessions) else 0)
+        joined: dict[str, int] = {}
+        for row in rows("join", "release", "session").tolist():
+            match self.entry(row).body:
+                case Join() as join:
+                    state.producers[join.holder], joined[join.holder] = join, row
+                case Release(holder=holder):
+                    state.producers.pop(holder, None)
+                case _:
+                    state.producers = {holder: join for holder, join in state.producers.items() if join.outside}
+        since = min([int(sessions[-1]) if len(sessions) else 0, *(joined[holder] for holder in state.producers)])
+        state.leased = self._leased(since, {holder for holder, join in state.producers.items() if join.outside})
         return state
 
-    def _leased(self, since: int) -> dict[int, str]:
-        """Leases that are open after the last entry; those from before entry `since` are over."""
+    def _leased(self, since: int, outside: Container[str]) -> dict[int, str]:
+        """Leases that are open after the last entry; those from before entry `since` are over, and those from before
+        a session but for the producers `outside`."""
         leased: dict[int, str] = {}
         tail = self._index.slice(since).select(["kind", "key", "num_rows", "positions", "retried"])
-        tail = tail.filter(pc.is_in(tail["kind"], value_set=pa.array(["lease", "release", "shard"])))
+        kinds = ["session", "join", "lease", "release", "shard"]
+        tail = tail.filter(pc.is_in(tail["kind"], value_set=pa.array(kinds)))
         for row in tail.to_pylist():
             if row["kind"] == "lease":
                 leased.update(dict.fromkeys(row["positions"], row["key"]))
-            elif row["kind"] == "release":
+            elif row["kind"] in ("join", "release"):
                 leased = {position: holder for position, holder in leased.items() if holder != row["key"]}
+            elif row["kind"] == "session":
+                leased = {position: holder for position, holder in leased.items() if holder in outside}
             else:
                 for position, again in zip(row["positions"] or [], row["retried"] or [], strict=True):
                     if not again:

@@ -1,12 +1,12 @@
 """Whether a policy may become the champion, and the entry that makes it one.
 
-In: a run's log and a policy version. Out: sentences against it; or the alias `champion`, which tracking carries over
-to MLflow like any other.
+In: a run's log and a policy version, or an evaluation of it. Out: sentences against it; or the alias `champion`, which
+tracking carries over to MLflow like any other.
 """
 
 from __future__ import annotations
 
-from storage.log_entries import Alias, Step
+from storage.log_entries import Alias, Evaluation, Step
 from storage.run_log import RunLog
 from storage.run_state import RunState
 from storage.runs import find_policy
@@ -19,6 +19,11 @@ GAP = "trainer–engine gap:"
 
 class NotPromoted(ValueError):
     """Something in the log speaks against the policy; the message has a line for each."""
+
+    def __init__(self, run_id: str, version: int, problems: list[str]) -> None:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        super().__init__(f"policy {version} of run {run_id!r} is not promoted:{lines}")
+        self.problems = problems
 
 
 def why_not_promote(state: RunState, version: int, *, max_gap: float) -> list[str]:
@@ -60,6 +65,27 @@ def why_not_promote(state: RunState, version: int, *, max_gap: float) -> list[st
     return problems
 
 
+def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap: float) -> Alias:
+    """Make a policy that was just evaluated the champion, with nobody looking; returns what the log says now.
+
+    `promote`, and only ever forward: what is older than the champion, or was rolled back, takes a person. Raises
+    `NotPromoted` also for the champion itself, which stays it, where its new score is too low.
+    """
+    state, version = log.refresh(), evaluation.version
+    problems = why_not_promote(state, version, max_gap=max_gap)
+    if not evaluation.failed and not evaluation.score >= min_score:
+        problems.append(f"it scored {evaluation.score:.3f} on split {evaluation.split!r}, below {min_score:g}")
+    champion = state.aliases.get(CHAMPION)
+    by_hand = f"`millrace promote {log.run_id} --version {version}` would do it all the same"
+    if champion is not None and version < champion.version:
+        problems.append(f"policy {champion.version}, the champion, is newer; {by_hand}")
+    elif champion is not None and version > champion.version and version in {a.version for a in _champions(log)}:
+        problems.append(f"it was the champion and was rolled back to policy {champion.version}; {by_hand}")
+    if problems:
+        raise NotPromoted(log.run_id, version, problems)
+    return promote(log, version, max_gap=max_gap)
+
+
 def promote(log: RunLog, version: int | None = None, *, max_gap: float) -> Alias:
     """Put the alias `champion` on a policy, the newest by default; returns what the log says now.
 
@@ -72,8 +98,7 @@ def promote(log: RunLog, version: int | None = None, *, max_gap: float) -> Alias
     if known is not None and known.version == policy.version:
         return known
     if problems := why_not_promote(state, policy.version, max_gap=max_gap):
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise NotPromoted(f"policy {policy.version} of run {log.run_id!r} is not promoted:{lines}")
+        raise NotPromoted(log.run_id, policy.version, problems)
     return log.append(Alias(name=CHAMPION, version=policy.version, checksum=policy.weights_sha256)).aliases[CHAMPION]
 
 
@@ -85,16 +110,19 @@ def roll_back(log: RunLog) -> Alias:
     """
     state = log.refresh()
     line: list[Alias] = []
-    for entry in log.entries:
-        if not (isinstance(entry.body, Alias) and entry.body.name == CHAMPION):
-            continue
-        known = next((place for place, alias in enumerate(line) if alias.version == entry.body.version), len(line))
-        line[known:] = [entry.body]
+    for champion in _champions(log):
+        known = next((place for place, alias in enumerate(line) if alias.version == champion.version), len(line))
+        line[known:] = [champion]
     before = [alias for alias in line[:-1] if alias.version not in state.retired_policies]
     if not before:
         now = f"policy {line[-1].version} is its champion, and " if line else ""
         raise ValueError(f"run {log.run_id!r}: {now}there is no earlier champion to go back to")
     return log.append(before[-1]).aliases[CHAMPION]
+
+
+def _champions(log: RunLog) -> list[Alias]:
+    """Every champion there has been, in order."""
+    return [entry.body for entry in log.entries if isinstance(entry.body, Alias) and entry.body.name == CHAMPION]
 
 
 def _agreed(state: RunState, version: int, *, max_gap: float) -> bool:

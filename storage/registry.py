@@ -11,22 +11,37 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from storage.config import TraceSettings
 from storage.digests import sha256_of_json
+from storage.entry_metrics import axis_of, metrics_of
 from storage.log_entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
 from storage.object_store import without_passwords
 from storage.run_log import RunLog
 from storage.runs import run_config
+from storage.traces import Traces
 
 logger = logging.getLogger("millrace.registry")
 
 _CURSOR = "millrace.synced_entries"
 _LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
 _MOST_METRICS = 1000  # MLflow takes no more in one call
+
+
+_importing = threading.Lock()
+
+
+def import_mlflow() -> Any:
+    """The package, which takes a second. Two threads that import it at the same time would break it for both."""
+    with _importing:
+        import mlflow
+
+        return mlflow
 
 
 class RegistryUnavailable(Exception):
@@ -41,6 +56,7 @@ class Registry:
         self._tracking_uri = tracking_uri
         self._experiment = experiment
         self._run_id: str | None = None
+        self._experiment_id = ""
         self._is_running = False
         self._versions: dict[int, str] = {}
         """Of the block that is being sent: what MLflow calls our policy versions."""
@@ -48,9 +64,14 @@ class Registry:
 
     @functools.cached_property
     def _client(self) -> Any:
-        import mlflow
+        return import_mlflow().MlflowClient(tracking_uri=self._tracking_uri, registry_uri=self._tracking_uri)
 
-        return mlflow.MlflowClient(tracking_uri=self._tracking_uri, registry_uri=self._tracking_uri)
+    @functools.cached_property
+    def _traces(self) -> Traces:
+        from mlflow.tracing.client import TracingClient
+
+        settings = TraceSettings(**self._config.get("traces", {}))  # a run from before there were any has none
+        return Traces(self._log, TracingClient(self._tracking_uri), settings)
 
     def sync(self, *, finished: bool = False) -> list[Registration]:
         """Bring MLflow up to the log's state; returns the versions the log does not know as registered yet.
@@ -59,6 +80,7 @@ class Registry:
 
         Raises `RegistryUnavailable` when MLflow cannot be reached or refuses; a later call sends what is missing.
         """
+        import_mlflow()
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -72,6 +94,13 @@ class Registry:
             ) from error
         except (MlflowException, OSError) as error:
             raise RegistryUnavailable(str(error)) from error
+
+    def attach(self, file: Path) -> None:
+        """Put a file beside the run; one of the same name is replaced. Raises `RegistryUnavailable`."""
+        try:
+            self._client.log_artifact(self._ensure_run(), str(file))
+        except Exception as error:  # each kind of artifact store raises errors of its own
+            raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
 
     def _replay(self, finished: bool) -> list[Registration]:
         run_id = self._ensure_run()
@@ -113,6 +142,10 @@ class Registry:
                     pass
         for alias in aliases.values():  # where each stands now; where it stood in between is in the log
             self._set_alias(run_id, alias)
+        find_model = functools.partial(self._find_version, run_id)
+        for entry in block:
+            if isinstance(entry.body, Evaluation | Step):
+                self._traces.send(entry, experiment_id=self._experiment_id, run_id=run_id, find_model=find_model)
         self._log_metrics(run_id, block)
         return session
 
@@ -121,9 +154,10 @@ class Registry:
         if self._run_id is not None:
             return self._run_id
         experiment = self._client.get_experiment_by_name(self._experiment)
-        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(self._experiment)
+        experiment_id = experiment.experiment_id if experiment else self._create_experiment()
         identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
+        self._experiment_id = str(experiment_id)
         found = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1)
         if found:
             self._run_id = str(found[0].info.run_id)
@@ -134,6 +168,12 @@ class Registry:
         run = self._client.create_run(experiment_id, run_name=self._log.run_id, tags=identity)
         self._run_id = str(run.info.run_id)
         return self._run_id
+
+    def _create_experiment(self) -> Any:
+        database = Path(self._tracking_uri.removeprefix("sqlite:///"))
+        # Left to itself, MLflow without a server puts files into whatever folder it was called in.
+        files = database.parent / "mlartifacts" / self._experiment if database.is_absolute() else None
+        return self._client.create_experiment(self._experiment, artifact_location=files and files.as_uri())
 
     @functools.cached_property
     def _config(self) -> dict[str, Any]:
@@ -179,9 +219,9 @@ class Registry:
         from mlflow.entities import Metric, RunTag
 
         metrics = [
-            Metric(key, value, int(entry.written_at * 1000), _step_of(entry))
+            Metric(key, value, int(entry.written_at * 1000), axis_of(entry))
             for entry in block
-            for key, value in _metrics_of(entry).items()
+            for key, value in metrics_of(entry).items()
         ]
         self._client.log_batch(run_id, metrics=metrics, tags=[RunTag(_CURSOR, str(block[-1].number + 1))])
 
@@ -248,13 +288,20 @@ class Registry:
             )
         created = self._client.create_model_version(
             name=self.model_name,
-            source=f"{self._log.store.uri}/{policy.path}",
+            source=self._source_of(policy),
             run_id=run_id,
             tags=tags,
             description=description,
             await_creation_for=0,
         )
         self._versions[policy.version] = str(created.version)
+
+    def _source_of(self, policy: Policy) -> str:
+        """Where the weights are. A server refuses paths of a machine, which might be its own: it gets the key alone."""
+        store = self._log.store.uri
+        if store.startswith("file:") and self._tracking_uri.startswith("http"):
+            store = f"millrace://{self._log.run_id}"
+        return f"{store}/{policy.path}"
 
     def _unannounced(self, run_id: str) -> list[Registration]:
         """Versions that MLflow has and the log does not say so, also those of a session that died in between."""
@@ -293,7 +340,7 @@ def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
     block: list[LogEntry] = []
     num_metrics = 0
     for entry in entries:
-        more = len(_metrics_of(entry))
+        more = len(metrics_of(entry))
         if block and num_metrics + more > _MOST_METRICS:
             yield block
             block, num_metrics = [], 0
@@ -301,28 +348,6 @@ def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
         num_metrics += more
     if block:
         yield block
-
-
-def _metrics_of(entry: LogEntry) -> dict[str, float]:
-    """What MLflow shows as metrics, by their names there."""
-    match entry.body:
-        case Step() as step:
-            return {f"train/{key}": value for key, value in step.metrics.items()}
-        case Evaluation() as evaluation:
-            return {f"eval/{evaluation.split}/{key}": v for key, v in _evaluation_metrics(evaluation).items()}
-        case _:
-            return {}
-
-
-def _step_of(entry: LogEntry) -> int:
-    """Where its metrics stand on the axis of steps."""
-    match entry.body:
-        case Step() as step:
-            return step.claim.step
-        case Evaluation() as evaluation:
-            return evaluation.version
-        case _:
-            return 0
 
 
 def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
@@ -378,16 +403,3 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         return {k: v for key, inner in value.items() for k, v in _flatten(inner, f"{prefix}{key}.").items()}
     return {prefix[:-1]: str(value)[:6000]}
-
-
-def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """What MLflow charts of an evaluation; no score where every attempt failed, for it would look like a bad policy."""
-    metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
-    if evaluation.n_samples:
-        metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)
-    if evaluation.failed:
-        return metrics
-    metrics["score"] = evaluation.score
-    if evaluation.standard_error is not None:
-        metrics["standard_error"] = evaluation.standard_error
-    return metrics | {f"pass_at_{k}": chance for k, chance in evaluation.pass_at.items()}

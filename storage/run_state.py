@@ -20,13 +20,16 @@ from storage.log_entries import (
     Entry,
     Evaluation,
     GroupSummary,
+    Join,
     Lease,
     LogEntry,
+    Pause,
     Policy,
     Quarantine,
     Registration,
     Release,
     Rescore,
+    Resume,
     Retire,
     Session,
     Shard,
@@ -73,6 +76,8 @@ class RunState:
     """Group id → the step that passed over it."""
     positions: set[int] = field(default_factory=set)
     """Places of the prompt order that are committed and neither lost nor to be tried again."""
+    producers: dict[str, Join] = field(default_factory=dict)
+    """Rollout workers that have joined and not left, by name."""
     leased: dict[int, str] = field(default_factory=dict)
     """Places that are being attempted → the worker's name."""
     num_leases: int = 0
@@ -98,6 +103,8 @@ class RunState:
     retired_policies: set[int] = field(default_factory=set)
     retired_states: set[str] = field(default_factory=set)
     """Folders of optimizer state that retention took away, and folders of policies no step had committed."""
+    paused: str = ""
+    """Why nothing new is begun; empty where the run is not paused."""
     _first_free: int = field(default=0, compare=False)
     """No place before this one is free."""
 
@@ -151,8 +158,10 @@ class RunState:
                 return any(session.id == body.id for session in self.sessions)
             case Lease():
                 return all(self.leased.get(position) == body.holder for position in body.positions)
+            case Join():
+                return self.producers.get(body.holder) == body
             case Release():
-                return body.holder not in self.leased.values()
+                return body.holder not in self.producers and body.holder not in self.leased.values()
             case Shard():
                 return body.id in self.shards
             case Step(claim=claim, policy=policy):
@@ -176,6 +185,10 @@ class RunState:
                     and self.retired_policies.issuperset(body.policy_versions)
                     and self.retired_states.issuperset(body.state_paths)
                 )
+            case Pause():
+                return bool(self.paused)
+            case Resume():
+                return not self.paused
 
     def fits(self, body: Entry) -> None:
         """Raise `Conflict` when `body` contradicts what is already committed."""
@@ -263,12 +276,18 @@ class RunState:
                 self.earlier_seconds = self.worked_seconds
                 self.session_started_at = entry.written_at
                 self.sessions.append(session)
-                self._free(list(self.leased))  # the workers of an earlier session are gone, or too late
+                # The workers of an earlier session are gone, or too late; those it had not started go on.
+                self.producers = {holder: join for holder, join in self.producers.items() if join.outside}
+                self._free([position for position, name in self.leased.items() if name not in self.producers])
             case Lease(holder=holder, positions=positions):
                 self.leased.update(dict.fromkeys(positions, holder))
                 self.num_leases += 1
+            case Join(holder=holder) as join:
+                self._free([position for position, name in self.leased.items() if name == holder])
+                self.producers[holder] = join
             case Release(holder=holder):
                 self._free([position for position, name in self.leased.items() if name == holder])
+                self.producers.pop(holder, None)
             case Shard() as shard:
                 self.shards[shard.id] = shard
                 if not shard.is_eval:
@@ -302,6 +321,10 @@ class RunState:
                 self.rescored[rescore.name] = merged(self.rescored.get(rescore.name), rescore)
             case Retire() as retire:
                 self.retire(retire)
+            case Pause(reason=reason):
+                self.paused = reason
+            case Resume():
+                self.paused = ""
             case Quarantine(shard_id=shard_id, reason=reason):
                 self.quarantined[shard_id] = reason
                 # What no step has used is lost with the file, so its prompts run again under new group ids.

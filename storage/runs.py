@@ -25,7 +25,7 @@ from storage.run_log import RunLog
 MAY_CHANGE = frozenset({"steps", "tracking", "store"})
 """Configuration keys that do not change what a committed step means, so a resumed run may set them anew."""
 
-MAY_DIFFER = frozenset({"train.num_ranks"})
+MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers"})
 """Keys that say where a run computes: kept as it began, for its replays, and free to differ where it goes on."""
 
 

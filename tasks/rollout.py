@@ -10,6 +10,7 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.tasks import exponential_backoff
 
 from infra.fleet import WorkerDied
 from rollouts.config import EvaluationSettings
@@ -54,7 +55,8 @@ async def produce_until_death(session: RunSession, *, worker: str) -> bool:
 @task(
     name="evaluate",
     task_run_name="evaluate-{version}",
-    retries=1,
+    retries=2,
+    retry_delay_seconds=exponential_backoff(backoff_factor=2),
     cache_policy=NO_CACHE,
     persist_result=False,
 )
@@ -64,7 +66,7 @@ async def evaluate_policy(session: RunSession, *, version: int, settings: Evalua
     On an engine of its own where the session has one. Else on a rollout worker's, which serves this version now: a
     later publication waits for it, training does not.
     """
-    arguments = settings.model_dump(exclude={"every", "own_engine"})
+    arguments = settings.model_dump(exclude={"every", "own_engine", "gate_score", "gate_gap"})
     if session.evaluator is not None:
         evaluation: Evaluation = await session.evaluator.call("evaluate_version", version, **arguments)
     else:

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import AsyncIterator
@@ -22,13 +23,17 @@ from typing import Any
 from infra.environment import home, prepare_environment, store_uri, tracking_uri
 from infra.fleet import Fleet, Hosted, HostedGroup
 from infra.memory import PeakMemory
+from infra.structured_logs import log_driver, logs_are_json
 from storage.loading import source_sha256
 from storage.log_entries import Session
 from storage.object_store import open_store
+from storage.producers import Lookout
 from storage.retention import reading
 from storage.run_log import RunLog
 from storage.runs import create_run, open_run, trainer_lock
-from trainers.config import TrainSettings
+from storage.system_metrics import SystemMetrics
+from tasks.outages import say_outages_once
+from trainers.config import Recipe, TrainSettings
 
 logger = logging.getLogger("millrace.session")
 
@@ -48,7 +53,10 @@ class RunSession:
         session_id: str,
         tracking: str,
         num_engines: int = 1,
+        names: str = "rollout",
+        outside: bool = False,
     ) -> None:
+        """Rollout workers are called `names` and a number; `outside` are those of another process than the driver's."""
         self.log = log
         self.fleet = fleet
         self.num_engines = num_engines
@@ -61,11 +69,16 @@ class RunSession:
         self.tracking_lock = threading.Lock()
         self.tracked_at = 0.0
         """`time.monotonic()` when tracking was last called."""
+        self.tracking_is_away = False
+        """True from a call that MLflow did not take in to the next that it does."""
         self.cache = home() / "cache"
         self.arrivals = asyncio.Event()
         """Set whenever this session's own producer has committed a shard."""
         self.publish_seconds = 0.0
-        """How long the last publication took."""
+        """How long publications have taken in this round."""
+        self.waited_seconds = 0.0
+        """How long this round has waited for its batch."""
+        self.system = SystemMetrics()
         self.warned_of_gap = False
         """True once this session has said that engine and trainer disagree."""
         self.refusals = 0
@@ -79,11 +92,18 @@ class RunSession:
         self.evaluator: Hosted | None = None
         """The worker that does nothing but evaluate; null where a rollout worker does it beside its own work."""
         self.trainer: Hosted | HostedGroup
-        self._names = (f"rollout-{number}" for number in itertools.count())
+        self.recipe: Recipe
+        """What the trainer was started with, for the one that takes its place."""
+        self.outside = outside
+        self.loaded_version = -1
+        """What these were last told to load, where somebody else has published it."""
+        self.lookout = Lookout(log)
+        """Watches the rollout workers that the driver has not started."""
+        self._names = (f"{names}-{number}" for number in itertools.count())
 
     async def host(self, name: str, path: str, *, arguments: dict[str, Any]) -> Hosted:
         """Start a worker in a process of its own; on CPUs, engines divide the threads among themselves."""
-        hosted = await self.fleet.host(name, path, arguments=arguments, num_gpus=self.fleet.gpus_per_worker)
+        hosted = await self.fleet.host(name, path, arguments=arguments, num_gpus=self.fleet.gpus_per_engine)
         if self.num_engines > 1 and not self.fleet.num_gpus:
             threads = max(1, int(os.environ["OMP_NUM_THREADS"]) // self.num_engines)
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
@@ -112,6 +132,7 @@ async def training_session(
     config: dict[str, Any],
     defaults: dict[str, Any],
     num_workers: int,
+    gpus_per_engine: int,
     train: TrainSettings,
 ) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and start the fleet, for `num_workers` engines and the trainer.
@@ -122,13 +143,21 @@ async def training_session(
     too few GPUs, before anything heavy starts.
     """
     prepare_environment()
+    say_outages_once(os.environ.get("PREFECT_API_URL", "its address in this process"))
     log = create_run(open_store(store_uri(store)), run_id, config, defaults=defaults)
     with trainer_lock(log), PeakMemory() as memory:
-        session = Session(id=uuid.uuid4().hex[:12], code_version=code_version(), reward_sha256=source_sha256(workflow))
+        session = Session(
+            id=uuid.uuid4().hex[:12],
+            code_version=code_version(),
+            reward_sha256=source_sha256(workflow),
+            steps=config["steps"],
+        )
         log.append(session)
         if log.state.step:
             logger.info("continuing run %s after step %d", run_id, log.state.step)
-        async with _fleet(run_id, num_workers=num_workers, train=train) as fleet:
+        if logs_are_json():
+            log_driver(lambda: {"run": run_id, "session": session.id, "step": log.state.step + 1}, sys.stderr)
+        async with _fleet(run_id, num_workers=num_workers, gpus_per_engine=gpus_per_engine, train=train) as fleet:
             yield RunSession(
                 log=log,
                 fleet=fleet,
@@ -141,7 +170,13 @@ async def training_session(
 
 @contextlib.asynccontextmanager
 async def reading_session(
-    *, store: str, tracking: str, run_id: str, what: str, train: TrainSettings | None = None
+    *,
+    store: str,
+    tracking: str,
+    run_id: str,
+    what: str,
+    gpus_per_engine: int = 1,
+    train: TrainSettings | None = None,
 ) -> AsyncIterator[RunSession]:
     """Open an existing run beside whoever trains it; nothing is locked, and retention waits for `what` to be over.
 
@@ -151,15 +186,34 @@ async def reading_session(
     prepare_environment()
     log = open_run(open_store(store_uri(store)), run_id)
     with reading(log, what), PeakMemory() as memory:
-        async with _fleet(run_id, num_workers=0 if train else 1, train=train) as fleet:
+        async with _fleet(run_id, num_workers=0 if train else 1, gpus_per_engine=gpus_per_engine, train=train) as fleet:
             yield RunSession(log=log, fleet=fleet, memory=memory, session_id="", tracking=tracking)
 
 
 @contextlib.asynccontextmanager
-async def _fleet(run_id: str, *, num_workers: int, train: TrainSettings | None) -> AsyncIterator[Fleet]:
+async def producing_session(*, store: str, run_id: str, name: str, gpus_per_engine: int) -> AsyncIterator[RunSession]:
+    """Open an existing run to work for whoever trains it, perhaps on another machine; only the store is shared.
+
+    Retention does not wait for it: it reads policies that have the alias `rollout`. Its workers are called `name` and
+    something random, because no two that live may have one name. Raises `FileNotFoundError` for an unknown run.
+    """
+    prepare_environment()
+    log = open_run(open_store(store_uri(store)), run_id)
+    names = f"{name}-{uuid.uuid4().hex[:6]}"
+    with PeakMemory() as memory:
+        async with _fleet(run_id, num_workers=1, gpus_per_engine=gpus_per_engine, train=None) as fleet:
+            yield RunSession(log=log, fleet=fleet, memory=memory, session_id="", tracking="", names=names, outside=True)
+
+
+@contextlib.asynccontextmanager
+async def _fleet(
+    run_id: str, *, num_workers: int, gpus_per_engine: int, train: TrainSettings | None
+) -> AsyncIterator[Fleet]:
     """Processes with GPUs are the engines, and the trainer's ranks unless they compute on the CPU."""
     num_ranks = train.num_ranks if train is not None and train.device != "cpu" else 0
-    async with Fleet(log_folder=home() / "logs" / run_id, num_workers=max(1, num_workers + num_ranks)) as fleet:
+    shares = max(1, num_workers * gpus_per_engine + num_ranks)
+    folder = home() / "logs" / run_id
+    async with Fleet(log_folder=folder, num_workers=shares, gpus_per_engine=gpus_per_engine) as fleet:
         fleet.check_ranks(num_ranks)
         yield fleet
 

@@ -6,8 +6,13 @@ In: a session. Out: how many policy versions became visible.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -15,6 +20,8 @@ from prefect.cache_policies import NO_CACHE
 from storage.log_entries import Registration
 from storage.object_store import without_passwords
 from storage.registry import Registry, RegistryUnavailable
+from storage.run_log import RunLog
+from storage.runs import RunBusy, trainer_lock
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.track")
@@ -22,6 +29,9 @@ logger = logging.getLogger("millrace.track")
 
 LEAST_PAUSE = 10.0
 """Seconds between two calls during training: rounds may be short, and each call costs MLflow's whole transaction."""
+
+LONGEST_REPORT = 300.0
+"""Seconds; a run's end does not wait for ever for a page that can be made at any time."""
 
 
 def tracking_is_due(session: RunSession) -> bool:
@@ -31,26 +41,64 @@ def tracking_is_due(session: RunSession) -> bool:
 
 @task(name="track", cache_policy=NO_CACHE, persist_result=False)
 async def track(session: RunSession, *, finished: bool = False) -> int:
-    """Log new metrics, versions, lineage and aliases; an outage is a warning, never an error."""
+    """Log new metrics, versions, lineage, aliases and traces; at the end the report too. An outage is a warning."""
     session.tracked_at = time.monotonic()
     registered = await asyncio.to_thread(_sync, session, finished)
+    if finished and not session.tracking_is_away:
+        await _attach_report(session)
     return len(registered)
 
 
 def _sync(session: RunSession, finished: bool) -> list[Registration]:
     # A log of its own: folding is not thread-safe, and this runs beside the round.
-    log = session.tracking_log
+    log, is_trainer = session.tracking_log, bool(session.session_id)
     try:
-        with session.tracking_lock:
+        # Two that send the same entries at once would send them twice: it is the trainer's part while there is one.
+        with session.tracking_lock, contextlib.nullcontext() if is_trainer else trainer_lock(log):
             log.refresh()
-            registered = Registry(log, tracking_uri=session.tracking).sync(finished=finished)
+            registered = Registry(log, tracking_uri=session.tracking).sync(finished=finished or not is_trainer)
             for registration in registered:
                 log.append(registration)
-            return registered
+    except RunBusy:
+        logger.info("run %s is being trained: its own session tells MLflow", log.run_id)
+        return []
     except RegistryUnavailable as error:
-        logger.warning(
+        logger.log(
+            logging.DEBUG if session.tracking_is_away else logging.WARNING,  # an outage is said once
             "MLflow at %s did not take everything in; the log keeps it for later: %s",
             without_passwords(session.tracking),
             without_passwords(str(error)),
         )
+        session.tracking_is_away = True
         return []
+    if session.tracking_is_away:
+        logger.info("MLflow has everything again that it missed")
+    session.tracking_is_away = False
+    return registered
+
+
+async def _attach_report(session: RunSession) -> None:
+    """The run as a web page beside the MLflow run. A command of its own makes it, with memory of its own."""
+    log = session.tracking_log
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        page = Path(folder) / "report.html"
+        making = await asyncio.create_subprocess_exec(
+            *_report_command(log, page), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        try:
+            async with asyncio.timeout(LONGEST_REPORT):
+                said, _ = await making.communicate()
+            if making.returncode:
+                raise RegistryUnavailable(said.decode(errors="replace").strip()[-500:])
+            await asyncio.to_thread(Registry(log, tracking_uri=session.tracking).attach, page)
+        except (TimeoutError, RegistryUnavailable) as error:
+            reason = without_passwords(str(error)) or f"it took more than {LONGEST_REPORT:g} s"
+            logger.warning("MLflow has no report of this run, `millrace report %s` makes it: %s", log.run_id, reason)
+        finally:
+            if making.returncode is None:
+                making.kill()
+                await making.wait()
+
+
+def _report_command(log: RunLog, page: Path) -> list[str]:
+    return [sys.executable, "-m", "cli.main", "report", log.run_id, "--store", log.store.uri, "--out", str(page)]

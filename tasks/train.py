@@ -12,18 +12,21 @@ from typing import Any, TypeVar, cast
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
+from infra.fleet import WorkerDied
 from rollouts.config import RolloutSettings
 from storage.claims import ClaimRules, next_claim
 from storage.log_entries import Claim, Quarantine, Step
 from storage.shards import DamagedShard
 from tasks.session import RunSession
 from tasks.watchdog import Stalled, num_finished, where_everybody_stands
-from tasks.workers import refresh_workers, wait_for_stragglers
+from tasks.workers import refresh_workers, release_silent, wait_for_stragglers
 from trainers.config import Recipe, TrainSettings
 from trainers.health import GapTooLarge, NonFinite
 from trainers.refusals import RefusedShards
+from trainers.timing import split_wait
 
 logger = logging.getLogger("millrace.train")
 
@@ -47,6 +50,7 @@ async def start_trainer(
     recipe: Recipe,
 ) -> None:
     """Load the policy and resume the optimizer, re-training recorded steps where no state was saved since."""
+    session.recipe = recipe
     arguments = {
         "store_uri": session.log.store.uri,
         "run_id": session.log.run_id,
@@ -76,26 +80,32 @@ def claim_rules(*, batch_size: int, max_staleness: float, rollout: RolloutSettin
 
 
 @task(name="next-batch", cache_policy=NO_CACHE, persist_result=False)
-async def next_batch(session: RunSession, *, rules: ClaimRules, pace: bool, stall_timeout: float) -> Claim:
-    """Wait until enough groups are committed and claim them.
+async def next_batch(
+    session: RunSession, *, rules: ClaimRules, pace: bool, stall_timeout: float, lease_timeout: float
+) -> Claim:
+    """Wait until enough groups are committed, by producers here or elsewhere, and claim them.
 
     With `pace`, groups that are running and that this step's policy would push over the bound are waited for, as long
     as their engines have other work too.
     Raises `storage.claims.NothingAccepted`, and `Stalled` after `stall_timeout` seconds in which no group finished.
     """
-    log = session.log
+    log, started = session.log, time.perf_counter()
     # Where the trainer masks or corrects old tokens no group is lost, and waiting would only cost.
     seen, last_progress, paced = -1, time.monotonic(), not (pace and rules.stale_policy == "strict")
     while True:
         session.arrivals.clear()
         state = log.refresh()
-        claim = next_claim(state, rules)
+        claim = None if state.paused else next_claim(state, rules)
+        if state.paused:
+            last_progress = time.monotonic()
         if claim is not None:
             if paced:
+                session.waited_seconds += time.perf_counter() - started
                 return claim
             await wait_for_stragglers(session, version=claim.base_version)
             paced = True
             continue  # what has finished meanwhile may be in the log already, committed by `produce`
+        await release_silent(session, patience=lease_timeout)
         waited = time.monotonic() - last_progress
         if waited > min(1.0, stall_timeout) and (progress := state.entries + await num_finished(session)) != seen:
             seen, last_progress = progress, time.monotonic()
@@ -125,8 +135,8 @@ def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
 @task(
     name="train",
     task_run_name="train-{claim.step}",
-    retries=1,
-    retry_delay_seconds=1,
+    retries=2,
+    retry_delay_seconds=exponential_backoff(backoff_factor=1),
     retry_condition_fn=_may_pass,
     cache_policy=NO_CACHE,
     persist_result=False,
@@ -134,28 +144,32 @@ def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
 async def train_step(session: RunSession, *, claim: Claim, round_started: float) -> Step | None:
     """One optimizer step on a claim: new policy in the store, step in the log.
 
+    Where the trainer dies another one is started, and Prefect's retry gives it the claim; it finds the step in the log
+    where the dead one had committed it.
     Null where a claimed shard is damaged or must not be trained: it is quarantined, its prompts run again, and the next
     claim goes without it. Raises `EveryClaimRefused` when that has become of `REFUSALS` claims in a row, and
     `trainers.health.NonFinite`.
     """
     shards = session.log.state.shards
-    consumed = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in claim.trained)]
-    phases = {
-        f"{phase}_seconds": sum(shard.seconds.get(phase, 0.0) for shard in consumed)
-        for phase in ("generate", "reward", "commit")
-    }
+    groups = [*claim.trained, *claim.stale, *claim.filtered, *claim.failed, *claim.cancelled]
+    taken = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in groups)]
     try:
         step: Step = await session.trainer.call(
             "train_step",
             claim,
             round_started=round_started,
             extra_metrics={
-                **phases,
+                **split_wait(session.waited_seconds, taken, num_producers=len(session.workers)),
                 "publish_seconds": session.publish_seconds,
                 "peak_memory_bytes": float(session.memory.peak_bytes),
+                **await asyncio.to_thread(session.system.sample),
             },
             session_id=session.session_id,
         )
+    except WorkerDied as death:
+        logger.warning("%s; another trainer takes its place", death)
+        await start_trainer(session, recipe=session.recipe)
+        raise
     except DamagedShard as damaged:
         await _quarantine(session, {damaged.shard_id: damaged.reason})
         return None
@@ -166,6 +180,7 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
             raise EveryClaimRefused(_give_up(claim, refused)) from refused
         return None
     session.refusals = 0
+    session.publish_seconds = session.waited_seconds = 0.0  # they were of the round that is over
     session.log.refresh()
     # Absent where no token was sampled by the very policy that was trained.
     suspicious = step.metrics.get("engine_gap", 0.0) > SUSPICIOUS_GAP
@@ -182,7 +197,8 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
 
 async def _quarantine(session: RunSession, reasons: dict[str, str]) -> None:
     for shard_id, reason in reasons.items():
-        logger.warning("shard %s: %s: quarantined, its prompts run again", shard_id, reason)
+        ids = {"shard": shard_id}
+        logger.warning("shard %s: %s: quarantined, its prompts run again", shard_id, reason, extra=ids)
         session.log.append(Quarantine(shard_id=shard_id, reason=reason))
     await refresh_workers(session)
 

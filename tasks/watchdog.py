@@ -37,6 +37,10 @@ async def where_everybody_stands(session: RunSession) -> str:
     state = session.log.state
     live = state.live.version if state.live else "none"
     queue = f"step {state.step}, live policy {live}, {state.pending_accepted} groups ready, {len(state.leased)} leased"
+    if elsewhere := [join.holder for join in state.producers.values() if join.outside]:
+        queue += f", producers elsewhere: {', '.join(elsewhere)}"
+    elif not session.workers:
+        queue += f"; nobody produces: `millrace produce {session.log.run_id}` on another machine starts a producer"
     hosted = [*session.workers.values(), *([session.evaluator] if session.evaluator else [])]
     return "\n".join([queue, *await asyncio.gather(*(_report(worker) for worker in hosted))])
 

@@ -7,7 +7,6 @@ another process.
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from storage.loading import absolute_path
 from storage.records import Sampling
 from storage.run_log import RunLog
 from storage.runs import run_config
+from tasks.session import code_version
 from tasks.train import claim_rules
 from trainers.config import TrainSettings
 
@@ -42,10 +42,6 @@ def worker_arguments(
 ) -> dict[str, Any]:
     """The arguments of `rollouts.worker.RolloutWorker`, all but its name."""
     values = rollout.model_dump()
-    if rollout.num_workers > 1:
-        # Of what may be in flight at all, so that the first worker to ask does not take everybody's prompts.
-        share = math.ceil((1 + max_staleness) * train.steps_per_update * batch_size / rollout.num_workers)
-        values["max_concurrent"] = min(rollout.max_concurrent, share)
     limits = Limits(
         n_samples=n_samples,
         batch_size=batch_size,
@@ -67,9 +63,10 @@ def worker_arguments(
         "attempt_limits": AttemptLimits(**_those_of(AttemptLimits, values)),
         "reward": reward,
         "seed": seed,
-        "code_version": log.state.sessions[-1].code_version,
+        "code_version": code_version(),
         "config_sha256": sha256_of_json(run_config(log)),
         "cache": str(cache),
+        "lease_timeout": rollout.lease_timeout,
         "lora_rank": train.lora.rank if train.lora is not None else 0,
     }
 

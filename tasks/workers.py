@@ -13,10 +13,12 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.tasks import exponential_backoff
 
 from infra.fleet import WorkerDied
 from rollouts.engine import WeightUpdate
-from storage.log_entries import Alias, Policy, Release
+from storage.log_entries import Alias, Policy
+from storage.producers import withdraw
 from tasks.session import REPLACEMENTS, RunSession
 
 logger = logging.getLogger("millrace.workers")
@@ -34,7 +36,8 @@ async def start_rollout_worker(
     Nothing is produced before the worker joins.
     """
     logger.info("starting the inference engine of %s", name)
-    worker = await session.host(name, "rollouts.worker:RolloutWorker", arguments={**arguments, "name": name})
+    arguments = {**arguments, "name": name, "outside": session.outside}
+    worker = await session.host(name, "rollouts.worker:RolloutWorker", arguments=arguments)
     checksum: str = await worker.call("start", version)
     return checksum
 
@@ -43,11 +46,16 @@ def mark_served(session: RunSession, *, checksums: list[str]) -> None:
     """Put the alias `rollout` on the live policy; warn where an engine holds other weights under the same version."""
     live = session.log.refresh().live
     assert live is not None, "the base policy comes first"
+    recorded = session.log.state.aliases.get(ROLLOUT_ALIAS)
+    if not checksums:  # only producers elsewhere, which go by the alias
+        if recorded is None or recorded.version != live.version:
+            session.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=""))
+        return
     serving = [checksum for checksum in checksums if checksum]
     if not serving:
         return  # each of them goes on to the live policy as soon as it can, or says why it cannot
-    recorded = session.log.state.aliases.get(ROLLOUT_ALIAS)
-    expected = recorded.checksum if recorded is not None and recorded.version == live.version else serving[0]
+    known = recorded.checksum if recorded is not None and recorded.version == live.version else ""
+    expected = known or serving[0]
     if set(serving) != {expected}:
         logger.warning("an engine's checksum of policy %d differs from another's", live.version)
     session.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
@@ -57,22 +65,17 @@ def mark_served(session: RunSession, *, checksums: list[str]) -> None:
 @task(
     name="publish",
     task_run_name="publish-{policy.version}",
-    retries=2,
-    retry_delay_seconds=1,
+    retries=3,
+    retry_delay_seconds=exponential_backoff(backoff_factor=1),
     cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def publish_policy(session: RunSession, *, policy: Policy) -> None:
-    """Swap every engine's weights under its running requests and move the alias `rollout`.
-
-    A worker that dies meanwhile is its producer's business.
-    """
+    """Swap the weights of every engine of this session and move the alias `rollout`, by which those elsewhere go."""
     started = time.perf_counter()
-    answers = await asyncio.gather(
-        *(worker.call("publish", policy) for worker in session.workers.values()), return_exceptions=True
-    )
-    _raise_all_but_deaths(answers)
-    updates: list[WeightUpdate] = [answer for answer in answers if isinstance(answer, WeightUpdate)]
+    updates = await _swap(session, policy)
+    if not session.workers:
+        session.log.append(Alias(name=ROLLOUT_ALIAS, version=policy.version, checksum=""))
     if updates:
         session.log.append(
             Alias(
@@ -85,6 +88,28 @@ async def publish_policy(session: RunSession, *, policy: Policy) -> None:
             )
         )
     session.publish_seconds = time.perf_counter() - started
+
+
+@task(
+    name="load",
+    task_run_name="load-{policy.version}",
+    retries=3,
+    retry_delay_seconds=exponential_backoff(backoff_factor=1),
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def load_policy(session: RunSession, *, policy: Policy) -> None:
+    """Swap the weights of every engine of this session; somebody else has published the policy."""
+    await _swap(session, policy)
+
+
+async def _swap(session: RunSession, policy: Policy) -> list[WeightUpdate]:
+    """Under their running requests. A worker that dies meanwhile is its producer's business."""
+    answers = await asyncio.gather(
+        *(worker.call("publish", policy) for worker in session.workers.values()), return_exceptions=True
+    )
+    _raise_all_but_deaths(answers)
+    return [answer for answer in answers if isinstance(answer, WeightUpdate)]
 
 
 async def refresh_workers(session: RunSession, *, but: str = "") -> None:
@@ -100,9 +125,16 @@ async def wait_for_stragglers(session: RunSession, *, version: int) -> None:
     _raise_all_but_deaths(answers)
 
 
+async def take_part(session: RunSession, names: Sequence[str]) -> None:
+    """Started workers produce from now on, and divide what may be in flight among all who do."""
+    for name in names:
+        await session.hosted[name].call("join")
+    session.workers |= {name: session.hosted[name] for name in names}
+
+
 async def join(session: RunSession, name: str) -> None:
     """A started worker takes part from now on, with the newest policy that engines serve."""
-    session.workers[name] = session.hosted[name]
+    await take_part(session, [name])
     served = session.log.refresh().aliases.get(ROLLOUT_ALIAS)
     if served is not None:  # one may have been published while it was starting
         await session.workers[name].call("publish", session.log.state.policies[served.version])
@@ -114,7 +146,7 @@ async def leave(session: RunSession, name: str, *, death: WorkerDied) -> bool:
     Raises `death` where no worker is left and too many have died in a row.
     """
     session.workers.pop(name, None)
-    session.log.append(Release(holder=name, reason=str(death)))
+    withdraw(session.log, name, reason=str(death))
     await refresh_workers(session)
     session.replacements_left -= 1
     if session.replacements_left >= 0:
@@ -124,6 +156,17 @@ async def leave(session: RunSession, name: str, *, death: WorkerDied) -> bool:
         raise death
     logger.warning("%s; %d in a row: the run goes on with %d workers", death, REPLACEMENTS, len(session.workers))
     return False
+
+
+async def release_silent(session: RunSession, *, patience: float) -> None:
+    """Give the prompts of producers elsewhere to others where they have not been heard of for `patience` seconds."""
+    silent = session.lookout.silent(patience=patience)
+    for name, seconds in silent.items():
+        reason = f"no sign of life for {seconds:.0f} s"
+        logger.warning("%s: %s; its prompts run elsewhere", name, reason)
+        withdraw(session.log, name, reason=reason)
+    if silent:
+        await refresh_workers(session)
 
 
 def _raise_all_but_deaths(answers: Sequence[Any]) -> None:

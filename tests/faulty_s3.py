@@ -36,8 +36,12 @@ class Fault(enum.Enum):
     """409 ConditionalRequestConflict, without asking the server: another upload of this key is under way."""
     QUOTA_EXCEEDED = enum.auto()
     """403 QuotaExceeded, as Ceph answers."""
+    READ_ONLY = enum.auto()
+    """403 AccessDenied: these keys may read and not write."""
     DISK_FULL = enum.auto()
     """507 Insufficient Storage, as MinIO answers."""
+    DAMAGE = enum.auto()
+    """One bit of the request's body is another one, and nobody is told. For servers that do not check signatures."""
     CUT_REQUEST = enum.auto()
     """The connection ends when the server has half of the request's body."""
     CUT_ANSWER = enum.auto()
@@ -57,6 +61,7 @@ ANSWERS = {
     Fault.INTERNAL_ERROR: (500, "InternalError", "We encountered an internal error. Please try again."),
     Fault.CONFLICT: (409, "ConditionalRequestConflict", "A conflicting operation is in progress."),
     Fault.QUOTA_EXCEEDED: (403, "QuotaExceeded", ""),
+    Fault.READ_ONLY: (403, "AccessDenied", "Access Denied."),
     Fault.DISK_FULL: (507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold."),
     Fault.REFUSE_CONDITION: (501, "NotImplemented", "A header you provided implies functionality not implemented."),
 }
@@ -165,6 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._note(status=status, num_bytes=len(answer))
             self._answer(status, {"Content-Type": "application/xml"}, b"" if self.command == "HEAD" else answer)
         else:
+            if fault is Fault.DAMAGE:
+                body = body[: len(body) // 2] + bytes([body[len(body) // 2] ^ 1]) + body[len(body) // 2 + 1 :]
             if fault is Fault.IGNORE_CONDITION:
                 headers = self._signed_again({k: v for k, v in headers.items() if k.lower() != "if-none-match"}, body)
             status, answer_headers, answer = self._forward(headers, body)

@@ -11,6 +11,7 @@ sample tokens all along, each under the policy that is loaded at its moment. Hou
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import selectors
 from collections import Counter
@@ -78,6 +79,8 @@ class Scenario:
 
     batch_size: int = 64
     max_concurrent: int = 64
+    num_workers: int = 1
+    """Each with as many groups at once, or its share of what may be in flight at all."""
     max_staleness: float = 1.0
     stale_policy: StalePolicy = "strict"
     steps_per_update: int = 1
@@ -253,61 +256,72 @@ class _Simulation:
             dynamic_batch=scenario.dynamic_batch,
             on_nothing_accepted=scenario.on_nothing_accepted,
         )
-        self._executor = Executor(
-            player=cast(Player, self._player),
-            lease=self._lease,
-            limits=Limits(
-                n_samples=scenario.n_samples,
-                batch_size=scenario.batch_size,
-                max_staleness=scenario.max_staleness,
-                steps_per_update=scenario.steps_per_update,
-                dynamic_batch=scenario.dynamic_batch,
-                total_groups=scenario.steps * scenario.batch_size,
-                max_concurrent=scenario.max_concurrent,
-                min_usable=1,
-                retries=0,
-                cancel_stale=scenario.stale_policy == "strict",
-                shard_bytes=10**9,
-                shard_seconds=scenario.shard_seconds,
-            ),
-            sampling=SAMPLING,
+        in_flight = (1 + scenario.max_staleness) * scenario.steps_per_update * scenario.batch_size
+        share = math.ceil(in_flight / scenario.num_workers) if scenario.num_workers > 1 else scenario.max_concurrent
+        limits = Limits(
+            n_samples=scenario.n_samples,
+            batch_size=scenario.batch_size,
+            max_staleness=scenario.max_staleness,
+            steps_per_update=scenario.steps_per_update,
+            dynamic_batch=scenario.dynamic_batch,
+            total_groups=scenario.steps * scenario.batch_size,
+            max_concurrent=min(scenario.max_concurrent, share),
+            min_usable=1,
+            retries=0,
+            cancel_stale=scenario.stale_policy == "strict",
+            shard_bytes=10**9,
+            shard_seconds=scenario.shard_seconds,
+            alone=scenario.num_workers == 1,
         )
+        self._executors = {
+            name: Executor(
+                player=cast(Player, self._player),
+                lease=functools.partial(self._lease, name),
+                limits=limits,
+                sampling=SAMPLING,
+            )
+            for name in (f"rollout-{number}" for number in range(scenario.num_workers))
+        }
 
     async def run(self) -> Outcome:
-        producing = asyncio.create_task(self._produce())
+        producing = [asyncio.create_task(self._produce(executor)) for executor in self._executors.values()]
         training = asyncio.create_task(self._train())
-        await asyncio.wait([producing, training], return_when=asyncio.FIRST_COMPLETED)
-        if producing.done():
-            producing.result()
+        await asyncio.wait([*producing, training], return_when=asyncio.FIRST_COMPLETED)
+        for producer in producing:
+            if producer.done():
+                producer.result()
+            producer.cancel()
         outcome = training.result()
-        producing.cancel()
-        await self._executor.close()
+        for executor in self._executors.values():
+            await executor.close()
         return outcome
 
-    async def _lease(self) -> Sequence[Prompt]:
+    async def _lease(self, name: str) -> Sequence[Prompt]:
         self._rebase()
-        state = self._log.state
-        lease = Lease(
-            holder="rollout-0", positions=state.free_positions(self._executor.wanted), number=state.num_leases
-        )
+        state, wanted = self._log.state, self._executors[name].wanted
+        if not wanted:
+            return []
+        lease = Lease(holder=name, positions=state.free_positions(wanted), number=state.num_leases)
         self._log.append(lease)
         return [self._prompts.at(position) for position in lease.positions]
 
     def _rebase(self) -> None:
         state = self._log.state
         accepted = state.step * self._scenario.batch_size + num_counted(state, self._rules)
-        self._executor.set_version(self._version, accepted=accepted)
+        for name, executor in self._executors.items():
+            elsewhere = sum(holder != name for holder in state.leased.values())
+            executor.set_version(self._version, accepted=accepted + elsewhere)
 
-    async def _produce(self) -> None:
+    async def _produce(self, executor: Executor) -> None:
         self._rebase()
         while True:
-            await self._executor.wait_for_work()
-            self._commit(await self._executor.prepare_batch())
+            await executor.wait_for_work()
+            self._commit(executor, await executor.prepare_batch())
 
-    def _commit(self, groups: Sequence[RolloutGroup]) -> None:
+    def _commit(self, executor: Executor, groups: Sequence[RolloutGroup]) -> None:
         if groups:
             self._log.append(a_shard(f"s{self._log.state.entries}", [summarise(group) for group in groups]))
-        self._executor.mark_committed(groups)
+        executor.mark_committed(groups)
         self._rebase()  # some may have gone over the bound before they were committed
         for group in groups:
             if group.accepted:
@@ -344,8 +358,9 @@ class _Simulation:
             if paced:
                 return claim
             since, paced = loop.time(), True
-            if await self._executor.wait_for_stragglers(claim.base_version):
-                self._commit(self._executor.hand_out())
+            for executor in self._executors.values():
+                if await executor.wait_for_stragglers(claim.base_version):
+                    self._commit(executor, executor.hand_out())
             self._account.held_seconds += loop.time() - since
 
     def _count(self, claim: Claim) -> None:

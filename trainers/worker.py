@@ -28,11 +28,9 @@ from trainers.config import Recipe
 from trainers.distributed import agreed, on_every_rank, on_first_rank, rank
 from trainers.refusals import RefusedShards
 from trainers.replay import Retrainer
+from trainers.timing import time_budget
 
 logger = logging.getLogger("millrace.trainer")
-
-PHASES = ("generate", "reward", "commit", "train", "save", "publish")
-"""What a round's wall-clock is spent on; each is a metric `<phase>_seconds` of the step."""
 
 
 class TrainerWorker:
@@ -79,11 +77,13 @@ class TrainerWorker:
         to_do = agreed(on_every_rank(lambda: self._to_do(claim, session_id)), what=f"work to do for step {claim.step}")
         if to_do == "nothing":
             return self._took(claim)  # its commit may have succeeded without an answer
+        load_seconds = 0.0
         if to_do == "train":
-            self._unsaved = (claim, self._train(claim))
+            metrics, load_seconds = self._train(claim)
+            self._unsaved = (claim, metrics)
         # A retry after a failed save must not train the same claim a second time.
         trained = time.perf_counter()
-        phases = {**extra_metrics, "train_seconds": trained - started}
+        phases = {**extra_metrics, "load_seconds": load_seconds, "train_seconds": trained - started - load_seconds}
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             # All ranks gather; the rest is up to rank 0.
             folder = Path(scratch)
@@ -146,13 +146,16 @@ class TrainerWorker:
             )
         return "train"
 
-    def _train(self, claim: Claim) -> dict[str, float]:
+    def _train(self, claim: Claim) -> tuple[dict[str, float], float]:
+        """Metrics, and the seconds that reading the shards took."""
+        started = time.perf_counter()
         samples = self._retrainer.samples(claim, judge=True)
+        load_seconds = time.perf_counter() - started
         before = self._policy_path
         if claim.fallback != "skip_step":
             self._policy_path = None
         try:
-            return self._retrainer.train(claim, samples, judge=True)
+            return self._retrainer.train(claim, samples, judge=True), load_seconds
         except RefusedShards:
             self._policy_path = before  # no weight has changed
             raise
@@ -186,8 +189,7 @@ class TrainerWorker:
         finished = time.perf_counter()
         phases = {**phases, "save_seconds": finished - trained}
         # The round may have started by another machine's clock; it took no less than was measured here.
-        round_seconds = max(time.time() - round_started, finished - started)
-        busy_seconds = sum(phases[f"{phase}_seconds"] for phase in PHASES)
+        budget = time_budget(phases, wall_seconds=max(time.time() - round_started, finished - started))
         self._log.append(
             Step(
                 claim=claim,
@@ -196,10 +198,8 @@ class TrainerWorker:
                 metrics={
                     **metrics,
                     **phases,
-                    "round_seconds": round_seconds,
-                    # Generation may run beside training; then the phases overlap and nothing is idle.
-                    "idle_seconds": max(0.0, round_seconds - busy_seconds),
-                    "tokens_per_second": metrics["trained_tokens"] / round_seconds,
+                    **budget,
+                    "tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"],
                 },
                 state_path=state_path,
                 session_id=session_id,

@@ -38,7 +38,7 @@ from tests.unit.trainers.builders import (
 from trainers import replay
 from trainers.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
 from trainers.samples import Samples, gather_samples
-from trainers.worker import PHASES, TrainerWorker
+from trainers.worker import TrainerWorker
 
 _GROUPS = {"one": 1, "another": 1, "two": 2}
 _NUM_STEPS = 4
@@ -62,8 +62,7 @@ def _claim(folder: Path) -> Claim:
 
 
 def _train(worker: TrainerWorker, claim: Claim, *, session_id: str = "session") -> Step:
-    phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
-    return worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id=session_id)
+    return worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id=session_id)
 
 
 def _failure(action: Callable[[], object]) -> list[Any]:

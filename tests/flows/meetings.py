@@ -62,6 +62,14 @@ class Paused(Guesses):
         return await super().run(task, chat)
 
 
+class Held(Guesses):
+    """Attempts wait for as long as nobody lets those of their own state folder go on."""
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        await _until((home() / GO).exists)
+        return await super().run(task, chat)
+
+
 class Broken(Guesses):
     """Nothing held out can be answered."""
 

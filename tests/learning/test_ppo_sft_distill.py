@@ -28,7 +28,7 @@ from storage.runs import model_key
 from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
 from trainers.config import Recipe
 from trainers.replay import ReplayWorker
-from trainers.worker import PHASES, TrainerWorker
+from trainers.worker import TrainerWorker
 
 _PROMPTS = ["1+1=", "23+4=", "5=", "9+9+9="]
 _ATTEMPTS = 16
@@ -96,7 +96,6 @@ def _train(log: RunLog, recipe: Recipe, cache: Path, *, steps: int, judge: Judge
     worker.start()
     policies = PolicyReader(log, cache)
     rules = ClaimRules(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
-    phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
     done = []
     for _ in range(steps):
         policy = log.refresh().live
@@ -105,7 +104,7 @@ def _train(log: RunLog, recipe: Recipe, cache: Path, *, steps: int, judge: Judge
         commit(log, f"shard-{policy.version}", groups)
         claim = next_claim(log.refresh(), rules)
         assert claim is not None
-        done.append(worker.train_step(claim, extra_metrics=phases, round_started=time.time(), session_id="learning"))
+        done.append(worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="learning"))
     return done
 
 

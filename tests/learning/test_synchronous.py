@@ -36,7 +36,7 @@ from tests.unit.trainers.builders import commit, new_run, recipe_of, tiny_model
 from trainers.checkpoint import save_policy
 from trainers.samples import COLUMNS, gather_samples
 from trainers.trainer import Trainer
-from trainers.worker import PHASES, TrainerWorker
+from trainers.worker import TrainerWorker
 
 _BATCH, _STEPS, _ATTEMPTS = 4, 5, 4
 _TASKS = [RolloutTask(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
@@ -141,7 +141,6 @@ class _Pipeline:
     async def run(self) -> str:
         self._trainer.start()
         producing = asyncio.create_task(self._produce())
-        phases = {f"{phase}_seconds": 0.0 for phase in PHASES if phase not in ("train", "save")}
         while self._log.refresh().step < _STEPS:
             claim = next_claim(self._log.state, self._rules)
             if claim is None:
@@ -151,7 +150,7 @@ class _Pipeline:
             step = await asyncio.to_thread(
                 self._trainer.train_step,
                 claim,
-                extra_metrics=phases,
+                extra_metrics={},
                 round_started=time.time(),
                 session_id="session",
             )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import tomllib
-from pathlib import Path
 
+import click
+import typer
 import yaml
 
-PROJECT = Path(__file__).resolve().parents[3]
+from cli.main import app
+from tests.documents import DOCUMENTS, PROJECT, commands
 
 
 def test_the_example_in_readme_is_the_example() -> None:
@@ -61,3 +65,53 @@ def test_every_message_of_the_operations_page_is_one_that_the_code_can_say() -> 
     messages = re.findall(r"^\| `([^`]+)` \|", alarms, flags=re.MULTILINE)
     assert len(messages) > 20
     assert [message for message in messages if message not in sources] == []
+
+
+EVERY_COMMAND = [(document, words) for document in DOCUMENTS for words in commands(document)]
+
+
+def _of(*program: str) -> list[tuple[str, list[str]]]:
+    """Documents and what follows a program in them."""
+    length = len(program)
+    return [(d.name, words[length:]) for d, words in EVERY_COMMAND if tuple(words[:length]) == program]
+
+
+def test_millrace_takes_every_command_of_the_documents() -> None:
+    refused = []
+    for document, words in _of("millrace"):
+        command: click.Command = typer.main.get_command(app)
+        context, arguments = None, list(words)
+        try:
+            while isinstance(command, click.Group):
+                context = command.make_context(command.name, arguments, parent=context, allow_extra_args=True)
+                name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+            command.make_context(command.name, arguments, parent=context)
+        except click.exceptions.Exit:
+            pass  # it asks for help
+        except click.ClickException as error:
+            refused.append(f"{document}: millrace {' '.join(words)}: {error.format_message()}")
+    assert not refused and len(_of("millrace")) > 60
+
+
+def test_make_has_every_target_of_the_documents() -> None:
+    targets = set(re.findall(r"^([a-z]+):.*##", (PROJECT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {word for _, words in _of("make") for word in words if re.fullmatch("[a-z]+", word)}
+    assert named <= targets and named >= {"train", "test", "up", "down"}
+
+
+def test_every_module_the_documents_run_is_there() -> None:
+    missing = {words[0] for _, words in _of("python", "-m") if words[0].split(".")[0] in ("benchmarks", "examples")}
+    assert len(missing) > 3
+    assert [name for name in missing if not (PROJECT / (name.replace(".", "/") + ".py")).exists()] == []
+
+
+def test_every_deployment_the_documents_run_is_there_and_has_the_parameters() -> None:
+    deployments = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
+    entrypoints = {f"{d['flow_name']}/{d['name']}": d["entrypoint"] for d in deployments}
+    run = _of("prefect", "deployment", "run")
+    assert len(run) > 3
+    for document, words in run:
+        assert words[0] in entrypoints, f"{document}: {words[0]}"
+        given = {after.partition("=")[0] for word, after in zip(words, words[1:], strict=False) if word == "-p"}
+        module, _, name = entrypoints[words[0]].rpartition(".")
+        assert given <= inspect.signature(getattr(importlib.import_module(module), name).fn).parameters.keys(), document

@@ -55,11 +55,14 @@ def _commit(log: RunLog, shard_id: str, *groups: RolloutGroup, is_eval: bool = F
 
 
 def _train(log: RunLog, *group_ids: str, **metrics: float) -> None:
-    phases = {f"{phase}_seconds": 1.0 for phase in ("generate", "reward", "commit", "train", "save", "publish")}
+    phases = {
+        f"{phase}_seconds": 1.0
+        for phase in ("generate", "reward", "commit", "wait", "load", "train", "save", "publish")
+    }
     facts = {"reward": 0.5, "staleness_mean": 0.0, "staleness_max": 0.0, "peak_memory_bytes": 2.0**30}
     step = a_step(log.state, trained=group_ids)
     log.append(
-        dataclasses.replace(step, metrics={**facts, **phases, "idle_seconds": 2.0, "round_seconds": 8.0, **metrics})
+        dataclasses.replace(step, metrics={**facts, **phases, "idle_seconds": 2.0, "round_seconds": 10.0, **metrics})
     )
 
 
@@ -133,7 +136,7 @@ def test_curves_lags_and_time_are_those_of_the_steps(tmp_path: Path) -> None:
     assert data["shards"] == {
         "width": [1], "head": [0, 1], "tail": [0, 1], "trained_first": [0, 1], "trained_last": [1, 1],
     }  # fmt: skip
-    assert dict(found["time"]["phases"])["idle"] == 4.0 and found["time"]["round"] == 16.0
+    assert dict(found["time"]["phases"])["idle"] == 4.0 and found["time"]["round"] == found["time"]["sum"] == 20.0
     assert not found["time"]["overlap"]
     assert data["metrics"]["reply_length"]["mean"] == [2.0, 2.0]
     assert [(e["x"], e["y"]) for e in data["held_out"]] == [(0, pytest.approx(1 / 3)), (2, pytest.approx(2 / 3))]

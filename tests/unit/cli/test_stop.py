@@ -17,6 +17,7 @@ from cli.stop import stop_run
 from storage.object_store import LocalStore, open_store
 from storage.run_log import RunLog
 from storage.runs import create_run, open_run, trainer_lock
+from tasks import flow_runs
 from tests.builders import BASE
 
 _TRAINS = """
@@ -83,8 +84,25 @@ def test_a_process_that_does_not_listen_is_named_with_what_is_safe(log: RunLog) 
         assert process.poll() is None
 
 
-def test_a_run_of_prefects_is_cancelled_there(log: RunLog) -> None:
-    with _training(log, PREFECT__FLOW_RUN_ID="0b5e") as process:
+_FLOW_RUN = "0b5e7a0e-6d3c-4c55-9a52-9d2b0e3a4f11"
+
+
+def test_a_run_of_prefects_is_cancelled_there_and_not_interrupted(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    with _training(log, kind="deaf", PREFECT__FLOW_RUN_ID=_FLOW_RUN, PREFECT_API_URL="http://prefect/api") as process:
+
+        async def cancel(flow_run_id: str, *, api_url: str) -> bool:
+            asked.append((flow_run_id, api_url))
+            process.kill()  # what Prefect's worker does in the end
+            return True
+
+        monkeypatch.setattr(flow_runs, "cancel_flow_run", cancel)
+        assert _stop() == (0, "run run has stopped at step 0\n")
+    assert asked == [(_FLOW_RUN, "http://prefect/api")]
+
+
+def test_a_prefect_server_that_does_not_answer_is_a_sentence_with_both_ways_out(log: RunLog) -> None:
+    with _training(log, PREFECT__FLOW_RUN_ID=_FLOW_RUN, PREFECT_API_URL="http://me:secret@127.0.0.1:9/api") as process:
         code, output = _stop()
-        assert code == 2 and "prefect flow-run cancel 0b5e" in output
-        assert process.poll() is None
+        assert code == 2 and f"prefect flow-run cancel {_FLOW_RUN}" in output and f"`kill {process.pid}`" in output
+        assert "secret" not in output and process.poll() is None

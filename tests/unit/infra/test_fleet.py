@@ -135,6 +135,48 @@ def test_ranks_do_not_share_a_gpu(num_ranks: int, num_workers: int, num_gpus: fl
             fleet.check_ranks(num_ranks)
 
 
+@pytest.mark.parametrize(
+    ("gpus_per_engine", "num_workers", "num_gpus", "expected"),
+    [(1, 2, 0, 0), (1, 2, 2, 1), (1, 2, 1, 0.5), (2, 3, 0, 0), (2, 3, 3, 2), (2, 5, 8, 2), (4, 9, 9, 4)],
+)
+def test_an_engine_has_as_many_gpus_as_it_has_parts(
+    gpus_per_engine: int, num_workers: int, num_gpus: float, expected: float
+) -> None:
+    fleet = Fleet(log_folder=Path("unused"), num_workers=num_workers, gpus_per_engine=gpus_per_engine)
+    fleet.num_gpus = num_gpus
+    fleet.check_ranks(1)
+    assert fleet.gpus_per_engine == expected
+
+
+def test_the_parts_of_an_engine_do_not_share_a_gpu() -> None:
+    fleet = Fleet(log_folder=Path("unused"), num_workers=3, gpus_per_engine=2)
+    fleet.num_gpus = 2.0
+    with pytest.raises(ValueError, match="on 2 GPUs .*: with trainer and other engines that makes 3, and there are 2"):
+        fleet.check_ranks(1)
+
+
+@pytest.mark.parametrize("address", [None, ""])
+def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
+    address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **options: asked.append(options["address"]))
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+    async def start() -> None:
+        async with Fleet(log_folder=tmp_path):
+            pass
+
+    asyncio.run(start())
+    assert asked == ["local"]
+
+
 def _wait_for_the_end_of(processes: list[int]) -> None:
     """Raises when one is still there after a while."""
     alive = [psutil.Process(pid) for pid in processes if psutil.pid_exists(pid)]

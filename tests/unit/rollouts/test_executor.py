@@ -466,3 +466,33 @@ def test_a_policy_that_was_never_finished_leaves_the_old_one_serving(tokens: Cha
         assert engine.version == 4
 
     asyncio.run(script())
+
+
+def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens: ChatTokens) -> None:
+    gate = asyncio.Event()
+
+    async def wait(task: RolloutTask, chat: Chat) -> Score:
+        await gate.wait()
+        return await _answer(task, chat)
+
+    bench = _Bench(tokens, wait, batch_size=32, max_concurrent=2)  # a lease of four: two run, two are ready
+
+    async def script(executor: Executor) -> tuple[int, int]:
+        collecting = asyncio.ensure_future(executor.prepare_batch())
+        while len(executor.in_flight()) < 2:
+            await asyncio.sleep(0)
+        executor.paused = True
+        executor.set_version(0, accepted=0)
+        gate.set()
+        groups = await collecting
+        assert not executor.in_flight() and executor.wanted == 0
+        executor.mark_committed(groups)
+        waiting = asyncio.ensure_future(executor.wait_for_work())
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "a producer does not spin on prompts it may not start"
+        executor.paused = False
+        executor.set_version(0, accepted=len(groups))
+        await waiting
+        return len(groups), len(executor.in_flight())
+
+    assert bench.play(script) == (2, 2)

@@ -101,3 +101,13 @@ def test_half_a_batch_ahead_is_between_none_and_one():
 
 def test_a_simulation_gives_the_same_twice():
     assert _outcome(max_staleness=2, rejected=0.4) == _outcome(max_staleness=2, rejected=0.4)
+
+
+def test_throughput_follows_the_number_of_workers():
+    """Each has room for a sixteenth of what may be in flight; sixteen divide the rest, and get in nobody's way."""
+    alone = Scenario(max_concurrent=8, sigma=0.5, train_seconds=1.0, publish_seconds=0.1, steps=20)
+    outcomes = {count: simulate(dataclasses.replace(alone, num_workers=count)) for count in (1, 2, 4, 16)}
+    speed = {count: outcome.steps_per_hour / outcomes[1].steps_per_hour for count, outcome in outcomes.items()}
+    assert speed[2] > 1.8 and speed[4] > 3.2 and speed[16] > 6
+    for outcome in outcomes.values():
+        assert outcome.outcomes["trained"] == 20 * alone.batch_size and outcome.over_bound == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from rollouts.workflow import RolloutWorkflow, Score, workflow_context
 from storage.adapters import ADAPTER_WEIGHTS, check_adapters
 from storage.claims import ClaimRules
 from storage.digests import DIGEST_FILE, DigestMismatch, seal_folder
-from storage.log_entries import Lease, Policy, Quarantine, Release, Step
+from storage.log_entries import Join, Lease, Pause, Policy, Quarantine, Release, Resume, Session, Step
 from storage.policies import DELTA_FILE, DamagedDelta, PolicyWriter
+from storage.producers import withdraw
 from storage.records import RolloutTask, Sampling
 from storage.run_state import Conflict
 from storage.runs import open_run
@@ -50,6 +52,20 @@ class Digits(RolloutWorkflow):
         return Score(reward=float(workflow_context().attempt))
 
 
+class Flaky(Digits):
+    """Of every task the first two attempts fail, which are one group, and the next ones do not."""
+
+    def __init__(self, dataset: str | None) -> None:
+        super().__init__(dataset)
+        self._attempts: Counter[str] = Counter()
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        self._attempts[task.id] += 1
+        if self._attempts[task.id] <= LIMITS.n_samples:
+            raise ConnectionError("no database")
+        return await super().run(task, chat)
+
+
 class _Run:
     """A run with its base policy in a store, and workers on it."""
 
@@ -66,9 +82,10 @@ class _Run:
         self.store.put_folder(source, path, last=DIGEST_FILE)
 
     def train(self) -> Policy:
-        """Take a step on the first batch of pending groups; returns its policy."""
+        """Take a step on the first batch of accepted groups; returns its policy."""
         state = self.log.refresh()
-        step: Step = a_step(state, trained=list(state.pending)[: LIMITS.batch_size])
+        accepted = [group_id for group_id in state.pending if state.groups[group_id].accepted]
+        step: Step = a_step(state, trained=accepted[: LIMITS.batch_size])
         self._put_policy(step.policy.path, f"weights of {step.policy.version}".encode())
         self.log.append(step)
         return step.policy
@@ -291,6 +308,20 @@ def test_two_workers_share_the_prompts_and_none_runs_twice(run: _Run):
     assert not state.leased
 
 
+def test_a_paused_run_leases_nothing_until_it_goes_on(run: _Run):
+    run.log.append(Pause(reason="lunch"))
+
+    async def script(worker: RolloutWorker) -> None:
+        assert await worker.collect() is None
+        assert not run.log.refresh().num_leases
+        run.log.append(Resume(reason="back"))
+        await worker.refresh()
+        await _collect(worker)
+
+    run.play(script)
+    assert run.committed() == [0, 1, 2]
+
+
 def test_what_a_dead_worker_had_leased_is_attempted_elsewhere(run: _Run):
     run.log.append(Lease(holder="dead", positions=[0, 1, 2], number=0))
 
@@ -323,8 +354,123 @@ def test_what_a_worker_given_up_for_dead_has_made_is_dropped_and_it_goes_on(run:
             await late.close()
             await other.close()
 
-    asyncio.run(both())
+    asyncio.run(asyncio.wait_for(both(), 60))
     assert run.committed() == [0, 1, 2, 3, 4, 5] and run.log.refresh().counters()["submitted"] == 6
+
+
+def test_a_producer_given_up_for_dead_commits_nothing_twice_and_joins_anew(run: _Run):
+    """One that the driver has not started, with `retries`: what came to nothing is known by its id."""
+
+    async def both() -> None:
+        changes = {"outside": True, "workflow": f"{__name__}:Flaky", "limits": replace(LIMITS, retries=1)}
+        late, other = run.worker("elsewhere-0", **changes), run.worker("elsewhere-1", **changes)
+        await late.start()
+        await late.join()
+        joined = run.log.refresh().producers["elsewhere-0"]
+        await late.refresh()
+        while late.progress() < 3:  # each of its prompts came to nothing, which is not committed yet
+            await asyncio.sleep(0.01)
+        run.log.refresh()
+        withdraw(run.log, "elsewhere-0", reason="no sign of life for 60 s")
+        await other.start()
+        await other.join()
+        try:
+            while len(run.committed()) < 3:
+                await _collect(other)
+            before = run.log.refresh().counters()
+            while late.progress() < 6:  # and is tried again
+                assert await late.collect() is None
+            assert await late.collect() is None
+            assert run.log.refresh().counters() == before and before["submitted"] == 6
+            assert "elsewhere-0" not in run.log.state.producers
+            run.train()
+            await late.publish(run.log.refresh().live)
+            while len(run.committed()) < 6:
+                await _collect(late)
+            back = run.log.refresh().producers["elsewhere-0"]
+            assert back.outside and back.id != joined.id
+        finally:
+            await late.close()
+            await other.close()
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+    state = run.log.refresh()
+    assert state.producers == state.leased == {} and state.counters()["submitted"] == 12
+    assert not run.store.names("runs/run/producers")
+
+
+def test_two_at_one_prompt_commit_the_same_failed_try_once(run: _Run):
+    """Each had the prompt for its own; both found that it came to nothing, and tried again."""
+
+    async def both() -> None:
+        changes = {"workflow": f"{__name__}:Flaky", "limits": replace(LIMITS, retries=1, batch_size=1)}
+        first, second = run.worker("rollout-0", **changes), run.worker("rollout-1", **changes)
+        for worker, rival in ((first, "rollout-0"), (second, "rollout-1")):
+            await worker.start()
+            await worker.refresh()
+            while worker.progress() < 1:
+                await asyncio.sleep(0.01)
+            withdraw(run.log, rival, reason="silent")
+            run.log.refresh()
+        while await first.collect() is not None:
+            pass
+        assert [group.retried for group in run.log.refresh().groups.values()] == [True, False]
+        while second.progress() < 2:
+            assert await second.collect() is None
+        assert await second.collect() is None
+        assert run.log.refresh().counters()["submitted"] == 2
+        await first.close()
+        await second.close()
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+
+
+@pytest.mark.parametrize(
+    ("others", "changes", "at_most"),
+    [
+        (0, {}, 12),
+        (1, {}, 6),
+        (2, {}, 4),
+        (4, {}, 3),
+        (1, {"max_staleness": 1}, 12),
+        (1, {"max_staleness": 0.5}, 9),
+        (1, {"max_concurrent": 2}, 2),
+        (1, {"steps_per_update": 2}, 12),
+    ],
+)
+def test_the_prompts_in_flight_are_divided_among_who_takes_part_now(
+    run: _Run, others: int, changes: dict[str, Any], at_most: int
+):
+    limits = replace(LIMITS, **{"batch_size": 12, "max_concurrent": 64, **changes})
+    for number in range(others):
+        run.log.append(Join(holder=f"elsewhere-{number}", id=str(number), outside=True))
+
+    async def script(worker: RolloutWorker) -> None:
+        await worker.join()
+        await worker.refresh()
+        while not run.log.refresh().leased and not run.log.state.positions:
+            await asyncio.sleep(0.01)
+        first = next(entry.body for entry in run.log.entries if isinstance(entry.body, Lease))
+        assert len(first.positions) == at_most
+
+    run.play(script, limits=limits)
+
+
+def test_a_producer_ends_where_the_newest_session_means_to(run: _Run):
+    """It was told of a hundred steps; the driver that came later wants one, and the next one two."""
+    run.log.append(Session(id="second", code_version="", steps=1))
+
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        await worker.publish(run.train())
+        assert await worker.collect() is None
+        run.log.append(Session(id="third", code_version="", steps=2))
+        await worker.refresh()
+        assert sorted(group.position for group in (await _collect(worker)).groups) == [3, 4, 5]
+        await worker.publish(run.train())
+        assert await worker.collect() is None
+
+    run.play(script)
 
 
 def test_a_worker_that_leaves_gives_its_leases_back(run: _Run):

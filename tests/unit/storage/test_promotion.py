@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from storage.log_entries import Evaluation, Quarantine, Retire
-from storage.promotion import CHAMPION, GAP, NotPromoted, promote, roll_back, why_not_promote
+from storage.promotion import CHAMPION, GAP, NotPromoted, pass_gate, promote, roll_back, why_not_promote
 from storage.run_log import RunLog
 from tests.builders import a_log, a_shard, a_step, a_summary
 
@@ -147,3 +147,45 @@ def test_rolling_back_leaves_out_weights_that_are_gone(log: RunLog) -> None:
 def test_without_a_champion_there_is_nothing_to_go_back_to(log: RunLog) -> None:
     with pytest.raises(ValueError, match="there is no earlier champion to go back to"):
         roll_back(log)
+
+
+def _passed(log: RunLog, version: int, *, score: float = 0.9) -> int:
+    evaluation = replace(_evaluation(version, num_failed=0, shard_id=f"e{log.state.entries}"), score=score)
+    log.append(evaluation)
+    return pass_gate(log, evaluation, min_score=0.8, max_gap=1.0).version
+
+
+def test_an_evaluation_that_passes_makes_its_policy_the_champion_and_again_without_effect(log: RunLog) -> None:
+    assert _passed(log, 2) == 2
+    entries = log.state.entries
+    assert _passed(log, 2) == 2 and log.state.entries == entries + 1, "the evaluation alone"
+
+
+def test_an_evaluation_never_moves_the_champion_back(log: RunLog) -> None:
+    promote(log, 2, max_gap=1.0)
+    with pytest.raises(NotPromoted, match="policy 2, the champion, is newer; `millrace promote run --version 1`"):
+        _passed(log, 1)
+    assert log.state.aliases[CHAMPION].version == 2
+
+
+def test_a_champion_that_was_rolled_back_comes_again_only_by_hand(log: RunLog) -> None:
+    for version in (1, 2):
+        promote(log, version, max_gap=1.0)
+    roll_back(log)
+    with pytest.raises(NotPromoted, match="it was the champion and was rolled back to policy 1"):
+        _passed(log, 2)
+    assert _passed(log, 3) == 3
+
+
+def test_a_champion_that_scores_too_low_stays_it_and_it_is_said(log: RunLog) -> None:
+    promote(log, 3, max_gap=1.0)
+    with pytest.raises(NotPromoted, match="below 0.8"):
+        _passed(log, 3, score=0.5)
+    assert log.state.aliases[CHAMPION].version == 3
+
+
+def test_an_evaluation_in_which_every_attempt_failed_passes_no_gate(log: RunLog) -> None:
+    evaluation = _evaluation(3, num_failed=6)
+    log.append(evaluation)
+    with pytest.raises(NotPromoted, match="every attempt of its evaluation"):
+        pass_gate(log, evaluation, min_score=0.0, max_gap=1.0)

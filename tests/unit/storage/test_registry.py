@@ -290,3 +290,19 @@ def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(t
         log = create_run(local_store(tmp_path), "run", {})
         log.append(BASE)
         Registry(log, tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}").sync()
+
+
+def test_files_are_attached_once_by_name_and_lie_beside_the_database(mirror: _Mirror, tmp_path: Path):
+    page = tmp_path / "report.html"
+    for text in ("first", "second"):
+        page.write_text(text)
+        Registry(mirror.log, tracking_uri=mirror.tracking).attach(page)
+    run_id = mirror.run().info.run_id
+    assert [file.path for file in mirror.client.list_artifacts(run_id)] == ["report.html"]
+    [kept] = (Path(mirror.tracking.removeprefix("sqlite:///")).parent / "mlartifacts").rglob("report.html")
+    assert kept.read_text() == "second"
+
+
+def test_a_server_is_told_the_key_of_a_policy_and_not_a_path_that_might_be_its_own(mirror: _Mirror):
+    there = Registry(mirror.log, tracking_uri="http://127.0.0.1:9")
+    assert there._source_of(BASE) == "millrace://run/models/base"

@@ -20,12 +20,15 @@ from storage.log_entries import (
     Entry,
     Evaluation,
     GroupSummary,
+    Join,
     Lease,
+    Pause,
     Policy,
     Quarantine,
     Registration,
     Release,
     Rescore,
+    Resume,
     Retire,
     Session,
     Step,
@@ -109,6 +112,7 @@ def test_quarantine_gives_pending_prompts_back_and_keeps_what_was_trained():
         a_shard("s1", [a_summary(9)]),
         _evaluation(),
         Alias(name="rollout", version=0, checksum="sum"),
+        Join(holder="elsewhere-0", id="a", outside=True),
         Registration(version=0, model_name="run", registry_version="1"),
         Quarantine(shard_id="s0", reason="cut off"),
         BASE,
@@ -315,8 +319,11 @@ class ConservationLaw(RuleBasedStateMachine):
         self.retries: Counter[int] = Counter()
         self.retried: set[str] = set()
         self.leased: dict[int, str] = {}
+        self.joined: dict[str, bool] = {}
+        """Producers that take part → whether they outlive a session."""
         self.next_position = 0
         self.last: Entry = BASE
+        self.paused = ""
 
     def _append(self, body: Entry) -> None:
         self.log.append(body)
@@ -381,17 +388,25 @@ class ConservationLaw(RuleBasedStateMachine):
                     self.lost.append(self.position_of[group_id])
                     self.retries[self.position_of[group_id]] += 1
 
-    @rule(holder=st.sampled_from(["rollout-0", "rollout-1"]), count=st.integers(1, 4))
+    @rule(holder=st.sampled_from(["rollout-0", "elsewhere-0", "elsewhere-1"]), count=st.integers(1, 4))
     def lease(self, holder: str, count: int) -> None:
         state = self.log.state
         positions = state.free_positions(count)
         self._append(Lease(holder=holder, positions=positions, number=state.num_leases))
         self.leased.update(dict.fromkeys(positions, holder))
 
-    @rule(holder=st.sampled_from(["rollout-0", "rollout-1"]))
+    @rule(holder=st.sampled_from(["rollout-0", "elsewhere-0", "elsewhere-1"]))
     def release(self, holder: str) -> None:
         self._append(Release(holder=holder, reason="died"))
         self.leased = {position: name for position, name in self.leased.items() if name != holder}
+        self.joined.pop(holder, None)
+
+    @rule(holder=st.sampled_from(["rollout-0", "elsewhere-0", "elsewhere-1"]))
+    def join(self, holder: str) -> None:
+        outside = holder.startswith("elsewhere")
+        self._append(Join(holder=holder, id=f"join{self.log.state.entries}", outside=outside))
+        self.leased = {position: name for position, name in self.leased.items() if name != holder}
+        self.joined[holder] = outside
 
     @rule()
     def score_an_evaluation(self) -> None:
@@ -413,10 +428,20 @@ class ConservationLaw(RuleBasedStateMachine):
         files = {choice.choice(sorted(self.shards)): "d" * 64}
         self._append(Rescore(name="stricter", reward="my:reward", reward_sha256="e" * 64, files=files))
 
+    @rule(is_pause=st.booleans())
+    def pause_or_resume(self, is_pause: bool) -> None:
+        if is_pause and not self.log.state.paused:
+            self.paused = f"asked at {self.log.state.entries}"
+        elif not is_pause:
+            self.paused = ""
+        self._append(Pause(reason=self.paused) if is_pause else Resume(reason="asked"))
+        assert self.log.state.paused == self.paused
+
     @rule()
     def start_again(self) -> None:
         self._append(Session(id=f"session{self.log.state.entries}", code_version=""))
-        self.leased = {}
+        self.joined = {holder: outside for holder, outside in self.joined.items() if outside}
+        self.leased = {position: name for position, name in self.leased.items() if name in self.joined}
 
     @precondition(lambda self: self.log.state.step > 1)
     @rule()
@@ -447,6 +472,7 @@ class ConservationLaw(RuleBasedStateMachine):
         }
         assert state.retries == self.retries
         assert state.leased == self.leased
+        assert {holder: join.outside for holder, join in state.producers.items()} == self.joined
         taken = state.positions | state.leased.keys()
         assert state.free_positions(2) == [p for p in range(len(taken) + 2) if p not in taken][:2]
 

@@ -14,7 +14,7 @@ from tests.builders import a_log
 class _Fleet:
     """Hosts nothing, and remembers what processes were told."""
 
-    gpus_per_worker = 0.0
+    gpus_per_engine = 0.0
 
     def __init__(self, num_gpus: float) -> None:
         self.num_gpus = num_gpus

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from storage.log_entries import Alias, Registration
 from storage.registry import RegistryUnavailable
 from storage.run_log import RunLog
+from storage.runs import trainer_lock
 from tasks import track
 from tasks.session import RunSession
 from tests.builders import a_log
@@ -90,3 +92,83 @@ def test_two_calls_at_once_take_turns(session: RunSession, monkeypatch: pytest.M
         second = pool.submit(track._sync, session, True)
         assert first.result() == second.result() == []
     assert most == 1
+
+
+def test_an_outage_is_said_once_and_its_end_too(
+    session: RunSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="millrace.track")
+    is_down = [False, True, True, True, False, False, True]
+
+    class Registry:
+        def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
+
+        def sync(self, *, finished: bool) -> list[Registration]:
+            if is_down.pop(0):
+                raise RegistryUnavailable("connection refused")
+            return []
+
+    monkeypatch.setattr(track, "Registry", Registry)
+    for _ in range(7):
+        track._sync(session, False)
+    assert [(record.levelname, record.getMessage()[:43]) for record in caplog.records] == [
+        ("WARNING", "MLflow at sqlite:///" + caplog.messages[0][20:43]),
+        ("INFO", "MLflow has everything again that it missed"),
+        ("WARNING", "MLflow at sqlite:///" + caplog.messages[0][20:43]),
+    ]
+
+
+def test_the_report_is_attached_at_the_end_and_only_there(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> None:
+    attached: list[str] = []
+
+    class Registry:
+        def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
+
+        def sync(self, *, finished: bool) -> list[Registration]:
+            return []
+
+        def attach(self, file: Path) -> None:
+            attached.append(f"{file.name}: {file.read_text()}")
+
+    monkeypatch.setattr(track, "Registry", Registry)
+    monkeypatch.setattr(track, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
+    asyncio.run(track.track.fn(session))
+    assert attached == []
+    asyncio.run(track.track.fn(session, finished=True))
+    assert attached == ["report.html: page"]
+
+
+def test_a_report_that_cannot_be_made_is_a_warning(
+    session: RunSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Registry:
+        def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
+
+        def sync(self, *, finished: bool) -> list[Registration]:
+            return []
+
+    monkeypatch.setattr(track, "Registry", Registry)
+    monkeypatch.setattr(track, "_report_command", lambda log, page: ["sh", "-c", "echo no disk left >&2; exit 1"])
+    asyncio.run(track.track.fn(session, finished=True))
+    assert "MLflow has no report of this run" in caplog.text and "no disk left" in caplog.text
+
+
+def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(
+    session: RunSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[bool] = []
+
+    class Registry:
+        def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
+
+        def sync(self, *, finished: bool) -> list[Registration]:
+            sent.append(finished)
+            return []
+
+    monkeypatch.setattr(track, "Registry", Registry)
+    session.session_id = ""
+    with trainer_lock(session.log):
+        track._sync(session, False)
+    assert sent == [], "both would send the same entries"
+    track._sync(session, False)
+    assert sent == [True], "nobody trains it: the MLflow run ends as it was"

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from flows.config import make_config
+from tasks.session import code_version
 from tasks.worker_arguments import worker_arguments
 from tests.builders import a_log
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, 64),
-        ({"rollout": {"num_workers": 2}}, 16),
-        ({"rollout": {"num_workers": 3}}, 11),
-        ({"rollout": {"num_workers": 2}, "max_staleness": 1}, 32),
-        ({"rollout": {"num_workers": 2}, "max_staleness": 0.5}, 24),
-        ({"rollout": {"num_workers": 2, "max_concurrent": 5}}, 5),
-        ({"rollout": {"num_workers": 2}, "train": {"steps_per_update": 2}}, 32),
-    ],
-)
-def test_several_workers_take_a_fair_share_each(settings: dict[str, object], expected: int, tmp_path: Path) -> None:
-    document = {"workflow": "examples.arithmetic:Arithmetic", "batch_size": 32, **settings}
-    config = make_config(document, source="test")
-    arguments = worker_arguments(a_log(), cache=tmp_path, **config.of_rollouts)
-    assert arguments["limits"].max_concurrent == expected
+def test_a_worker_names_the_code_of_its_own_machine_and_not_the_drivers(tmp_path: Path) -> None:
+    document = {"workflow": "examples.arithmetic:Arithmetic", "batch_size": 32, "rollout": {"lease_timeout": 7}}
+    log = a_log()
+    arguments = worker_arguments(log, cache=tmp_path, **make_config(document, source="test").of_rollouts)
+    assert arguments["code_version"] == code_version() != log.state.sessions[-1].code_version
+    assert arguments["lease_timeout"] == 7.0

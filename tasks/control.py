@@ -1,0 +1,192 @@
+"""Between a run and whoever runs it: pause and resume are heard within seconds, a new policy is announced.
+
+In: a session. Out: workers that begin nothing new, or go on; entries in the log; the state of the flow run, and events.
+
+    `millrace pause` ──▶ entry in the log ──▶ workers told, flow run set to Paused
+    Paused in Prefect ─▶ entry in the log ──▶ the same; both ways back with Resume
+    Suspended in Prefect (the button in its UI): the process ends, and resuming starts the run again
+
+The log has the last word. Prefect's server may be down: then nobody can ask there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.responses import SetStateStatus
+from prefect.context import FlowRunContext
+from prefect.exceptions import Pause as PrefectPause
+from prefect.states import Paused, Running, State
+
+from storage.log_entries import Pause, Resume
+from tasks.announcements import announce
+from tasks.artifacts import RunPage
+from tasks.session import RunSession
+from tasks.workers import ROLLOUT_ALIAS, refresh_workers
+
+logger = logging.getLogger("millrace.control")
+
+_LOOK_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
+"""Longest wait for Prefect's server: what stands in the log must not wait for a server that is down."""
+
+
+class Platform(Protocol):
+    """Whoever started this run and shows its state: Prefect."""
+
+    async def state(self) -> State[Any] | None:
+        """The flow run's state; null where nobody answers."""
+
+    async def show(self, *, paused: bool) -> bool:
+        """Make the flow run Paused, or Running; False where nobody took that in."""
+
+
+class OwnFlowRun:
+    """The Prefect flow run this code runs in."""
+
+    def __init__(self, client: PrefectClient, flow_run_id: UUID) -> None:
+        self._client = client
+        self._id = flow_run_id
+
+    async def state(self) -> State[Any] | None:
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return (await self._client.read_flow_run(self._id)).state
+        except Exception as error:  # noqa: BLE001 - whatever it is: the run does not need Prefect to go on
+            logger.debug("Prefect does not say whether to pause: %r", error)
+            return None
+
+    async def show(self, *, paused: bool) -> bool:
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                answer = await self._client.set_flow_run_state(self._id, Paused() if paused else Running())
+                return answer.status == SetStateStatus.ACCEPT
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.debug("Prefect was not told: %r", error)
+            return False
+
+
+class Listener:
+    """Carries pauses between the log and Prefect, one look at both at a time."""
+
+    def __init__(self, session: RunSession, platform: Platform | None) -> None:
+        self._session = session
+        self._platform = platform
+        self._paused = False
+        """What workers and the person at the terminal were told last."""
+        self._shown: bool | None = None
+        """What Prefect's state was when we last saw it: only a change of it is somebody's wish."""
+        self._announced: int | None = None
+        """Policy version that Prefect has heard of."""
+        self.suspended: State[Any] | None = None
+        """Set once Prefect wants this process to end."""
+
+    async def look(self) -> None:
+        """Look at Prefect and at the log, and tell each what the other says."""
+        log = self._session.log
+        state = await self._platform.state() if self._platform is not None else None
+        if state is not None and state.type == StateType.PAUSED and state.state_details.pause_reschedule:
+            self.suspended = state
+            return
+        shown = None if state is None else _PAUSED.get(state.type)
+        if shown is not None and self._shown is not None and shown != self._shown:
+            log.append(Pause(reason="paused in Prefect") if shown else Resume(reason="resumed in Prefect"))
+        self._shown = self._shown if shown is None else shown
+        paused = bool(log.refresh().paused)
+        if self._platform is not None and self._shown not in (None, paused):
+            self._shown = paused if await self._platform.show(paused=paused) else self._shown
+        self._announce_policy()
+        if paused == self._paused:
+            return
+        self._paused = paused
+        await refresh_workers(self._session)
+        if paused:
+            logger.warning(
+                "paused at step %d (%s): what runs is finished, nothing new begins; "
+                "`millrace resume %s` lets the run go on",
+                log.state.step,
+                log.state.paused,
+                log.run_id,
+            )
+        else:
+            logger.info("resumed at step %d", log.state.step)
+
+    def _announce_policy(self) -> None:
+        """Rounds may be short: of what was served between two looks only the last is announced."""
+        served = self._session.log.state.aliases.get(ROLLOUT_ALIAS)
+        if served is not None and served.version != self._announced:
+            announce(self._session.log, "alias.rollout", version=served.version)
+            self._announced = served.version
+
+
+_PAUSED = {StateType.PAUSED: True, StateType.RUNNING: False}
+
+
+@contextlib.asynccontextmanager
+async def listening(session: RunSession, *, steps: int, platform: Platform | None = None) -> AsyncIterator[None]:
+    """Hear of pauses, announce policies and keep the page of a run of so many steps while the body runs.
+
+    `platform` is the flow run this is called in where it is null; outside of one only the log is heard.
+    Raises `prefect.exceptions.Pause`, which ends the process and leaves the flow run Suspended, where Prefect says so.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        context = FlowRunContext.get()
+        if platform is None and context is not None and context.flow_run is not None:
+            platform = OwnFlowRun(await stack.enter_async_context(get_client()), context.flow_run.id)
+        listener = Listener(session, platform)
+        await listener.look()
+        body = asyncio.current_task()
+        assert body is not None
+        page = RunPage(session, steps=steps)
+        listening_on = asyncio.create_task(_listen(listener, page, body))
+        try:
+            yield
+            await page.update(finished=True)
+        except (asyncio.CancelledError, BaseExceptionGroup, PrefectPause) as error:
+            # Prefect raises it by itself where the next of its tasks begins, which may be in minutes, or in a group.
+            suspended = listener.suspended or _suspension_in(error)
+            if suspended is None:
+                raise
+            if body.cancelling():
+                body.uncancel()
+            logger.warning("suspended in Prefect: resuming it there starts this run again, and so does its command")
+            raise PrefectPause(state=suspended) from None
+        finally:
+            listening_on.cancel()
+            await asyncio.gather(listening_on, return_exceptions=True)
+
+
+def _suspension_in(error: BaseException) -> State[Any] | None:
+    if isinstance(error, PrefectPause):
+        return error.state
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(_suspension_in, error.exceptions)), None)
+    return None
+
+
+async def resumed(session: RunSession) -> None:
+    """Return once the run is not paused, at once where it is not."""
+    while session.log.refresh().paused:
+        await asyncio.sleep(_LOOK_SECONDS / 2)
+
+
+async def _listen(listener: Listener, page: RunPage, body: asyncio.Task[Any]) -> None:
+    warned = False
+    while listener.suspended is None:
+        await asyncio.sleep(_LOOK_SECONDS)
+        try:
+            await listener.look()
+            await page.update()
+            warned = False
+        except Exception as error:  # noqa: BLE001 - a store that does not answer, say: it may again
+            if not warned:
+                logger.warning("could not look whether to pause, and looks again: %r", error)
+            warned = True
+    body.cancel()

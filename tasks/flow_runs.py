@@ -1,0 +1,113 @@
+"""Prefect's flow runs from outside of them: cancel one, and find those whose process is gone.
+
+In: a Prefect server. Out: states there. Called by commands, not by flows; `python -m tasks.flow_runs` makes the
+automation where `millrace up` is not how a server is set up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from uuid import UUID
+
+import psutil
+from prefect.automations import AutomationCore, EventTrigger, Posture
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling, Crashed
+
+ZOMBIES = "millrace: flow runs without a heartbeat"
+SILENT_SECONDS = 90
+"""Three heartbeats."""
+_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+_BEAT = "prefect.flow-run.heartbeat"
+_OVER = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut", "Paused", "Suspended", "Scheduled", "AwaitingRetry")
+
+
+async def cancel_flow_run(flow_run_id: str, *, api_url: str) -> bool:
+    """Ask the server for what its Cancel button does; False where the flow run is over already."""
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        async with get_client() as client:
+            flow_run = await client.read_flow_run(UUID(flow_run_id))
+            if flow_run.state is None or flow_run.state.is_final():
+                return False
+            await client.set_flow_run_state(flow_run.id, Cancelling(message="millrace stop"))
+            return True
+
+
+async def crash_silent_flow_runs() -> None:
+    """Let the server mark flow runs Crashed that stop beating: their process, or its machine, is gone.
+
+    Making the automation again changes it to what this code says; switched off, it stays off.
+    """
+    over = {f"prefect.flow-run.{state}" for state in _OVER}
+    trigger = EventTrigger(
+        after={_BEAT},
+        expect={_BEAT} | over,
+        match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=datetime.timedelta(seconds=SILENT_SECONDS),
+    )
+    message = f"no heartbeat for {SILENT_SECONDS} s: its process is gone; what was committed is safe, start it again"
+    automation = AutomationCore(
+        name=ZOMBIES,
+        description="Millrace makes this automation on `millrace up`.",
+        trigger=trigger,
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
+    )
+    async with get_client() as client:
+        known = await client.read_automations_by_name(ZOMBIES)
+        if not known:
+            await client.create_automation(automation)
+            return
+        automation.enabled = known[0].enabled
+        await client.update_automation(known[0].id, automation)
+        for double in known[1:]:
+            await client.delete_automation(double.id)
+
+
+async def crash_lost_flow_runs() -> list[str]:
+    """Mark those Crashed whose process is gone; returns their names.
+
+    Looked at are processes that a worker has started: it must be one of this machine, as under `millrace up`, whose
+    server nobody else can reach.
+    """
+    unfinished = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
+    wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)))
+    names = []
+    async with get_client() as client:
+        for flow_run in await client.read_flow_runs(flow_run_filter=wanted, limit=200):
+            if _is_lost(flow_run):
+                message = "its process is gone; what was committed is safe, start it again"
+                await client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+                names.append(flow_run.name)
+    return names
+
+
+def _is_lost(flow_run: FlowRun) -> bool:
+    """Whether it has run as a process and does not any more; a suspended one has none and needs none.
+
+    A container or a Kubernetes job has no number but a name.
+    """
+    pid = flow_run.infrastructure_pid or ""
+    suspended = flow_run.state is not None and flow_run.state.state_details.pause_reschedule
+    if suspended or not pid.isdecimal():
+        return False
+    try:
+        process = psutil.Process(int(pid))
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return not (alive and process.environ().get(_FLOW_RUN) == str(flow_run.id))
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
+        return False  # somebody else's process has the number, or it is one we may not look into
+
+
+if __name__ == "__main__":
+    asyncio.run(crash_silent_flow_runs())

@@ -1,0 +1,36 @@
+"""The gate between an evaluation and the alias `champion`: one decision, by code, for whoever evaluates.
+
+In: a session and an evaluation. Out: the alias moved in the log; or a warning and an event that say why not.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from storage.log_entries import Evaluation
+from storage.promotion import CHAMPION, NotPromoted, pass_gate
+from tasks.announcements import announce
+from tasks.session import RunSession
+
+logger = logging.getLogger("millrace.gate")
+
+
+def try_gate(
+    session: RunSession, evaluation: Evaluation, *, min_score: float | None, max_gap: float
+) -> list[str] | None:
+    """Make the policy the champion if its evaluation passes; returns what speaks against it, nothing where it passed,
+    and null where `min_score` is null: then there is no gate."""
+    if min_score is None:
+        return None
+    log, version = session.log, evaluation.version
+    try:
+        pass_gate(log, evaluation, min_score=min_score, max_gap=max_gap)
+    except NotPromoted as refused:
+        champion = log.state.aliases.get(CHAMPION)
+        stays = f"policy {champion.version} stays the champion" if champion is not None else "there is no champion"
+        logger.warning("%s\n  %s", refused, stays)
+        announce(log, "gate.failed", version=version, score=evaluation.score, problems=refused.problems)
+        return refused.problems
+    logger.info("policy %d is the champion: it scored %.3f on %r", version, evaluation.score, evaluation.split)
+    announce(log, "gate.passed", version=version, score=evaluation.score)
+    return []

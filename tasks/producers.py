@@ -1,0 +1,124 @@
+"""A producer beside a run that another process trains, perhaps on another machine: it follows the run's log.
+
+    wait_for_policy ─▶ start a worker ─▶ follow: a new entry ─▶ the workers look at the log again: room?
+                                           │ a new alias `rollout` ─▶ load_policy
+                                           └▶ the run is over, enough shards, or nothing new for too long: done
+
+In: the log of the run, and nothing else of its driver. Out: shards in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Any
+
+from infra.environment import store_uri
+from storage.loading import source_sha256
+from storage.log_entries import Policy, Shard
+from storage.object_store import StoreError, open_store
+from storage.producers import check_name
+from storage.run_state import RunState
+from storage.runs import open_run, run_config
+from tasks.session import RunSession
+from tasks.workers import ROLLOUT_ALIAS, load_policy, refresh_workers
+
+logger = logging.getLogger("millrace.producers")
+
+LOOK_SECONDS = 1.0
+"""Between two looks at the log: one small request to the store each."""
+SILENCE_SECONDS = 60.0
+"""After which a producer says that it waits for the run's driver."""
+
+
+def look_up_run(*, store: str, run: str) -> dict[str, Any]:
+    """The configuration a run was started with. Raises `FileNotFoundError` for an unknown run."""
+    return run_config(open_run(open_store(store_uri(store)), run))
+
+
+def producer_name(name: str) -> str:
+    """What the workers of this process are called, by default as the machine. Raises `ValueError` for an unusable
+    name."""
+    chosen = name or socket.gethostname().split(".")[0]
+    check_name(chosen)
+    return chosen
+
+
+async def wait_for_policy(session: RunSession, *, workflow: str, patience: float) -> bool:
+    """Wait for the run's first policy. False where the run is over already.
+
+    Raises `ValueError` where there is none after `patience` seconds, and where the workflow's source is another one
+    here than at the run's driver: its rewards would be others.
+    """
+    deadline = time.monotonic() + patience
+    while not (state := session.log.refresh()).sessions or state.live is None:
+        if time.monotonic() > deadline:
+            raise ValueError(f"run {session.log.run_id!r} has had no policy for {patience:g} s: start its driver first")
+        await asyncio.sleep(LOOK_SECONDS)
+    ours, theirs = source_sha256(workflow), state.sessions[-1].reward_sha256
+    if theirs and ours != theirs:
+        raise ValueError(
+            f"the source of {workflow} here is not that of the run's driver: rewards of two kinds would be mixed; "
+            "put the same version of it here"
+        )
+    return not _is_over(state)
+
+
+async def follow(session: RunSession, *, shards: int, patience: float) -> str:
+    """Keep this session's workers up to the run's log until there is no more to do; returns why.
+
+    That is once the run has as many steps as its newest session means to train, after `shards` shards of ours (0: any
+    number), or when nobody has written anything for `patience` seconds. A driver that was killed and comes back
+    within that time finds us here, and a store that cannot be reached for a while is tried again.
+    """
+    seen, made = session.log.state.entries, 0
+    heard, waiting = time.monotonic(), ""
+    while True:
+        try:
+            state, problem = session.log.refresh(), ""
+        except (OSError, StoreError) as error:
+            state, problem = session.log.state, f": {error}"
+        silence = time.monotonic() - heard
+        if new := session.log.entries[seen:]:
+            seen, heard, waiting = state.entries, time.monotonic(), ""
+            ours = [e for e in new if isinstance(e.body, Shard) and e.body.producer in session.hosted]
+            made += len(ours)
+            if len(new) > len(ours):
+                await refresh_workers(session)
+        elif silence > patience:
+            return f"nothing new in its log for {silence:.0f} s{problem}"
+        elif silence > min(SILENCE_SECONDS, patience / 2) and not waiting:
+            waiting = f"nothing new in the log of run {session.log.run_id} for {silence:.0f} s{problem}"
+            logger.warning("%s; waiting for its driver, at most %.0f s in all", waiting, patience)
+        if _is_over(state):
+            return f"the run has its {state.step} steps"
+        if 0 < shards <= made:
+            return f"{made} shards committed"
+        await _load_newest(session, state)
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _load_newest(session: RunSession, state: RunState) -> None:
+    """Serve what the alias `rollout` names, where that is newer than what was loaded last."""
+    policy = served(state)
+    if policy is None or policy.version <= session.loaded_version:
+        return
+    try:
+        await load_policy(session, policy=policy)
+    except (OSError, StoreError):
+        if served(session.log.refresh()) == policy:
+            raise
+        return  # it took so long that the next policy has come, and this one may be gone
+    session.loaded_version = policy.version
+
+
+def served(state: RunState) -> Policy | None:
+    """The policy that engines are to serve; null before the driver has said so."""
+    alias = state.aliases.get(ROLLOUT_ALIAS)
+    return None if alias is None else state.policies[alias.version]
+
+
+def _is_over(state: RunState) -> bool:
+    return 0 < state.sessions[-1].steps <= state.step

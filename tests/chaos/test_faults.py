@@ -1,0 +1,216 @@
+"""One run, one fault after another, each with a named outcome; at the end the weights are the undisturbed run's.
+
+    a life of the run:  start ─▶ a few steps ─▶ a fault ─▶ it goes on, or it ends with a sentence ─▶ the next life
+
+`make chaos` draws a long series of faults; here each comes once.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import random
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import boto3
+import psutil
+import pytest
+
+from storage.object_store import open_store
+from storage.run_log import RunLog
+from storage.run_state import RunState
+from tests.apt import CannotInstall, install
+from tests.conftest import SCRIPTED, Home
+from tests.faulty_s3 import ALWAYS, FaultyS3
+from tests.faulty_s3 import Fault as StoreFault
+
+RUN = "disturbed"
+BATCH_SIZE = 4  # of the run file
+LONG = int(os.environ.get("MILLRACE_CHAOS_FAULTS", "0"))
+"""How many faults a long series has; 0: each fault once."""
+SEED = int(os.environ.get("MILLRACE_CHAOS_SEED", "0"))
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+PATIENCE = 240.0  # seconds until a test gives up; what is promised is below
+STALL_TIMEOUT = 30.0
+
+
+class Fault(enum.Enum):
+    """What happens to the run: exit status, or null where it goes on, the sentence, and within how many seconds."""
+
+    KILL_EVERYTHING = (-9, "", 10)
+    KILL_DRIVER = (-9, "", 60)
+    KILL_NODE = (2, " died during ", 60)
+    FREEZE_TRAINER = (2, "has taken more than 30 s", 60)
+    FREEZE_WORKER = (2, "rollout-0 does not answer", 90)
+    READ_ONLY_STORE = (2, "AccessDenied", 60)
+    FULL_STORE = (2, "is full", 60)
+    KILL_TRAINER = (None, "another trainer takes its place", 60)
+    KILL_WORKER = (None, "another worker takes its place", 60)
+    STORE_ERRORS = (None, "", 60)
+    DAMAGED_SHARD = (None, "", 60)
+    CLOCK_AHEAD = (None, "", 60)
+    CLOCK_BACK = (None, "", 60)
+
+    def __init__(self, status: int | None, sentence: str, seconds: float) -> None:
+        self.status = status
+        self.sentence = sentence
+        self.seconds = seconds
+
+
+def series() -> list[Fault]:
+    """Faults in the order they come."""
+    if not LONG:
+        return list(Fault)
+    draw = random.Random(SEED)
+    return [draw.choice(list(Fault)) for _ in range(LONG)]
+
+
+class Disturbed:
+    """A run in a bucket behind a proxy that can fail, on a clock that can jump."""
+
+    def __init__(self, home: Home, proxy: FaultyS3, base_model: Path) -> None:
+        bucket = f"bucket-{uuid.uuid4().hex[:12]}"
+        boto3.client("s3").create_bucket(Bucket=bucket)
+        self.store = open_store(f"s3://{bucket}/store")
+        self.home = home
+        self.proxy = proxy
+        self.clock = home.path / "clock"
+        self.clock.write_text("+0")
+        home.environment |= proxy.variables | {
+            "LD_PRELOAD": str(FAKETIME),
+            "FAKETIME_TIMESTAMP_FILE": str(self.clock),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+        timeouts = [f"rollout.stall_timeout={STALL_TIMEOUT}", "rollout.attempt_timeout=20"]
+        self.arguments = ["train", str(SCRIPTED), f"model={base_model}", "evaluation.every=0", *timeouts]
+
+    def state(self) -> RunState:
+        """The fold of the log as it stands; `refresh` checks the conservation law."""
+        return RunLog(self.store, RUN).refresh()
+
+    def output(self) -> str:
+        return (self.home.path / "output.txt").read_text()
+
+    def process_of(self, worker: str) -> psutil.Process:
+        """The newest process whose output goes to a worker's log."""
+        log = str(self.home.path / "logs" / RUN / f"{worker}.log")
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.readlink(f"/proc/{process.pid}/fd/1") == log and "ray" in process.name():
+                    found.append((process.create_time(), process))
+            except (OSError, psutil.Error):
+                continue
+        return max(found, key=lambda pair: pair[0])[1]
+
+    def inflict(self, fault: Fault, process: subprocess.Popen[str]) -> None:
+        match fault:
+            case Fault.KILL_EVERYTHING:
+                os.killpg(process.pid, signal.SIGKILL)
+            case Fault.KILL_DRIVER:
+                process.kill()
+            case Fault.KILL_TRAINER:
+                self.process_of("trainer-0").kill()
+            case Fault.KILL_NODE:
+                family = psutil.Process(process.pid).children(recursive=True)
+                next(child for child in family if child.name() == "raylet").kill()
+            case Fault.FREEZE_TRAINER:
+                self.process_of("trainer-0").suspend()
+            case Fault.FREEZE_WORKER:
+                self.process_of("rollout-0").suspend()
+            case Fault.KILL_WORKER:
+                newest = max(self.home.path.glob(f"logs/{RUN}/rollout-*.log"), key=lambda log: log.stat().st_mtime)
+                self.process_of(newest.stem).kill()
+            case Fault.READ_ONLY_STORE:
+                self.proxy.fail(StoreFault.READ_ONLY, times=ALWAYS)
+            case Fault.FULL_STORE:
+                self.proxy.fail(StoreFault.QUOTA_EXCEEDED, times=ALWAYS)
+            case Fault.STORE_ERRORS:
+                for kind in (StoreFault.SLOW_DOWN, StoreFault.INTERNAL_ERROR, StoreFault.CONFLICT):
+                    self.proxy.fail(kind, times=2)
+                for kind in (StoreFault.CUT_REQUEST, StoreFault.LOSE_ANSWER):
+                    self.proxy.fail(kind, times=1)
+                self.proxy.fail(StoreFault.CUT_ANSWER, times=2, method="GET")
+            case Fault.DAMAGED_SHARD:
+                self.proxy.fail(StoreFault.DAMAGE, part="/shards/")
+            case Fault.CLOCK_AHEAD:
+                self.clock.write_text("+86400")
+            case Fault.CLOCK_BACK:
+                self.clock.write_text("-86400")
+
+
+@pytest.fixture
+def disturbed(
+    home: Home, moto: dict[str, str], base_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Disturbed]:
+    if not FAKETIME.exists():
+        try:
+            install(["faketime"])
+        except CannotInstall as reason:
+            pytest.skip(str(reason))
+    for name, value in moto.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    with FaultyS3(moto).running() as proxy:
+        yield Disturbed(home, proxy, base_model)
+
+
+def _wait(reached: Callable[[], bool], process: subprocess.Popen[str], run: Disturbed, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert process.poll() is None, f"it ended with {process.returncode}\n{run.output()[-3000:]}"
+        assert time.monotonic() < deadline, (
+            f"{run.state().counters()}\n{run.output()[-3000:]}\n{run.home.worker_logs()}"
+        )
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(600 + 120 * LONG)
+def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Disturbed) -> None:
+    run, draw = disturbed, random.Random(SEED)
+    process: subprocess.Popen[str] | None = None
+    committed: set[str] = set()
+    for fault in series():
+        if process is None:
+            process = run.home.start(*run.arguments, f"run={RUN}", "steps=100000")
+        before = run.state().step if run.store.names("runs") else 0
+        goal = before + draw.randint(1, 3)
+        _wait(lambda goal=goal: run.state().step >= goal, process, run, PATIENCE)  # type: ignore[misc]
+        family = psutil.Process(process.pid).children(recursive=True)
+        said, quarantined = len(run.output()), len(run.state().quarantined)
+        run.inflict(fault, process)
+        if fault.status is None:
+            goal = run.state().step + 2
+            _wait(lambda goal=goal: run.state().step >= goal, process, run, PATIENCE)  # type: ignore[misc]
+            assert run.proxy.all_faults_happened
+            assert len(run.state().quarantined) == quarantined + (fault is Fault.DAMAGED_SHARD)
+            run.clock.write_text("+0")
+        else:
+            assert process.wait(timeout=fault.seconds) == fault.status, f"{fault}\n{run.output()[-3000:]}"
+            _, alive = psutil.wait_procs(family, timeout=60)
+            assert not alive, f"{fault} left {alive}"
+            process = None
+            run.proxy.heal()
+        assert fault.sentence in run.output()[said:], f"{fault}\n{run.output()[said:]}"
+        state = run.state()
+        assert committed <= state.groups.keys(), f"{fault} lost a committed group"
+        committed = set(state.groups)
+    if process is not None:
+        process.kill()
+        process.wait()
+    steps = run.state().step + 1
+    run.home.run(*run.arguments, f"run={RUN}", f"steps={steps}")
+    run.home.run(*run.arguments, "run=undisturbed", f"steps={steps}")
+    state, undisturbed = run.state(), RunLog(run.store, "undisturbed").refresh()
+    assert state.step == steps and state.positions == set(range(BATCH_SIZE * steps)), "a prompt was skipped"
+    prompts = [state.groups[g.group_id].prompt_id for step in state.steps for g in step.claim.trained]
+    assert len(prompts) == len(set(prompts)) == BATCH_SIZE * steps, "a prompt was trained twice"
+    made = [step.policy.weights_sha256 for step in undisturbed.steps]
+    assert len(set(made)) == steps, "steps that leave the weights alone would compare equal whatever happened"
+    assert [step.policy.weights_sha256 for step in state.steps] == made

@@ -1,0 +1,120 @@
+"""A Ray cluster of two nodes that loses one: its workers are rebuilt on the other, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from storage.log_entries import Join, Release
+from storage.object_store import LocalStore
+from storage.run_log import RunLog
+from tests.chaos.test_workers import _process_of
+from tests.conftest import SCRIPTED, Home
+
+STEPS = 30
+RAY = Path(sys.executable).parent / "ray"
+PATIENCE = 240.0
+
+
+class _Cluster:
+    """Two raylets on this machine, each a node of its own to Ray."""
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self.environment = environment
+        self._folder = folder
+        self._nodes: list[psutil.Process] = []
+        self.address = ""
+
+    def start(self) -> None:
+        port = self._start_node("--head", "--port=0", "--include-dashboard=false")
+        self.address = port
+        self._start_node(f"--address={self.address}")
+
+    def _start_node(self, *arguments: str) -> str:
+        before = {process.pid for process in _raylets()}
+        done = subprocess.run(
+            [str(RAY), "start", *arguments, "--num-cpus=8", "--object-store-memory=134217728", "--disable-usage-stats"],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        [raylet] = [process for process in _raylets() if process.pid not in before]
+        self._nodes.append(raylet)
+        address = [argument for argument in raylet.cmdline() if argument.startswith("--gcs-address=")]
+        return address[0].partition("=")[2]
+
+    def node_of(self, worker: psutil.Process) -> int:
+        """Which node's raylet a worker is a child of."""
+        ancestors = {process.pid for process in worker.parents()}
+        return next(number for number, node in enumerate(self._nodes) if node.pid in ancestors)
+
+    def kill_node(self, number: int) -> None:
+        self._nodes[number].send_signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Everything of this cluster, and of no other one on this machine."""
+        for process in psutil.process_iter(["cmdline"]):
+            if self.address and any(self.address in part for part in process.info["cmdline"] or []):
+                family = process.children(recursive=True)
+                for member in [process, *family]:
+                    try:
+                        member.kill()
+                    except psutil.NoSuchProcess:
+                        continue
+
+
+def _raylets() -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"]
+
+
+@pytest.fixture
+def cluster(home: Home, tmp_path: Path) -> Iterator[_Cluster]:
+    environment = {**home.environment, "RAY_AUTH_MODE": "disabled"}
+    environment |= {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    cluster = _Cluster(tmp_path, environment)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.timeout(900)
+def test_a_lost_node_costs_its_workers_and_nothing_that_was_committed(
+    home: Home, base_model: Path, cluster: _Cluster
+) -> None:
+    home.environment |= {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
+    process = home.start(
+        *("train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0", "run=nodes"),
+        *("rollout.num_workers=2", "rollout.max_concurrent=2"),
+    )
+    deadline = time.monotonic() + PATIENCE
+    log = RunLog(LocalStore(home.path / "store"), "nodes")
+    while not {"rollout-0", "rollout-1"} <= {shard.producer for shard in log.refresh().shards.values()}:
+        assert process.poll() is None and time.monotonic() < deadline, home.worker_logs()
+        time.sleep(0.05)
+    nodes = {name: cluster.node_of(_process_of(home, "nodes", name)) for name in ("rollout-0", "rollout-1")}
+    assert sorted(nodes.values()) == [0, 1], "workers without GPUs are spread over the nodes"
+    lost = next(name for name, node in nodes.items() if node == 1)
+    before = set(log.refresh().groups)
+    assert log.state.step < STEPS
+    cluster.kill_node(1)
+    assert process.wait(timeout=PATIENCE) == 0, (home.path / "output.txt").read_text()[-3000:] + home.worker_logs()
+
+    state = log.refresh()
+    assert state.step == STEPS and state.positions == set(range(4 * STEPS)) and not state.leased
+    assert state.counters()["trained"] == 4 * STEPS and before <= state.groups.keys()
+    joined = [entry.body.holder for entry in log.entries if isinstance(entry.body, Join)]
+    left = {entry.body.holder: entry.body.reason for entry in log.entries if isinstance(entry.body, Release)}
+    assert joined == ["rollout-0", "rollout-1", "rollout-2"]
+    assert f"{lost} died during" in left[lost]

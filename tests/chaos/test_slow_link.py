@@ -1,0 +1,161 @@
+"""A producer in a network of its own, behind a slow link to the object store that is cut and mended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from storage.log_entries import Join, Release
+from storage.object_store import open_store
+from storage.run_log import RunLog
+from tests.conftest import MILLRACE, PROJECT, SCRIPTED, Home
+from tests.flows.meetings import GO
+
+STEPS, BATCH = 3, 4
+PATIENCE = 300.0
+NETWORK = f"far{os.getpid() % 100000}"
+HERE, THERE = "10.213.77.1", "10.213.77.2"
+DELAY = 0.04
+"""Seconds that a chunk is under way."""
+BYTES_PER_SECOND = 2_000_000
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def link() -> Iterator[str]:
+    """The near end of a cable to another network namespace."""
+    try:
+        _ip("netns", "add", NETWORK)
+        _ip("link", "add", NETWORK, "type", "veth", "peer", "name", "uplink", "netns", NETWORK)
+    except (OSError, subprocess.CalledProcessError) as error:
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            _ip("netns", "del", NETWORK)
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', '') or error}")
+    _ip("addr", "add", f"{HERE}/24", "dev", NETWORK)
+    _ip("link", "set", NETWORK, "up")
+    _ip("-n", NETWORK, "addr", "add", f"{THERE}/24", "dev", "uplink")
+    _ip("-n", NETWORK, "link", "set", "uplink", "up")
+    _ip("-n", NETWORK, "link", "set", "lo", "up")
+    yield NETWORK
+    _ip("netns", "del", NETWORK)
+
+
+class _SlowRelay:
+    """Passes bytes on to a server, late and slowly."""
+
+    def __init__(self, server: str) -> None:
+        self._server = urlsplit(server)
+        self.port = 0
+        self.num_bytes = 0
+        self._loop = asyncio.new_event_loop()
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(2**16):
+                await asyncio.sleep(DELAY + len(data) / BYTES_PER_SECOND)
+                self.num_bytes += len(data)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection(self._server.hostname, self._server.port)
+        await asyncio.gather(self._pass(reader, there[1]), self._pass(there[0], writer))
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[_SlowRelay]:
+        server = self._loop.run_until_complete(asyncio.start_server(self._serve, HERE, 0))
+        self.port = server.sockets[0].getsockname()[1]
+        thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            thread.join()
+
+
+@pytest.fixture
+def server(moto: dict[str, str]) -> dict[str, str]:
+    return moto
+
+
+@pytest.mark.timeout(900)
+def test_a_producer_behind_a_slow_link_that_is_cut_comes_back_and_nothing_is_lost(
+    home: Home, base_model: Path, tmp_path: Path, link: str, moto: dict[str, str], bucket: str
+) -> None:
+    store = f"s3://{bucket}/lake"
+    home.environment |= moto
+    log = RunLog(open_store(store), "scripted")
+    far = tmp_path / "far"
+    far.mkdir()
+    processes: dict[str, subprocess.Popen[str]] = {}
+
+    def said(ended: object) -> str:
+        texts = [file.read_text()[-3000:] for file in (home.path / "output.txt", far / "output.txt") if file.exists()]
+        return "\n".join([str(ended), *texts])
+
+    def until(met: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not met():
+            ended = {name: process.returncode for name, process in processes.items() if process.poll() is not None}
+            assert not ended and time.monotonic() < deadline, said(ended)
+            time.sleep(0.1)
+
+    with _SlowRelay(moto["AWS_ENDPOINT_URL"]).running() as relay:
+        try:
+            processes["driver"] = home.start(
+                *("train", str(SCRIPTED), f"model={base_model}", f"store={store}", f"steps={STEPS}"),
+                *("workflow=tests.flows.meetings:Held", "evaluation.every=0"),
+                *("rollout.num_workers=0", "rollout.lease_timeout=6"),
+            )
+            until(lambda: log.store.exists("runs/scripted/run.json"))
+            environment = {**os.environ, "MILLRACE_HOME": str(far)}
+            environment |= {"AWS_ENDPOINT_URL": f"http://{HERE}:{relay.port}"}
+            environment.pop("PREFECT_API_URL", None)  # nothing but the store is in reach
+            with open(far / "output.txt", "w") as output:
+                processes["far"] = subprocess.Popen(
+                    ["ip", "netns", "exec", link, str(MILLRACE), "produce", "scripted", "--store", store],
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                    cwd=PROJECT,
+                )
+            until(lambda: bool(log.refresh().leased))
+            passed = relay.num_bytes
+            _ip("link", "set", link, "down")
+            until(lambda: not log.refresh().producers)
+            [release] = [entry.body for entry in log.entries if isinstance(entry.body, Release)]
+            assert release.reason.startswith("no sign of life") and not log.state.leased
+            _ip("link", "set", link, "up")
+            (far / GO).touch()
+            for name in ("driver", "far"):
+                process = processes.pop(name)
+                assert process.wait(timeout=PATIENCE) == 0, said(name)
+        finally:
+            for process in processes.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    state = log.refresh()
+    assert state.step == STEPS and state.counters()["trained"] == STEPS * BATCH
+    assert state.positions == set(range(len(state.groups))) and not state.leased
+    joins = [entry.body.holder for entry in log.entries if isinstance(entry.body, Join)]
+    assert len(joins) == 2 and set(joins) == {release.holder}, "given up, and back under its name"
+    assert {shard.producer for shard in state.shards.values()} == {release.holder}
+    assert relay.num_bytes > passed > 0

@@ -1,0 +1,188 @@
+"""Pause, resume, suspend, stop and the gate, on a real Prefect server and worker: from both sides, to the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import psutil
+import pytest
+
+from storage.log_entries import Pause, Resume, Step
+from storage.object_store import LocalStore
+from storage.run_log import RunLog
+from storage.runs import is_training, open_run
+from tests.conftest import Home
+
+Found = TypeVar("Found")
+
+RUN = "controlled"
+PATIENCE = 200.0  # seconds
+ON_ROLLOUT = ("millrace - a policy is served", "millrace - a training has finished")
+ZOMBIES = "millrace: flow runs without a heartbeat"
+NEVER = 100_000
+
+
+class Server:
+    """What a person sees and clicks in Prefect's UI."""
+
+    def __init__(self, url: str) -> None:
+        self._client = httpx.Client(base_url=url, timeout=30)
+
+    def _ask(self, method: str, path: str, document: dict[str, Any] | None = None) -> Any:
+        deadline = time.monotonic() + PATIENCE
+        while (answer := self._client.request(method, path, json=document)).status_code == 503:
+            assert time.monotonic() < deadline, answer.text  # its database was busy, as for any of its clients
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+    def post(self, path: str, **document: Any) -> Any:
+        return self._ask("POST", path, document)
+
+    def start(self, name: str, **parameters: Any) -> str:
+        deployment = self._ask("GET", f"/deployments/name/{name}")["id"]
+        return str(self.post(f"/deployments/{deployment}/create_flow_run", parameters=parameters)["id"])
+
+    def state(self, flow_run: str) -> str:
+        return str(self._ask("GET", f"/flow_runs/{flow_run}")["state"]["name"])
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        found = self.post("/flow_runs/filter", deployments={"name": {"any_": ["on-rollout"]}})
+        return [flow_run for flow_run in found if flow_run["parameters"]["run"] == RUN]
+
+    def page(self) -> str:
+        found = self.post("/artifacts/latest/filter", artifacts={"key": {"any_": [f"run-{RUN}"]}})
+        return found[0]["data"] if found else ""
+
+    def automations(self) -> dict[str, dict[str, Any]]:
+        return {automation["name"]: automation for automation in self.post("/automations/filter")}
+
+    def switch(self, name: str, *, enabled: bool) -> None:
+        self._ask("PATCH", f"/automations/{self.automations()[name]['id']}", {"enabled": enabled})
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        found = self.post("/events/filter", filter={"event": {"name": [name]}})
+        return [event for event in found["events"] if event["payload"]["run"] == RUN]
+
+
+@pytest.fixture
+def server(prefect_api: str) -> Iterator[Server]:
+    """The shared server, with the automations on that `prefect.yaml` leaves off."""
+    server = Server(prefect_api)
+    assert {name for name in ON_ROLLOUT if not server.automations()[name]["enabled"]} == set(ON_ROLLOUT)
+    assert server.automations()[ZOMBIES]["enabled"]
+    for name in ON_ROLLOUT:
+        server.switch(name, enabled=True)
+    yield server
+    for name in ON_ROLLOUT:
+        server.switch(name, enabled=False)
+
+
+def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champion(
+    server: Server, services_home: Path, prefect_api: str, base_model: Path
+) -> None:
+    home = Home(services_home, prefect_api)
+
+    def log() -> RunLog:
+        return open_run(LocalStore(services_home / "store"), RUN)
+
+    def wait(what: Callable[[], Found]) -> Found:
+        deadline = time.monotonic() + PATIENCE
+        while not (found := _quiet(what)):
+            assert time.monotonic() < deadline, f"{server.page()}\n{home.worker_logs()}"
+            time.sleep(0.1)
+        return found
+
+    parameters = {
+        "run": RUN,
+        "batch_size": 4,
+        "n_samples": 4,
+        "model": str(base_model),
+        "settings": {
+            "engine": {"kind": "scripted", "max_model_len": 64},
+            "sampling": {"max_tokens": 8},
+            "evaluation": {"num_tasks": 8, "every": 0, "gate_score": 0.0, "gate_gap": 1e9},
+        },
+    }
+    training = server.start("train-grpo/local", steps=NEVER, **parameters)
+    wait(lambda: log().state.step >= 2)
+
+    # A pause by the command is seen in Prefect, where it is ended.
+    assert "pauses at step" in home.run("pause", RUN, "--reason", "lunch").stdout
+    wait(lambda: server.state(training) == "Paused")
+    wait(lambda: "**paused**: lunch" in server.page())
+    assert home.status(RUN)["paused"] == "lunch"
+    server.post(f"/flow_runs/{training}/resume")
+    wait(lambda: log().state.paused == "")
+    reached = log().state.step
+    wait(lambda: log().state.step > reached)
+    assert _steps_while_paused(log()) <= 1, "the one that was being taken"
+
+    # And a pause in Prefect is ended by the command.
+    server.post(f"/flow_runs/{training}/set_state", state={"type": "PAUSED"})
+    wait(lambda: log().state.paused == "paused in Prefect")
+    assert "goes on from step" in home.run("resume", RUN).stdout
+    wait(lambda: server.state(training) == "Running")
+    reached = log().state.step
+    wait(lambda: log().state.step > reached)
+
+    # The button in Prefect's UI: the process ends, and another one goes on.
+    process = _family(services_home)
+    suspended = {"type": "PAUSED", "name": "Suspended", "state_details": {"pause_reschedule": True}}
+    server.post(f"/flow_runs/{training}/set_state", state=suspended)
+    wait(lambda: not is_training(log()))
+    assert psutil.wait_procs(process, timeout=PATIENCE)[1] == [], "engine and trainer are gone with it"
+    reached = log().state.step
+    assert server.state(training) == "Suspended"
+    server.post(f"/flow_runs/{training}/resume")
+    wait(lambda: log().state.step > reached)
+
+    # Stopped by the command, it is cancelled in Prefect.
+    process = _family(services_home)
+    assert "has stopped at step" in home.run("stop", RUN).stdout
+    assert psutil.wait_procs(process, timeout=PATIENCE)[1] == []
+    wait(lambda: server.state(training) == "Cancelled")
+    state = log().state
+    assert state.counters()["submitted"] == sum(
+        state.counters()[key] for key in ("trained", "stale", "failed", "pending")
+    )
+
+    # To its end: the last policy is evaluated because of the event, and passes the run's gate.
+    last = state.step + 2
+    again = server.start("train-grpo/local", steps=last, **parameters)
+    wait(lambda: server.state(again) == "Completed")
+    wait(lambda: "champion" in log().state.aliases and log().state.aliases["champion"].version == last)
+    wait(lambda: {flow_run["parameters"]["version"] for flow_run in server.evaluations()} >= {last})
+    assert f"| step | {last} of {last} |" in server.page()
+
+    # A gate that is too high says so, and leaves the champion.
+    asked = server.start("evaluate/local", run=RUN, version=last, gate_score=2.0)
+    wait(lambda: server.state(asked) == "Completed")
+    [event] = wait(lambda: server.events("millrace.gate.failed"))
+    assert "below 2" in event["payload"]["problems"][0] and event["payload"]["version"] == last
+    assert log().state.aliases["champion"].version == last
+
+
+def _steps_while_paused(log: RunLog) -> int:
+    """Committed between the first pause and its end."""
+    bodies = [entry.body for entry in log.entries if isinstance(entry.body, Pause | Resume | Step)]
+    first = next(place for place, body in enumerate(bodies) if isinstance(body, Pause))
+    end = next(place for place, body in enumerate(bodies) if isinstance(body, Resume))
+    return end - first - 1
+
+
+def _family(home: Path) -> list[psutil.Process]:
+    """The process that trains the run, and everything below it."""
+    process = psutil.Process(int((home / f"store/runs/{RUN}/trainer.lock").read_text()))
+    return [process, *process.children(recursive=True)]
+
+
+def _quiet(what: Callable[[], Found]) -> Found | None:
+    """Null while there is no such run yet."""
+    try:
+        return what()
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,65 @@
+"""The documents' commands, run one after another on a run that has finished."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+from storage.object_store import LocalStore
+from storage.runs import open_run
+from tests.conftest import Home
+from tests.documents import DOCUMENTS, commands
+
+RUN = "scripted"
+ATTEMPTS = "select group_id || '/' || sample_idx as trajectory_id from trajectories"
+# `replay` starts a fleet of its own: test_replay.py.
+OF_A_RUN = {"runs", "status", "report", "traj", "lineage", "rescore", "export", "promote", "rollback", "gc", "index"}
+
+
+def test_every_command_about_a_run_works_on_a_finished_one(
+    finished: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the documents' order, with this run's names in place of theirs."""
+    shutil.copytree(finished.path, tmp_path / "home")
+    for name, value in finished.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
+    state = open_run(LocalStore(tmp_path / "home" / "store"), RUN).state
+    shown = [
+        d for d in DOCUMENTS if d.name in ("README.md", "trajectories.md", "training.md") and "search" not in str(d)
+    ]
+    asked = [words[1:] for d in shown for words in commands(d) if words[0] == "millrace" and words[1] in OF_A_RUN]
+    attempts = json.loads(_run(["traj", "sql", RUN, ATTEMPTS, "--json"]))
+    ids = [attempt["trajectory_id"] for attempt in attempts]
+    stands_for = {
+        **dict.fromkeys(["arithmetic", "my-run", "RUN"], RUN),
+        "arithmetic@rollout": f"{RUN}@rollout",
+        "MODEL@rollout": f"{RUN}@rollout",
+        "ID": ids[0],
+        "ID_A": ids[0],
+        "ID_B": ids[1],
+        "PROMPT_ID": next(iter(state.groups.values())).prompt_id,
+        "13": "5",
+        "14": "6",
+        "12": "5",
+        "20": "6",
+        "8": "5",
+        "my/file.py:f": "rollouts.rewards:exact",
+        "f": "exact",
+        "pairs.parquet": str(tmp_path / "pairs.parquet"),
+    }
+    assert len(asked) > 25
+    _run(["promote", RUN, "--version", "3"])  # there is something to roll back to
+    for number, words in enumerate(asked):
+        _run([stands_for.get(word, str(tmp_path / f"out-{number}") if word == "out" else word) for word in words])
+
+
+def _run(words: list[str]) -> str:
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, f"millrace {' '.join(words)}: {done.output}\n{done.exception!r}"
+    return done.output

@@ -1,0 +1,99 @@
+"""With MILLRACE_LOG_FORMAT=json every message of ours is a JSON object that says where it is from."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from infra.environment import prepare_environment
+from infra.fleet import Fleet
+from infra.structured_logs import json_handler, log_driver, logs_are_json
+
+
+@pytest.fixture
+def ours() -> Any:
+    logger = logging.getLogger("millrace")
+    before = (logger.handlers[:], logger.level)
+    yield logger
+    logger.handlers[:], logger.level = before
+
+
+def _lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_says_when_what_and_where(ours: logging.Logger) -> None:
+    stream, log = io.StringIO(), SimpleNamespace(step=12)
+    log_driver(lambda: {"run": "arithmetic", "step": log.step + 1}, stream)
+    logging.getLogger("millrace.train").warning("shard %s is rotten\nthrough", "s1", extra={"shard": "s1"})
+    log.step = 13
+    logging.getLogger("millrace.train").info("on we go")
+    first, second = _lines(stream)
+    assert datetime.fromisoformat(first.pop("time")).tzinfo == UTC
+    assert first == {
+        "level": "WARNING", "logger": "millrace.train", "message": "shard s1 is rotten\nthrough", "shard": "s1",
+        "run": "arithmetic", "step": 13,
+    }  # fmt: skip
+    assert (second["step"], "shard" in second) == (14, False), "it is asked at each message what is known"
+
+
+def test_the_session_takes_the_place_of_what_knew_less(ours: logging.Logger) -> None:
+    early, late = io.StringIO(), io.StringIO()
+    log_driver(dict, early)
+    log_driver(lambda: {"run": "r"}, late)
+    ours.info("once")
+    assert (len(_lines(early)), [line["run"] for line in _lines(late)]) == (0, ["r"])
+
+
+def test_what_a_message_says_itself_comes_before_what_is_known() -> None:
+    stream = io.StringIO()
+    logger = logging.Logger("millrace.x")
+    logger.addHandler(json_handler(stream, lambda: {"step": 1}))
+    logger.error("about another step", extra={"step": 7})
+    assert _lines(stream)[0]["step"] == 7
+
+
+def test_an_unknown_format_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_LOG_FORMAT", "yaml")
+    with pytest.raises(ValueError, match="MILLRACE_LOG_FORMAT='yaml': there are 'text', the default, and 'json'"):
+        prepare_environment()
+    monkeypatch.delenv("MILLRACE_LOG_FORMAT")
+    assert not logs_are_json()
+
+
+class Talker:
+    """Hosted by the test below."""
+
+    def __init__(self) -> None: ...
+
+    async def train_step(self, claim: Any) -> None:
+        await asyncio.to_thread(logging.getLogger("millrace.talker").warning, "in a thread")
+
+
+def test_a_hosted_worker_names_the_run_itself_and_the_step_it_works_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from storage.log_entries import Claim
+
+    monkeypatch.setenv("MILLRACE_LOG_FORMAT", "json")
+
+    async def talk() -> Path:
+        async with Fleet(log_folder=tmp_path / "my-run") as fleet:
+            worker = await fleet.host("trainer-0", "tests.unit.infra.test_structured_logs:Talker", arguments={})
+            await worker.call("train_step", Claim(step=5, base_version=4, trained=[], stale=[], filtered=[], failed=[]))
+            return worker.log_file
+
+    lines = asyncio.run(talk()).read_text().splitlines()
+    [line] = [
+        found for line in lines if line.startswith("{") and (found := json.loads(line))["message"] == "in a thread"
+    ]
+    known = {"run": "my-run", "worker": "trainer-0", "call": "train_step", "step": 5}
+    assert {name: line[name] for name in known} == known

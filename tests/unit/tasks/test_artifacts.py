@@ -1,0 +1,93 @@
+"""A run's page in Prefect is made of its log."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from storage.log_entries import Pause
+from storage.promotion import promote
+from storage.run_log import RunLog
+from tasks import artifacts
+from tasks.artifacts import RunPage, artifact_key, summary
+from tests.builders import a_log, a_shard, a_step, a_summary
+
+
+def _log(steps: int) -> RunLog:
+    log = a_log()
+    for number in range(1, steps + 1):
+        log.append(a_shard(f"s{number}", [a_summary(number)]))
+        step = a_step(log.state, trained=[f"0.task{number}"])
+        log.append(replace(step, metrics={"reward": number / 100, "round_seconds": 1.5, "loss": 1.0}))
+    return log
+
+
+def _summary(log: RunLog, mlflow: str = "") -> str:
+    return summary(log.state, run="run", steps=40, store="file:///s", mlflow=mlflow)
+
+
+def test_a_run_without_a_step_has_a_page() -> None:
+    assert "| step | 0 of 40 |" in _summary(a_log()) and "tokens/s" not in _summary(a_log())
+
+
+def test_the_page_shows_the_newest_steps_first_and_not_all_of_them() -> None:
+    rows = [line for line in _summary(_log(12)).splitlines() if line.startswith(("| 1", "| 2"))]
+    assert (
+        rows[0] == "| 12 | 0.12 |  |  |  | 1.5 |" and rows[1].startswith("| 11 ") and "| 2 |" not in _summary(_log(12))
+    )
+
+
+def test_the_page_says_what_a_person_looks_for() -> None:
+    log = _log(2)
+    promote(log, 1, max_gap=1.0)
+    log.append(Pause(reason="a|b"))
+    text = _summary(log, mlflow="http://host/#/models/run")
+    assert "**paused**: a\\|b" in text and "| champion | policy 1 |" in text
+    assert "(http://host/#/models/run)" in text and "millrace report run" in text
+    assert "2 submitted, 2 trained" in text
+
+
+def test_keys_are_what_prefect_takes() -> None:
+    assert artifact_key("My_run.2-b") == "my-run-2-b"
+
+
+class _Session:
+    def __init__(self, log: RunLog) -> None:
+        self.log = log
+        self.tracking = "http://mlflow"
+
+
+def test_a_server_that_is_down_costs_one_warning_and_hears_of_it_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, written, is_up = _log(1), [], False
+
+    async def write(text: str, **_: Any) -> None:
+        if not is_up:
+            raise ConnectionError("refused")
+        written.append(text)
+
+    async def nothing(*_: Any, **__: Any) -> int:
+        return 1
+
+    monkeypatch.setattr(artifacts, "acreate_markdown_artifact", write)
+    monkeypatch.setattr(artifacts, "acreate_progress_artifact", nothing)
+    monkeypatch.setattr(artifacts, "FlowRunContext", type("_", (), {"get": staticmethod(object)}))
+    monkeypatch.setattr(artifacts, "LEAST_PAUSE", 0.0)
+    session: Any = _Session(log)
+    page = RunPage(session, steps=40)
+    asyncio.run(page.update())
+    log.append(Pause(reason="lunch"))
+    asyncio.run(page.update())
+    assert len([record for record in caplog.records if "page" in record.message]) == 1
+    is_up = True
+    asyncio.run(page.update(finished=True))
+    assert len(written) == 1 and "lunch" in written[0]
+
+
+def test_nothing_is_written_outside_of_a_flow_run() -> None:
+    session: Any = _Session(_log(1))
+    asyncio.run(RunPage(session, steps=40).update(finished=True))

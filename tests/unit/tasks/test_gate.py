@@ -1,0 +1,66 @@
+"""The gate: an evaluation that passes makes a champion, one that does not says why and leaves it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.log_entries import Evaluation
+from storage.promotion import CHAMPION, promote
+from tasks.gate import try_gate
+from tasks.session import RunSession
+from tests.builders import a_log, a_shard, a_step, a_summary
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
+    """A run of two steps."""
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    log, nothing = a_log(), None
+    for number in (1, 2):
+        log.append(a_shard(f"s{number}", [a_summary(number)]))
+        log.append(replace(a_step(log.state, trained=[f"0.task{number}"]), metrics={"engine_gap": 0.1 * number}))
+    return RunSession(log=log, fleet=nothing, memory=nothing, session_id="s", tracking="")  # type: ignore[arg-type]
+
+
+def _evaluated(version: int, score: float) -> Evaluation:
+    fields: dict[str, Any] = {"num_tasks": 10, "num_failed": 0, "n_samples": 1, "seconds": 1.0}
+    return Evaluation(version=version, split="test", score=score, shard_id=f"e{version}-{score}", **fields)
+
+
+def _try(session: RunSession, evaluation: Evaluation, *, min_score: float | None = 0.5, max_gap: float = 1.0) -> Any:
+    session.log.append(evaluation)
+    return try_gate(session, evaluation, min_score=min_score, max_gap=max_gap)
+
+
+def test_a_score_that_reaches_the_gate_makes_a_champion(session: RunSession) -> None:
+    assert _try(session, _evaluated(1, 0.5)) == []
+    assert session.log.state.aliases[CHAMPION].version == 1
+
+
+def test_without_a_gate_no_evaluation_makes_a_champion(session: RunSession) -> None:
+    assert _try(session, _evaluated(1, 1.0), min_score=None) is None
+    assert CHAMPION not in session.log.state.aliases
+
+
+@pytest.mark.parametrize(
+    ("score", "max_gap", "why"),
+    [
+        (0.49, 1.0, r"it scored 0.490 on split 'test', below 0.5"),
+        (float("nan"), 1.0, "it scored nan"),
+        (0.9, 0.15, "step 2: engine and trainer differed by 0.2 nats per token"),
+    ],
+)
+def test_what_speaks_against_a_policy_is_said_and_the_champion_stays(
+    session: RunSession, caplog: pytest.LogCaptureFixture, score: float, max_gap: float, why: str
+) -> None:
+    promote(session.log, 1, max_gap=1.0)
+    with caplog.at_level(logging.WARNING, logger="millrace.gate"):
+        problems = _try(session, _evaluated(2, score), max_gap=max_gap)
+    assert len(problems) == 1 and why in problems[0]
+    assert why in caplog.text and "policy 1 stays the champion" in caplog.text
+    assert session.log.state.aliases[CHAMPION].version == 1

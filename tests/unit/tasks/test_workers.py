@@ -1,0 +1,65 @@
+"""A driver without rollout workers of its own still says what is to be served, and frees the prompts of the silent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from storage.log_entries import Join, Lease
+from storage.producers import Lookout, give_sign
+from tasks.session import RunSession
+from tasks.workers import mark_served, publish_policy, release_silent
+from tests.builders import a_log, a_shard, a_step, a_summary
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    nothing: Any = None
+    return RunSession(log=a_log(), fleet=nothing, memory=nothing, session_id="s", tracking="")
+
+
+def _serves(session: RunSession) -> tuple[int, str]:
+    alias = session.log.state.aliases["rollout"]
+    return alias.version, alias.checksum
+
+
+def test_without_an_engine_the_alias_moves_when_the_policy_is_in_the_store(session: RunSession) -> None:
+    mark_served(session, checksums=[])
+    assert _serves(session) == (0, "")
+    session.log.append(a_shard("s0", [a_summary(0)]))
+    step = a_step(session.log.state, trained=["0.task0"])
+    session.log.append(step)
+    asyncio.run(publish_policy.fn(session, policy=step.policy))
+    assert _serves(session) == (1, "")
+
+
+def test_an_engine_that_is_there_again_is_compared_with_engines_only(
+    session: RunSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    mark_served(session, checksums=[])
+    with caplog.at_level(logging.WARNING):
+        mark_served(session, checksums=["sum"])
+        mark_served(session, checksums=[])
+        assert _serves(session) == (0, "sum") and not caplog.text
+        mark_served(session, checksums=["other"])
+    assert "checksum of policy 0 differs" in caplog.text
+
+
+def test_prompts_of_a_producer_that_is_silent_are_free_and_those_of_another_one_are_not(session: RunSession) -> None:
+    log, times = session.log, iter([0.0, 20.0, 40.0, 61.0])
+    session.lookout = Lookout(log, clock=lambda: next(times))
+    for number, holder in enumerate(["gone", "here"]):
+        log.append(Join(holder=holder, id=holder, outside=True))
+        give_sign(log, holder)
+        log.append(Lease(holder=holder, positions=[2 * number, 2 * number + 1], number=number))
+    for _ in range(4):
+        give_sign(log, "here")
+        asyncio.run(release_silent(session, patience=60))
+    assert log.state.leased == {2: "here", 3: "here"} and log.state.producers.keys() == {"here"}
+    assert log.entries[-1].body.reason == "no sign of life for 61 s"
+    assert log.state.free_positions(2) == [0, 1]
