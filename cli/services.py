@@ -23,7 +23,7 @@ def up(console: Console) -> None:
         services = start_services(home(), PROJECT, tracking=local_tracking_uri(), announce=status.update)
         api = f"{services['prefect'].url}/api"
         status.update("looking for flow runs whose process is gone")
-        lost = _tend_flow_runs(api)
+        lost = _crash_lost_flow_runs(api)
     if lost:
         console.print(f"marked as crashed, their processes are gone: {', '.join(lost)}", highlight=False)
     console.print(
@@ -45,18 +45,14 @@ def down(console: Console) -> None:
     console.print(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
 
 
-def _tend_flow_runs(api: str) -> list[str]:
-    """No flow run without a process stays Running: now, and from now on; returns the names of those that were."""
+def _crash_lost_flow_runs(api: str) -> list[str]:
+    """No flow run without a process stays Running; returns the names of those that were."""
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from tasks.flow_runs import crash_lost_flow_runs, crash_silent_flow_runs
-
-    async def tend() -> list[str]:
-        await crash_silent_flow_runs()
-        return await crash_lost_flow_runs()
+    from tasks.flow_runs import crash_lost_flow_runs
 
     with temporary_settings({PREFECT_API_URL: api}):
-        return asyncio.run(tend())
+        return asyncio.run(crash_lost_flow_runs())
 
 
 def use_running_services() -> None:

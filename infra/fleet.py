@@ -197,7 +197,7 @@ class Fleet:
         self._num_workers = num_workers
         self._gpus_per_engine = gpus_per_engine
         self._hosted: list[Hosted | HostedGroup] = []
-        self._placements: list[Any] = []
+        self._placements: dict[str, Any] = {}
         self.num_gpus = 0.0
 
     async def __aenter__(self) -> Fleet:
@@ -256,7 +256,7 @@ class Fleet:
         to fail too.
         """
         import ray
-        from ray.util.placement_group import placement_group
+        from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
         options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
@@ -268,8 +268,10 @@ class Fleet:
             self._hosted.append(hosted)
             return hosted
         bundle = {"CPU": num_cpus, **({"GPU": num_gpus} if num_gpus else {})}
+        if name in self._placements:  # of ranks that have ended, whose place these take
+            remove_placement_group(self._placements[name])
         placement = placement_group([bundle] * num_ranks, strategy="PACK")
-        self._placements.append(placement)
+        self._placements[name] = placement
         ranks = [
             self._start(
                 f"rank {rank} of {name}",
@@ -347,7 +349,7 @@ class Fleet:
                     await hosted.call("close")
             except (WorkerDied, TimeoutError, AttributeError) as error:
                 logger.warning("%s did not close: %s", hosted.name, error)
-        for placement in self._placements:  # of a cluster that goes on without us
+        for placement in self._placements.values():  # of a cluster that goes on without us
             remove_placement_group(placement)
         await asyncio.to_thread(ray.shutdown)
 

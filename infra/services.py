@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -41,6 +42,11 @@ class Service:
     started_at: float
     """As the kernel tells it, to recognise the process again."""
     url: str = ""
+
+    @property
+    def port(self) -> int:
+        """Where it listens; 0 for one that does not."""
+        return urllib.parse.urlsplit(self.url).port or 0
 
     def process(self) -> psutil.Process | None:
         """The process, or null when it has ended."""
@@ -76,15 +82,12 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
     logs = home / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     try:
-        if "prefect" not in services:
+        deploying = "worker" not in services
+        if deploying or "prefect" not in services:
             announce("starting the Prefect server")
-            port = free_port(4200)
-            services["prefect"] = _start(
-                "prefect",
-                ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-                logs,
-                url=f"http://127.0.0.1:{port}",
-            )
+            if "prefect" in services:
+                _end(services.pop("prefect"))
+            services["prefect"] = _start_prefect(free_port(4200), logs, evaluates_triggers=not deploying)
         if "mlflow" not in services:
             announce("starting the MLflow server")
             port = free_port(5000)
@@ -98,13 +101,17 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             )
         _wait_until_up(services["prefect"], "/api/health", logs)
         api = {"PREFECT_API_URL": f"{services['prefect'].url}/api"}
-        if "worker" not in services:
+        if deploying:
             announce("deploying prefect.yaml and starting a worker")
             _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], project, logs, api)
             _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], project, logs, api)
             if num_gpus():
                 limit = ["work-queue", "set-concurrency-limit", GPU_QUEUE, "1", "--pool", POOL]
                 _run(["-m", "prefect", *limit], project, logs, api)
+            _run(["-m", "tasks.flow_runs"], project, logs, api)
+            _end(services["prefect"])
+            services["prefect"] = _start_prefect(services["prefect"].port, logs, evaluates_triggers=True)
+            _wait_until_up(services["prefect"], "/api/health", logs)
             worker = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
             settings = {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_WORKER_HEARTBEAT_SECONDS": "10"}
             services["worker"] = _start("worker", worker, logs, extra={**api, **settings})
@@ -121,16 +128,7 @@ def stop_services(home: Path) -> list[str]:
     """Stop exactly what `start_services` started, children included; returns the names."""
     stopped = []
     for name, service in running_services(home).items():
-        process = service.process()
-        if process is None:
-            continue
-        family = [process, *process.children(recursive=True)]
-        for member in family:
-            _signal(member, signal.SIGTERM)
-        _, alive = psutil.wait_procs(family, timeout=10)
-        for member in alive:
-            _signal(member, signal.SIGKILL)
-        psutil.wait_procs(alive, timeout=5)
+        _end(service)
         stopped.append(name)
     (home / "services.json").unlink(missing_ok=True)
     return stopped
@@ -155,6 +153,35 @@ def free_port(preferred: int) -> int:
                 continue
             return int(probe.getsockname()[1])
     raise ServiceFailed("no free TCP port on 127.0.0.1")
+
+
+def _start_prefect(port: int, logs: Path, *, evaluates_triggers: bool) -> Service:
+    """Automations are made and changed only while their triggers are not evaluated.
+
+    On SQLite, Prefect 3.7.7's server stops for ever where one is committed in the moment in which the service that
+    evaluates them reads them (`update_cache_after_commit` and `reconcile_automations` wait for each other).
+    """
+    return _start(
+        "prefect",
+        ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+        logs,
+        url=f"http://127.0.0.1:{port}",
+        extra={"PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": str(evaluates_triggers).lower()},
+    )
+
+
+def _end(service: Service) -> None:
+    """Stop a service, its children included."""
+    process = service.process()
+    if process is None:
+        return
+    family = [process, *process.children(recursive=True)]
+    for member in family:
+        _signal(member, signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    for member in alive:
+        _signal(member, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=5)
 
 
 def _start(

@@ -100,9 +100,9 @@ class Traces:
                 logger.info("no traces: %s", error)
                 continue
             chosen = _chosen(table, groups, count)
-            rows = table.select(_COLUMNS).take(pa.array([row for rows in chosen for row in rows])).to_pylist()
-            taken = iter(rows)
-            return [(shard_id, [next(taken) for _ in indices]) for indices in chosen]
+            indices = pa.array([index for indices in chosen for index in indices], pa.int64())
+            taken = iter(table.select(_COLUMNS).take(indices).to_pylist())
+            return [(shard_id, [next(taken) for _ in rows]) for rows in chosen]
         return []
 
 

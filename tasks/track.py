@@ -71,6 +71,10 @@ def _sync(session: RunSession, finished: bool) -> list[Registration]:
         )
         session.tracking_is_away = True
         return []
+    except Exception:  # whatever it is: a view of the run must not end its training
+        logger.exception("what is new could not be told to MLflow; the log keeps it for later")
+        session.tracking_is_away = True
+        return []
     if session.tracking_is_away:
         logger.info("MLflow has everything again that it missed")
     session.tracking_is_away = False

@@ -98,7 +98,7 @@ def test_a_lost_node_costs_its_workers_and_nothing_that_was_committed(
         *("train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0", "run=nodes"),
         *("rollout.num_workers=2", "rollout.max_concurrent=2"),
     )
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + 2 * PATIENCE
     log = RunLog(LocalStore(home.path / "store"), "nodes")
     while not {"rollout-0", "rollout-1"} <= {shard.producer for shard in log.refresh().shards.values()}:
         assert process.poll() is None and time.monotonic() < deadline, home.worker_logs()
@@ -106,9 +106,14 @@ def test_a_lost_node_costs_its_workers_and_nothing_that_was_committed(
     nodes = {name: cluster.node_of(_process_of(home, "nodes", name)) for name in ("rollout-0", "rollout-1")}
     assert sorted(nodes.values()) == [0, 1], "workers without GPUs are spread over the nodes"
     lost = next(name for name, node in nodes.items() if node == 1)
+    home.run("pause", "nodes")  # so that it does not end before the lost worker is rebuilt
     before = set(log.refresh().groups)
     assert log.state.step < STEPS
     cluster.kill_node(1)
+    while "rollout-2" not in log.refresh().producers:
+        assert process.poll() is None and time.monotonic() < deadline, home.worker_logs()
+        time.sleep(0.05)
+    home.run("resume", "nodes")
     assert process.wait(timeout=PATIENCE) == 0, (home.path / "output.txt").read_text()[-3000:] + home.worker_logs()
 
     state = log.refresh()

@@ -16,7 +16,7 @@ from tests.conftest import Home
 from tests.documents import DOCUMENTS, commands
 
 RUN = "scripted"
-ATTEMPTS = "select group_id || '/' || sample_idx as trajectory_id from trajectories"
+ATTEMPTS = "select group_id || '/' || sample_idx as trajectory_id from trajectories where not is_eval"
 # `replay` starts a fleet of its own: test_replay.py.
 OF_A_RUN = {"runs", "status", "report", "traj", "lineage", "rescore", "export", "promote", "rollback", "gc", "index"}
 

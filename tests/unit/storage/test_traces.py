@@ -169,6 +169,14 @@ def test_what_is_gone_or_damaged_is_left_out(log: RunLog, mirror: _Mirror) -> No
     assert mirror.run().data.tags["millrace.synced_entries"] == str(log.state.entries)
 
 
+def test_an_evaluation_in_which_every_attempt_failed_has_no_traces(log: RunLog, mirror: _Mirror) -> None:
+    failed = [a_trajectory(None, attempt=attempt, turns=[], status="env_error") for attempt in range(2)]
+    _commit(log, "e1", a_group(9, trajectories=failed, expected=2), is_eval=True)
+    log.append(_evaluation("e1", version=1))
+    mirror.sync(log)
+    assert all(trace.info.tags["millrace.shard"] != "e1" for trace in mirror.traces())
+
+
 @pytest.mark.parametrize(
     ("count", "rewards"), [(0, []), (1, [1.0]), (2, [0.0, 1.0]), (3, [0.0, 0.5, 1.0]), (9, [0.0, 0.25, 0.5, 0.75, 1.0])]
 )
