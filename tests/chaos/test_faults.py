@@ -75,6 +75,7 @@ class Disturbed:
         bucket = f"bucket-{uuid.uuid4().hex[:12]}"
         boto3.client("s3").create_bucket(Bucket=bucket)
         self.store = open_store(f"s3://{bucket}/store")
+        self._log = RunLog(self.store, RUN)
         self.home = home
         self.proxy = proxy
         self.clock = home.path / "clock"
@@ -82,11 +83,12 @@ class Disturbed:
         jumps = {"PYTHONPATH": str(Path(__file__).parent / "clock"), "CLOCK_FILE": str(self.clock)}
         home.environment |= proxy.variables | jumps
         timeouts = [f"rollout.stall_timeout={STALL_TIMEOUT}", "rollout.attempt_timeout=20"]
-        self.arguments = ["train", str(SCRIPTED), f"model={base_model}", "evaluation.every=0", *timeouts]
+        self.arguments = ["train", str(SCRIPTED), f"model={base_model}", f"store={self.store.uri}"]
+        self.arguments += ["evaluation.every=0", *timeouts]
 
     def state(self) -> RunState:
         """The fold of the log as it stands; `refresh` checks the conservation law."""
-        return RunLog(self.store, RUN).refresh()
+        return self._log.refresh()
 
     def set_clock(self, ahead: int) -> None:
         """Let the run's clock be so many seconds ahead; replaced in one piece, because others are reading it."""
@@ -174,8 +176,7 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
     for fault in series():
         if process is None:
             process = run.home.start(*run.arguments, f"run={RUN}", "steps=100000")
-        before = run.state().step if run.store.names("runs") else 0
-        goal = before + draw.randint(1, 3)
+        goal = run.state().step + draw.randint(1, 3)
         _wait(lambda goal=goal: run.state().step >= goal, process, run, PATIENCE)  # type: ignore[misc]
         family = psutil.Process(process.pid).children(recursive=True)
         said, quarantined = len(run.output()), len(run.state().quarantined)
