@@ -58,6 +58,10 @@ REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 MOST_REQUESTS = 50
 """Requests under way at once."""
 
+_KEPT: list[Any] = []
+"""Connections of this process, a handful: one that is dropped while an event loop runs closes itself in that loop
+instead of its own, and prints a traceback."""
+
 
 class S3Store:
     """A prefix of a bucket. `options` go to `s3fs.S3FileSystem`."""
@@ -82,6 +86,7 @@ class S3Store:
             **options,
         )
         self._fs.retries = READ_ATTEMPTS
+        _KEPT.append(self._fs)
         self._cut_off = S3_RETRYABLE_ERRORS
         self._errors = (
             OSError,
