@@ -42,7 +42,7 @@ def _kill_after_entries(home: Home, process: subprocess.Popen[str], run: str, en
 
 
 @pytest.mark.timeout(1800)
-def test_kill_after_kill_loses_nothing_and_change_nothing(home: Home, base_model: Path) -> None:
+def test_kill_after_kill_loses_nothing_and_changes_nothing(home: Home, base_model: Path) -> None:
     arguments = ["train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0"]
     home.run(*arguments, "run=undisturbed")
     draw = random.Random(7)
