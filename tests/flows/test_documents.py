@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -21,15 +24,18 @@ ATTEMPTS = "select group_id || '/' || sample_idx as trajectory_id from trajector
 OF_A_RUN = {"runs", "status", "report", "traj", "lineage", "rescore", "export", "promote", "rollback", "gc", "index"}
 
 
-def test_every_command_about_a_run_works_on_a_finished_one(
-    finished: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def copy(finished: Home, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the finished run's state folder, which commands in this process use; they set variables themselves."""
+    folder = tmp_path / "home"
+    shutil.copytree(finished.path, folder)
+    with patch.dict(os.environ, {**finished.environment, "MILLRACE_HOME": str(folder)}):
+        yield folder
+
+
+def test_every_command_about_a_run_works_on_a_finished_one(copy: Path, tmp_path: Path) -> None:
     """In the documents' order, with this run's names in place of theirs."""
-    shutil.copytree(finished.path, tmp_path / "home")
-    for name, value in finished.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
-    state = open_run(LocalStore(tmp_path / "home" / "store"), RUN).state
+    state = open_run(LocalStore(copy / "store"), RUN).state
     shown = [
         d for d in DOCUMENTS if d.name in ("README.md", "trajectories.md", "training.md") and "search" not in str(d)
     ]
