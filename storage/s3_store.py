@@ -28,7 +28,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.digests import sha256_of
+from storage.digests import DigestMismatch, sha256_of
 from storage.object_store import (
     ConditionRefused,
     StoredFile,
@@ -88,6 +88,7 @@ class S3Store:
         self._fs.retries = READ_ATTEMPTS
         _KEPT.append(self._fs)
         self._cut_off = S3_RETRYABLE_ERRORS
+        self._wrong_checksum = botocore.exceptions.FlexibleChecksumError
         self._errors = (
             OSError,
             ValueError,  # an endpoint that is no URL
@@ -271,13 +272,18 @@ class S3Store:
 
     @contextlib.contextmanager
     def _explained(self, action: str, key: str) -> Iterator[None]:
-        """Raise what went wrong as a sentence about this store; `FileNotFoundError` and `FileExistsError` pass."""
+        """Raise what went wrong as a sentence about this store; `FileNotFoundError` and `FileExistsError` pass.
+
+        `DigestMismatch` where the server's own checksum speaks against the bytes it returned.
+        """
         try:
             yield
         except (FileNotFoundError, FileExistsError):
             raise
         except self._errors as error:
             reason = _reason(error)
+            if isinstance(error, self._wrong_checksum):
+                raise DigestMismatch(f"store {self.uri}: {key} is not what was written there: {reason}") from error
             if re.search("QuotaExceeded|StorageFull", _error_code(error)) or _http_status(error) == 507:
                 raise StoreFull(
                     f"store {self.uri} is full: it does not take {key}: {reason}. Make room with `millrace gc`, raise "

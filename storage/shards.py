@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from storage.digests import sha256_of
+from storage.digests import DigestMismatch, sha256_of
 from storage.log_entries import Shard
 from storage.records import NOT_SAMPLED, RolloutGroup, Sampling
 from storage.run_log import RunLog
@@ -115,6 +115,8 @@ def _committed(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = Non
         data = _content(log, shard)
     except FileNotFoundError:
         raise DamagedShard(shard.id, "the file is missing", file) from None
+    except DigestMismatch as error:
+        raise DamagedShard(shard.id, str(error), file) from error
     with ThreadPoolExecutor(max_workers=1) as beside:
         digest = beside.submit(sha256_of, data)  # neither hashing nor decompressing holds the interpreter
         try:

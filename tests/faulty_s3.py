@@ -41,7 +41,9 @@ class Fault(enum.Enum):
     DISK_FULL = enum.auto()
     """507 Insufficient Storage, as MinIO answers."""
     DAMAGE = enum.auto()
-    """One bit of the request's body is another one, and nobody is told. For servers that do not check signatures."""
+    """One bit of the request's body is another one, or of the answer's where the request has none.
+
+    In a request it is for servers that do not check signatures."""
     CUT_REQUEST = enum.auto()
     """The connection ends when the server has half of the request's body."""
     CUT_ANSWER = enum.auto()
@@ -170,11 +172,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._note(status=status, num_bytes=len(answer))
             self._answer(status, {"Content-Type": "application/xml"}, b"" if self.command == "HEAD" else answer)
         else:
-            if fault is Fault.DAMAGE:
-                body = body[: len(body) // 2] + bytes([body[len(body) // 2] ^ 1]) + body[len(body) // 2 + 1 :]
+            damage_answer = fault is Fault.DAMAGE and not body
+            if fault is Fault.DAMAGE and body:
+                body = _damaged(body)
             if fault is Fault.IGNORE_CONDITION:
                 headers = self._signed_again({k: v for k, v in headers.items() if k.lower() != "if-none-match"}, body)
             status, answer_headers, answer = self._forward(headers, body)
+            if damage_answer:
+                answer = _damaged(answer)
             if fault is Fault.LOSE_ANSWER:
                 self._note(status=0, num_bytes=0)
                 self._cut()
@@ -239,3 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.close_connection = True
+
+
+def _damaged(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]

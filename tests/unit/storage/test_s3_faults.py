@@ -20,7 +20,7 @@ from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.runs import open_run
 from storage.s3_store import S3Store
-from storage.shards import commit_shard, read_shard
+from storage.shards import DamagedShard, commit_shard, read_shard
 from tasks.preflight import check_run
 from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, a_shard, a_summary, provenance
 from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
@@ -230,6 +230,15 @@ def test_a_shard_is_committed_once_whatever_happens_on_the_way(store: S3Store, p
     again = open_run(open_store(store.uri), "run").state
     assert list(again.shards) == ["s0", "s1", "s2", "s3"] and again.entries == 2 + 4
     assert again.counters()["submitted"] == 4
+
+
+def test_a_shard_of_which_a_bit_has_changed_is_damaged_also_where_the_server_notices(store: S3Store, proxy: FaultyS3):
+    log = a_log(store)
+    shard = commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
+    proxy.fail(Fault.DAMAGE, method="GET", part="/shards/")
+    with pytest.raises(DamagedShard, match="is not what was written there|its sha256 differs"):
+        read_shard(log, shard)
+    assert proxy.all_faults_happened and read_shard(log, shard).num_rows == 2
 
 
 def test_a_commit_that_failed_can_be_repeated(impatient: S3Store, proxy: FaultyS3):
