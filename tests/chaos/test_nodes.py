@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from storage.run_log import RunLog
 from tests.chaos.test_workers import _process_of
 from tests.conftest import SCRIPTED, Home
 
-STEPS = 30
+STEPS = 150  # more than pass until the run is paused
 RAY = Path(sys.executable).parent / "ray"
 PATIENCE = 240.0
 
@@ -31,6 +32,8 @@ class _Cluster:
         self.environment = environment
         self._folder = folder
         self._nodes: list[psutil.Process] = []
+        self._sessions: set[str] = set()
+        """What Ray calls this cluster, in the command line of all its processes."""
         self.address = ""
 
     def start(self) -> None:
@@ -50,6 +53,7 @@ class _Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
         [raylet] = [process for process in _raylets() if process.pid not in before]
         self._nodes.append(raylet)
+        self._sessions |= set(re.findall(r"session_[\w-]+", " ".join(raylet.cmdline())))
         address = [argument for argument in raylet.cmdline() if argument.startswith("--gcs-address=")]
         return address[0].partition("=")[2]
 
@@ -64,7 +68,7 @@ class _Cluster:
     def stop(self) -> None:
         """Everything of this cluster, and of no other one on this machine."""
         for process in psutil.process_iter(["cmdline"]):
-            if self.address and any(self.address in part for part in process.info["cmdline"] or []):
+            if any(session in part for session in self._sessions for part in process.info["cmdline"] or []):
                 family = process.children(recursive=True)
                 for member in [process, *family]:
                     try:
