@@ -98,11 +98,16 @@ async def _train(config: RunConfig) -> None:
 
 
 async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 20.0) -> None:
-    """Wait until Prefect's server has taken in every task run it was told about.
+    """Wait until Prefect's server in this process has taken in every task run it was told about.
 
-    The in-process server dies with us, and what it has queued dies with it; so look until the counts stand still.
+    It dies with us, and what it has queued dies with it; so look until the counts stand still. A server elsewhere
+    lives on, and Prefect sends it at our exit what it has not been told yet.
     """
     from prefect import get_client
+    from prefect.settings import PREFECT_API_URL
+
+    if PREFECT_API_URL.value():
+        return
 
     deadline = asyncio.get_running_loop().time() + at_most_seconds
     seen, since = -1, asyncio.get_running_loop().time()

@@ -20,7 +20,6 @@ from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import StateType
-from prefect.client.schemas.responses import SetStateStatus
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause as PrefectPause
 from prefect.states import Paused, Running, State
@@ -44,8 +43,8 @@ class Platform(Protocol):
     async def state(self) -> State[Any] | None:
         """The flow run's state; null where nobody answers."""
 
-    async def show(self, *, paused: bool) -> bool:
-        """Make the flow run Paused, or Running; False where nobody took that in."""
+    async def show(self, *, paused: bool) -> None:
+        """Make the flow run Paused, or Running; where nobody takes that in, the next look tries again."""
 
 
 class OwnFlowRun:
@@ -63,14 +62,12 @@ class OwnFlowRun:
             logger.debug("Prefect does not say whether to pause: %r", error)
             return None
 
-    async def show(self, *, paused: bool) -> bool:
+    async def show(self, *, paused: bool) -> None:
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                answer = await self._client.set_flow_run_state(self._id, Paused() if paused else Running())
-                return answer.status == SetStateStatus.ACCEPT
+                await self._client.set_flow_run_state(self._id, Paused() if paused else Running())
         except Exception as error:  # noqa: BLE001 - as above
-            logger.debug("Prefect was not told: %r", error)
-            return False
+            logger.debug("Prefect was not told, or did not say so: %r", error)
 
 
 class Listener:
@@ -81,8 +78,10 @@ class Listener:
         self._platform = platform
         self._paused = False
         """What workers and the person at the terminal were told last."""
-        self._shown: bool | None = None
-        """What Prefect's state was when we last saw it: only a change of it is somebody's wish."""
+        self._seen: UUID | None = None
+        """The state of Prefect's that we saw last."""
+        self._logged = False
+        """Whether the log said paused when we last looked: a new state of Prefect's that says so too may be ours."""
         self._announced: int | None = None
         """Policy version that Prefect has heard of."""
         self.suspended: State[Any] | None = None
@@ -96,12 +95,15 @@ class Listener:
             self.suspended = state
             return
         shown = None if state is None else _PAUSED.get(state.type)
-        if shown is not None and self._shown is not None and shown != self._shown:
-            log.append(Pause(reason="paused in Prefect") if shown else Resume(reason="resumed in Prefect"))
-        self._shown = self._shown if shown is None else shown
-        paused = bool(log.refresh().paused)
-        if self._platform is not None and self._shown not in (None, paused):
-            self._shown = paused if await self._platform.show(paused=paused) else self._shown
+        if state is not None and shown is not None:
+            # By its id, not by its kind: Prefect may have taken in what we showed, answered too late, and been
+            # changed back by somebody since.
+            if self._seen not in (None, state.id) and shown != self._logged:
+                log.append(Pause(reason="paused in Prefect") if shown else Resume(reason="resumed in Prefect"))
+            self._seen = state.id
+        self._logged = paused = bool(log.refresh().paused)
+        if self._platform is not None and shown not in (None, paused):
+            await self._platform.show(paused=paused)
         self._announce_policy()
         if paused == self._paused:
             return

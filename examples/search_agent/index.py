@@ -21,6 +21,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -186,6 +187,8 @@ class PassageIndex:
             self._best,
         )
         self._vectors = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="nearest")
+        """Products wait for memory, so words are looked up beside them."""
         if self.mode is not Mode.bm25:
             flat = rows["vector"].combine_chunks().flatten().to_numpy()
             self._vectors = Vectors(flat.reshape(-1, self._size), self._best)
@@ -205,25 +208,25 @@ class PassageIndex:
 
         A query has the same passages and scores whatever else is asked with it. One without words finds nothing.
         """
-        nearest: list[Ranking] = []
-        if self._model and self._vectors:
-            queries = unit_vectors(self._model, [query for query, _ in asked], size=self._size)
-            nearest = self._vectors.rank(queries, self._depth(asked))
-        found = []
-        for number, (query, k) in enumerate(asked):
-            match self.mode:
-                case Mode.vector:
-                    ranking = nearest[number]
-                case Mode.bm25:
-                    ranking = self._postings.rank(words_of(query), k)
-                case Mode.hybrid:
-                    ranking = fuse([self._postings.rank(words_of(query), DEPTH), nearest[number]], self._best, k)
-            rows, scores = ranking
-            found.append([self._passage(row, s) for row, s in zip(rows[:k].tolist(), scores.tolist(), strict=False)])
-        return found
+        queries = [query for query, _ in asked]
+        match self.mode:
+            case Mode.vector:
+                rankings = self._nearest(queries, max(k for _, k in asked))
+            case Mode.bm25:
+                rankings = [self._postings.rank(words_of(query), k) for query, k in asked]
+            case Mode.hybrid:
+                beside = self._thread.submit(self._nearest, queries, DEPTH)
+                matching = [self._postings.rank(words_of(query), DEPTH) for query in queries]
+                pairs = zip(matching, beside.result(), asked, strict=True)
+                rankings = [fuse([words, nearest], self._best, k) for words, nearest, (_, k) in pairs]
+        return [
+            [self._passage(row, score) for row, score in zip(rows[:k].tolist(), scores.tolist(), strict=False)]
+            for (rows, scores), (_, k) in zip(rankings, asked, strict=True)
+        ]
 
-    def _depth(self, asked: Sequence[tuple[str, int]]) -> int:
-        return DEPTH if self.mode is Mode.hybrid else max(k for _, k in asked)
+    def _nearest(self, queries: Sequence[str], count: int) -> list[Ranking]:
+        assert self._model is not None and self._vectors is not None
+        return self._vectors.rank(unit_vectors(self._model, queries, size=self._size), count)
 
     def _passage(self, row: int, score: float) -> Passage:
         return Passage(

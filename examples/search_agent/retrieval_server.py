@@ -187,7 +187,7 @@ def serve(
     threadpoolctl.threadpool_limits(limits=1, user_api="blas")
     typer.echo(f"{len(index)} passages, digest {index.digest}, mode {index.mode}, at http://{host}:{port}")
     app = create_app(index, token=token, max_batch=max_batch, batch_seconds=batch_ms / 1000, queue=queue)
-    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False)
+    uvicorn.run(app, host=host, port=port, log_level="warning", access_log=False, proxy_headers=False)
 
 
 def _is_loopback(host: str) -> bool:

@@ -109,7 +109,8 @@ class Disturbed:
         draft.replace(self.clock)
 
     def output(self) -> str:
-        return (self.home.path / "output.txt").read_text()
+        """What the commands have said, in one line: where a sentence is broken depends on the console."""
+        return " ".join((self.home.path / "output.txt").read_text().split())
 
     def process_of(self, worker: str) -> psutil.Process:
         """The newest process whose output goes to a worker's log."""

@@ -31,11 +31,10 @@ class _Server:
     async def state(self) -> State[Any] | None:
         return self.now if self.is_up else None
 
-    async def show(self, *, paused: bool) -> bool:
+    async def show(self, *, paused: bool) -> None:
         if self.is_up:
             self.shown.append(paused)
             self.now = Paused() if paused else Running()
-        return self.is_up
 
 
 class _Worker:
@@ -115,6 +114,36 @@ def test_a_server_that_is_down_neither_pauses_nor_resumes_and_hears_of_it_later(
     _look(listener, times=2)
     assert session.log.state.paused == "lunch", "Running is what the server knew from before, and nobody's wish"
     assert server.shown == [True]
+
+
+def test_a_resume_in_prefect_right_after_the_pause_was_shown_is_heard(session: RunSession) -> None:
+    """Nobody looked in between: the state is of the same kind as before the pause, and another one."""
+    server = _Server()
+    listener = Listener(session, server)
+    _look(listener)
+    session.log.append(Pause(reason="lunch"))
+    _look(listener)
+    server.now = Running()
+    _look(listener, times=2)
+    assert not session.log.state.paused and server.shown == [True]
+
+
+def test_a_pause_that_prefect_takes_in_without_answering_is_nobodys_wish(session: RunSession) -> None:
+    server = _Server()
+    listener = Listener(session, server)
+    _look(listener)
+    server.is_up = False
+    session.log.append(Pause(reason="lunch"))
+    _look(listener)
+    server.is_up, server.now = True, Paused()
+    _look(listener, times=2)
+    assert session.log.state.paused == "lunch" and server.shown == []
+    session.log.append(Resume(reason="back"))
+    server.is_up = False
+    _look(listener)
+    server.is_up, server.now = True, Running()
+    _look(listener, times=2)
+    assert not session.log.state.paused and server.shown == []
 
 
 def test_a_state_that_is_neither_is_no_wish(session: RunSession) -> None:

@@ -38,13 +38,14 @@ def _unit(draw: np.random.Generator, count: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("num_rows", [1, 99, 399, 401, 999, 5003])
 @pytest.mark.parametrize("count", [1, 10, 100])
-def test_nearest_neighbours_are_exact_also_among_copies(num_rows: int, count: int):
+@pytest.mark.parametrize("coarse", [False, True])
+def test_nearest_neighbours_are_exact_also_among_copies(num_rows: int, count: int, coarse: bool):
     draw = np.random.default_rng(num_rows)
     vectors = _unit(draw, num_rows, 48)
     vectors[num_rows // 2 :] = vectors[: num_rows - num_rows // 2]  # each twice, so that ties are everywhere
     queries = np.concatenate([_unit(draw, 5, 48), vectors[:3]])
     order = _order(num_rows, 1)
-    found = Vectors(vectors, Best(order)).rank(queries, count)
+    found = Vectors(vectors, Best(order), coarse=coarse).rank(queries, count)
     for query, (rows, scores) in zip(queries, found, strict=True):
         exact = (vectors.astype(np.float64) * query.astype(np.float64)).sum(axis=1)
         expected = np.lexsort((order, -exact))[:count]
