@@ -11,9 +11,11 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 from infra.environment import TELEMETRY_OFF
 from tests.apt import CannotInstall
@@ -28,6 +30,20 @@ pytest.register_assert_rewrite("tests.store_behaviour")
 
 def pytest_configure() -> None:
     os.environ.update(TELEMETRY_OFF)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin beside other tests
+
+
+class ServersInTurn(LoadScopeScheduling):
+    """Tests that start servers and runs come one after another; the others beside them, file by file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return file if file.startswith(("tests/unit/", "tests/golden/")) else "servers"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ServersInTurn:
+    return ServersInTurn(config, log)
 
 
 @pytest.fixture(scope="session")
