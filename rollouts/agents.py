@@ -2,6 +2,7 @@
 
     AgentWorkflow:    run_agent(task, base_url=…, api_key=…)   async Python in the worker
     CommandWorkflow:  command(task)                            any program, OPENAI_BASE_URL and OPENAI_API_KEY set
+                      preload = ["openai"]                     … in Python, forked with this imported
 
 In: a task. Out: a `Score`: returned by `run_agent`, computed from the program's output, or posted by the agent itself
 to `<base_url>/sessions/reward`. An agent that ends without one has failed, and its attempt enters no mean.
@@ -10,15 +11,14 @@ to `<base_url>/sessions/reward`. An agent that ends without one has failed, and 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
+from typing import ClassVar
 
 from rollouts.agent_endpoint import PostedReward, agent_endpoint
 from rollouts.attempts import WrongWorkflow
 from rollouts.chat import Chat
+from rollouts.programs import Launcher, Program, kill_group, start_program
 from rollouts.workflow import RolloutWorkflow, Score
 from storage.records import RolloutTask
 
@@ -65,9 +65,20 @@ class AgentWorkflow(RolloutWorkflow):
 class CommandWorkflow(AgentWorkflow):
     """An agent that is a program: write `command`, and `score` unless the program posts its reward itself."""
 
+    preload: ClassVar[Sequence[str]] = ()
+    """Modules that programs are forked with, where `command` is `[sys.executable, "script.py", …]`: what would take
+    each attempt a second to import takes milliseconds. Only what starts no threads and draws no random numbers when it
+    is imported; without any, each program is a process from scratch."""
+    _launcher: Launcher | None = None
+
     def command(self, task: RolloutTask) -> Sequence[str]:
         """Program and arguments; nothing is expanded by a shell."""
         raise NotImplementedError
+
+    async def close(self) -> None:
+        """Let what programs are forked from end."""
+        if self._launcher is not None:
+            self._launcher.close()
 
     async def score(self, task: RolloutTask, output: str) -> Score | None:
         """Judge what the program wrote to its standard output; null, the default, where it posts its reward."""
@@ -77,22 +88,20 @@ class CommandWorkflow(AgentWorkflow):
         """Run the program in a process group of its own, which does not outlive the attempt."""
         unproxied = ",".join(filter(None, [os.environ.get("no_proxy", os.environ.get("NO_PROXY")), "127.0.0.1"]))
         address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "NO_PROXY": unproxied, "no_proxy": unproxied}
-        process = await asyncio.create_subprocess_exec(
-            *self.command(task),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=PIPE,
-            stderr=PIPE,
-            env={**os.environ, **address},
-            start_new_session=True,
-        )
-        reading = asyncio.gather(_output(process), _last_errors(process))
+        environment = {**os.environ, **address}
+        if self.preload:
+            self._launcher = self._launcher or Launcher(self.preload)
+            program = await self._launcher.start(self.command(task), environment)
+        else:
+            program = await start_program(self.command(task), environment)
+        reading = asyncio.gather(_output(program), _last_errors(program))
         try:
-            await _exit_of(process)
-            _kill_group(process)  # children that are left: they would hold the pipes open
+            await _exit_of(program)
+            kill_group(program)  # children that are left: they would hold the pipes open
             output, errors = await reading
-            code = await process.wait()
+            code = await program.wait()
         finally:
-            _kill_group(process)
+            kill_group(program)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
         if code != 0:
@@ -100,11 +109,11 @@ class CommandWorkflow(AgentWorkflow):
         return await self.score(task, output)
 
 
-async def _exit_of(process: Process) -> None:
-    """Wait for the program alone; `Process.wait` waits for its children too where they hold its pipes."""
+async def _exit_of(program: Program) -> None:
+    """Wait for the program alone; `Program.wait` may wait for its children too where they hold its pipes."""
     loop, exited = asyncio.get_running_loop(), asyncio.Event()
     try:
-        descriptor = os.pidfd_open(process.pid)
+        descriptor = os.pidfd_open(program.pid)
     except ProcessLookupError:
         return
     loop.add_reader(descriptor, exited.set)
@@ -115,28 +124,23 @@ async def _exit_of(process: Process) -> None:
         os.close(descriptor)
 
 
-async def _output(process: Process) -> str:
-    assert process.stdout is not None
+async def _output(program: Program) -> str:
+    assert program.stdout is not None
     output = bytearray()
-    while piece := await process.stdout.read(2**16):
+    while piece := await program.stdout.read(2**16):
         output += piece
         if len(output) > _MOST_OUTPUT:
-            _kill_group(process)
+            kill_group(program)
             raise AgentFailed(f"the agent's program wrote more than {_MOST_OUTPUT} bytes to its standard output")
     return output.decode(errors="replace")
 
 
-async def _last_errors(process: Process) -> str:
-    assert process.stderr is not None
+async def _last_errors(program: Program) -> str:
+    assert program.stderr is not None
     last = b""
-    while piece := await process.stderr.read(2**16):
+    while piece := await program.stderr.read(2**16):
         last = (last + piece)[-_KEPT_ERRORS:]
     return last.decode(errors="replace")
-
-
-def _kill_group(process: Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _as_score(returned: object, *, name: str) -> Score:

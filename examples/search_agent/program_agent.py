@@ -43,6 +43,7 @@ class _Result(BaseModel):
 class ProgramAgent(CommandWorkflow):
     """Plays as `agent` does, which says what is asked, and how it is scored."""
 
+    preload: ClassVar[Sequence[str]] = ("openai.resources.chat", "httpx", "h11", "pydantic")
     agent: ClassVar[type[SearchAgent]] = SearchAgent
     tool_names: ClassVar[Sequence[str]] = ("search", "read")
     max_turns: ClassVar[int] = 48
@@ -101,6 +102,7 @@ class ProgramAgent(CommandWorkflow):
 
     async def close(self) -> None:
         """Close the connections."""
+        await super().close()
         await self._agent.close()
 
 

@@ -1,0 +1,139 @@
+"""Programs that play attempts: started by themselves, or forked from a Python that has their imports behind it.
+
+In: a command and environment variables. Out: a running process, whose output is read and which does not outlive the
+attempt.
+
+    start_program:  a process of its own, any program
+    Launcher:       `python script.py …`, forked; importing a client library takes a second of CPU, a fork milliseconds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+_LAUNCHER = Path(__file__).with_name("program_launcher.py")
+
+
+class Program(Protocol):
+    """What of `asyncio.subprocess.Process` an attempt needs."""
+
+    pid: int
+    stdout: asyncio.StreamReader | None
+    stderr: asyncio.StreamReader | None
+
+    async def wait(self) -> int:
+        """The exit status, negative for a signal."""
+
+
+class LauncherEnded(Exception):
+    """The process that programs are forked from is gone; the next attempt has a new one."""
+
+
+async def start_program(command: Sequence[str], environment: dict[str, str]) -> Program:
+    """Start it in a process group of its own."""
+    return await asyncio.create_subprocess_exec(
+        *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=environment, start_new_session=True
+    )
+
+
+def kill_group(program: Program) -> None:
+    """Kill a program and its children, where some still run."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+
+
+class Launcher:
+    """Forks Python programs, from a process that is started by the first of them."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """`modules`: what is imported once, for all of them."""
+        self._modules = list(modules)
+        self._control: socket.socket | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self, command: Sequence[str], environment: dict[str, str]) -> Program:
+        """Fork a program; `command` is this Python, a script, and the script's arguments.
+
+        Raises `ValueError` for another command, `LauncherEnded`.
+        """
+        if len(command) < 2 or command[0] != sys.executable or not command[1].endswith(".py"):
+            raise ValueError(f"{list(command)[:2]} cannot be forked: it is to be [sys.executable, 'script.py', …]")
+        control = await self._connected()
+        request = os.memfd_create("request")
+        ends = [os.pipe() for _ in range(3)]
+        theirs = [request, *(end[1] for end in ends)]
+        try:
+            os.write(request, _request(command, environment))
+            os.lseek(request, 0, os.SEEK_SET)
+            socket.send_fds(control, [b"!"], theirs)
+        except OSError as error:
+            for end in ends:
+                os.close(end[0])
+            self._control = None
+            raise LauncherEnded(f"programs cannot be forked: {error}") from error
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        output, errors, told = [await _reader(end[0]) for end in ends]
+        return _Forked(await _number(told), output, errors, told)
+
+    async def _connected(self) -> socket.socket:
+        async with self._starting:
+            if self._control is None or self._process is None or self._process.returncode is not None:
+                self.close()
+                self._control, theirs = socket.socketpair()
+                with theirs:
+                    self._process = await asyncio.create_subprocess_exec(
+                        sys.executable, str(_LAUNCHER), *self._modules, stdin=theirs.fileno()
+                    )
+            return self._control
+
+    def close(self) -> None:
+        """Let it end. Programs that still run are their attempts' to kill."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+
+class _Forked:
+    """A program that is a child of the launcher."""
+
+    def __init__(
+        self, pid: int, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader, told: asyncio.StreamReader
+    ) -> None:
+        self.pid = pid
+        self.stdout: asyncio.StreamReader | None = stdout
+        self.stderr: asyncio.StreamReader | None = stderr
+        self._told = told
+
+    async def wait(self) -> int:
+        return await _number(self._told)
+
+
+def _request(command: Sequence[str], environment: dict[str, str]) -> bytes:
+    return json.dumps({"script": command[1], "arguments": command[2:], "environment": environment}).encode()
+
+
+async def _reader(descriptor: int) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    file = os.fdopen(descriptor, "rb", buffering=0)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
+    return reader
+
+
+async def _number(told: asyncio.StreamReader) -> int:
+    line = await told.readline()
+    if not line:
+        raise LauncherEnded("the process that programs are forked from has ended; its errors are in the worker's log")
+    return int(line)
