@@ -218,5 +218,6 @@ def test_the_world_s_program_is_the_world_s_agent(tmp_path: Path):
     ours, other = (load_run_file(_FOLDER / f"{name}.toml") for name in ("search_agent", "search_agent_program"))
     assert issubclass(load_object(other.workflow), WorldProgram)
     assert WorldProgram.max_turns == ours.rollout.max_tool_turns
-    same = ("engine", "warmup", "train", "sampling", "max_staleness", "steps", "batch_size", "n_samples", "learning_rate")
+    same = ["engine", "warmup", "train", "sampling", "max_staleness"]
+    same += ["steps", "batch_size", "n_samples", "learning_rate"]
     assert [getattr(other, name) for name in same] == [getattr(ours, name) for name in same]
