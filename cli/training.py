@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,13 +23,17 @@ from cli.services import use_running_services
 from flows.config import RunConfig, Settings, default_values, load_run_file
 from infra.environment import home, store_uri
 from infra.orphans import end_orphaned_servers
+from infra.services import ServiceFailed
 from infra.structured_logs import log_driver, logs_are_json
-from storage.object_store import open_store
-from storage.runs import create_run, trainer_lock
+from storage.object_store import open_store, without_passwords
+from storage.runs import create_run, open_run, trainer_lock
 
 Result = TypeVar("Result")
 
+logger = logging.getLogger("millrace.training")
+
 SECONDS_TO_STOP = 10.0
+SECONDS_TO_ANSWER = 10.0
 
 
 def train_run(run_file: Path, overrides: dict[str, Any]) -> None:
@@ -52,10 +56,18 @@ def check_before_anything_starts(config: RunConfig) -> None:
         pass
 
 
-def run_flow(flow: Awaitable[Result], console: Console) -> Result:
-    """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on."""
+def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
+    """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on.
+
+    Raises `ServiceFailed` where Prefect's server is not there, before anything is started.
+    """
     end_orphaned_servers(home())
     use_running_services()
+    try:
+        _check_prefect_answers()
+    except ServiceFailed:
+        flow.close()
+        raise
     ours = logging.getLogger("millrace")
     ours.setLevel(logging.INFO)
     if logs_are_json():
@@ -67,7 +79,23 @@ def run_flow(flow: Awaitable[Result], console: Console) -> Result:
     return asyncio.run(_awaited(flow, console))
 
 
-async def _awaited(flow: Awaitable[Result], console: Console) -> Result:
+def _check_prefect_answers() -> None:
+    """Raises `ServiceFailed` where `PREFECT_API_URL` names a server that is not there."""
+    import httpx
+    from prefect.settings import PREFECT_API_URL
+
+    if not (url := PREFECT_API_URL.value()):
+        return  # one is started in this process
+    try:
+        httpx.get(f"{url}/health", timeout=SECONDS_TO_ANSWER)
+    except httpx.TransportError as error:
+        raise ServiceFailed(
+            f"Prefect at {without_passwords(url)} does not answer ({type(error).__name__}): start it, on this machine "
+            "by `millrace up`, or unset PREFECT_API_URL and go without its pages"
+        ) from error
+
+
+async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
     # Prefect attaches a console handler of its own at import; ours is enough.
     logging.getLogger("millrace").propagate = False
     task = asyncio.ensure_future(flow)
@@ -91,10 +119,21 @@ async def _awaited(flow: Awaitable[Result], console: Console) -> Result:
 
 
 async def _train(config: RunConfig) -> None:
+    import httpx
+
     from flows.train_grpo import train_grpo
 
     knobs = {name: getattr(config, name) for name in RunConfig.model_fields if name not in Settings.model_fields}
-    await train_grpo(**knobs, settings=config.settings)
+    try:
+        await train_grpo(**knobs, settings=config.settings)
+    except httpx.TransportError as error:
+        if open_run(open_store(store_uri(config.store)), config.run).state.step < config.steps:
+            raise
+        logger.warning(
+            "Prefect does not know that the run has ended, its server is away (%r): there it is crashed, as `millrace "
+            "up` says too, and the run's log has everything",
+            error,
+        )
 
 
 async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 20.0) -> None:
