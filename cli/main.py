@@ -133,7 +133,9 @@ def lineage(
     show_all: Annotated[bool, typer.Option("--all", help="Every prompt, not the first few.")] = False,
     as_json: JsonOption = False,
     store: StoreOption = "",
-    tracking: Annotated[str, typer.Option(help="MLflow, for what only it knows; by default .millrace's.")] = "",
+    tracking: Annotated[
+        str, typer.Option(help="MLflow, for what only it knows; by default $MILLRACE_TRACKING, else .millrace's.")
+    ] = "",
 ) -> None:
     """What made a policy: step, shards, prompts, code. Or which policies a trajectory influenced."""
     with explained():

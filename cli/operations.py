@@ -88,7 +88,7 @@ def promote(
     ] = None,
     as_json: JsonOption = False,
     store: StoreOption = "",
-    tracking: Annotated[str, typer.Option(help="MLflow; by default .millrace's.")] = "",
+    tracking: Annotated[str, typer.Option(help="MLflow; by default $MILLRACE_TRACKING, else .millrace's.")] = "",
 ) -> None:
     """Put the alias `champion` on a policy, unless the log speaks against it."""
     with explained():
@@ -107,7 +107,7 @@ def rollback(
     run: str,
     as_json: JsonOption = False,
     store: StoreOption = "",
-    tracking: Annotated[str, typer.Option(help="MLflow; by default .millrace's.")] = "",
+    tracking: Annotated[str, typer.Option(help="MLflow; by default $MILLRACE_TRACKING, else .millrace's.")] = "",
 ) -> None:
     """Put the alias `champion` back on the champion before this one."""
     with explained():

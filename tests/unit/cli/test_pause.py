@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
-from storage.object_store import LocalStore
 from storage.run_log import RunLog
-from storage.runs import create_run, trainer_lock
-from tests.builders import BASE
-
-
-@pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    log = create_run(LocalStore(tmp_path / "store"), "run", {})
-    log.append(BASE)
-    return log
+from storage.runs import trainer_lock
 
 
 def _say(*arguments: str) -> str:

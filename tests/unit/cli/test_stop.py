@@ -7,18 +7,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
 from cli.stop import stop_run
-from storage.object_store import LocalStore, open_store
+from storage.object_store import open_store
 from storage.run_log import RunLog
-from storage.runs import create_run, open_run, trainer_lock
+from storage.runs import open_run, trainer_lock
 from tasks import flow_runs
-from tests.builders import BASE
 
 _TRAINS = """
 import signal, sys
@@ -31,14 +29,6 @@ with trainer_lock(open_run(open_store(sys.argv[1]), "run")):
     print("training", flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    log = create_run(LocalStore(tmp_path / "store"), "run", {})
-    log.append(BASE)
-    return log
 
 
 @contextlib.contextmanager
