@@ -34,7 +34,7 @@ from tasks.track import track, tracking_is_due
 from tasks.train import claim_rules, next_batch, start_trainer, train_step, unsearched
 from tasks.watchdog import watched
 from tasks.worker_arguments import worker_arguments
-from tasks.workers import join, mark_served, publish_policy, start_rollout_worker, take_part
+from tasks.workers import mark_served, publish_policy, replace, start_rollout_worker, take_part
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -168,10 +168,8 @@ async def train(session: RunSession, config: RunConfig) -> None:
 
 async def produce(session: RunSession, config: RunConfig, name: str) -> None:
     """Collect shard after shard with one worker, and with another where it dies. Ends when it is cancelled."""
-    while await produce_until_death(session, worker=name):
-        name = session.next_worker_name()
-        await start_engine(session, config, name=name)
-        await join(session, name)
+    while name and await produce_until_death(session, worker=name):
+        name = await replace(session, lambda name: start_engine(session, config, name=name))
 
 
 def is_due(step: int, config: RunConfig) -> bool:

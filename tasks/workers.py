@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from prefect import task
@@ -138,6 +138,23 @@ async def join(session: RunSession, name: str) -> None:
     served = session.log.refresh().aliases.get(ROLLOUT_ALIAS)
     if served is not None:  # one may have been published while it was starting
         await session.workers[name].call("publish", session.log.state.policies[served.version])
+
+
+async def replace(session: RunSession, start_engine: Callable[[str], Awaitable[str]]) -> str:
+    """A worker takes the place of a dead one; `start_engine` starts the engine of a worker of a name.
+
+    One that dies meanwhile, on a node that is being lost perhaps, is replaced too. Returns the name, empty where no
+    other may be started; raises as `leave`.
+    """
+    while True:
+        name = session.next_worker_name()
+        try:
+            await start_engine(name)
+            await join(session, name)
+            return name
+        except WorkerDied as death:
+            if not await leave(session, name, death=death):
+                return ""
 
 
 async def leave(session: RunSession, name: str, *, death: WorkerDied) -> bool:

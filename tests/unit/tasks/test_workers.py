@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from infra.fleet import WorkerDied
 from storage.log_entries import Join, Lease
 from storage.producers import Lookout, give_sign
-from tasks.session import RunSession
-from tasks.workers import mark_served, publish_policy, release_silent
+from tasks.session import REPLACEMENTS, RunSession
+from tasks.workers import mark_served, publish_policy, release_silent, replace
 from tests.builders import a_log, a_shard, a_step, a_summary
 
 
@@ -63,3 +64,40 @@ def test_prompts_of_a_producer_that_is_silent_are_free_and_those_of_another_one_
     assert log.state.leased == {2: "here", 3: "here"} and log.state.producers.keys() == {"here"}
     assert log.entries[-1].body.reason == "no sign of life for 61 s"
     assert log.state.free_positions(2) == [0, 1]
+
+
+class _Worker:
+    """Does whatever it is asked to."""
+
+    async def call(self, method: str, *_: Any) -> None:
+        return None
+
+
+def _started(session: RunSession, names: list[str], *, dying: int) -> Any:
+    """What starts an engine; the first `dying` are lost with their node."""
+
+    async def start(name: str) -> str:
+        names.append(name)
+        if len(names) <= dying:
+            raise WorkerDied(f"{name} died during prepare()")
+        worker: Any = _Worker()
+        session.hosted[name] = worker
+        return ""
+
+    return start
+
+
+def test_a_worker_that_dies_while_it_takes_the_place_of_another_is_replaced_too(session: RunSession) -> None:
+    names: list[str] = []
+    made = asyncio.run(replace(session, _started(session, names, dying=REPLACEMENTS)))
+    assert made == names[-1] and len(names) == REPLACEMENTS + 1 and list(session.workers) == [made]
+
+
+def test_too_many_deaths_in_a_row_end_the_run_only_where_nobody_else_works(session: RunSession) -> None:
+    other: Any = _Worker()
+    session.workers = {"other": other}
+    assert asyncio.run(replace(session, _started(session, [], dying=10))) == ""
+    assert list(session.workers) == ["other"]
+    session.workers = {}
+    with pytest.raises(WorkerDied, match="during prepare"):
+        asyncio.run(replace(session, _started(session, [], dying=10)))
