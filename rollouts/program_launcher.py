@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -108,6 +109,8 @@ def main() -> None:
     with socket.socket(fileno=os.dup(0)) as control:
         for module in sys.argv[1:]:
             importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # a program that collects would copy every page of what it shares with us
         serve(control)
 
 
