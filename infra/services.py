@@ -166,7 +166,11 @@ def _start_prefect(port: int, logs: Path, *, evaluates_triggers: bool) -> Servic
         ["-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
         logs,
         url=f"http://127.0.0.1:{port}",
-        extra={"PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": str(evaluates_triggers).lower()},
+        extra={
+            "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": str(evaluates_triggers).lower(),
+            # Else the pages ask port 4200, whoever listens there.
+            "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api",
+        },
     )
 
 

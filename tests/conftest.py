@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import uuid
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -117,16 +119,23 @@ def services_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def prefect_api(services_home: Path) -> Iterator[str]:
-    """A real Prefect server, MLflow server and worker, started as `make up` does and stopped at the end."""
+    """A real Prefect server, MLflow server and worker, started as `make up` does and stopped at the end.
+
+    Prefect's usual port is taken, as it is on a machine where another one runs.
+    """
     home = services_home
     environment = {**os.environ, "MILLRACE_HOME": str(home)}
     environment.pop("PREFECT_API_URL", None)
-    up = subprocess.run(
-        [str(MILLRACE), "up"], env=environment, capture_output=True, text=True, cwd=PROJECT, timeout=200
-    )
+    with contextlib.ExitStack() as taken:
+        with contextlib.suppress(OSError):
+            taken.enter_context(socket.create_server(("127.0.0.1", 4200)))
+        up = subprocess.run(
+            [str(MILLRACE), "up"], env=environment, capture_output=True, text=True, cwd=PROJECT, timeout=200
+        )
     assert up.returncode == 0, up.stdout + up.stderr
     services = [psutil.Process(service["pid"]) for service in json.loads((home / "services.json").read_text())]
     url = next(s["url"] for s in json.loads((home / "services.json").read_text()) if s["name"] == "prefect")
+    assert httpx.get(f"{url}/ui-settings").json()["api_url"] == f"{url}/api", "its pages show another server"
     family = [p for service in services for p in [service, *service.children(recursive=True)]]
     yield f"{url}/api"
     family += [p for service in services if service.is_running() for p in service.children(recursive=True)]
