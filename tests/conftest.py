@@ -74,7 +74,8 @@ class Home:
 
     def __init__(self, path: Path, prefect_api: str) -> None:
         self.path = path
-        self.environment = {**os.environ, "MILLRACE_HOME": str(path), "PREFECT_API_URL": prefect_api, "COLUMNS": "200"}
+        # So wide that no sentence is broken in two.
+        self.environment = {**os.environ, "MILLRACE_HOME": str(path), "PREFECT_API_URL": prefect_api, "COLUMNS": "1000"}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `millrace …` in a process group of its own."""

@@ -109,8 +109,7 @@ class Disturbed:
         draft.replace(self.clock)
 
     def output(self) -> str:
-        """What the commands have said, in one line: where a sentence is broken depends on the console."""
-        return " ".join((self.home.path / "output.txt").read_text().split())
+        return (self.home.path / "output.txt").read_text()
 
     def process_of(self, worker: str) -> psutil.Process:
         """The newest process whose output goes to a worker's log."""
