@@ -23,7 +23,7 @@ def install(packages: Sequence[str]) -> None:
     names = " ".join(packages)
     if not shutil.which("apt-get"):
         raise CannotInstall(f"not installed, and there is no apt-get to install it: {names}")
-    command = ["apt-get", "-o", "DPkg::Lock::Timeout=300", "install", "-y", "--no-install-recommends", *packages]
+    command = ["apt-get", "install", "-y", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=300", *packages]
     if os.geteuid() != 0:
         raise CannotInstall(f"not installed: sudo {' '.join(command)}")
     output = ""
