@@ -188,7 +188,7 @@ class PassageIndex:
         )
         self._vectors = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nearest")
-        """Products wait for memory, so words are looked up beside them."""
+        """Works on vectors while words are looked up."""
         if self.mode is not Mode.bm25:
             flat = rows["vector"].combine_chunks().flatten().to_numpy()
             self._vectors = Vectors(flat.reshape(-1, self._size), self._best)

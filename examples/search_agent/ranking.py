@@ -188,7 +188,7 @@ class Vectors:
 
 
 def _one_thread_of_torch() -> None:
-    """The index cuts a product into threads itself, and OpenMP's spin for a while after each product."""
+    """Products are cut into threads here; those of OpenMP would spin for a while after each."""
     import torch
 
     torch.set_num_threads(1)
