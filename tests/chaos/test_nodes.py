@@ -114,7 +114,7 @@ def test_a_lost_node_costs_its_workers_and_nothing_that_was_committed(
     before = set(log.refresh().groups)
     assert log.state.step < STEPS
     cluster.kill_node(1)
-    while "rollout-2" not in log.refresh().producers:
+    while not log.refresh().producers.keys() - {"rollout-0", "rollout-1"}:  # the first may still land on the lost node
         assert process.poll() is None and time.monotonic() < deadline, home.worker_logs()
         time.sleep(0.05)
     home.run("resume", "nodes")
