@@ -162,7 +162,7 @@ class Vectors:
         self._vectors_ND = vectors_ND
         product = _CoarseProduct if (_coarse_is_faster(vectors_ND) if coarse is None else coarse) else _Product
         self._parts = [(part, product(vectors_ND[part])) for part in parts]
-        self._doubt = 2 * product(vectors_ND[:1]).doubt  # for the two ends of a comparison
+        self._doubt = 2 * self._parts[0][1].doubt  # for the two ends of a comparison
         self._products = np.full((0, best.padded), -np.inf, np.float32)
 
     def rank(self, queries_BD: np.ndarray, count: int) -> list[Ranking]:
