@@ -98,7 +98,7 @@ ARITHMETIC = Workload(
     learning_rate=5e-4,
     steps=40,
     evaluate_every=5,
-    engine={"max_model_len": 64, "vllm": _VLLM},
+    engine={"max_model_len": 64, "vllm": {**_VLLM, "max_num_seqs": 512}},
     train={},
     trl={"per_device_train_batch_size": 256},
 )

@@ -137,10 +137,10 @@ def check_store(uri: str) -> Finding:
 
 
 def check_mlflow(uri: str) -> Finding:
-    from storage.object_store import without_passwords
+    from storage.redaction import without_secrets
     from storage.registry import prepare_database
 
-    return Finding(good=True, text=f"{without_passwords(uri)} answers in {prepare_database(uri):.1f} s")
+    return Finding(good=True, text=f"{without_secrets(uri)} answers in {prepare_database(uri):.1f} s")
 
 
 def check_tokenizer(config: RunConfig | None) -> Finding:

@@ -23,7 +23,8 @@ from rich.table import Table
 from cli.formatting import size
 from flows.config import RunConfig, default_values, load_run_file
 from infra.environment import store_uri, tracking_uri
-from storage.object_store import open_store, without_passwords
+from storage.object_store import open_store
+from storage.redaction import without_secrets
 from storage.runs import create_run, open_run
 from tasks.preflight import check_run
 
@@ -64,7 +65,7 @@ def dry_run(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     return {
         "run": config.run,
         "store": store.uri,
-        "tracking": without_passwords(tracking_uri(config.tracking)),
+        "tracking": without_secrets(tracking_uri(config.tracking)),
         "workflow": config.workflow,
         "model": config.model or "a tiny one, made from the workflow's demonstrations",
         "steps": config.steps,

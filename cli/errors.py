@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from storage.redaction import without_secrets
+
 console = Console(stderr=True, highlight=False)
 
 MENDABLE = (ValueError, FileNotFoundError, PermissionError)
@@ -72,5 +74,5 @@ def first_leaf(error: BaseException) -> BaseException:
 
 
 def _leave(error: BaseException) -> None:
-    console.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+    console.print(f"[bold red]error:[/] {escape(without_secrets(str(error)))}", soft_wrap=True)
     raise typer.Exit(2)

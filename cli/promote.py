@@ -10,8 +10,8 @@ from rich.markup import escape
 
 from infra.environment import tracking_uri
 from storage.log_entries import Alias
-from storage.object_store import without_passwords
 from storage.promotion import promote, roll_back
+from storage.redaction import without_secrets
 from storage.registry import Registry, RegistryUnavailable
 from storage.run_log import RunLog
 from storage.runs import RunBusy, run_config, trainer_lock
@@ -55,5 +55,5 @@ def _tell_mlflow(log: RunLog, tracking: str) -> str:
     except RunBusy:
         return "the run is being trained, which brings the alias there with its next step"
     except RegistryUnavailable as error:
-        return without_passwords(f"{uri} was not told ({error}); promote again, or continue the run, and it will be")
-    return without_passwords(f"{log.run_id}@champion at {uri}")
+        return without_secrets(f"{uri} was not told ({error}); promote again, or continue the run, and it will be")
+    return without_secrets(f"{log.run_id}@champion at {uri}")

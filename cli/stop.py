@@ -11,7 +11,7 @@ import time
 
 import psutil
 
-from storage.object_store import without_passwords
+from storage.redaction import without_secrets
 from storage.run_log import RunLog
 from storage.runs import RunBusy, trainer_lock
 
@@ -47,7 +47,7 @@ def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
         return asyncio.run(cancel_flow_run(flow_run_id, api_url=api_url))
     except Exception as error:  # whatever its client raises: the sentence has both ways out
         raise ValueError(
-            f"run {run_id!r} is trained by Prefect, whose server at {without_passwords(api_url) or 'an unknown URL'} "
+            f"run {run_id!r} is trained by Prefect, whose server at {without_secrets(api_url) or 'an unknown URL'} "
             f"did not cancel it ({error!r}); try `prefect flow-run cancel {flow_run_id}` there, or end the process "
             f"with `kill {pid}`, which loses nothing that was committed"
         ) from error

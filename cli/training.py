@@ -25,7 +25,8 @@ from infra.environment import home, store_uri
 from infra.orphans import end_orphaned_servers
 from infra.services import ServiceFailed
 from infra.structured_logs import log_driver, logs_are_json
-from storage.object_store import open_store, without_passwords
+from storage.object_store import open_store
+from storage.redaction import without_secrets
 from storage.runs import create_run, open_run, trainer_lock
 
 Result = TypeVar("Result")
@@ -90,7 +91,7 @@ def _check_prefect_answers() -> None:
         httpx.get(f"{url}/health", timeout=SECONDS_TO_ANSWER)
     except httpx.TransportError as error:
         raise ServiceFailed(
-            f"Prefect at {without_passwords(url)} does not answer ({type(error).__name__}): start it, on this machine "
+            f"Prefect at {without_secrets(url)} does not answer ({type(error).__name__}): start it, on this machine "
             "by `millrace up`, or unset PREFECT_API_URL and go without its pages"
         ) from error
 

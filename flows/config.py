@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rollouts.config import EngineSettings, EvaluationSettings, RewardSettings, RolloutSettings, SamplingSettings
 from storage.config import TraceSettings
+from storage.redaction import secret_settings
 from trainers.config import Recipe, TrainSettings, WarmupSettings
 
 
@@ -198,6 +199,11 @@ def load_run_file(path: Path, overrides: dict[str, Any] | None = None) -> RunCon
 
 def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
     """Validate a document; see `load_run_file`."""
+    for key in secret_settings(document):
+        raise ConfigError(
+            f"{source}: {key} looks like a secret, and the settings of a run are recorded for everybody to see: put it "
+            "into the environment, where the library it is for looks for it (HF_TOKEN, OPENAI_API_KEY, the AWS chain)"
+        )
     try:
         return RunConfig(**document)
     except ValidationError as error:

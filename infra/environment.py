@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
+from storage.redaction import redact_logs
 
 TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",
@@ -49,12 +50,13 @@ def local_tracking_uri() -> str:
 
 
 def prepare_environment() -> Path:
-    """Fill in the defaults and return the state folder.
+    """Fill in the defaults, let no log message say a secret, and return the state folder.
 
     Raises `ValueError` for an unknown `MILLRACE_LOG_FORMAT`.
     """
     folder = home()
     logs_are_json()
+    redact_logs()
     defaults = {
         **TELEMETRY_OFF,
         "MILLRACE_HOME": str(folder),

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.structured_logs import CALL, json_handler, logs_are_json
+from storage.redaction import redact_logs
 
 logger = logging.getLogger("millrace.fleet")
 
@@ -386,6 +387,7 @@ def _redirect_output(log_file: str) -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     line = "%(asctime)s %(name)s %(levelname)s %(message)s"
+    redact_logs()
     logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
     if logs_are_json():
         process = {"run": Path(log_file).parent.name, "worker": Path(log_file).stem}

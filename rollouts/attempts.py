@@ -22,6 +22,7 @@ from rollouts.tool_parsing import ToolParser
 from rollouts.tools import ToolUnavailable
 from rollouts.workflow import RolloutWorkflow, Score, WorkflowContext, set_workflow_context
 from storage.records import RolloutGroup, RolloutTask, Sampling, Status, Trajectory
+from storage.redaction import without_secrets
 
 
 class WrongWorkflow(TypeError):
@@ -130,7 +131,7 @@ class Player:
         except Exception as exception:  # noqa: BLE001 - user code may raise anything; none of these has a reward now
             self._stop_if_told(exception, task)
             status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
-            error = f"score_group: {type(exception).__name__}: {exception}"
+            error = without_secrets(f"score_group: {type(exception).__name__}: {exception}")
             return [
                 dataclasses.replace(trajectory, status=status, reward=None, error=error)
                 if trajectory.usable
@@ -208,7 +209,7 @@ class Player:
             reward_seconds=max(0.0, time.perf_counter() - started - generate_seconds),
             started_at=started_at,
             finished_at=time.time(),
-            error=error,
+            error=without_secrets(error),
             excluded=not is_eval and status in self._limits.exclude_statuses,
         )
 

@@ -128,10 +128,7 @@ class VllmEngine:
             )
             sampled = list(completion.token_ids)
             # processed logprobs of a sampled token may round to a hair above 0
-            logprobs += [
-                min(0.0, position[token].logprob)
-                for position, token in zip(completion.logprobs or [], sampled, strict=True)
-            ]
+            logprobs += [min(0.0, logprob) for logprob in completion.logprobs.logprobs]
             versions += _expand(completion.weight_versions, len(sampled))
             token_ids += sampled
             finish_reason, num_parts = completion.finish_reason, num_parts + 1
@@ -161,7 +158,8 @@ class VllmEngine:
         self, prompt_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int | None, request_id: str
     ) -> Any:
         """vLLM's completion of one request, whatever ended it."""
-        from vllm import SamplingParams, TokensPrompt
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         self._refuse_if_unusable()
@@ -176,12 +174,13 @@ class VllmEngine:
                 max_tokens=max_tokens,
                 seed=seed,
                 logprobs=0,  # the sampled token's own
+                flat_logprobs=True,  # a list, not a dictionary with an object per token
                 stop_token_ids=self._stop_ids,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 skip_clone=True,  # of this request alone: a deep copy costs as much as the rest of its admission
             )
-            prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+            prompt = tokens_input(prompt_ids)  # ready for the core; vLLM would hand any other to a thread first
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
         except Exception as error:

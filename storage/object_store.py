@@ -13,7 +13,6 @@ import errno
 import io
 import math
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Iterator, Sequence
@@ -284,15 +283,6 @@ def reserved_bytes() -> float:
     if not gigabytes >= 0:
         raise StoreError(f"{MIN_FREE_VARIABLE}={setting!r} is not a number of gigabytes")
     return gigabytes * 1e9
-
-
-def without_passwords(text: str) -> str:
-    """A message without the `user:password@` of any address in it.
-
-    >>> without_passwords("no answer from https://me:secret@host/path")
-    'no answer from https://***@host/path'
-    """
-    return re.sub(r"[^\s/]+:[^\s/]*@", "***@", text)
 
 
 def checked_key(key: str) -> str:

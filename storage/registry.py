@@ -21,7 +21,7 @@ from storage.config import TraceSettings
 from storage.digests import sha256_of_json
 from storage.entry_metrics import axis_of, metrics_of
 from storage.log_entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
-from storage.object_store import without_passwords
+from storage.redaction import without_secrets
 from storage.run_log import RunLog
 from storage.runs import run_config
 from storage.traces import Traces
@@ -359,7 +359,7 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
     import mlflow
     from mlflow.exceptions import MlflowException
 
-    shown = without_passwords(tracking_uri)
+    shown = without_secrets(tracking_uri)
     database = tracking_uri.removeprefix("sqlite:///")
     if database != tracking_uri and not Path(database).exists():
         raise RegistryUnavailable(f"there is no database {database}")  # asking would make one
@@ -376,7 +376,7 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
                 f"neither the log of run {log.run_id!r} nor MLflow at {shown} knows {log.run_id}@{name}; "
                 f"aliases in the log: {', '.join(sorted(log.state.aliases)) or 'none'}"
             ) from error
-        raise RegistryUnavailable(without_passwords(f"MLflow at {shown}: {error}")) from error
+        raise RegistryUnavailable(without_secrets(f"MLflow at {shown}: {error}")) from error
     if store != log.store.uri:
         raise ValueError(f"{log.run_id}@{name} in MLflow at {shown} is of a run in {store}, not {log.store.uri}")
     return int(version.tags["millrace.version"])

@@ -38,8 +38,8 @@ from storage.object_store import (
     last_after_others,
     reserved_bytes,
     room_for,
-    without_passwords,
 )
+from storage.redaction import without_secrets
 
 MOST_CONDITIONAL_BYTES = 2**30
 """Largest body of a `put_if_absent`: it is one request."""
@@ -322,4 +322,4 @@ def _reason(error: BaseException) -> str:
     said = str(response.get("Error", {}).get("Message") or error or type(error).__name__)
     if response:
         said += f" ({_error_code(error)}, HTTP {_http_status(error)})"
-    return without_passwords(said)
+    return without_secrets(said)

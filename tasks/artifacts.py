@@ -19,8 +19,8 @@ from prefect.context import FlowRunContext
 from infra.environment import home, local_tracking_uri
 from infra.services import mlflow_url
 from storage.log_entries import Step
-from storage.object_store import without_passwords
 from storage.promotion import CHAMPION
+from storage.redaction import without_secrets
 from storage.run_state import RunState
 from tasks.session import RunSession
 
@@ -111,4 +111,4 @@ def _cell(text: str) -> str:
 
 def _model_page(tracking: str, run: str) -> str:
     server = tracking if tracking.startswith("http") else mlflow_url(home()) if tracking == local_tracking_uri() else ""
-    return f"{without_passwords(server).rstrip('/')}/#/models/{quote(run)}" if server else ""
+    return f"{without_secrets(server).rstrip('/')}/#/models/{quote(run)}" if server else ""

@@ -18,7 +18,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from storage.log_entries import Registration
-from storage.object_store import without_passwords
+from storage.redaction import without_secrets
 from storage.registry import Registry, RegistryUnavailable
 from storage.run_log import RunLog
 from storage.runs import RunBusy, trainer_lock
@@ -66,8 +66,8 @@ def _sync(session: RunSession, finished: bool) -> list[Registration]:
         logger.log(
             logging.DEBUG if session.tracking_is_away else logging.WARNING,  # an outage is said once
             "MLflow at %s did not take everything in; the log keeps it for later: %s",
-            without_passwords(session.tracking),
-            without_passwords(str(error)),
+            without_secrets(session.tracking),
+            without_secrets(str(error)),
         )
         session.tracking_is_away = True
         return []
@@ -96,7 +96,7 @@ async def _attach_report(session: RunSession) -> None:
                 raise RegistryUnavailable(said.decode(errors="replace").strip()[-500:])
             await asyncio.to_thread(Registry(log, tracking_uri=session.tracking).attach, page)
         except (TimeoutError, RegistryUnavailable) as error:
-            reason = without_passwords(str(error)) or f"it took more than {LONGEST_REPORT:g} s"
+            reason = without_secrets(str(error)) or f"it took more than {LONGEST_REPORT:g} s"
             logger.warning("MLflow has no report of this run, `millrace report %s` makes it: %s", log.run_id, reason)
         finally:
             if making.returncode is None:

@@ -56,6 +56,13 @@ def test_an_unknown_key_suggests_the_nearest_one() -> None:
     assert _error(trian={}) == "trian: no such key; did you mean 'train'?"
 
 
+def test_a_secret_in_a_run_file_is_refused_and_belongs_in_the_environment() -> None:
+    document = {"workflow": "examples.arithmetic:Arithmetic", "engine": {"vllm": {"hf_token": "hf_abcdefgh"}}}
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.hf_token looks like a secret.*environment") as caught:
+        make_config(document, source="run.toml")
+    assert "hf_abcdefgh" not in str(caught.value)
+
+
 def test_an_unknown_key_far_from_all_others_lists_those_there_are() -> None:
     assert _error(sampling={"zzz": 1}) == "sampling.zzz: no such key; there are: temperature, max_tokens"
 

@@ -147,7 +147,7 @@ class FakeVllm:
             start = end
         completion = SimpleNamespace(
             token_ids=[token for token, _, _ in request.tokens],
-            logprobs=[{token: SimpleNamespace(logprob=logprob)} for token, logprob, _ in request.tokens],
+            logprobs=SimpleNamespace(logprobs=[logprob for _, logprob, _ in request.tokens]),  # FlatLogprobs
             weight_versions=spans,
             finish_reason=reason,
         )

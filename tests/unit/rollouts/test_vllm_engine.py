@@ -26,9 +26,9 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = {
         "vllm": {
             "SamplingParams": SimpleNamespace,
-            "TokensPrompt": dict,
             "AsyncEngineArgs": lambda model, **_: Path(model),
         },
+        "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2)},
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=FakeVllm)},
     }

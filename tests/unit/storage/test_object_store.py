@@ -24,7 +24,6 @@ from storage.object_store import (
     StoreFull,
     open_store,
     probe,
-    without_passwords,
 )
 from storage.s3_store import S3Store
 from storage.shards import commit_shard
@@ -297,16 +296,3 @@ def test_plain_paths_and_s3_uris_are_told_apart(tmp_path: Path, monkeypatch: pyt
 def _all_files(store: LocalStore) -> list[str]:
     """What really lies there, half-written files included."""
     return sorted(path.relative_to(store.root).as_posix() for path in store.root.rglob("*") if path.is_file())
-
-
-@pytest.mark.parametrize(
-    ("said", "shown"),
-    [
-        ("no answer from https://me:s3cret@host/path", "no answer from https://***@host/path"),
-        ("postgresql://user:@db/mlflow and http://a:b@c", "postgresql://***@db/mlflow and http://***@c"),
-        ("sqlite:////home/me/mlflow.db", "sqlite:////home/me/mlflow.db"),
-        ("mail me@host: now", "mail me@host: now"),
-    ],
-)
-def test_messages_name_no_password(said: str, shown: str):
-    assert without_passwords(said) == shown

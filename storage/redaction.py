@@ -1,0 +1,70 @@
+"""What must not be shown: passwords in addresses, and the values of secrets in the environment.
+
+In: text on its way out, as a log message, an error or a recorded sentence. Out: the same, with `***` for each of them.
+A secret comes from the environment alone: a run file is recorded, so a key of it that looks like one is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_ADDRESS = re.compile(r"[^\s/]+:[^\s/]*@")
+_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH_STRING)$", re.IGNORECASE)
+_SETTING = re.compile(
+    r"^token$|(^|_)(password|passwd|secret|api_?key|access_?key|private_?key|credentials?)$"
+    r"|(^|_)(hf|hub|api|access|auth|session|bearer)_token$",
+    re.IGNORECASE,
+)
+SHORTEST = 8
+"""Characters a value must have to be taken for a secret: `test` would be starred out of every second sentence."""
+
+
+def without_secrets(text: str) -> str:
+    """A message without the `user:password@` of any address in it, and without the value of any environment variable
+    whose name ends as those of secrets do (`OPENAI_API_KEY`, `AWS_SECRET_ACCESS_KEY`, `HF_TOKEN`, …).
+
+    >>> without_secrets("no answer from https://me:secret@host/path")
+    'no answer from https://***@host/path'
+    """
+    values = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _VARIABLE.search(name)}
+    for value in sorted(values, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(value, "***")
+    return _ADDRESS.sub("***@", text)
+
+
+def secret_settings(document: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Dotted keys of a run file whose names say that a secret stands there; one that names a variable may."""
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            yield from secret_settings(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and value and _SETTING.search(key):
+            yield f"{prefix}{key}"
+
+
+def redact_logs() -> None:
+    """Let no logger of this process say a secret, nor an exception that is logged; once is enough."""
+    make = logging.getLogRecordFactory()
+    if getattr(make, "redacts", False):
+        return
+
+    def make_redacted(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        try:
+            said = record.getMessage()
+        except (TypeError, ValueError):
+            return record  # its handler complains of arguments that do not fit
+        if (shown := without_secrets(said)) != said:
+            record.msg, record.args = shown, ()
+        if record.exc_info and record.exc_info[0] is not None:
+            said = "".join(traceback.format_exception(*record.exc_info)).rstrip("\n")
+            if (shown := without_secrets(said)) != said:
+                record.exc_info, record.exc_text = None, shown  # what formatters print instead
+        return record
+
+    make_redacted.redacts = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(make_redacted)
