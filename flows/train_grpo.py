@@ -31,7 +31,7 @@ from tasks.preflight import check_run
 from tasks.rollout import evaluate_policy, produce_until_death
 from tasks.session import RunSession, training_session
 from tasks.track import track, tracking_is_due
-from tasks.train import claim_rules, next_batch, start_trainer, train_step, unsearched
+from tasks.train import claim_rules, forget_results, next_batch, start_trainer, train_step, unsearched
 from tasks.watchdog import watched
 from tasks.worker_arguments import worker_arguments
 from tasks.workers import mark_served, publish_policy, replace, start_rollout_worker, take_part
@@ -158,6 +158,7 @@ async def train(session: RunSession, config: RunConfig) -> None:
                 publishing = publish_policy(session, policy=step.policy)
                 await watched(session, publishing, what=f"publishing policy {step.policy.version}", seconds=patience)
             beside.create_task(evaluate_if_due(session, config))
+            forget_results()
             if tracking.done() and tracking_is_due(session):
                 tracking = beside.create_task(track(session))
         for producer in producing:

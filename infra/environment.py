@@ -82,6 +82,8 @@ def prepare_environment() -> Path:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # the log is the outbox: a later sync repeats what failed
+        # Arrow's own allocator keeps what shards and log segments once took: the driver would grow with every round.
+        "ARROW_DEFAULT_MEMORY_POOL": "system",
         "TOKENIZERS_PARALLELISM": "false",
         # Engine and trainer share the cores: a thread that waits must sleep, not spin on the core another one needs.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -29,6 +29,9 @@ _KIND_OF = {record: kind for kind, record in ENTRY_KINDS.items()}
 _MOST_AT_ONCE = 256
 _LOOK_AHEAD = 16
 """Entries asked for beyond the first one when a log is opened: what is there behind a missing one is a gap."""
+_MOST_UNPACKED = 1000
+"""Entries a process holds as records before it takes their segments instead, a tenth of the memory: it may run for
+weeks."""
 
 
 class RunLog:
@@ -44,6 +47,10 @@ class RunLog:
         self.state = RunState()
         self.entries: MutableSequence[LogEntry] = []
         self._is_open = False
+        self._segments: list[Segment] = []
+        """Those that `entries` and `state` begin with, still packed."""
+        self._num_at_opening = 0
+        """Entries there were when the log was opened, or opened anew."""
         self._num_archived = 0
         """Entries in segments, as far as this process knows; `_num_merged` of them in long ones."""
         self._num_merged = 0
@@ -63,6 +70,9 @@ class RunLog:
         if not self._is_open:
             self._open_segments()
             self._is_open, ahead = True, _LOOK_AHEAD
+            self._num_at_opening = self.state.entries
+        elif self.state.entries - self._num_at_opening >= _MOST_UNPACKED:
+            self._open_anew()
         while True:
             first = self.state.entries
             found = self.store.get_many([self._entry_key(first + offset) for offset in range(ahead)])
@@ -125,9 +135,9 @@ class RunLog:
 
     def _open_segments(self) -> None:
         """Start from the segments there are, as far as they follow one another."""
-        segments: list[Segment] = []
-        archived = merged = 0
-        reached = -1
+        segments = list(self._segments)
+        archived = sum(segment.index.num_rows for segment in segments)
+        merged, reached = self._num_merged, -1
         while reached < archived:
             reached = archived
             for size in reversed(self.segment_sizes):
@@ -140,7 +150,15 @@ class RunLog:
             archive = Archive(segments)
             self.state = archive.fold()
             self.entries = LazyList(range(len(archive)), archive.entry)
-            self._num_archived, self._num_merged = archived, merged
+            self._segments, self._num_archived, self._num_merged = segments, archived, merged
+
+    def _open_anew(self) -> None:
+        """Let go of records that are in segments by now. Whoever looks meanwhile sees the log as it was."""
+        fresh = type(self)(self.store, self.run_id)
+        fresh._segments, fresh._num_merged = self._segments, self._num_merged
+        fresh.refresh()
+        fresh._num_at_opening = fresh.state.entries
+        vars(self).update(vars(fresh))
 
     def _read_segments(self, first: int, size: int) -> Iterator[Segment]:
         """Segments of one size that follow one another from entry `first` on."""

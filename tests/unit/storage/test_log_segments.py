@@ -92,6 +92,26 @@ def test_a_reopened_log_goes_on_where_it_was():
     assert isinstance(log.entries[-1].body, Step) and len(log.entries) == log.state.entries == 16
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_log_that_stays_open_lets_go_of_what_is_in_segments(writes: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("storage.run_log._MOST_UNPACKED", 10)
+    store = MemoryStore()
+    reader = RunLog(store, "run")
+    writer = _run(4, store)
+    reader.refresh()
+    for number in range(4, 20):
+        writer.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
+        writer.append(a_step(writer.state, trained=[f"0.task{2 * number}"]))
+        reader.refresh()
+    log = writer if writes else reader
+    assert len(log.entries) == log.state.entries > 40
+    assert len(log.entries._added) < 20  # type: ignore[attr-defined]
+    monkeypatch.setattr("storage.run_log._MOST_UNPACKED", 10**9)
+    grown = RunLog(store, "run")
+    grown.segment_sizes = (10**6, 10**7)  # never there, so it reads entry by entry
+    assert grown.refresh() == log.state and list(grown.entries) == list(log.entries)
+
+
 def test_a_segment_nobody_came_to_write_is_written_by_the_next_append():
     log = _run(7)
     log.store.delete([f"runs/run/log/segments/{name}" for name in _segments(log)])
