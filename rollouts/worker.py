@@ -256,8 +256,8 @@ class RolloutWorker:
     async def publish(self, policy: Policy) -> WeightUpdate | None:
         """Serve `policy` from the next token on; returns how the engine took it over.
 
-        Null where it is a damaged delta and the staleness bound lets the engine go on, under the number of the policy
-        it has; `wait_for_work` tries again. Raises `storage.digests.DigestMismatch` before touching the engine,
+        Null where the engine serves a newer one, and where it is a damaged delta and the staleness bound lets the
+        engine go on, under the number of the policy it has; `wait_for_work` tries again. Raises `storage.digests.DigestMismatch` before touching the engine,
         `EngineError` with the old version still serving.
         """
         if policy.version not in self._log.state.policies:
@@ -273,6 +273,8 @@ class RolloutWorker:
             self._overdue = policy
             return None
         async with self._version_pin:
+            if policy.version < self._version:
+                return None  # two were published at once, and the later one was here first
             self._overdue = None
             update = await self._engine.load_policy(folder, policy.version)
             self._version = policy.version

@@ -73,10 +73,10 @@ def mark_served(session: RunSession, *, checksums: list[str]) -> None:
 async def publish_policy(session: RunSession, *, policy: Policy) -> None:
     """Swap the weights of every engine of this session and move the alias `rollout`, by which those elsewhere go."""
     started = time.perf_counter()
-    updates = await _swap(session, policy)
-    if not session.workers:
+    answers = await _swap(session, policy)
+    if not answers:  # whoever takes the place of the dead starts with it, or hears of it by the alias
         session.log.append(Alias(name=ROLLOUT_ALIAS, version=policy.version, checksum=""))
-    if updates:
+    if updates := [update for update in answers if update is not None]:
         session.log.append(
             Alias(
                 name=ROLLOUT_ALIAS,
@@ -103,13 +103,13 @@ async def load_policy(session: RunSession, *, policy: Policy) -> None:
     await _swap(session, policy)
 
 
-async def _swap(session: RunSession, policy: Policy) -> list[WeightUpdate]:
-    """Under their running requests. A worker that dies meanwhile is its producer's business."""
+async def _swap(session: RunSession, policy: Policy) -> list[WeightUpdate | None]:
+    """Under their running requests; what each worker answers that lives. The dead are their producers' business."""
     answers = await asyncio.gather(
         *(worker.call("publish", policy) for worker in session.workers.values()), return_exceptions=True
     )
     _raise_all_but_deaths(answers)
-    return [answer for answer in answers if isinstance(answer, WeightUpdate)]
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 async def refresh_workers(session: RunSession, *, but: str = "") -> None:

@@ -157,6 +157,8 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
     wait(lambda: "champion" in log().state.aliases and log().state.aliases["champion"].version == last)
     wait(lambda: {flow_run["parameters"]["version"] for flow_run in server.evaluations()} >= {last})
     assert f"| step | {last} of {last} |" in server.page()
+    [event] = wait(lambda: server.events("millrace.training.finished"))
+    assert event["payload"]["version"] == last
 
     # A gate that is too high says so, and leaves the champion.
     asked = server.start("evaluate/local", run=RUN, version=last, gate_score=2.0)

@@ -232,6 +232,20 @@ def test_a_published_policy_samples_the_next_tokens(run: _Run):
     assert set(read_shard(run.log, shard)["weight_versions"].to_pylist()[0]) == {-1, 1}
 
 
+def test_a_policy_that_comes_after_a_newer_one_is_not_loaded(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        await _collect(worker)
+        older = run.train()
+        await worker.publish(older)
+        await _collect(worker)
+        newer = run.train()
+        assert await worker.publish(newer) is not None
+        assert await worker.publish(older) is None
+        return await _collect(worker)
+
+    assert run.play(script).head_version == 2
+
+
 def test_a_damaged_policy_is_refused_and_the_old_one_serves_on(run: _Run):
     async def script(worker: RolloutWorker) -> Any:
         await _collect(worker)

@@ -39,6 +39,23 @@ def test_without_an_engine_the_alias_moves_when_the_policy_is_in_the_store(sessi
     assert _serves(session) == (1, "")
 
 
+class _Dead:
+    """A worker that has died, and whose producer does not know it yet."""
+
+    async def call(self, method: str, *_: Any) -> None:
+        raise WorkerDied(f"died during {method}()")
+
+
+def test_a_policy_published_to_the_dead_alone_reaches_who_takes_their_place(session: RunSession) -> None:
+    mark_served(session, checksums=["sum"])
+    session.workers["rollout-0"] = _Dead()  # type: ignore[assignment]
+    session.log.append(a_shard("s0", [a_summary(0)]))
+    step = a_step(session.log.state, trained=["0.task0"])
+    session.log.append(step)
+    asyncio.run(publish_policy.fn(session, policy=step.policy))
+    assert _serves(session) == (1, "")
+
+
 def test_an_engine_that_is_there_again_is_compared_with_engines_only(
     session: RunSession, caplog: pytest.LogCaptureFixture
 ) -> None:
