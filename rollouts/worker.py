@@ -257,8 +257,8 @@ class RolloutWorker:
         """Serve `policy` from the next token on; returns how the engine took it over.
 
         Null where the engine serves a newer one, and where it is a damaged delta and the staleness bound lets the
-        engine go on, under the number of the policy it has; `wait_for_work` tries again. Raises `storage.digests.DigestMismatch` before touching the engine,
-        `EngineError` with the old version still serving.
+        engine go on, under the number of the policy it has; `wait_for_work` tries again. Raises
+        `storage.digests.DigestMismatch` before touching the engine, `EngineError` with the old version still serving.
         """
         if policy.version not in self._log.state.policies:
             async with self._log_lock:
