@@ -146,11 +146,20 @@ def is_training(log: RunLog) -> bool:
     return False
 
 
-def _lock_file(log: RunLog) -> Path:
+@contextlib.contextmanager
+def teller_lock(log: RunLog) -> Iterator[None]:
+    """Hold the right to tell MLflow of this run on this machine, once whoever holds it is done."""
+    with open(_lock_file(log, "teller"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
     if isinstance(log.store, LocalStore):
-        path = log.store.root / log.key("trainer.lock")
+        path = log.store.root / log.key(f"{holder}.lock")
     else:
-        path = Path(tempfile.gettempdir()) / f"millrace-{sha256_of(f'{log.store.uri}/{log.run_id}'.encode())[:16]}.lock"
+        run = sha256_of(f"{log.store.uri}/{log.run_id}".encode())[:16]
+        path = Path(tempfile.gettempdir()) / f"millrace-{run}.{holder}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 

@@ -6,7 +6,6 @@ In: a session. Out: how many policy versions became visible.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from storage.log_entries import Registration
 from storage.redaction import without_secrets
 from storage.registry import Registry, RegistryUnavailable
 from storage.run_log import RunLog
-from storage.runs import RunBusy, trainer_lock
+from storage.runs import is_training, teller_lock
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.track")
@@ -53,15 +52,15 @@ def _sync(session: RunSession, finished: bool) -> list[Registration]:
     # A log of its own: folding is not thread-safe, and this runs beside the round.
     log, is_trainer = session.tracking_log, bool(session.session_id)
     try:
-        # Two that send the same entries at once would send them twice: it is the trainer's part while there is one.
-        with session.tracking_lock, contextlib.nullcontext() if is_trainer else trainer_lock(log):
+        if not is_trainer and is_training(log):
+            logger.info("run %s is being trained: its own session tells MLflow", log.run_id)
+            return []
+        # Two that send the same entries at once would send them twice.
+        with session.tracking_lock, teller_lock(log):
             log.refresh()
             registered = Registry(log, tracking_uri=session.tracking).sync(finished=finished or not is_trainer)
             for registration in registered:
                 log.append(registration)
-    except RunBusy:
-        logger.info("run %s is being trained: its own session tells MLflow", log.run_id)
-        return []
     except RegistryUnavailable as error:
         logger.log(
             logging.DEBUG if session.tracking_is_away else logging.WARNING,  # an outage is said once

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -172,3 +174,33 @@ def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(
     assert sent == [], "both would send the same entries"
     track._sync(session, False)
     assert sent == [True], "nobody trains it: the MLflow run ends as it was"
+
+
+def test_a_training_may_begin_while_somebody_else_tells_of_its_run(
+    session: RunSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    telling, begun = threading.Event(), threading.Event()
+    sent: list[str] = []
+
+    class Registry:
+        def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
+
+        def sync(self, *, finished: bool) -> list[Registration]:
+            if finished:
+                telling.set()
+                assert begun.wait(30)
+            sent.append("evaluation" if finished else "trainer")
+            return []
+
+    monkeypatch.setattr(track, "Registry", Registry)
+    monkeypatch.setattr(session, "tracking_lock", contextlib.nullcontext())  # two sessions have two
+    evaluation = copy.copy(session)
+    evaluation.session_id = ""
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(track._sync, evaluation, False)
+        assert telling.wait(30)
+        with trainer_lock(session.log):
+            second = pool.submit(track._sync, session, False)
+            begun.set()
+            assert first.result() == second.result() == []
+    assert sent == ["evaluation", "trainer"], "one after the other"
