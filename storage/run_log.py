@@ -7,7 +7,7 @@ In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, 
                                        └─ put_if_absent(next number) ──lost──▶ refresh, try again
 
 Every hundred entries, and every ten thousand, are also written as one segment (`log_segments`), from which a long run
-is opened.
+is opened, and opened anew by a process that has kept it open for long.
 """
 
 from __future__ import annotations
