@@ -14,7 +14,7 @@ from storage.promotion import promote, roll_back
 from storage.redaction import without_secrets
 from storage.registry import Registry, RegistryUnavailable
 from storage.run_log import RunLog
-from storage.runs import RunBusy, run_config, trainer_lock
+from storage.runs import is_training, run_config, teller_lock
 
 _LARGEST_GAP = 1.0
 """Where a run from before the setting existed does not say, in nats per token."""
@@ -48,12 +48,12 @@ def _say(log: RunLog, sentence: str, *, tracking: str, console: Console) -> None
 
 def _tell_mlflow(log: RunLog, tracking: str) -> str:
     uri = tracking_uri(tracking)
+    if is_training(log):
+        return "the run is being trained, which brings the alias there with its next step"
     try:
-        with trainer_lock(log):
+        with teller_lock(log):
             for registration in Registry(log, tracking_uri=uri).sync(finished=True):
                 log.append(registration)
-    except RunBusy:
-        return "the run is being trained, which brings the alias there with its next step"
     except RegistryUnavailable as error:
         return without_secrets(f"{uri} was not told ({error}); promote again, or continue the run, and it will be")
     return without_secrets(f"{log.run_id}@champion at {uri}")
