@@ -41,7 +41,14 @@ def _values(*overrides: str) -> dict[str, Any]:
 
 
 def test_batches_are_what_the_settings_multiply_to(home: Path) -> None:
-    values = _values("batch_size=10", "n_samples=4", "train.num_minibatches=2", "train.num_epochs=3", "max_staleness=1")
+    values = _values(
+        "batch_size=10",
+        "n_samples=4",
+        "train.num_minibatches=2",
+        "train.num_epochs=3",
+        "train.tokens_per_microbatch=1024",
+        "max_staleness=1",
+    )
     assert values["attempts_per_step"] == 40 and values["attempts_per_update"] == 20
     assert values["updates_per_step"] == 6
     assert values["most_tokens_per_step"] == 40 * 64 and values["most_sampled_tokens_per_turn"] == 40 * 8
