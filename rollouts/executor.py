@@ -83,6 +83,7 @@ class Executor:
         self._leasing: asyncio.Task[None] | None = None
         self._running: dict[asyncio.Task[None], _Running] = {}
         self._finished: list[RolloutGroup] = []
+        self._finished_bytes = 0
         self._oldest_finished = 0.0
         self._handed_out = 0
         self._changed = asyncio.Event()
@@ -199,7 +200,7 @@ class Executor:
 
     def hand_out(self) -> list[RolloutGroup]:
         """What has finished by now; tell `mark_committed` when it is in the log, or was dropped."""
-        ready, self._finished = self._finished, []
+        ready, self._finished, self._finished_bytes = self._finished, [], 0
         self._handed_out += self._counted(ready)
         return ready
 
@@ -256,11 +257,9 @@ class Executor:
         if not self._finished:
             return is_over
         limits = self._limits
-        turns = [turn for group in self._finished for t in group.trajectories for turn in t.turns]
-        size = sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)
         return (
             len(self._finished) >= limits.batch_size
-            or size * 13 >= limits.shard_bytes  # int32 id + float32 logprob + int32 version + bool mask
+            or self._finished_bytes >= limits.shard_bytes
             or _now() - self._oldest_finished >= limits.shard_seconds
             or version != self._version
             or is_over
@@ -326,6 +325,7 @@ class Executor:
         if not self._finished:
             self._oldest_finished = _now()
         self._finished.append(group)
+        self._finished_bytes += _num_bytes(group)
         self._accepted += self._counted([group])
         self.num_finished += 1
 
@@ -353,6 +353,12 @@ class Executor:
             accepted=False,
             reject_reason=reason,
         )
+
+
+def _num_bytes(group: RolloutGroup) -> int:
+    """What its tokens take in a shard: int32 id, float32 logprob, int32 version and bool mask of each."""
+    turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
+    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)
 
 
 def _now() -> float:

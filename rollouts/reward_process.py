@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import sys
+import time
 
 from rollouts.sandbox_rules import die_with_parent, limit
 from storage.loading import load_object
@@ -27,7 +28,9 @@ def main() -> None:
         request = json.loads(line)
         answer: dict[str, object] = {"id": request["id"]}
         try:
-            answer["value"] = load_object(request["function"])(*request["arguments"])
+            function, started = load_object(request["function"]), time.perf_counter()
+            answer["value"] = function(*request["arguments"])
+            answer["seconds"] = time.perf_counter() - started
             text = json.dumps(answer)
         except MemoryError:  # what is left of a process without memory cannot be relied on
             why = "MemoryError: it needed more memory than the run file's reward.memory_gb allows"

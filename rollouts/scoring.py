@@ -6,6 +6,8 @@ In: a module-level function and JSON-able arguments, or several of them by name.
                                    ├─ deadline passed: kill -9 with all it started, a new child, `on_timeout`
                                    └─ it ended or spoke out of turn: the same, RewardFailed
 
+A child answers one line after the other; where answers take less time than messages it is given several at once.
+
 Weights, scale, clipping and the overlong penalty come later, see `reward_shaping.py`: a `Score` is raw.
 """
 
@@ -22,7 +24,9 @@ import os
 import signal
 import sys
 from asyncio.subprocess import Process
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollouts.workflow import Score
@@ -30,6 +34,8 @@ from storage.loading import path_of
 
 _LONGEST_ANSWER = 2**24  # bytes
 _COLLECT_SECONDS = 5.0
+_MOST_AT_ONCE = 32
+_SECONDS_AT_ONCE = 0.005
 
 Part = tuple[Any, ...] | Awaitable[Any] | float | None
 """What `score_all` takes: `(function, *arguments)` for a reward process, something to await, or a known value."""
@@ -41,6 +47,24 @@ class RewardFailed(Exception):
 
 class RewardTimeout(Exception):
     """The reward function passed its deadline and its process was killed."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request on its way to a child, and back."""
+
+    name: str
+    request_id: int
+    line: bytes
+    answer: asyncio.Future[dict[str, Any]]
+    child: Process | None = None
+    """Whose turn it is to answer, while it is."""
+    is_second_try: bool = False
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` to who waits, if still somebody does."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
 
 
 class RewardPool:
@@ -60,10 +84,13 @@ class RewardPool:
         """`zero`: a call past its deadline is worth 0; `exclude` and `fail`: it raises, the player does the rest."""
         self._command = [sys.executable, "-m", "rollouts.reward_process"]
         self._command += [] if memory_gb is None else [str(int(memory_gb * 2**30))]
-        self._slots: asyncio.Queue[Process | None] = asyncio.Queue()
-        for _ in range(num_processes):
-            self._slots.put_nowait(None)
         self._num_processes = num_processes
+        self._waiting: deque[_Call] = deque()
+        self._idle: list[Process] = []
+        self._serving: set[asyncio.Task[None]] = set()
+        """One for each child that is at work."""
+        self._seconds = math.inf
+        """Of a recent call, on average."""
         self._request_ids = itertools.count()
         self._ending: set[asyncio.Task[None]] = set()
         self.num_timeouts = 0
@@ -105,42 +132,91 @@ class RewardPool:
         """A child's answer to one request."""
         request_id = next(self._request_ids)
         line = json.dumps({"id": request_id, "function": name, "arguments": arguments}).encode() + b"\n"
-        child = await self._slots.get()
-        # Anything but a proper answer ends the child: its next line would answer the wrong question.
-        keep: Process | None = None
-        deadline = asyncio.timeout(self._timeout)
+        call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if len(self._serving) < self._num_processes:
+            serving = asyncio.create_task(self._serve())
+            self._serving.add(serving)
+            serving.add_done_callback(self._serving.discard)
         try:
-            was_used = child is not None
-            if child is None:
-                child = await self._start_child()
-            async with deadline:
-                said = await _converse(child, line)
-                answer = _answer(said, request_id)
-                if answer is None and was_used:  # something an earlier call left behind; no fault of this function
-                    self._end(child)
-                    self.num_died += 1
-                    child = await self._start_child()
-                    said = await _converse(child, line)
-                    answer = _answer(said, request_id)
-            if answer is None:
-                self.num_died += 1
-                did = "wrote something that is no answer" if said else "died"
-                raise RewardFailed(f"{name}: its process {did}")
-            keep = None if answer.get("is_last") else child
-            return answer
+            return await call.answer
+        except asyncio.CancelledError:
+            if call.child is not None:
+                self.num_killed += 1
+                _kill(call.child)
+            raise
+
+    async def _serve(self) -> None:
+        """Let one child answer until no call waits."""
+        child = self._idle.pop() if self._idle else None
+        while self._waiting:
+            child = await self._answer_some(child)
+        if child is not None:
+            self._idle.append(child)
+
+    async def _answer_some(self, child: Process | None) -> Process | None:
+        """Give a child as many calls as it answers at once; returns it, null when it has ended.
+
+        What it had not begun by then goes back to the others that wait.
+        """
+        was_used = child is not None
+        calls = [self._waiting.popleft() for _ in range(self._at_once)]
+        calls = [call for call in calls if not call.answer.done()]  # cancelled while they waited
+        if not calls:
+            return child
+        try:
+            child = child or await self._start_child()
+        except Exception as error:  # noqa: BLE001 - out of processes or memory: raised to those who wait
+            for call in calls:
+                call.fail(error)
+            return None
+        assert child.stdin is not None
+        child.stdin.write(b"".join(call.line for call in calls))
+        for number, call in enumerate(calls):
+            # Anything but a proper answer ends the child: its next line would answer the wrong question.
+            answer = await self._answer_of(child, call, was_used=was_used or number > 0)
+            if answer is not None:
+                self._seconds = _mean(self._seconds, answer.pop("seconds", math.inf))
+                if not call.answer.done():
+                    call.answer.set_result(answer)
+            if answer is None or answer.get("is_last"):
+                self._end(child)
+                self._waiting.extendleft(reversed([call for call in calls[number:] if not call.answer.done()]))
+                return None
+        return child
+
+    async def _answer_of(self, child: Process, call: _Call, *, was_used: bool) -> dict[str, Any] | None:
+        """The child's answer, null where it gave none; then the call has failed, or waits for another try."""
+        assert child.stdout is not None
+        call.child, said = child, b""
+        try:
+            async with asyncio.timeout(self._timeout):
+                said = await child.stdout.readline()
         except TimeoutError:
-            if not deadline.expired():
-                raise
             self.num_timeouts += 1
             self.num_killed += 1
-            raise RewardTimeout(f"{name} took more than {self._timeout:g} s and was killed") from None
-        except asyncio.CancelledError:
-            self.num_killed += child is not None
-            raise
+            call.fail(RewardTimeout(f"{call.name} took more than {self._timeout:g} s and was killed"))
+            return None
+        except ValueError:  # longer than any answer may be
+            said = b"..."
         finally:
-            if keep is None and child is not None:
-                self._end(child)
-            self._slots.put_nowait(keep)
+            call.child = None
+        answer = _answer(said, call.request_id)
+        if answer is not None or call.answer.done():
+            return answer
+        self.num_died += 1
+        if was_used and not call.is_second_try:  # something an earlier call left behind; no fault of this function
+            call.is_second_try = True
+        else:
+            did = "wrote something that is no answer" if said else "died"
+            call.fail(RewardFailed(f"{call.name}: its process {did}"))
+        return None
+
+    @property
+    def _at_once(self) -> int:
+        """Calls to give to a child together: of quick ones a message each would take longer than the answer."""
+        share = math.ceil(len(self._waiting) / self._num_processes)
+        return max(1, min(share, _MOST_AT_ONCE, int(_SECONDS_AT_ONCE / max(self._seconds, 1e-9))))
 
     async def _start_child(self) -> Process:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -155,18 +231,16 @@ class RewardPool:
 
     def _end(self, child: Process) -> None:
         """Kill a child and what it started; the rest of it is collected beside what comes next."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
+        _kill(child)
         ending = asyncio.create_task(_collect(child))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Kill the children and what they started."""
-        for _ in range(self._num_processes):
-            child = await self._slots.get()
-            if child is not None:
-                self._end(child)
+        """Kill the children and what they started, once they have answered."""
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        for child in self._idle:
+            self._end(child)
         await asyncio.gather(*self._ending)
 
     async def __aenter__(self) -> RewardPool:
@@ -222,21 +296,17 @@ async def _part(part: Part) -> float | None | dict[str, float | None]:
     return _number(value.reward if isinstance(value, Score) else value)
 
 
+def _kill(child: Process) -> None:
+    """With all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
 async def _collect(child: Process) -> None:
     """Wait for a killed child and close its pipes, which a process that left its group may hold open."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_COLLECT_SECONDS):
             await child.communicate()
-
-
-async def _converse(child: Process, line: bytes) -> bytes:
-    """Say a line and hear one; empty where the child has ended."""
-    assert child.stdin is not None and child.stdout is not None
-    child.stdin.write(line)
-    try:
-        return await child.stdout.readline()
-    except ValueError:  # longer than any answer may be
-        return b"..."
 
 
 def _answer(line: bytes, request_id: int) -> dict[str, Any] | None:
@@ -247,6 +317,11 @@ def _answer(line: bytes, request_id: int) -> dict[str, Any] | None:
         return None
     is_answer = isinstance(answer, dict) and answer.keys() & {"value", "error"} and answer.get("id") == request_id
     return answer if is_answer else None
+
+
+def _mean(before: float, now: float) -> float:
+    """Of recent calls; the newest counts for a fifth."""
+    return now if math.isinf(before) else 0.8 * before + 0.2 * now
 
 
 def _total(parts: Mapping[str, float | None]) -> float | None:

@@ -16,8 +16,10 @@ With adapters (LoRA) the base weights stay, and `load_policy` changes what the o
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
+import os
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -98,12 +100,18 @@ class VllmEngine:
 
     async def start(self, folder: Path, version: int) -> str:
         from vllm import AsyncEngineArgs
+        from vllm.envs import enable_envs_cache
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if self._arguments.get("enforce_eager"):
+            # The sampler's one compiled function too: the first replies would wait for its compiler, and others when
+            # batches change their shape. The core inherits the environment.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         model = self._base_folder or folder
         self._stop_ids = _end_token_ids(model)
         self._served = _Weights(folder=folder, version=version, digest=_weights_digest(folder))
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **self._arguments))
+        enable_envs_cache()  # as the core does: every request would look up a few variables, each of them slowly
         if self._base_folder is not None:
             self._slot = slot_request()
             await check_applied(self.llm)
@@ -158,28 +166,13 @@ class VllmEngine:
         self, prompt_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int | None, request_id: str
     ) -> Any:
         """vLLM's completion of one request, whatever ended it."""
-        from vllm import SamplingParams
         from vllm.inputs import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
         self._refuse_if_unusable()
         self._running.add(request_id)
         final = None
         try:
-            parameters = SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                min_p=sampling.min_p,
-                max_tokens=max_tokens,
-                seed=seed,
-                logprobs=0,  # the sampled token's own
-                flat_logprobs=True,  # a list, not a dictionary with an object per token
-                stop_token_ids=self._stop_ids,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                skip_clone=True,  # of this request alone: a deep copy costs as much as the rest of its admission
-            )
+            parameters = _parameters(sampling, max_tokens, seed, tuple(self._stop_ids))
             prompt = tokens_input(prompt_ids)  # ready for the core; vLLM would hand any other to a thread first
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
@@ -227,7 +220,9 @@ class VllmEngine:
         aborting = self.update_mode == "abort"
         self._aborts_begun += aborting
         try:
-            await self._call(self.llm.pause_generation(mode=self.update_mode, clear_cache=self.clear_cache_on_reload))
+            # Not `llm.pause_generation`, which also sleeps 20 ms for callers that want every output before it returns.
+            core = self.llm.engine_core
+            await self._call(core.pause_scheduler_async(mode=self.update_mode, clear_cache=self.clear_cache_on_reload))
         finally:
             self._aborts_ended += aborting
 
@@ -309,6 +304,27 @@ class VllmEngine:
             answer.cancel()
             raise EngineError("the engine core has ended")
         return answer.result()
+
+
+@functools.lru_cache(maxsize=16)
+def _parameters(sampling: Sampling, max_tokens: int, seed: int | None, stop_ids: tuple[int, ...]) -> Any:
+    """vLLM's form of them, which it copies for each request; all attempts without a seed share it."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=max_tokens,
+        seed=seed,
+        logprobs=0,  # the sampled token's own
+        flat_logprobs=True,  # a list, not a dictionary with an object per token
+        stop_token_ids=list(stop_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # a deep copy for each request would cost as much as the rest of its admission
+    )
 
 
 def _expand(spans: Any, length: int) -> list[int]:

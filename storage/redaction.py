@@ -31,6 +31,8 @@ def without_secrets(text: str) -> str:
     >>> without_secrets("no answer from https://me:secret@host/path")
     'no answer from https://***@host/path'
     """
+    if not text:
+        return text
     values = {value for name, value in os.environ.items() if len(value) >= SHORTEST and _VARIABLE.search(name)}
     for value in sorted(values, key=len, reverse=True):  # one may be a part of another
         text = text.replace(value, "***")

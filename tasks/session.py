@@ -102,10 +102,11 @@ class RunSession:
         self._names = (f"{names}-{number}" for number in itertools.count())
 
     async def host(self, name: str, path: str, *, arguments: dict[str, Any]) -> Hosted:
-        """Start a worker in a process of its own; on CPUs, engines divide the threads among themselves."""
+        """Start a worker in a process of its own; on CPUs, engines divide the threads among themselves, all but one,
+        which vLLM's front end and the trainer need meanwhile."""
         hosted = await self.fleet.host(name, path, arguments=arguments, num_gpus=self.fleet.gpus_per_engine)
-        if self.num_engines > 1 and not self.fleet.num_gpus:
-            threads = max(1, int(os.environ["OMP_NUM_THREADS"]) // self.num_engines)
+        if not self.fleet.num_gpus:
+            threads = max(1, (int(os.environ["OMP_NUM_THREADS"]) - 1) // self.num_engines)
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
         self.hosted[name] = hosted
         return hosted

@@ -119,7 +119,7 @@ class Bench:
     @contextlib.contextmanager
     def failing(self, method: str, *, times: int = 1, after: bool = False) -> Iterator[None]:
         """A method of vLLM's that raises, before or after it has done its work."""
-        real, left = getattr(self.engine.llm, method), times
+        real, left = getattr(self._owner(method), method), times
 
         async def broken(*args: Any, **kwargs: Any) -> Any:
             nonlocal left
@@ -136,8 +136,13 @@ class Bench:
 
     @contextlib.contextmanager
     def replaced(self, method: str, stand_in: Any) -> Iterator[None]:
-        setattr(self.engine.llm, method, stand_in)
+        owner = self._owner(method)
+        setattr(owner, method, stand_in)
         try:
             yield
         finally:
-            delattr(self.engine.llm, method)
+            delattr(owner, method)
+
+    def _owner(self, method: str) -> Any:
+        """vLLM's client or, where that has no such method, its connection to the core."""
+        return self.engine.llm if hasattr(self.engine.llm, method) else self.engine.llm.engine_core

@@ -158,7 +158,7 @@ async def a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench: Bench
 
 async def a_fault_at_any_step_ends_resumed_and_consistent(bench: Bench) -> None:
     for after in (False, True):
-        for step in ("pause_generation", "collective_rpc", "compute_weight_checksums", "update_weight_version"):
+        for step in ("pause_scheduler_async", "collective_rpc", "compute_weight_checksums", "update_weight_version"):
             async with bench.running() as requests:
                 with bench.failing(step, after=after):
                     await bench.fail_to_load(bench.other, f"{step} was cut off")

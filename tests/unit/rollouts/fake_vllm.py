@@ -40,6 +40,7 @@ class FakeVllm:
         self.in_flight_at_reload: list[int] = []
         self.output_handler = asyncio.get_running_loop().create_future()
         self._drained = asyncio.Event()
+        self.engine_core = self
 
     async def generate(
         self, prompt: dict[str, list[int]], parameters: Any, request_id: str, *, lora_request: Any = None
@@ -68,7 +69,7 @@ class FakeVllm:
             if len(request.tokens) == request.parameters.max_tokens:
                 self._finish(request, "length")
 
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+    async def pause_scheduler_async(self, *, mode: str, clear_cache: bool) -> None:
         async def pause() -> None:
             if mode == "wait":
                 while self._in_flight():
@@ -78,7 +79,7 @@ class FakeVllm:
                 await self.abort(list(self.requests))
             self.paused = True
 
-        await self._call("pause_generation", pause)
+        await self._call("pause_scheduler_async", pause)
 
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> None:
         async def reload() -> None:

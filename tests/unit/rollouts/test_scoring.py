@@ -110,6 +110,25 @@ def test_answers_go_to_the_questions_they_belong_to():
     assert [s.reward for s in scored if isinstance(s, Score)] == list(range(30))
 
 
+def test_among_quick_calls_that_share_a_message_each_fails_or_is_cancelled_alone():
+    async def play(pool: RewardPool) -> tuple[list[Score | BaseException], int]:
+        for _ in range(5):
+            await pool.score(length, "")  # the pool learns that they are quick
+        calls = [(length, "x" * n) for n in range(60)]
+        calls[10], calls[25], calls[40] = (dying, ""), (for_ever, ""), (process_id, "")
+        waiting = [asyncio.create_task(pool.score(*call)) for call in calls]
+        await asyncio.sleep(0)
+        waiting[50].cancel()
+        return await asyncio.gather(*waiting, return_exceptions=True), pool.num_timeouts
+
+    scored, num_timeouts = _with_pool(play, timeout=2.0)
+    assert isinstance(scored[10], RewardFailed) and "died" in str(scored[10])
+    assert isinstance(scored[25], RewardTimeout) and num_timeouts == 1
+    assert isinstance(scored[50], asyncio.CancelledError)
+    others = [n for n in range(60) if n not in (10, 25, 40, 50)]
+    assert [scored[n] for n in others] == [Score(reward=float(n), parts={"length": float(n)}) for n in others]
+
+
 def test_a_cancelled_call_leaves_no_answer_behind_for_the_next():
     async def play(pool: RewardPool) -> None:
         await pool.score(length, "")

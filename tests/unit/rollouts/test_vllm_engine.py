@@ -17,7 +17,7 @@ from storage.digests import seal_folder
 from storage.records import Sampling
 from tests.unit.rollouts.fake_vllm import FakeVllm
 
-STEPS = ["pause_generation", "reload_policy", "compute_weight_checksums", "update_weight_version"]
+STEPS = ["pause_scheduler_async", "reload_policy", "compute_weight_checksums", "update_weight_version"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +25,14 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names that `VllmEngine` imports, without the ten seconds that the real package takes."""
     fakes = {
         "vllm": {
-            "SamplingParams": SimpleNamespace,
             "AsyncEngineArgs": lambda model, **_: Path(model),
         },
+        "vllm.envs": {"enable_envs_cache": lambda: None},
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
-        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2)},
+        "vllm.sampling_params": {
+            "RequestOutputKind": SimpleNamespace(FINAL_ONLY=2),
+            "SamplingParams": SimpleNamespace,
+        },
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=FakeVllm)},
     }
     for name, members in fakes.items():
@@ -176,7 +179,7 @@ def test_a_request_is_continued_through_several_aborts(play: Any):
 def test_a_failed_abort_continues_the_requests_it_ended(play: Any):
     async def script(bench: _Bench) -> None:
         request = await bench.request("a", steps=2)
-        bench.vllm.faults = {"pause_generation": ["after"]}
+        bench.vllm.faults = {"pause_scheduler_async": ["after"]}
         with pytest.raises(EngineError, match="policy 1 serves on"):
             await bench.engine.load_policy(bench.policy(2), 2)
         assert (await bench.finish(request)).weight_versions == [1] * 6
@@ -266,7 +269,7 @@ def test_old_weights_that_come_back_later_make_the_engine_usable_again(play: Any
         bench.vllm.faults = {"reload_policy": ["after"] * (1 + TRIES)}
         with pytest.raises(EngineUnusable):
             await bench.engine.load_policy(bench.policy(2), 2)
-        bench.vllm.faults = {"pause_generation": ["before"]}
+        bench.vllm.faults = {"pause_scheduler_async": ["before"]}
         with pytest.raises(EngineUnusable):  # policy 1 does not serve on
             await bench.engine.load_policy(bench.policy(2), 2)
         (bench.policy(2) / "model.safetensors").unlink()
@@ -321,7 +324,7 @@ def test_a_folder_without_a_seal_is_refused_before_anything_is_paused(play: Any)
         (bench.policy(2) / "digest.json").unlink()
         with pytest.raises(EngineError, match="digest.json"):
             await bench.engine.load_policy(bench.policy(2), 2)
-        assert "pause_generation" not in bench.vllm.calls
+        assert "pause_scheduler_async" not in bench.vllm.calls
         await bench.assert_serving(1)
 
     play(script)
