@@ -16,6 +16,7 @@ held-out accuracy is 0.9, from the start of training, and of the process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -41,6 +42,7 @@ from storage.runs import open_run
 from storage.shards import read_shard
 
 ROOT = Path(__file__).parents[1]
+LOOK_SECONDS = 0.5
 SKIPPED = 2
 """Steps at the start that are no steady state: first calls compile, allocate and read."""
 TARGET = 0.9
@@ -126,14 +128,42 @@ def _run(command: list[str], scratch: Path, *, threads: int, **extra: str) -> di
     # Threads that spin while they wait would make either side many times slower on a machine that does other work too.
     fixed = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     environment = {**os.environ, **extra, **fixed}
-    started, before = time.perf_counter(), psutil.Process().cpu_times()
+    started, meter = time.perf_counter(), _Meter()
     with open(scratch / "output.txt", "w") as output:
-        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=output, stderr=output).returncode
-    if code:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+        while meter.look(process.pid):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_SECONDS)
+                break
+    wall_seconds = time.perf_counter() - started
+    if code := process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{(scratch / 'output.txt').read_text()[-4000:]}")
-    after = psutil.Process().cpu_times()
-    used = after.children_user - before.children_user + after.children_system - before.children_system
-    return {"wall_seconds": time.perf_counter() - started, "cpu_seconds": used}
+    return {"wall_seconds": wall_seconds, "cpu_seconds": meter.seconds}
+
+
+class _Meter:
+    """Processor time of a process and all that descends from it, looked at while they live.
+
+    What the kernel adds up for a parent misses every worker that is killed before its parent has waited for it.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[psutil.Process, float] = {}
+
+    def look(self, pid: int) -> bool:
+        """Once more; always true."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            self._seconds |= {other: 0.0 for other in (process, *process.children(True)) if other not in self._seconds}
+        for known in self._seconds:
+            with contextlib.suppress(psutil.Error):
+                times = known.cpu_times()
+                self._seconds[known] = times.user + times.system
+        return True
+
+    @property
+    def seconds(self) -> float:
+        return sum(self._seconds.values())
 
 
 def _run_config(workload: Workload, model: Path, *, steps: int, max_staleness: float) -> dict[str, Any]:
@@ -149,6 +179,7 @@ def _run_config(workload: Workload, model: Path, *, steps: int, max_staleness: f
         "sampling": {"max_tokens": workload.max_tokens},
         "evaluation": {"every": workload.evaluate_every, "num_tasks": workload.num_held_out},
         "engine": workload.engine,
+        "rollout": workload.rollout,
         "train": {"num_minibatches": workload.num_minibatches, **workload.train},
     }
 

@@ -64,6 +64,8 @@ class Workload:
     """Millrace's [engine] table."""
     train: dict[str, Any]
     """Millrace's [train] table, `num_minibatches` aside."""
+    rollout: dict[str, Any]
+    """Millrace's [rollout] table."""
     trl: dict[str, Any]
     """TRL's arguments that depend on the sizes; guesses, not the result of a search."""
 
@@ -85,6 +87,7 @@ W = Workload(
     steps=10,
     engine={"max_model_len": 320, "vllm": _VLLM},
     train={},
+    rollout={"num_workers": 2},  # an engine for each core: of steps this small two threads take longer than one
     trl={"per_device_train_batch_size": 32},
 )
 
@@ -100,6 +103,7 @@ ARITHMETIC = Workload(
     evaluate_every=5,
     engine={"max_model_len": 64, "vllm": {**_VLLM, "max_num_seqs": 512}},
     train={},
+    rollout={},
     trl={"per_device_train_batch_size": 256},
 )
 

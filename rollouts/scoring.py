@@ -86,7 +86,8 @@ class RewardPool:
         self._command += [] if memory_gb is None else [str(int(memory_gb * 2**30))]
         self._num_processes = num_processes
         self._waiting: deque[_Call] = deque()
-        self._idle: list[Process] = []
+        self._idle: deque[Process] = deque()
+        self._num_at_work = 0
         self._serving: set[asyncio.Task[None]] = set()
         """One for each child that is at work."""
         self._seconds = math.inf
@@ -134,7 +135,8 @@ class RewardPool:
         line = json.dumps({"id": request_id, "function": name, "arguments": arguments}).encode() + b"\n"
         call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
-        if len(self._serving) < self._num_processes:
+        if self._num_at_work < self._num_processes:
+            self._num_at_work += 1
             serving = asyncio.create_task(self._serve())
             self._serving.add(serving)
             serving.add_done_callback(self._serving.discard)
@@ -148,9 +150,12 @@ class RewardPool:
 
     async def _serve(self) -> None:
         """Let one child answer until no call waits."""
-        child = self._idle.pop() if self._idle else None
-        while self._waiting:
-            child = await self._answer_some(child)
+        child = self._idle.popleft() if self._idle else None
+        try:
+            while self._waiting:
+                child = await self._answer_some(child)
+        finally:
+            self._num_at_work -= 1  # in the same moment: who calls next must not rely on this task
         if child is not None:
             self._idle.append(child)
 

@@ -30,8 +30,8 @@ class _Fleet:
 @pytest.mark.parametrize(
     ("num_engines", "num_gpus", "told"),
     [
-        (1, 0, []),
-        (2, 0, [{"OMP_NUM_THREADS": "4"}]),
+        (1, 0, [{"OMP_NUM_THREADS": "7"}]),
+        (2, 0, [{"OMP_NUM_THREADS": "3"}]),
         (3, 0, [{"OMP_NUM_THREADS": "2"}]),
         (16, 0, [{"OMP_NUM_THREADS": "1"}]),
         (2, 2, []),
