@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,7 @@ class VllmEngine:
         self.clear_cache_on_reload = clear_cache_on_reload
         self.llm: Any = None
         """vLLM's own engine, null before `start` and after `stop`."""
+        self._as_input: Callable[[list[int]], Any]
         self._stop_ids: list[int] = []
         self._served: _Weights
         self._checksums: dict[str, str] = {}
@@ -101,6 +102,7 @@ class VllmEngine:
     async def start(self, folder: Path, version: int) -> str:
         from vllm import AsyncEngineArgs
         from vllm.envs import enable_envs_cache
+        from vllm.inputs import tokens_input
         from vllm.v1.engine.async_llm import AsyncLLM
 
         if self._arguments.get("enforce_eager"):
@@ -108,6 +110,7 @@ class VllmEngine:
             # batches change their shape. The core inherits the environment.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         model = self._base_folder or folder
+        self._as_input = tokens_input  # imported once: a search in vLLM's package takes as long as all else here
         self._stop_ids = _end_token_ids(model)
         self._served = _Weights(folder=folder, version=version, digest=_weights_digest(folder))
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **self._arguments))
@@ -166,14 +169,12 @@ class VllmEngine:
         self, prompt_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int | None, request_id: str
     ) -> Any:
         """vLLM's completion of one request, whatever ended it."""
-        from vllm.inputs import tokens_input
-
         self._refuse_if_unusable()
         self._running.add(request_id)
         final = None
         try:
             parameters = _parameters(sampling, max_tokens, seed, tuple(self._stop_ids))
-            prompt = tokens_input(prompt_ids)  # ready for the core; vLLM would hand any other to a thread first
+            prompt = self._as_input(prompt_ids)  # ready for the core; vLLM would hand any other to a thread first
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
         except Exception as error:
