@@ -344,15 +344,23 @@ class Fleet:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for hosted in self._hosted:
-            try:
-                async with asyncio.timeout(20):
-                    await hosted.call("close")
-            except (WorkerDied, TimeoutError, AttributeError) as error:
-                logger.warning("%s did not close: %s", hosted.name, error)
+        # Side by side: on a node that is gone, what was to take the place of the dead never answers.
+        closed = await asyncio.gather(*(_close(hosted) for hosted in self._hosted), return_exceptions=True)
         for placement in self._placements.values():  # of a cluster that goes on without us
             remove_placement_group(placement)
         await asyncio.to_thread(ray.shutdown)
+        for error in closed:
+            if isinstance(error, BaseException):
+                raise error
+
+
+async def _close(hosted: Hosted | HostedGroup) -> None:
+    """Let it end in its own way, if it still answers."""
+    try:
+        async with asyncio.timeout(20):
+            await hosted.call("close")
+    except (WorkerDied, TimeoutError, AttributeError) as error:
+        logger.warning("%s did not close: %s", hosted.name, str(error) or "no answer for 20 s")
 
 
 def _run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:

@@ -25,8 +25,8 @@ class RolloutSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     num_workers: int = Field(default=1, ge=0)
-    """Rollout workers that the training run starts, each with an engine of its own; on CPUs they divide the threads.
-    0: it only trains, and producers on other machines (`millrace produce`) work for it."""
+    """Rollout workers that the training run starts, each with an engine of its own; on CPUs they divide all
+    threads but one. 0: it only trains, and producers on other machines (`millrace produce`) work for it."""
     max_concurrent: int = Field(default=64, ge=1)
     """Most prompt groups in flight at once, per worker; several workers take at most a fair share each."""
     min_usable: int = Field(default=2, ge=1)

@@ -30,7 +30,8 @@ class Server:
     """What a person sees and clicks in Prefect's UI."""
 
     def __init__(self, url: str) -> None:
-        self._client = httpx.Client(base_url=url, timeout=30)
+        # A connection for each request: the server closes idle ones, now and then as one is used again.
+        self._client = httpx.Client(base_url=url, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
 
     def _ask(self, method: str, path: str, document: dict[str, Any] | None = None) -> Any:
         deadline = time.monotonic() + PATIENCE
