@@ -131,10 +131,10 @@ def _run(command: list[str], scratch: Path, *, threads: int, **extra: str) -> di
     started, meter = time.perf_counter(), _Meter()
     with open(scratch / "output.txt", "w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
-        while meter.look(process.pid):
+        while process.poll() is None:
+            meter.look(process.pid)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(LOOK_SECONDS)
-                break
     wall_seconds = time.perf_counter() - started
     if code := process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{(scratch / 'output.txt').read_text()[-4000:]}")
@@ -150,8 +150,8 @@ class _Meter:
     def __init__(self) -> None:
         self._seconds: dict[psutil.Process, float] = {}
 
-    def look(self, pid: int) -> bool:
-        """Once more; always true."""
+    def look(self, pid: int) -> None:
+        """Read everybody's clock, and get to know who is new."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             self._seconds |= {other: 0.0 for other in (process, *process.children(True)) if other not in self._seconds}
@@ -159,7 +159,6 @@ class _Meter:
             with contextlib.suppress(psutil.Error):
                 times = known.cpu_times()
                 self._seconds[known] = times.user + times.system
-        return True
 
     @property
     def seconds(self) -> float:
