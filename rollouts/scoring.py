@@ -181,7 +181,7 @@ class RewardPool:
             # Anything but a proper answer ends the child: its next line would answer the wrong question.
             answer = await self._answer_of(child, call, was_used=was_used or number > 0)
             if answer is not None:
-                self._seconds = _mean(self._seconds, answer.pop("seconds", math.inf))
+                self._seconds = _mean(self._seconds, answer.get("seconds"))
                 if not call.answer.done():
                     call.answer.set_result(answer)
             if answer is None or answer.get("is_last"):
@@ -324,8 +324,10 @@ def _answer(line: bytes, request_id: int) -> dict[str, Any] | None:
     return answer if is_answer else None
 
 
-def _mean(before: float, now: float) -> float:
-    """Of recent calls; the newest counts for a fifth."""
+def _mean(before: float, now: Any) -> float:
+    """Of recent calls; the newest counts for a fifth. Infinite where it is unknown, as after an error."""
+    if not (isinstance(now, float) and 0 <= now < math.inf):
+        return math.inf
     return now if math.isinf(before) else 0.8 * before + 0.2 * now
 
 

@@ -265,6 +265,7 @@ def test_what_became_of_the_children_is_counted():
             await pool.score(dying, "")
         with pytest.raises(RewardTimeout):
             await pool.score(for_ever, "")
+        assert (await pool.score(length, "four")).reward == 4.0  # by a child that has started
         waiting = asyncio.create_task(pool.score(for_ever, ""))
         await asyncio.sleep(0.05)
         waiting.cancel()
