@@ -125,5 +125,5 @@ def test_a_lost_node_costs_its_workers_and_nothing_that_was_committed(
     assert state.counters()["trained"] == 4 * STEPS and before <= state.groups.keys()
     joined = [entry.body.holder for entry in log.entries if isinstance(entry.body, Join)]
     left = {entry.body.holder: entry.body.reason for entry in log.entries if isinstance(entry.body, Release)}
-    assert joined == ["rollout-0", "rollout-1", "rollout-2"]
+    assert joined[:2] == ["rollout-0", "rollout-1"] and len(joined) == 3, joined  # one more in place of the lost one
     assert f"{lost} died during" in left[lost]
