@@ -53,7 +53,7 @@ class _Cluster:
         assert done.returncode == 0, done.stdout + done.stderr
         [raylet] = [process for process in _raylets() if process.pid not in before]
         self._nodes.append(raylet)
-        self._sessions |= set(re.findall(r"session_[\w-]+", " ".join(raylet.cmdline())))
+        self._sessions |= set(re.findall(r"session_\d[\w-]+", " ".join(raylet.cmdline())))
         address = [argument for argument in raylet.cmdline() if argument.startswith("--gcs-address=")]
         return address[0].partition("=")[2]
 
