@@ -48,6 +48,8 @@ EVERY = 100
 SETTLED = 200
 """Rounds until caches are full and allocators have what they keep; memory before is shown, and not judged."""
 MOST_SECONDS, MOST_TASK_RUNS, MOST_SHARE, MOST_GROWTH = 0.3, 10.0, 0.01, 0.1
+MOST_COLUMNS = 6
+"""Looks that a table has room for; the JSON has all."""
 USUAL_ROUND = 30.0
 """Seconds a round of a real run takes, at least."""
 
@@ -229,7 +231,9 @@ def show(numbers: dict[str, Any], console: Console) -> None:
     table.add_row(*(f"{1e3 * seconds:.0f}" for seconds in numbers["median_seconds"].values()))
     console.print(table)
     table = Table(title="processes: resident memory after so many rounds, and processor time")
-    looks = list(next(iter(numbers["processes"].values()))["rss_bytes"])
+    every_look = list(next(iter(numbers["processes"].values()))["rss_bytes"])
+    shown = range(0, len(every_look), max(1, len(every_look) // MOST_COLUMNS))
+    looks = [every_look[number] for number in shown]
     for column in ("", *map(str, looks), "MiB / 1,000 rounds", "CPU ms / round"):
         table.add_column(column, justify="right" if column else "left")
     for name, line in numbers["processes"].items():
