@@ -93,8 +93,9 @@ async def train_grpo(
     ) as session:
         async with listening(session, steps=config.steps):
             await resumed(session)  # one that was paused stays so, without an engine
+            telling_mlflow = asyncio.create_task(track(session))  # it begins while the engines do: each takes seconds
             await start(session, config)
-            await train(session, config)
+            await train(session, config, telling_mlflow)
         return {"run": config.run, "step": session.log.state.step, **session.log.state.counters()}
 
 
@@ -130,15 +131,15 @@ async def start_engine(session: RunSession, config: RunConfig, *, name: str, ver
     return checksum
 
 
-async def train(session: RunSession, config: RunConfig) -> None:
-    """The loop. `produce` runs beside it; evaluation and tracking never hold it up."""
+async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.Task[int]) -> None:
+    """The loop. `produce` runs beside it; evaluation and tracking, of which a first call is on its way, never hold it
+    up."""
     patience = config.rollout.stall_timeout
     rules = claim_rules(
         batch_size=config.batch_size, max_staleness=config.max_staleness, rollout=config.rollout, train=config.train
     )
     async with asyncio.TaskGroup() as beside:
         beside.create_task(evaluate_if_due(session, config))
-        tracking = beside.create_task(track(session))
         producing = [beside.create_task(produce(session, config, name)) for name in session.workers]
         round_started = time.time()
         while session.log.state.step < config.steps:
@@ -159,8 +160,8 @@ async def train(session: RunSession, config: RunConfig) -> None:
                 await watched(session, publishing, what=f"publishing policy {step.policy.version}", seconds=patience)
             beside.create_task(evaluate_if_due(session, config))
             forget_results()
-            if tracking.done() and tracking_is_due(session):
-                tracking = beside.create_task(track(session))
+            if telling_mlflow.done() and tracking_is_due(session):
+                telling_mlflow = beside.create_task(track(session))
         for producer in producing:
             producer.cancel()
     announce(session.log, "training.finished", version=session.log.state.newest_version)

@@ -109,7 +109,7 @@ class EvaluationSettings(BaseModel):
     """Attempts per problem; the score is their mean (avg@n)."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy decoding."""
-    max_concurrent: int = Field(default=64, ge=1)
+    max_concurrent: int = Field(default=256, ge=1)
     """Most problems in flight at once."""
     own_engine: bool = False
     """Evaluate on an engine of its own, so that a new policy never waits for an evaluation; it costs the memory of

@@ -1,4 +1,4 @@
-"""Prefect tasks around the trainer worker: start it, choose the next batch, take one optimizer step.
+"""Around the trainer worker: the Prefect tasks that start it and take one optimizer step, and the choice of its batch.
 
 In: a session. Out: the claim and the committed step.
 """
@@ -80,7 +80,6 @@ def claim_rules(*, batch_size: int, max_staleness: float, rollout: RolloutSettin
     )
 
 
-@task(name="next-batch", cache_policy=NO_CACHE, persist_result=False)
 async def next_batch(
     session: RunSession, *, rules: ClaimRules, pace: bool, stall_timeout: float, lease_timeout: float
 ) -> Claim:

@@ -221,7 +221,7 @@ def test_no_batch_is_claimed_while_paused_and_the_wait_is_no_stall(
 
     async def claim() -> Any:
         waiting = asyncio.ensure_future(
-            train.next_batch.fn(session, rules=_RULES, pace=False, stall_timeout=0.001, lease_timeout=60.0)
+            train.next_batch(session, rules=_RULES, pace=False, stall_timeout=0.001, lease_timeout=60.0)
         )
         for _ in range(3):
             session.arrivals.set()
