@@ -179,9 +179,8 @@ async def release_silent(session: RunSession, *, patience: float) -> None:
     """Give the prompts of producers elsewhere to others where they have not been heard of for `patience` seconds."""
     silent = session.lookout.silent(patience=patience)
     for name, seconds in silent.items():
-        reason = f"no sign of life for {seconds:.0f} s"
-        logger.warning("%s: %s; its prompts run elsewhere", name, reason)
-        withdraw(session.log, name, reason=reason)
+        logger.warning("%s: no sign of life for %.0f s; its prompts run elsewhere", name, seconds)
+        withdraw(session.log, name, reason=f"no sign of life for {seconds:.0f} s")
     if silent:
         await refresh_workers(session)
 
