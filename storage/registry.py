@@ -95,6 +95,11 @@ class Registry:
         except (MlflowException, OSError) as error:
             raise RegistryUnavailable(str(error)) from error
 
+    @property
+    def run_page(self) -> str:
+        """Where MLflow's pages show the run, from the server's address on; empty before the first `sync`."""
+        return f"#/experiments/{self._experiment_id}/runs/{self._run_id}" if self._run_id else ""
+
     def attach(self, file: Path) -> None:
         """Put a file beside the run; one of the same name is replaced. Raises `RegistryUnavailable`."""
         try:

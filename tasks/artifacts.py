@@ -61,8 +61,10 @@ class RunPage:
 
     async def _write(self, state: RunState) -> None:
         log = self._session.log
-        where = {"store": log.store.uri, "mlflow": _model_page(self._session.tracking, log.run_id)}
-        text = summary(state, run=log.run_id, steps=self._steps, **where)
+        mlflow, page = _mlflow_server(self._session.tracking), self._session.mlflow_run
+        text = summary(
+            state, run=log.run_id, steps=self._steps, store=log.store.uri, mlflow=mlflow, mlflow_run=page
+        )
         await acreate_markdown_artifact(text, key=f"run-{artifact_key(log.run_id)}", description=f"run {log.run_id}")
         progress, sentence = 100 * min(1.0, state.step / max(1, self._steps)), f"step {state.step} of {self._steps}"
         if self._progress_id is None:
@@ -77,8 +79,9 @@ def artifact_key(run: str) -> str:
     return re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
 
 
-def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str) -> str:
-    """A run as Markdown; `mlflow` is the address of its models, empty where no server shows them."""
+def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str, mlflow_run: str) -> str:
+    """A run as Markdown; `mlflow` is the address of a server, empty where none shows the run, and `mlflow_run` the
+    run's page there, empty as long as nobody has told MLflow of it."""
     champion, counters = state.aliases.get(CHAMPION), state.counters()
     scores = [e for e in state.evaluations if not e.failed]
     facts = {
@@ -89,9 +92,12 @@ def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str) -
         or "not evaluated",
         "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
         "store": f"`{_cell(store)}`",
-        "MLflow": f"[versions and the run behind them]({mlflow})" if mlflow else "no server shows it: `millrace up`",
+        "MLflow": f"[policies]({mlflow}/#/models/{quote(run)})" if mlflow else "no server shows it: `millrace up`",
         "web page": f"`millrace report {run}` writes `reports/{run}.html` in the state folder",
     }
+    if mlflow and mlflow_run:
+        facts["MLflow"] = f"[run]({mlflow}/{mlflow_run}), {facts['MLflow']}"
+        facts["web page"] += f"; the end of the run puts it [beside the run]({mlflow}/{mlflow_run}/artifacts)"
     lines = [f"# run {run}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), ""]
     if state.step:
         lines += ["| step | reward | staleness | engine gap | tokens/s | seconds |", "|---|---|---|---|---|---|"]
@@ -109,6 +115,6 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _model_page(tracking: str, run: str) -> str:
+def _mlflow_server(tracking: str) -> str:
     server = tracking if tracking.startswith("http") else mlflow_url(home()) if tracking == local_tracking_uri() else ""
-    return f"{without_secrets(server).rstrip('/')}/#/models/{quote(run)}" if server else ""
+    return without_secrets(server).rstrip("/")

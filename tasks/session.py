@@ -71,6 +71,8 @@ class RunSession:
         """`time.monotonic()` when tracking was last called."""
         self.tracking_is_away = False
         """True from a call that MLflow did not take in to the next that it does."""
+        self.mlflow_run = ""
+        """The run's page, from MLflow's address on, once MLflow has the run."""
         self.cache = home() / "cache"
         self.arrivals = asyncio.Event()
         """Set whenever this session's own producer has committed a shard."""

@@ -58,7 +58,9 @@ def _sync(session: RunSession, finished: bool) -> list[Registration]:
         # Two that send the same entries at once would send them twice.
         with session.tracking_lock, teller_lock(log):
             log.refresh()
-            registered = Registry(log, tracking_uri=session.tracking).sync(finished=finished or not is_trainer)
+            registry = Registry(log, tracking_uri=session.tracking)
+            registered = registry.sync(finished=finished or not is_trainer)
+            session.mlflow_run = registry.run_page
             for registration in registered:
                 log.append(registration)
     except RegistryUnavailable as error:

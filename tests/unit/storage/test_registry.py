@@ -181,6 +181,13 @@ def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     assert run.data.tags["millrace.store"] == mirror.log.store.uri
 
 
+def test_the_page_of_the_run_is_known_after_a_sync(mirror: _Mirror):
+    registry, info = Registry(mirror.log, tracking_uri=mirror.tracking), mirror.run().info
+    assert registry.run_page == ""
+    registry.sync()
+    assert registry.run_page == f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
+
+
 def test_syncing_again_adds_nothing_not_even_from_another_process(mirror: _Mirror):
     before = mirror.everything()
     Registry(mirror.log, tracking_uri=mirror.tracking).sync()

@@ -25,8 +25,8 @@ def _log(steps: int) -> RunLog:
     return log
 
 
-def _summary(log: RunLog, mlflow: str = "") -> str:
-    return summary(log.state, run="run", steps=40, store="file:///s", mlflow=mlflow)
+def _summary(log: RunLog, mlflow: str = "", mlflow_run: str = "") -> str:
+    return summary(log.state, run="run", steps=40, store="file:///s", mlflow=mlflow, mlflow_run=mlflow_run)
 
 
 def test_a_run_without_a_step_has_a_page() -> None:
@@ -44,10 +44,17 @@ def test_the_page_says_what_a_person_looks_for() -> None:
     log = _log(2)
     promote(log, 1, max_gap=1.0)
     log.append(Pause(reason="a|b"))
-    text = _summary(log, mlflow="http://host/#/models/run")
+    text = _summary(log, mlflow="http://host")
     assert "**paused**: a\\|b" in text and "| champion | policy 1 |" in text
     assert "(http://host/#/models/run)" in text and "millrace report run" in text
     assert "2 submitted, 2 trained" in text
+
+
+def test_the_page_links_the_run_in_mlflow_and_its_report_once_they_can_be_there() -> None:
+    log, page = _log(1), "#/experiments/1/runs/abc"
+    text = _summary(log, mlflow="http://host", mlflow_run=page)
+    assert f"(http://host/{page})" in text and f"(http://host/{page}/artifacts)" in text
+    assert "/runs/" not in _summary(log, mlflow="http://host") and "/runs/" not in _summary(log, mlflow_run=page)
 
 
 def test_keys_are_what_prefect_takes() -> None:
@@ -58,6 +65,7 @@ class _Session:
     def __init__(self, log: RunLog) -> None:
         self.log = log
         self.tracking = "http://mlflow"
+        self.mlflow_run = ""
 
 
 def test_a_server_that_is_down_costs_one_warning_and_hears_of_it_later(

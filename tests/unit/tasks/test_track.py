@@ -21,6 +21,12 @@ from tasks.session import RunSession
 from tests.builders import a_log
 
 
+class _Told:
+    """A registry that MLflow has told of the run."""
+
+    run_page = "#/experiments/1/runs/2"
+
+
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
@@ -33,7 +39,7 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
 ) -> None:
     seen: list[tuple[RunLog, int]] = []
 
-    class Registry:
+    class Registry(_Told):
         def __init__(self, log: RunLog, *, tracking_uri: str) -> None:
             seen.append((log, log.state.entries))
 
@@ -59,7 +65,7 @@ def test_two_calls_at_once_take_turns(session: RunSession, monkeypatch: pytest.M
     inside, second_asked = threading.Event(), threading.Event()
     at_work, most = 0, 0
 
-    class Registry:
+    class Registry(_Told):
         def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
 
         def sync(self, *, finished: bool) -> list[Registration]:
@@ -102,7 +108,7 @@ def test_an_outage_is_said_once_and_its_end_too(
     caplog.set_level("INFO", logger="millrace.track")
     is_down = [False, True, True, True, False, False, True]
 
-    class Registry:
+    class Registry(_Told):
         def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
 
         def sync(self, *, finished: bool) -> list[Registration]:
@@ -123,7 +129,7 @@ def test_an_outage_is_said_once_and_its_end_too(
 def test_the_report_is_attached_at_the_end_and_only_there(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> None:
     attached: list[str] = []
 
-    class Registry:
+    class Registry(_Told):
         def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
 
         def sync(self, *, finished: bool) -> list[Registration]:
@@ -135,7 +141,7 @@ def test_the_report_is_attached_at_the_end_and_only_there(session: RunSession, m
     monkeypatch.setattr(track, "Registry", Registry)
     monkeypatch.setattr(track, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
     asyncio.run(track.track.fn(session))
-    assert attached == []
+    assert attached == [] and session.mlflow_run == "#/experiments/1/runs/2"
     asyncio.run(track.track.fn(session, finished=True))
     assert attached == ["report.html: page"]
 
@@ -143,7 +149,7 @@ def test_the_report_is_attached_at_the_end_and_only_there(session: RunSession, m
 def test_a_report_that_cannot_be_made_is_a_warning(
     session: RunSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Registry:
+    class Registry(_Told):
         def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
 
         def sync(self, *, finished: bool) -> list[Registration]:
@@ -160,7 +166,7 @@ def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(
 ) -> None:
     sent: list[bool] = []
 
-    class Registry:
+    class Registry(_Told):
         def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
 
         def sync(self, *, finished: bool) -> list[Registration]:
@@ -182,7 +188,7 @@ def test_a_training_may_begin_while_somebody_else_tells_of_its_run(
     telling, begun = threading.Event(), threading.Event()
     sent: list[str] = []
 
-    class Registry:
+    class Registry(_Told):
         def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
 
         def sync(self, *, finished: bool) -> list[Registration]:
