@@ -18,12 +18,15 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 from rich.console import Console
+from rich.markup import escape
 
 from flows.config import RunConfig
 from infra.environment import home, store_uri, tracking_uri
 from infra.services import free_port, running_services
+from storage.redaction import without_secrets
 
 PROJECT = Path(__file__).resolve().parent.parent
+SECONDS_TO_ANSWER = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +47,15 @@ def diagnose(config: RunConfig | None, console: Console) -> bool:
         except Exception as error:  # noqa: BLE001 - a check that breaks is a failed check, the others still run
             finding = Finding(good=False, text=f"{type(error).__name__}: {error}", fix="see the error")
         mark = "[green]ok  [/]" if finding.good else "[red]FAIL[/]"
-        console.print(f"{mark} {name:<12} {finding.text}", soft_wrap=True)
+        console.print(f"{mark} {name:<12} {_shown(finding.text)}", soft_wrap=True)
         if not finding.good:
-            console.print(f"     {'':<12} fix: {finding.fix}", soft_wrap=True)
+            console.print(f"     {'':<12} fix: {_shown(finding.fix)}", soft_wrap=True)
         all_good = all_good and finding.good
     return all_good
+
+
+def _shown(text: str) -> str:
+    return escape(without_secrets(text))
 
 
 def checks(config: RunConfig | None) -> list[tuple[str, Callable[[], Finding]]]:
@@ -64,6 +71,7 @@ def checks(config: RunConfig | None) -> list[tuple[str, Callable[[], Finding]]]:
         ("ports", check_ports),
         ("store", lambda: check_store(store)),
         ("MLflow", lambda: check_mlflow(tracking)),
+        ("Prefect", check_prefect),
         ("tokenizer", lambda: check_tokenizer(config)),
         ("vLLM", check_vllm),
     ]
@@ -137,10 +145,39 @@ def check_store(uri: str) -> Finding:
 
 
 def check_mlflow(uri: str) -> Finding:
-    from storage.redaction import without_secrets
     from storage.registry import prepare_database
 
-    return Finding(good=True, text=f"{without_secrets(uri)} answers in {prepare_database(uri):.1f} s")
+    return Finding(good=True, text=f"{uri} answers in {prepare_database(uri):.1f} s")
+
+
+def check_prefect() -> Finding:
+    """The server that runs report to, if one is named or `make up` has started it, and its version."""
+    import httpx
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+
+    server = running_services(home()).get("prefect")
+    url = os.environ.get("PREFECT_API_URL") or (f"{server.url}/api" if server else PREFECT_API_URL.value() or "")
+    if not url:
+        return Finding(good=True, text="no server is named: a temporary one is started with each run")
+    user, _, password = (PREFECT_API_AUTH_STRING.value() or "").partition(":")
+    auth = (user, password) if user else None
+    try:
+        with httpx.Client(base_url=url, auth=auth, timeout=SECONDS_TO_ANSWER) as client:
+            client.get("health").raise_for_status()
+            answer = client.get("admin/version")
+            if answer.status_code == httpx.codes.UNAUTHORIZED:
+                fix = "set PREFECT_API_AUTH_STRING to the server's user:password"
+                return Finding(good=False, text=f"{url} asks for a password, or for another one", fix=fix)
+            theirs = answer.raise_for_status().json()
+    except (httpx.HTTPError, ValueError) as error:
+        fix = "start it, on this machine by `millrace up`, or unset PREFECT_API_URL and go without its pages"
+        return Finding(good=False, text=f"{url} does not answer as Prefect does: {error}", fix=fix)
+    ours = importlib.metadata.version("prefect")
+    if theirs != ours:
+        return Finding(
+            good=False, text=f"{url} is version {theirs}, here is {ours}", fix="run the same version on both"
+        )
+    return Finding(good=True, text=f"{url} answers, version {ours} as here")
 
 
 def check_tokenizer(config: RunConfig | None) -> Finding:

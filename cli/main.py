@@ -71,6 +71,9 @@ def train(
 @app.command()
 def status(
     run: str,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show it again as it grows, until the last step or Ctrl-C.")
+    ] = False,
     store: StoreOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -78,7 +81,15 @@ def status(
     with explained():
         from cli.status import print_status, run_status
 
-        numbers = run_status(open_named(run, store))
+        if follow and as_json:
+            raise ValueError("--json prints the status once: leave out --follow, or --json")
+        log = open_named(run, store)
+        if follow:
+            from cli.live_status import follow_run
+
+            follow_run(log, Console(highlight=False))
+            return
+        numbers = run_status(log)
         if as_json:
             typer.echo(json.dumps(numbers, indent=2))
         else:

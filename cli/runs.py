@@ -63,12 +63,12 @@ def print_runs(runs: list[dict[str, Any]], store: ObjectStore, console: Console)
             f"{run['trajectories']:,}",
             "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),
             "-" if run["champion"] is None else str(run["champion"]),
-            "-" if run["last_entry_at"] is None else _ago(time.time() - run["last_entry_at"]),
+            "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
         )
     console.print(table)
 
 
-def _ago(seconds: float) -> str:
+def ago(seconds: float) -> str:
     """`3 min ago`."""
     for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= length:

@@ -26,17 +26,26 @@ SELECT
     shard_id, group_id, attempt,
     any_value(prompt_id) AS prompt_id, any_value(reward)::DOUBLE AS reward, any_value(status) AS status,
     any_value(outcome) AS outcome, any_value(step) AS step, max(tail_version) AS tail_version,
-    sum(num_sampled)::INTEGER AS num_sampled, any_value(hash(reply)) FILTER (sequence_idx = 0) AS reply
+    sum(num_sampled)::INTEGER AS num_sampled, sum(num_turns)::INTEGER AS num_turns,
+    any_value(finished_at - started_at) FILTER (started_at > 0) AS seconds,
+    any_value(hash(reply)) FILTER (sequence_idx = 0) AS reply
 FROM trajectories {where} GROUP BY shard_id, group_id, attempt
 """
 # A forked attempt has its messages in its first sequence alone.
-_NUMBERS = """
+
+_MEASURES = {"seconds": "seconds", "tokens": "num_sampled", "turns": "num_turns"}
+"""What has a mean, quantiles and a maximum, and its column of `attempts`."""
+_SPREADS = ", ".join(
+    f"avg({column}) AS {name}_mean, max({column}) AS {name}_max, "
+    + ", ".join(f"quantile_cont({column}, {point / 100}) AS {name}_p{point}" for point in (50, 95, 99))
+    for name, column in _MEASURES.items()
+)
+_NUMBERS = f"""
     count(*) AS attempts,
     avg(reward) AS reward_mean, stddev_samp(reward) AS reward_std,
     min(reward) AS reward_min, quantile_cont(reward, 0.1) AS reward_p10, median(reward) AS reward_p50,
     quantile_cont(reward, 0.9) AS reward_p90, max(reward) AS reward_max,
-    avg(num_sampled) AS tokens_mean, median(num_sampled) AS tokens_p50,
-    quantile_cont(num_sampled, 0.9) AS tokens_p90, max(num_sampled) AS tokens_max,
+    {_SPREADS}, quantile_cont(num_sampled, 0.9) AS tokens_p90,
     avg((status = 'truncated')::INTEGER) AS truncated_share,
     1 - count(DISTINCT (shard_id, group_id, reply)) / count(*) AS same_in_group_share
 """
@@ -48,7 +57,11 @@ def trajectory_stats(
     """Numbers over attempts (not sequences), shares from 0 to 1; with `by`, a list of them under `by` as well.
 
     An attempt is solved from a reward of `solved` on. A reply repeats when an attempt before it, in the same group or
-    at the same prompt, said the very same. Raises `ValueError` for another `by` than in `BY`, wrong SQL, or no attempt.
+    at the same prompt, said the very same. Quantiles are interpolated linearly, as `numpy.percentile` does: of n sorted
+    values the p-th is the one at place (n - 1) p / 100, counted from 0. `seconds` are from an attempt's start to its
+    end; attempts that failed left no row and are in none of them.
+
+    Raises `ValueError` for another `by` than in `BY`, wrong SQL, or no attempt.
     """
     if by and by not in BY:
         raise ValueError(f"--by {by!r}: write one of {', '.join(BY)}")
@@ -102,9 +115,10 @@ def print_stats(stats: dict[str, Any], console: Console, *, by: str) -> None:
         share = count / stats["attempts"]
         bar = "█" * round(_BAR * count / max(1, max(n for _, n in stats["histogram"])))
         lines.add_row(label, Text(f"{bar or '▏'} {count}  ").append(_percent(share), style="dim"))
-    lines.add_row(
-        "tokens", _spread(stats, "tokens", ("p50", "p90", "max")) + f"  truncated {_percent(stats['truncated_share'])}"
-    )
+    truncated = f"  truncated {_percent(stats['truncated_share'])}"
+    lines.add_row("tokens", _spread(stats, "tokens", ("p50", "p90", "p95", "p99", "max")) + truncated)
+    for name in ("turns", "seconds"):
+        lines.add_row(name, _spread(stats, name, ("p50", "p95", "p99", "max")))
     for name in ("statuses", "outcomes", "failures"):
         if stats[name]:
             note = "  [dim]attempts that left no trajectory[/]" if name == "failures" else ""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -29,7 +30,7 @@ from storage.records import Message, RolloutGroup, ToolCall, Trajectory, Turn
 from storage.run_log import RunLog
 from storage.runs import create_run
 from storage.shards import commit_shard
-from tests.builders import SAMPLING, a_group, a_step, a_trajectory, provenance
+from tests.builders import SAMPLING, a_group, a_step, a_trajectory, a_turn, provenance
 
 Invoke = Callable[..., str]
 CONFIG = {"train": {"advantage": {"kind": "grpo", "scale": "none"}, "stale_policy": "strict"}, "max_staleness": 0}
@@ -362,6 +363,42 @@ def test_many_rewards_are_put_into_bins(log: RunLog):
 def test_failed_attempts_are_counted_from_the_log(log: RunLog):
     _commit(log, "s2", [a_group(2, rewards=[None, None, 1.0])], run_id="run")
     assert trajectory_stats(open_queries(log))["failures"] == {"env_error": 2}
+
+
+def test_quantiles_are_numpys(log: RunLog, invoke: Invoke):
+    """Of attempts: the turns and tokens of a forked one are those of all its sequences."""
+    random = np.random.default_rng(0)
+    lengths = [[int(n) for n in random.integers(1, 40, size=size)] for size in random.integers(1, 6, size=30)]
+    seconds = random.exponential(size=30)
+    attempts = [
+        a_trajectory(
+            attempt=i,
+            turns=[a_turn([12] * n, sequence_idx=int(i % 2 and turn > 1)) for turn, n in enumerate(lengths[i])],
+            started_at=1e9,
+            finished_at=1e9 + seconds[i],
+        )
+        for i in range(30)
+    ]
+    _commit(log, "s2", [a_group(2, trajectories=attempts)], run_id="run")
+    stats = trajectory_stats(open_queries(log), where="prompt_id = 'task2'", by="prompt")
+    values = {"seconds": seconds, "turns": [len(turns) for turns in lengths], "tokens": [sum(n) for n in lengths]}
+    for found in (stats, *stats["by"]):
+        for name, column in values.items():
+            wanted = {f"{name}_p{point}": np.percentile(column, point) for point in (50, 95, 99)}
+            wanted |= {f"{name}_mean": np.mean(column), f"{name}_max": np.max(column)}
+            assert {key: found[key] for key in wanted} == pytest.approx(wanted, abs=1e-6)
+    shown = invoke("stats", "run", "--where", "prompt_id = 'task2'")
+    for name in values:
+        (line,) = [line.split() for line in shown.splitlines() if line.split()[:1] == [name]]
+        assert line[line.index("p99") + 1] == f"{stats[f'{name}_p99']:.4g}"
+
+
+def test_an_attempt_that_does_not_say_when_it_ran_is_in_no_quantile_of_seconds(log: RunLog, invoke: Invoke):
+    assert trajectory_stats(open_queries(log))["seconds_p50"] is None
+    assert "mean none  p50 none" in invoke("stats", "run")
+    timed = a_trajectory(started_at=100.0, finished_at=102.5)
+    _commit(log, "s2", [a_group(2, trajectories=[timed, a_trajectory(attempt=1)])], run_id="run")
+    assert trajectory_stats(open_queries(log))["seconds_p99"] == 2.5
 
 
 def test_stats_as_text_and_as_json(log: RunLog, invoke: Invoke):
