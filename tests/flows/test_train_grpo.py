@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from storage.log_entries import Alias
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from storage.runs import open_run
@@ -32,6 +33,13 @@ def test_synchronous_training_uses_only_tokens_of_the_policy_being_trained(finis
         for claimed in step.claim.trained:
             group = log.state.groups[claimed.group_id]
             assert group.head_version == group.tail_version == step.claim.base_version
+
+
+def test_the_log_says_of_each_publication_what_became_of_requests_and_their_cache(finished: Home) -> None:
+    aliases = [entry.body for entry in _log(finished).entries if isinstance(entry.body, Alias)]
+    published = [alias for alias in aliases if alias.name == "rollout" and alias.version > 0]
+    assert [alias.version for alias in published] == [1, 2, 3, 4, 5, 6]
+    assert {(alias.update_mode, alias.cache_cleared) for alias in published} == {("keep", True)}
 
 
 def test_evaluation_rows_are_kept_apart_and_of_one_version(finished: Home) -> None:

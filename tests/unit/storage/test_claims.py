@@ -96,6 +96,18 @@ def test_strict_drops_groups_older_than_the_bound_and_keeps_those_at_it():
     assert _ids(claim.trained) == ["0.task1", "0.task2", "0.task3"]
 
 
+def test_workers_that_serve_different_versions_fill_one_batch():
+    log = a_log()
+    for number in range(2):
+        log.append(a_shard(f"old{number}", [a_summary(1000 + number)]))
+        log.append(a_step(log.state, trained=[f"0.task{1000 + number}"]))
+    log.append(replace(a_shard("ahead", [a_summary(0, version=2)]), producer="rollout-0"))
+    log.append(replace(a_shard("behind", [a_summary(1, version=1)]), producer="rollout-1"))
+    claim = _claim(log.state, max_staleness=1)
+    assert claim is not None and not claim.stale
+    assert [(group.shard_id, group.group_id) for group in claim.trained] == [("ahead", "0.task0"), ("behind", "0.task1")]
+
+
 @pytest.mark.parametrize(("max_staleness", "trained"), [(0.5, [1, 2]), (1, [1, 2]), (1.5, [0, 1])])
 def test_the_bound_of_a_fraction_is_the_next_whole_number(max_staleness: float, trained: list[int]):
     groups = [a_summary(position, version=position) for position in range(3)]
