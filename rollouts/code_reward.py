@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollouts.sandbox import SandboxedProcess, require_sandbox
+from rollouts.sandbox import SandboxedProcess, check_started, require_sandbox, run_script, write_text
 
 _BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
@@ -79,18 +79,9 @@ def _pairs(tests: str) -> list[tuple[str, str]] | None:
 
 def _prints(code: str, given: str, expected: str, folder: Path, *, deadline: float, memory_gb: float) -> bool:
     """True when the script, fed with `given`, prints `expected`."""
-    left = deadline - time.monotonic()
-    if left <= 0:
+    if deadline <= time.monotonic():
         return False
-    work = folder / "work"
-    work.mkdir(parents=True)
-    _write(work / "solution.py", code)
-    _write(folder / "stdin", given)
-    with (folder / "stdin").open("rb") as stdin, (folder / "stdout").open("wb") as stdout:
-        process = SandboxedProcess("script", work, seconds=left, memory_gb=memory_gb, stdin=stdin, stdout=stdout)
-        status = process.wait(deadline)
-    _check_started(process.missing() is not None)
-    printed = (folder / "stdout").read_text(encoding="utf-8", errors="replace")
+    status, printed = run_script(code, given, folder, deadline=deadline, memory_gb=memory_gb)
     return status == 0 and _lines(printed) == _lines(expected)
 
 
@@ -102,7 +93,7 @@ def _run_asserts(code: str, tests: str, folder: Path, *, deadline: float, memory
     """The share of tests passed. The two processes share nothing but two pipes."""
     for name, text in (("solution", code), ("tests", tests)):
         (folder / name).mkdir()
-        _write(folder / name / f"{name}.py", text)
+        write_text(folder / name / f"{name}.py", text)
     left = deadline - time.monotonic()
     requests, asks = os.pipe()
     answers, tells = os.pipe()
@@ -115,21 +106,12 @@ def _run_asserts(code: str, tests: str, folder: Path, *, deadline: float, memory
     checker.wait(deadline)
     server.kill()
     has_served = server.missing() is not None  # tests that cannot be run may end sooner than it begins
-    _check_started(checker.missing() is not None)
+    check_started(checker.missing() is not None)
     lines = (folder / "verdicts").read_text().split("\n")[:-1]  # a line that was being written is none yet
     said = [json.loads(line) for line in lines]
     if faults := [line["fault"] for line in said if "fault" in line]:
         raise ValueError(faults[0])
-    _check_started(has_served or (bool(said) and not said[0]["tests"]))
+    check_started(has_served or (bool(said) and not said[0]["tests"]))
     if not said or not said[0]["tests"]:
         raise ValueError("the tests have no assert, no test function and no call, so there is nothing to pass")
     return sum(line.get("passed", False) for line in said) / said[0]["tests"]
-
-
-def _write(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8", errors="replace")  # a reply may end within a character
-
-
-def _check_started(has_started: bool) -> None:
-    if not has_started:
-        raise RuntimeError("a sandbox ended before it ran the code; it may have too little time or memory to start")

@@ -37,6 +37,7 @@ class SandboxedProcess:
         memory_gb: float,
         stdin: IO[bytes] | int = subprocess.DEVNULL,
         stdout: IO[bytes] | int = subprocess.DEVNULL,
+        stderr: IO[bytes] | int = subprocess.DEVNULL,
         pass_fds: Sequence[int] = (),
     ) -> None:
         self._said, says = os.pipe()
@@ -45,7 +46,7 @@ class SandboxedProcess:
             [sys.executable, "-I", "-c", _START, str(_PRODUCT), json.dumps(order), *map(str, pass_fds)],
             stdin=stdin,
             stdout=stdout,
-            stderr=subprocess.DEVNULL,
+            stderr=stderr,
             cwd=folder,
             # Threads of linear algebra cost address space, a gigabyte each.
             env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -71,6 +72,44 @@ class SandboxedProcess:
         with os.fdopen(self._said, "rb") as said:
             line = said.readline()
         return json.loads(line) if line.endswith(b"\n") else None
+
+
+def run_script(
+    code: str, given: str, folder: Path, *, deadline: float, memory_gb: float, shows_errors: bool = False
+) -> tuple[int | None, str]:
+    """Run a program in a sandbox, `given` on its standard input; files are made in `folder`, which may be new.
+
+    Returns its exit status, null where it was killed at `deadline` (`time.monotonic`), and what it printed, with
+    `shows_errors` its error output too. Raises `RuntimeError` where it never began.
+    """
+    work = folder / "work"
+    work.mkdir(parents=True)
+    write_text(work / "solution.py", code)
+    write_text(folder / "stdin", given)
+    with (folder / "stdin").open("rb") as stdin, (folder / "stdout").open("wb") as stdout:
+        process = SandboxedProcess(
+            "script",
+            work,
+            seconds=deadline - time.monotonic(),
+            memory_gb=memory_gb,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.STDOUT if shows_errors else subprocess.DEVNULL,
+        )
+        status = process.wait(deadline)
+    check_started(process.missing() is not None)
+    return status, (folder / "stdout").read_text(encoding="utf-8", errors="replace")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write what a policy wrote, whatever it is."""
+    file.write_text(text, encoding="utf-8", errors="replace")  # a reply may end within a character
+
+
+def check_started(has_started: bool) -> None:
+    """Raises `RuntimeError` where a sandbox ended before its program began."""
+    if not has_started:
+        raise RuntimeError("a sandbox ended before it ran the code; it may have too little time or memory to start")
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import json
 import operator
 import os
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from decimal import Decimal
@@ -39,6 +40,7 @@ def main() -> None:
     sys.set_int_max_str_digits(0)  # a factorial is a fine answer; time is limited anyway
     match order["program"]:
         case "script":
+            sys.excepthook = _tell_error
             _run("__main__", folder / "solution.py")
         case "serve":
             requests, answers = (int(descriptor) for descriptor in descriptors)
@@ -47,6 +49,14 @@ def main() -> None:
             requests, answers, verdicts = (int(descriptor) for descriptor in descriptors)
             solution = _Solution(os.fdopen(requests, "w"), os.fdopen(answers, "r"))
             _check((folder / "tests.py").read_text(), solution, os.fdopen(verdicts, "w"))
+
+
+def _tell_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Behind what was printed, from the program's own lines on."""
+    sys.stdout.flush()
+    while trace is not None and trace.tb_frame.f_code.co_filename != "solution.py":
+        trace = trace.tb_next
+    traceback.print_exception(kind, error, trace)
 
 
 def _run(name: str, file: Path) -> dict[str, Any]:
