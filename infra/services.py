@@ -27,6 +27,8 @@ POOL = "local"
 GPU_QUEUE = "gpu"
 """Queue of the deployments that use GPUs. A run takes all that its process sees, so on a machine with GPUs one at a
 time runs from here."""
+GPU_RUNS = "MILLRACE_GPU_RUNS"
+"""Environment variable of `python -m tasks.flow_runs`: how many that is."""
 
 
 class ServiceFailed(RuntimeError):
@@ -60,11 +62,7 @@ class Service:
 
 def running_services(home: Path) -> dict[str, Service]:
     """The services of this state folder that are alive, by name."""
-    file = home / "services.json"
-    if not file.exists():
-        return {}
-    services = [Service(**record) for record in json.loads(file.read_text())]
-    return {service.name: service for service in services if service.process() is not None}
+    return {name: service for name, service in _recorded_services(home).items() if service.process() is not None}
 
 
 def mlflow_url(home: Path) -> str:
@@ -87,7 +85,10 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             announce("starting the Prefect server")
             if "prefect" in services:
                 _end(services.pop("prefect"))
-            services["prefect"] = _start_prefect(free_port(4200), logs, evaluates_triggers=not deploying)
+            # Where it was: a worker, or flow runs that have outlived theirs, report to it.
+            before = _recorded_services(home).get("prefect")
+            port = free_port(before.port if before is not None else 4200)
+            services["prefect"] = _start_prefect(port, logs, evaluates_triggers=not deploying)
         if "mlflow" not in services:
             announce("starting the MLflow server")
             port = free_port(5000)
@@ -105,10 +106,8 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             announce("deploying prefect.yaml and starting a worker")
             _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], project, logs, api)
             _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], project, logs, api)
-            if num_gpus():
-                limit = ["work-queue", "set-concurrency-limit", GPU_QUEUE, "1", "--pool", POOL]
-                _run(["-m", "prefect", *limit], project, logs, api)
-            _run(["-m", "tasks.flow_runs"], project, logs, api)
+            limit = {GPU_RUNS: os.environ.get(GPU_RUNS, "1")} if num_gpus() else {}
+            _run(["-m", "tasks.flow_runs"], project, logs, {**api, **limit})
             _end(services["prefect"])
             services["prefect"] = _start_prefect(services["prefect"].port, logs, evaluates_triggers=True)
             _wait_until_up(services["prefect"], "/api/health", logs)
@@ -155,6 +154,14 @@ def free_port(preferred: int) -> int:
     raise ServiceFailed("no free TCP port on 127.0.0.1")
 
 
+def _recorded_services(home: Path) -> dict[str, Service]:
+    """What `start_services` started last, alive or not, by name."""
+    file = home / "services.json"
+    if not file.exists():
+        return {}
+    return {record["name"]: Service(**record) for record in json.loads(file.read_text())}
+
+
 def _start_prefect(port: int, logs: Path, *, evaluates_triggers: bool) -> Service:
     """Automations are made and changed only while their triggers are not evaluated.
 
@@ -170,6 +177,8 @@ def _start_prefect(port: int, logs: Path, *, evaluates_triggers: bool) -> Servic
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": str(evaluates_triggers).lower(),
             # Else the pages ask port 4200, whoever listens there.
             "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api",
+            # In memory, a deployment's slots would be forgotten, and a flow run that cannot renew its own ends itself.
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         },
     )
 

@@ -61,13 +61,17 @@ class VllmEngine:
         arguments: dict[str, Any],
         lora_rank: int = 0,
         base_folder: Path | None = None,
+        ends_process: bool = False,
     ) -> None:
         """`lora_rank` above 0 serves adapters of up to that rank on the weights in `base_folder`.
 
+        With `ends_process` the death of vLLM's core ends this process at once, and whoever watches it starts another:
+        requests that failed with the core must not be taken for failed attempts.
         `arguments` go to vLLM as they are. Raises `ValueError` for a rank that vLLM cannot serve.
         """
         assert (lora_rank > 0) == (base_folder is not None)
         self._base_folder = base_folder
+        self._ends_process = ends_process
         self._arguments = {
             "max_model_len": max_model_len,
             "seed": seed,
@@ -120,7 +124,9 @@ class VllmEngine:
             await check_applied(self.llm)
         else:
             self._checksums[self._served.digest] = await self._read_checksum()
-        return await self._install(self._served)  # a first reload, of the same weights: it must give the same
+        checksum = await self._install(self._served)  # a first reload, of the same weights: it must give the same
+        self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
+        return checksum
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
         token_ids: list[int] = []
@@ -178,6 +184,7 @@ class VllmEngine:
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
         except Exception as error:
+            self._end_with_core()
             raise EngineError(f"{type(error).__name__}: {error}") from error
         finally:
             self._running.discard(request_id)
@@ -269,9 +276,16 @@ class VllmEngine:
 
     async def _give_up(self, reason: str) -> None:
         """Refuse every request from now on and end those that run; a later policy that loads makes it usable."""
+        self._end_with_core()
         self._unusable = self._unusable or reason
         await self.llm.abort(list(self._running))
         raise EngineUnusable(self._unusable)
+
+    def _end_with_core(self) -> None:
+        """Nothing where the core lives, or was stopped by us."""
+        if self._ends_process and self.llm is not None and self.llm.errored:
+            logger.critical("vLLM's engine core has ended: this process ends too, another takes its place")
+            os._exit(1)
 
     async def _reload(self, folder: Path) -> str:
         await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),)))

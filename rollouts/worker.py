@@ -69,6 +69,7 @@ def make_engine(
                 arguments=settings.vllm,
                 lora_rank=lora_rank,
                 base_folder=base_folder,
+                ends_process=True,
             )
         case "scripted":
             from rollouts.scripted_engine import ScriptedEngine, random_reply

@@ -1,13 +1,14 @@
-"""Prefect's flow runs from outside of them: cancel one, and find those whose process is gone.
+"""Prefect's flow runs from outside of them: cancel one, find those whose process is gone, limit those on GPUs.
 
-In: a Prefect server. Out: states there. Called by commands, not by flows; `python -m tasks.flow_runs` makes the
-automation where `millrace up` is not how a server is set up.
+In: a Prefect server. Out: states and settings there. Called by commands, not by flows; `python -m tasks.flow_runs` sets
+up a server that has the deployments: the automation, and with `$MILLRACE_GPU_RUNS` the limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import datetime
+import os
 from uuid import UUID
 
 import psutil
@@ -19,6 +20,8 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.events import ResourceSpecification
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Crashed
+
+from infra.services import GPU_QUEUE, GPU_RUNS, POOL
 
 ZOMBIES = "millrace: flow runs without a heartbeat"
 SILENT_SECONDS = 90
@@ -72,6 +75,24 @@ async def crash_silent_flow_runs() -> None:
             await client.delete_automation(double.id)
 
 
+async def limit_gpu_runs(num_runs: int) -> None:
+    """Let the server run so many flow runs of the GPU queue at a time; a limit that somebody has set stays.
+
+    Raises `prefect.exceptions.ObjectNotFound` where nothing is deployed to that queue.
+    """
+    async with get_client() as client:
+        queue = await client.read_work_queue_by_name(GPU_QUEUE, work_pool_name=POOL)
+        if queue.concurrency_limit is None:
+            await client.update_work_queue(queue.id, concurrency_limit=num_runs)
+
+
+async def set_up_server() -> None:
+    """What a server needs beside the deployments."""
+    await crash_silent_flow_runs()
+    if num_runs := os.environ.get(GPU_RUNS):
+        await limit_gpu_runs(int(num_runs))
+
+
 async def crash_lost_flow_runs() -> list[str]:
     """Mark those Crashed whose process is gone; returns their names.
 
@@ -110,4 +131,4 @@ def _is_lost(flow_run: FlowRun) -> bool:
 
 
 if __name__ == "__main__":
-    asyncio.run(crash_silent_flow_runs())
+    asyncio.run(set_up_server())

@@ -112,6 +112,10 @@ class Composition:
         """
         self._wait(name, "service_healthy")
 
+    def wait_until_done(self, name: str) -> None:
+        """Wait for a started service that runs to its end. Raises `ServiceFailed` when that is not a good one."""
+        self._wait(name, "service_completed_successfully")
+
     def down(self) -> None:
         """Stop everything, the last first, as `docker compose down` does: SIGTERM, and SIGKILL for what stays."""
         for process in reversed(self._running.values()):

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
+import rollouts.scripted_engine
 from rollouts.chat import Chat
-from rollouts.workflow import Score
+from rollouts.engine import WeightUpdate
+from rollouts.scoring import score
+from rollouts.scripted_engine import ScriptedEngine
+from rollouts.workflow import Score, workflow_context
 from storage.records import RolloutTask
-from tests.flows.guesses import Guesses
+from tests.flows.guesses import Guesses, parity
 
 
 class Waits(Guesses):
@@ -25,3 +30,37 @@ class Blocks(Guesses):
     async def run(self, task: RolloutTask, chat: Chat) -> Score:
         time.sleep(10_000)
         raise AssertionError
+
+
+def endless(reply: str, answer: str) -> float:
+    """A reward that computes for ever."""
+    while True:
+        pass
+
+
+class ScoresForEver(Guesses):
+    """The first attempt of every group gets a reward that never comes."""
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        reply = await chat.ask(task.prompt)
+        return await score(parity if workflow_context().attempt else endless, reply, task.answer)
+
+
+class StuckEngine(ScriptedEngine):
+    """Never comes to the end of loading policy 2 where it serves policy 1; loads in a task of its own, as vLLM's."""
+
+    async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
+        return await asyncio.create_task(self._load(folder, version))
+
+    async def _load(self, folder: Path, version: int) -> WeightUpdate:
+        if (self.version, version) == (1, 2):
+            await asyncio.Event().wait()
+        return await super().load_policy(folder, version)
+
+
+class LoadsForEver(Guesses):
+    """Brings the worker that plays it to an engine that is stuck once; one that starts with policy 2 is not."""
+
+    def __init__(self, dataset: str | None) -> None:
+        super().__init__(dataset)
+        rollouts.scripted_engine.ScriptedEngine = StuckEngine  # type: ignore[misc]

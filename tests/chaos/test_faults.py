@@ -47,6 +47,7 @@ class Fault(enum.Enum):
     KILL_TRAINER = ("kill -9 of the trainer", None, "another trainer takes its place", 90)
     KILL_WORKER = ("kill -9 of a rollout worker", None, "another worker takes its place", 90)
     STORE_ERRORS = ("503, 500, 409, connections cut, answers lost", None, "", 90)
+    STORE_STALLS = ("a write that the store never answers", None, "", 90)
     CLOCK_AHEAD = ("the clock jumps a day ahead", None, "", 90)
     CLOCK_BACK = ("the clock jumps a day back", None, "", 90)
     KILL_DRIVER = ("kill -9 of the driver", -9, "", 60)
@@ -151,6 +152,8 @@ class Disturbed:
                 for kind in (StoreFault.CUT_REQUEST, StoreFault.LOSE_ANSWER):
                     self.proxy.fail(kind, times=1)
                 self.proxy.fail(StoreFault.CUT_ANSWER, times=2, method="GET")
+            case Fault.STORE_STALLS:  # after 15 s the client sends it again
+                self.proxy.fail(StoreFault.STALL)
             case Fault.DAMAGED_SHARD:
                 self.proxy.fail(StoreFault.DAMAGE, part="/shards/")
             case Fault.CLOCK_AHEAD:

@@ -6,16 +6,27 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+import pytest
 
+from storage.log_entries import Shard
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from storage.run_state import RunState
-from tests.conftest import SCRIPTED, Home
+from storage.shards import read_shard
+from tests.conftest import PROJECT, SCRIPTED, Home
 
+ARITHMETIC = PROJECT / "examples" / "arithmetic.toml"
 STEPS = 30
+ENGINE_REPLACED = 120.0
+"""Seconds from the death of an engine to the next step; most of them are the start of another engine."""
+PUBLICATION_ENDED = 20.0
+"""Seconds beyond `rollout.stall_timeout` until a run has ended whose engine does not load."""
+REWARD_ENDED = 5.0
+"""Seconds beyond `reward.timeout` until groups are committed of which an attempt's reward never comes."""
 
 
 def _state(home: Home, run: str) -> RunState:
@@ -32,6 +43,14 @@ def _process_of(home: Home, run: str, worker: str) -> psutil.Process:
         except OSError:
             continue
     raise LookupError(f"no process of {worker}")
+
+
+def _wait(reached: Callable[[], bool], home: Home, process: subprocess.Popen[str], *, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert process.poll() is None, (home.path / "output.txt").read_text()[-3000:]
+        assert time.monotonic() < deadline, home.worker_logs()
+        time.sleep(0.005)
 
 
 def _wait_for_shards(home: Home, run: str, process: subprocess.Popen[str], producers: set[str]) -> None:
@@ -74,3 +93,106 @@ def test_a_worker_whose_loop_hangs_ends_the_run_with_a_report(home: Home, base_m
     assert done.returncode == 2
     assert "no progress for" in done.stderr and "0 of 4 groups are ready for step 1" in done.stderr
     assert "rollout-0 does not answer: see the stacks in its log" in done.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Path) -> None:
+    """Once while requests are running, once while it loads new weights: a stopped engine waits for its death there."""
+    batch_size, num_steps, run = 8, 4, "arithmetic"
+    process = home.start(
+        *("train", str(ARITHMETIC), f"model={base_model}", f"steps={num_steps}"),
+        *(f"batch_size={batch_size}", "n_samples=2", "evaluation.every=0"),
+    )
+
+    def loads_weights(state: RunState) -> bool:
+        served = state.aliases.get("rollout")
+        return served is not None and state.newest_version > served.version
+
+    def runs_requests(state: RunState) -> bool:
+        return not loads_weights(state) and state.pending_accepted < batch_size
+
+    committed: set[str] = set()
+    for worker, busy in (("rollout-0", runs_requests), ("rollout-1", loads_weights)):
+        _wait_for_shards(home, run, process, {worker})
+        family = _engine_family(home, run, worker)
+        _stop_while(busy, family, home, run, process)
+        before = _state(home, run)
+        for member in family:
+            member.kill()
+        _wait(lambda goal=before.step + 1: _state(home, run).step >= goal, home, process, seconds=ENGINE_REPLACED)  # type: ignore[misc]
+        assert "engine core has ended" in (home.path / "logs" / run / f"{worker}.log").read_text()
+        assert f"{worker} died during" in (home.path / "output.txt").read_text()
+        committed |= before.groups.keys()
+    assert process.wait(timeout=120) == 0, home.worker_logs()
+    state = _state(home, run)
+    assert state.step == num_steps and state.positions == set(range(batch_size * num_steps)) and not state.leased
+    assert committed <= state.groups.keys(), "a committed group was lost"
+    prompts = [state.groups[group.group_id].prompt_id for step in state.steps for group in step.claim.trained]
+    assert len(prompts) == len(set(prompts)) == batch_size * num_steps, "a prompt was trained twice"
+    assert not any(group.failures for group in state.groups.values()), "a dead engine was asked"
+
+
+def _engine_family(home: Home, run: str, worker: str) -> list[psutil.Process]:
+    """vLLM's own processes below a worker."""
+    below = _process_of(home, run, worker).children(recursive=True)
+    return [process for process in below if process.name().startswith("VLLM")]
+
+
+def _stop_while(
+    busy: Callable[[RunState], bool],
+    family: list[psutil.Process],
+    home: Home,
+    run: str,
+    process: subprocess.Popen[str],
+) -> None:
+    """Stop an engine's processes at a moment in which it is `busy`, and leave it there."""
+    assert family
+    while True:
+        _wait(lambda: busy(_state(home, run)), home, process)
+        for member in family:
+            member.suspend()
+        time.sleep(1)  # whatever needs no engine comes to its end
+        if busy(_state(home, run)):
+            return
+        for member in family:
+            member.resume()
+
+
+def test_an_engine_that_never_loads_a_policy_ends_the_run_and_the_same_command_goes_on(
+    home: Home, base_model: Path
+) -> None:
+    stall_timeout, num_steps = 5, 4
+    command = ["train", str(SCRIPTED), f"model={base_model}", f"steps={num_steps}", "evaluation.every=0"]
+    command += ["workflow=tests.chaos.stuck:LoadsForEver"]
+    command += [f"rollout.stall_timeout={stall_timeout}", f"rollout.attempt_timeout={stall_timeout - 1}"]
+    process = home.start(*command)
+    _wait(lambda: _state(home, "scripted").step == 2, home, process)
+    assert process.wait(timeout=stall_timeout + PUBLICATION_ENDED) == 2
+    said = (home.path / "output.txt").read_text()
+    assert f"publishing policy 2 has taken more than {stall_timeout} s" in said, said
+    assert "live policy 2" in said and "rollout-0: policy 1" in said and "StuckEngine._load at stuck.py" in said, said
+    before = _state(home, "scripted")
+    home.run(*command)
+    state = _state(home, "scripted")
+    assert state.step == num_steps and state.positions == set(range(4 * num_steps)) and not state.leased
+    assert before.groups.keys() <= state.groups.keys() and state.steps[:2] == before.steps[:2]
+
+
+def test_a_reward_that_never_comes_costs_its_attempt_alone(home: Home, base_model: Path) -> None:
+    timeout, num_steps = 3, 2
+    home.run(
+        *("train", str(SCRIPTED), f"model={base_model}", f"steps={num_steps}", "evaluation.every=0"),
+        *("workflow=tests.chaos.stuck:ScoresForEver", f"reward.timeout={timeout}", "reward.processes=4"),
+    )
+    log = RunLog(LocalStore(home.path / "store"), "scripted")
+    state = log.refresh()
+    assert state.step == num_steps and state.positions == set(range(4 * num_steps))
+    assert [len(step.claim.trained) for step in state.steps] == [4] * num_steps
+    for group in state.groups.values():
+        assert group.accepted and group.usable == group.expected - 1 == 3 and group.failures == {"timeout": 1}
+    for entry in log.entries:
+        if isinstance(entry.body, Shard):
+            rows = read_shard(log, entry.body).to_pylist()
+            assert {row["attempt"] for row in rows} == {1, 2, 3} and {row["status"] for row in rows} == {"ok"}
+            assert timeout <= entry.written_at - min(row["queued_at"] for row in rows) < timeout + REWARD_ENDED

@@ -21,7 +21,9 @@ Found = TypeVar("Found")
 
 RUN = "controlled"
 PATIENCE = 200.0  # seconds
-ON_ROLLOUT = ("millrace - a policy is served", "millrace - a training has finished")
+A_POLICY_IS_SERVED = "millrace - a policy is served"
+A_TRAINING_HAS_FINISHED = "millrace - a training has finished"
+ON_ROLLOUT = (A_POLICY_IS_SERVED, A_TRAINING_HAS_FINISHED)
 ZOMBIES = "millrace: flow runs without a heartbeat"
 NEVER = 100_000
 
@@ -50,9 +52,11 @@ class Server:
     def state(self, flow_run: str) -> str:
         return str(self._ask("GET", f"/flow_runs/{flow_run}")["state"]["name"])
 
-    def evaluations(self) -> list[dict[str, Any]]:
+    def evaluated(self, because: str) -> set[int]:
+        """Policy versions whose evaluation an automation has started."""
         found = self.post("/flow_runs/filter", deployments={"name": {"any_": ["on-rollout"]}})
-        return [flow_run for flow_run in found if flow_run["parameters"]["run"] == RUN]
+        ours = [flow_run for flow_run in found if flow_run["parameters"]["run"] == RUN]
+        return {row["parameters"]["version"] for row in ours if row["created_by"]["display_value"] == because}
 
     def page(self) -> str:
         found = self.post("/artifacts/latest/filter", artifacts={"key": {"any_": [f"run-{RUN}"]}})
@@ -110,6 +114,7 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
     }
     training = server.start("train-grpo/local", steps=NEVER, **parameters)
     wait(lambda: log().state.step >= 2)
+    wait(lambda: server.evaluated(A_POLICY_IS_SERVED))  # of a training without an end
 
     # A pause by the command is seen in Prefect, where it is ended.
     assert "pauses at step" in home.run("pause", RUN, "--reason", "lunch").stdout
@@ -156,7 +161,7 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
     again = server.start("train-grpo/local", steps=last, **parameters)
     wait(lambda: server.state(again) == "Completed")
     wait(lambda: "champion" in log().state.aliases and log().state.aliases["champion"].version == last)
-    wait(lambda: {flow_run["parameters"]["version"] for flow_run in server.evaluations()} >= {last})
+    wait(lambda: last in server.evaluated(A_TRAINING_HAS_FINISHED))
     assert f"| step | {last} of {last} |" in server.page()
     [event] = wait(lambda: server.events("millrace.training.finished"))
     assert event["payload"]["version"] == last

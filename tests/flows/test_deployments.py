@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import subprocess
 import sys
+import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import PROJECT, Home
+import httpx
+import pytest
+import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from storage.digests import verify_folder
+from storage.object_store import LocalStore
+from storage.run_log import RunLog
+from storage.runs import open_run
+from tasks.flow_runs import limit_gpu_runs
+from tests.compose import Composition
+from tests.conftest import PROJECT, SCRIPTED, Home
 
 
 def _post(url: str) -> Any:
@@ -21,41 +36,145 @@ def _post(url: str) -> Any:
 def test_the_form_has_flat_knobs_one_block_and_a_help_text_for_each(prefect_api: str) -> None:
     deployments = {d["entrypoint"]: d for d in _post(f"{prefect_api}/deployments/filter")}
     training = deployments["flows.train_grpo.train_grpo"]
-    for entrypoint in ("flows.evaluate.evaluate", "flows.replay.replay", "flows.maintain.maintain"):
+    assert len(deployments) == 5
+    for entrypoint in deployments:
         knobs = deployments[entrypoint]["parameter_openapi_schema"]["properties"]
-        assert all(field.get("description") for field in knobs.values())
+        assert knobs and all(field.get("description") for field in knobs.values()), entrypoint
     assert [schedule["active"] for schedule in deployments["flows.maintain.maintain"]["schedules"]] == [False]
     properties = training["parameter_openapi_schema"]["properties"]
     assert {"workflow", "run", "steps", "learning_rate", "max_staleness", "settings"} <= properties.keys()
-    assert all(field.get("description") for field in properties.values())
     definitions = training["parameter_openapi_schema"]["definitions"]
     for block in ("TrainSettings", "RolloutSettings", "EngineSettings"):
         assert all(field.get("description") for field in definitions[block]["properties"].values())
     assert [schedule["active"] for schedule in training["schedules"]] == [False]
 
 
-def test_deployment_runs_train_score_tidy_up_and_go_on(prefect_api: str, services_home: Path, base_model: Path) -> None:
+def test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on(
+    prefect_api: str, services_home: Path, base_model: Path, tmp_path: Path
+) -> None:
     home = Home(services_home, prefect_api)
-    settings = {
-        "engine": {"kind": "scripted", "max_model_len": 64},
-        "sampling": {"max_tokens": 8},
-        "evaluation": {"num_tasks": 8, "every": 0},
-    }
-    knobs = ["run=deployed", "batch_size=4", "n_samples=4", f"model={base_model}", f"settings={json.dumps(settings)}"]
-    _run_deployment(home, "train-grpo/local", *knobs, "steps=3")
+
+    def log() -> RunLog:
+        return open_run(LocalStore(services_home / "store"), "deployed")
+
+    def training(**more: dict[str, int]) -> list[str]:
+        settings = {
+            "engine": {"kind": "scripted", "max_model_len": 64},
+            "sampling": {"max_tokens": 8},
+            "evaluation": {"num_tasks": 8, "every": 0},
+            **more,
+        }
+        return [
+            "run=deployed",
+            "batch_size=4",
+            "n_samples=4",
+            f"model={base_model}",
+            f"settings={json.dumps(settings)}",
+        ]
+
+    _run_deployment(home, "train-grpo/local", *training(), "steps=3")
     assert home.status("deployed")["step"] == 3
+    _run_deployment(home, "replay/local", "run=deployed", "first=2", "last=3", f"save={tmp_path / 'replayed'}")
+    assert verify_folder(tmp_path / "replayed") == log().state.steps[2].policy.weights_sha256
+
+    # A training without an engine, and the rollouts it waits for.
+    with _deployment(home, "train-grpo/local", *training(rollout={"num_workers": 0}), "steps=4"):
+        deadline = time.monotonic() + 120
+        while log().state.sessions[-1].steps < 4:
+            assert time.monotonic() < deadline, home.worker_logs()
+            time.sleep(0.1)
+        _run_deployment(home, "rollout/local", "run=deployed", "name=helper")
+    state = log().state
+    assert state.step == 4 and [s.producer for s in state.shards.values() if s.producer.startswith("helper-")]
+
     _run_deployment(home, "evaluate/local", "run=deployed", "version=1")
     assert home.status("deployed")["accuracy_after"] is not None
     _run_deployment(home, "maintain/local", 'runs=["deployed"]', "keep_last=1", "older_than=")
     kept = sorted(folder.name.split("-")[0] for folder in (services_home / "store/runs/deployed/policies").iterdir())
-    assert kept == ["1", "3"], "the best and the newest"
-    _run_deployment(home, "train-grpo/local", *knobs, "steps=4")
-    assert home.status("deployed")["step"] == 4
+    assert kept == ["1", "4"], "the best and the newest"
+    _run_deployment(home, "train-grpo/local", *training(), "steps=5")
+    assert home.status("deployed")["step"] == 5
 
 
-def _run_deployment(home: Home, name: str, *parameters: str) -> None:
+def test_flow_runs_of_the_gpu_queue_are_limited_unless_somebody_has_set_a_limit(prefect_api: str) -> None:
+    queue = f"{prefect_api}/work_pools/local/queues/gpu"
+
+    def limit() -> Any:
+        return httpx.get(queue, timeout=30).raise_for_status().json()["concurrency_limit"]
+
+    def set_limit(num_runs: Any) -> None:
+        httpx.patch(queue, json={"concurrency_limit": num_runs}, timeout=30).raise_for_status()
+
+    before = limit()  # none, but on a machine with GPUs
+    try:
+        with temporary_settings({PREFECT_API_URL: prefect_api}):
+            set_limit(None)
+            asyncio.run(limit_gpu_runs(1))
+            assert limit() == 1
+            set_limit(2)
+            asyncio.run(limit_gpu_runs(1))
+            assert limit() == 2
+    finally:
+        set_limit(before)
+
+
+@pytest.mark.slow
+def test_the_compose_files_prefect_has_a_password_that_deploy_and_trainings_know(
+    tmp_path: Path, base_model: Path
+) -> None:
+    """Of both files what needs Prefect alone, on SQLite instead of PostgreSQL."""
+    secret = "millrace:p4ssw0rd-of-a-test"
+    variables = {"PREFECT_AUTH": secret, "POSTGRES_PASSWORD": "-", "AWS_ACCESS_KEY_ID": "-"}
+    composition = Composition(tmp_path, variables={**variables, "AWS_SECRET_ACCESS_KEY": "-"}, addresses={})
+    composition.services["prefect"]["environment"] |= {
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{tmp_path / 'prefect.db'}",
+        "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": "false",  # else SQLite may lock while automations are made
+    }
+    (tmp_path / "home").mkdir()  # the image has it
+    over_it = yaml.safe_load((PROJECT / "infra" / "compose.gpu.yaml").read_text())["services"]
+    composition.services["deploy"]["environment"] |= over_it["deploy"]["environment"]
+    try:
+        composition.up("prefect")
+        composition.wait_until_healthy("prefect")
+        api, known = f"{composition.url('prefect:4200')}/api", httpx.BasicAuth(*secret.split(":"))
+        for refused in (None, httpx.BasicAuth("millrace", "guess")):
+            assert httpx.post(f"{api}/flow_runs/filter", json={}, auth=refused).status_code == 401
+        composition.up("deploy")
+        composition.wait_until_done("deploy")
+        found = httpx.get(f"{api}/work_pools/local/queues/gpu", auth=known).raise_for_status().json()
+        assert found["concurrency_limit"] == 1
+
+        home = Home(tmp_path, api)
+        arguments = ("train", str(SCRIPTED), f"model={base_model}", "steps=2", "evaluation.every=0")
+        refused = home.run(*arguments, check=False)
+        assert refused.returncode != 0 and "401" in refused.stdout + refused.stderr
+        home.environment["PREFECT_API_AUTH_STRING"] = secret
+        home.run(*arguments)
+        rows = httpx.post(f"{api}/flow_runs/filter", json={}, auth=known).raise_for_status().json()
+        assert [(row["name"], row["state_name"]) for row in rows] == [("scripted", "Completed")]
+        said = "".join(file.read_text(errors="replace") for file in tmp_path.rglob("*.log"))
+        assert secret not in said and secret.split(":")[1] not in said
+    finally:
+        composition.down()
+
+
+@contextlib.contextmanager
+def _deployment(home: Home, name: str, *parameters: str) -> Iterator[None]:
+    """A flow run of a deployment beside the body, which is to be Completed after it."""
     command = [sys.executable, "-m", "prefect", "deployment", "run", name, "--watch"]
     command += [part for parameter in parameters for part in ("-p", parameter)]
     environment = {**home.environment, "PREFECT_HOME": str(home.path / "prefect")}
-    done = subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "Completed" in done.stdout, done.stdout + done.stderr + home.worker_logs()
+    watching = subprocess.Popen(
+        command, cwd=PROJECT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield
+        said = watching.communicate(timeout=240)[0]
+    finally:
+        watching.kill()
+    assert watching.returncode == 0 and "Completed" in said, said + home.worker_logs()
+
+
+def _run_deployment(home: Home, name: str, *parameters: str) -> None:
+    with _deployment(home, name, *parameters):
+        pass

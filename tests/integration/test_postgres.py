@@ -54,7 +54,7 @@ def composition(tmp_path: Path, postgres: Postgres, bucket: str, server: dict[st
     keys = {key: server[key] for key in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     services = Composition(
         tmp_path,
-        variables={"POSTGRES_PASSWORD": postgres.password, **keys},
+        variables={"POSTGRES_PASSWORD": postgres.password, "PREFECT_AUTH": "millrace:p4ssw0rd", **keys},
         addresses={
             "postgres:5432": f"127.0.0.1:{postgres.port}",
             "s3:8333": server["AWS_ENDPOINT_URL"].removeprefix("http://"),
@@ -121,6 +121,7 @@ def test_a_deployed_training_leaves_its_state_in_postgres_and_its_shards_in_the_
 def test_pools_take_their_templates_and_the_deploy_job_deploys_to_its_pool(tmp_path: Path, postgres: Postgres):
     """Of the compose file this needs Prefect alone."""
     variables = {"POSTGRES_PASSWORD": postgres.password, "AWS_ACCESS_KEY_ID": "-", "AWS_SECRET_ACCESS_KEY": "-"}
+    variables["PREFECT_AUTH"] = "millrace:p4ssw0rd"
     composition = Composition(tmp_path, variables=variables, addresses={"postgres:5432": f"127.0.0.1:{postgres.port}"})
     environment = composition.environment("deploy")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fnmatch
+import importlib.util
 import io
 import json
 import os
@@ -30,13 +31,19 @@ import pytest
 import yaml
 
 from infra.environment import TELEMETRY_OFF
+from infra.services import GPU_QUEUE, GPU_RUNS
 from tests.compose import COMPOSE, PROJECT, image_environment, interpolate
 
 INFRA = PROJECT / "infra"
 DOCKERFILES = [INFRA / "Dockerfile.cpu", INFRA / "Dockerfile.gpu"]
 MANIFESTS = sorted((INFRA / "kubernetes").glob("*.yaml"))
 KUBERNETES = "1.32"
-SECRETS = {"POSTGRES_PASSWORD": "p4ss", "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "s3cret"}
+SECRETS = {
+    "POSTGRES_PASSWORD": "p4ss",
+    "AWS_ACCESS_KEY_ID": "key",
+    "AWS_SECRET_ACCESS_KEY": "s3cret",
+    "PREFECT_AUTH": "millrace:p4ssw0rd",
+}
 
 
 def _locked(package: str) -> str:
@@ -121,6 +128,28 @@ def test_compose_services_come_back_and_are_watched():
             finishes = needed == "deploy"
             assert how["condition"] == ("service_completed_successfully" if finishes else "service_healthy"), needed
     assert mounted == set(compose["volumes"])
+    slots = compose["services"]["prefect"]["environment"]["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"]
+    assert importlib.util.find_spec(slots) and slots.endswith(".filesystem"), "Prefect's slots outlive a restart"
+
+
+def test_compose_asks_for_a_password_wherever_prefect_is_served_or_called():
+    services = interpolate(yaml.safe_load(COMPOSE.read_text()), SECRETS)["services"]
+    environments = {name: service.get("environment", {}) for name, service in services.items()}
+    clients = {name for name, variables in environments.items() if "PREFECT_API_URL" in variables}
+    assert clients == {"deploy", "worker"}
+    assert {environments[name]["PREFECT_API_AUTH_STRING"] for name in clients} == {SECRETS["PREFECT_AUTH"]}
+    assert environments["prefect"]["PREFECT_SERVER_API_AUTH_STRING"] == SECRETS["PREFECT_AUTH"]
+
+
+def test_compose_limits_flow_runs_where_it_gives_the_worker_gpus():
+    deploy = yaml.safe_load(COMPOSE.read_text())["services"]["deploy"]
+    assert GPU_RUNS not in deploy["environment"] and "python -m tasks.flow_runs" in deploy["command"][-1]
+    over = yaml.safe_load((INFRA / "compose.gpu.yaml").read_text())["services"]
+    assert over["worker"]["deploy"]["resources"]["reservations"]["devices"]
+    assert over["deploy"]["environment"] == {GPU_RUNS: "1"}
+    deployments = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
+    queued = {row["entrypoint"] for row in deployments if row["work_pool"].get("work_queue_name") == GPU_QUEUE}
+    assert queued == {row["entrypoint"] for row in deployments} - {"flows.maintain.maintain"}
 
 
 def test_mlflow_answers_to_the_name_the_worker_knows_it_by_and_to_no_strange_one():

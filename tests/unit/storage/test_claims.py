@@ -105,7 +105,10 @@ def test_workers_that_serve_different_versions_fill_one_batch():
     log.append(replace(a_shard("behind", [a_summary(1, version=1)]), producer="rollout-1"))
     claim = _claim(log.state, max_staleness=1)
     assert claim is not None and not claim.stale
-    assert [(group.shard_id, group.group_id) for group in claim.trained] == [("ahead", "0.task0"), ("behind", "0.task1")]
+    assert [(group.shard_id, group.group_id) for group in claim.trained] == [
+        ("ahead", "0.task0"),
+        ("behind", "0.task1"),
+    ]
 
 
 @pytest.mark.parametrize(("max_staleness", "trained"), [(0.5, [1, 2]), (1, [1, 2]), (1.5, [0, 1])])

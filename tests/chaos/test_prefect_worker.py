@@ -1,0 +1,135 @@
+"""The Prefect worker dies, and nothing stays Running: what becomes of its flow run, and that the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from infra.services import _end, _start_prefect, _wait_until_up, free_port, running_services
+from storage.object_store import LocalStore
+from storage.run_log import RunLog
+from storage.run_state import RunState
+from tests.conftest import Home
+from tests.flows.test_control import Server
+
+STEPS = 40
+"""More than are trained until the worker is dead."""
+FINAL = {"Completed", "Failed", "Crashed", "Cancelled", "TimedOut"}
+SECONDS_TO_NOTICE = 150.0
+"""Three heartbeats and a look, with as much again for a slow machine."""
+PATIENCE = 200.0
+
+
+@pytest.fixture(scope="module")
+def own_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """Services that only these tests use, because they kill one. Prefect's usual port is taken, so it has another."""
+    home = Home(tmp_path_factory.mktemp("own"), "")
+    del home.environment["PREFECT_API_URL"]
+    with contextlib.ExitStack() as taken:
+        with contextlib.suppress(OSError):
+            taken.enter_context(socket.create_server(("127.0.0.1", 4200)))
+        yield home
+        home.run("down")
+    for process in _started(MILLRACE_HOME=str(home.path)):  # a failed test may leave a flow run without its worker
+        process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("number", "lives_on", "ends"), [(signal.SIGKILL, True, "Completed"), (signal.SIGTERM, False, "Crashed")]
+)
+def test_a_worker_that_dies_leaves_no_run_running_and_the_next_one_goes_on(
+    own_services: Home, base_model: Path, number: signal.Signals, lives_on: bool, ends: str
+) -> None:
+    """Killed, the worker cannot take its flow run along: that trains to its end and says so itself. Asked to end, it
+    ends its flow run without a word, and the server misses the heartbeats."""
+    home, run = own_services, f"orphaned-{number.name.lower()}"
+    home.run("up")
+    services = running_services(home.path)
+    server = Server(f"{services['prefect'].url}/api")
+    settings = {
+        "engine": {"kind": "scripted", "max_model_len": 64},
+        "sampling": {"max_tokens": 8},
+        "evaluation": {"every": 0},
+    }
+    parameters = {"run": run, "batch_size": 4, "n_samples": 4, "model": str(base_model), "settings": settings}
+
+    def state() -> RunState:
+        return RunLog(LocalStore(home.path / "store"), run).refresh()
+
+    def wait(what: Callable[[], bool], seconds: float = PATIENCE) -> None:
+        deadline = time.monotonic() + seconds
+        while not what():
+            said = (home.path / "logs" / "worker.log").read_text()[-3000:]
+            assert time.monotonic() < deadline, f"{state().counters()}\n{home.worker_logs()}\n{said}"
+            time.sleep(0.1)
+
+    flow_run = server.start("train-grpo/local", steps=STEPS, **parameters)
+    wait(lambda: state().step >= 2)
+    driver = psutil.Process(int((home.path / f"store/runs/{run}/trainer.lock").read_text()))
+    family = _started(PREFECT__FLOW_RUN_ID=flow_run)
+    assert len(family) >= 3, "driver, engine and trainer"
+    worker = services["worker"].process()
+    assert worker is not None and server.state(flow_run) == "Running"
+    worker.send_signal(number)
+    psutil.wait_procs([worker], timeout=30)
+    assert "worker" not in running_services(home.path)
+    assert state().step < STEPS, "too quick to have been interrupted"
+    assert (driver.is_running() and driver.status() != psutil.STATUS_ZOMBIE) is lives_on
+
+    wait(lambda: server.state(flow_run) in FINAL, SECONDS_TO_NOTICE)
+    assert server.state(flow_run) == ends
+    assert psutil.wait_procs(family, timeout=10)[1] == [] == _started(PREFECT__FLOW_RUN_ID=flow_run)
+
+    home.run("up")
+    found = running_services(home.path)
+    assert found["worker"].pid != worker.pid
+    assert found["prefect"].url == services["prefect"].url, "who has outlived the worker could not find it"
+    reached = state().step
+    assert 2 <= reached <= STEPS and (reached == STEPS) is lives_on
+    again = server.start("train-grpo/local", steps=STEPS + 2, **parameters)
+    wait(lambda: server.state(again) in FINAL)
+    assert server.state(again) == "Completed"
+    log = state()
+    assert log.step == STEPS + 2 and log.positions == set(range(4 * log.step)), "a prompt was skipped"
+    assert [step.session_id for step in log.steps].count(log.sessions[-1].id) == log.step - reached
+    assert len(log.sessions) == 2
+
+
+def test_a_server_that_starts_again_knows_whom_it_has_given_a_deployments_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a flow run that has outlived worker and server ends itself when it renews the slot, within four minutes."""
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
+    port, lease = free_port(0), ""
+    for _ in range(2):
+        service = _start_prefect(port, tmp_path, evaluates_triggers=False)
+        try:
+            _wait_until_up(service, "/api/health", tmp_path)
+            limits = httpx.Client(base_url=f"{service.url}/api/v2/concurrency_limits", timeout=30)
+            if not lease:
+                limits.post("/", json={"name": "deployment", "limit": 1}).raise_for_status()
+                asked = {"names": ["deployment"], "slots": 1, "mode": "concurrency"}
+                lease = limits.post("/increment-with-lease", json=asked).raise_for_status().json()["lease_id"]
+            assert limits.post(f"/leases/{lease}/renew", json={"lease_duration": 300}).status_code == 204
+        finally:
+            _end(service)
+
+
+def _started(**variables: str) -> list[psutil.Process]:
+    """The processes that were started with these environment variables, wherever they have gone since."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if variables.items() <= process.environ().items():
+                found.append(process)
+    return found
