@@ -139,7 +139,7 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         batch_size=config.batch_size, max_staleness=config.max_staleness, rollout=config.rollout, train=config.train
     )
     async with asyncio.TaskGroup() as beside:
-        beside.create_task(evaluate_if_due(session, config))
+        evaluating = [beside.create_task(evaluate_if_due(session, config))]
         producing = [beside.create_task(produce(session, config, name)) for name in session.workers]
         round_started = time.time()
         while session.log.state.step < config.steps:
@@ -158,10 +158,12 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
             if step.policy.version % config.train.steps_per_update == 0 or claim.step == config.steps:
                 publishing = publish_policy(session, policy=step.policy)
                 await watched(session, publishing, what=f"publishing policy {step.policy.version}", seconds=patience)
-            beside.create_task(evaluate_if_due(session, config))
+            evaluating = [task for task in evaluating if not task.done()]
+            evaluating.append(beside.create_task(evaluate_if_due(session, config)))
             forget_results()
             if telling_mlflow.done() and tracking_is_due(session):
                 telling_mlflow = beside.create_task(track(session))
+        await asyncio.gather(*evaluating)  # with producers, who put another worker in the place of one that dies
         for producer in producing:
             producer.cancel()
     announce(session.log, "training.finished", version=session.log.state.newest_version)

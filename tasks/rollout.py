@@ -64,12 +64,14 @@ async def evaluate_policy(session: RunSession, *, version: int, settings: Evalua
     """Held-out score of a policy version.
 
     On an engine of its own where the session has one. Else on a rollout worker's, which serves this version now: a
-    later publication waits for it, training does not.
+    later publication waits for it, training does not. Where that worker dies it is done by another one, once there is
+    one, on what that serves.
     """
     arguments = settings.model_dump(exclude={"every", "own_engine", "gate_score", "gate_gap"})
     if session.evaluator is not None:
         evaluation: Evaluation = await session.evaluator.call("evaluate_version", version, **arguments)
     else:
+        await session.has_workers.wait()
         evaluation = await next(iter(session.workers.values())).call("evaluate", **arguments)
     if problem := failure_of(evaluation):
         logger.warning(problem)

@@ -89,6 +89,8 @@ class RunSession:
         """Every process of this session with an engine, by name."""
         self.workers: dict[str, Hosted] = {}
         """The rollout workers that produce, by name."""
+        self.has_workers = asyncio.Event()
+        """Set while there is one of them."""
         self.replacements_left = REPLACEMENTS
         """How many dead workers may be replaced before the next shard is committed."""
         self.evaluator: Hosted | None = None

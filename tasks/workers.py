@@ -130,6 +130,8 @@ async def take_part(session: RunSession, names: Sequence[str]) -> None:
     for name in names:
         await session.hosted[name].call("join")
     session.workers |= {name: session.hosted[name] for name in names}
+    if names:
+        session.has_workers.set()
 
 
 async def join(session: RunSession, name: str) -> None:
@@ -163,6 +165,8 @@ async def leave(session: RunSession, name: str, *, death: WorkerDied) -> bool:
     Raises `death` where no worker is left and too many have died in a row.
     """
     session.workers.pop(name, None)
+    if not session.workers:
+        session.has_workers.clear()
     withdraw(session.log, name, reason=str(death))
     await refresh_workers(session)
     session.replacements_left -= 1

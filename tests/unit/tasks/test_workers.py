@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from infra.fleet import WorkerDied
-from storage.log_entries import Join, Lease
+from rollouts.config import EvaluationSettings
+from storage.log_entries import Evaluation, Join, Lease
 from storage.producers import Lookout, give_sign
+from tasks.rollout import evaluate_policy
 from tasks.session import REPLACEMENTS, RunSession
-from tasks.workers import mark_served, publish_policy, release_silent, replace
+from tasks.workers import leave, mark_served, publish_policy, release_silent, replace, take_part
 from tests.builders import a_log, a_shard, a_step, a_summary
 
 
@@ -118,3 +120,23 @@ def test_too_many_deaths_in_a_row_end_the_run_only_where_nobody_else_works(sessi
     session.workers = {}
     with pytest.raises(WorkerDied, match="during prepare"):
         asyncio.run(replace(session, _started(session, [], dying=10)))
+
+
+def test_an_evaluation_waits_for_the_worker_that_takes_the_place_of_the_last_one(session: RunSession) -> None:
+    class Evaluates(_Worker):
+        async def call(self, method: str, *_: Any, **__: Any) -> Any:
+            return evaluation if method == "evaluate" else None
+
+    evaluation = Evaluation(version=0, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id="e", seconds=1.0)
+
+    async def script() -> None:
+        worker: Any = Evaluates()
+        session.hosted |= {"rollout-0": worker, "rollout-1": worker}
+        await take_part(session, ["rollout-0"])
+        assert await leave(session, "rollout-0", death=WorkerDied("rollout-0 died"))
+        asked = asyncio.create_task(evaluate_policy.fn(session, version=0, settings=EvaluationSettings()))
+        assert (await asyncio.wait({asked}, timeout=0.05))[0] == set(), "nobody is there to be asked"
+        await take_part(session, ["rollout-1"])
+        assert await asked == evaluation
+
+    asyncio.run(script())
