@@ -9,6 +9,13 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+
+from cli.main import app
 
 PROJECT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
@@ -34,3 +41,19 @@ def commands(document: Path, *, sentences: bool = True) -> Iterator[list[str]]:
         words = shlex.split(line, comments=True)
         words[0] = words[0].removeprefix(".venv/bin/")
         yield words[: words.index("&")] if "&" in words else words
+
+
+def refusal(words: list[str]) -> str:
+    """What `millrace` says to a command that it cannot take, before it does anything; empty where it takes it."""
+    command: Any = typer.main.get_command(app)
+    context, arguments = None, list(words)
+    try:
+        while isinstance(command, TyperGroup):
+            context = command.make_context(command.name, arguments, parent=context, allow_extra_args=True)
+            name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
+        command.make_context(command.name, arguments, parent=context)
+    except typer.Exit:
+        return ""  # it asks for help
+    except TyperException as error:
+        return str(error)
+    return ""

@@ -7,15 +7,10 @@ import importlib
 import inspect
 import re
 import tomllib
-from typing import Any
 
-import typer
 import yaml
-from typer.core import TyperGroup
-from typer.exceptions import TyperException
 
-from cli.main import app
-from tests.documents import DOCUMENTS, PROJECT, commands
+from tests.documents import DOCUMENTS, PROJECT, commands, refusal
 
 
 def test_the_example_in_readme_is_the_example() -> None:
@@ -101,26 +96,10 @@ def test_millrace_takes_every_command_of_the_documents() -> None:
     refused = [
         f"{document}: millrace {' '.join(words)}: {said}"
         for document, words in _of("millrace")
-        if (said := _refusal(words)) and (["millrace", *words] in shown or not said.startswith("Missing parameter"))
+        if (said := refusal(words)) and (["millrace", *words] in shown or not said.startswith("Missing parameter"))
     ]
     assert not refused and len(_of("millrace")) > 60
-    assert _refusal(["status", "run", "--no-such-option"]) and _refusal(["no-such-command"])
-
-
-def _refusal(words: list[str]) -> str:
-    """What `millrace` says to a command that it cannot take, before it does anything; empty where it takes it."""
-    command: Any = typer.main.get_command(app)
-    context, arguments = None, list(words)
-    try:
-        while isinstance(command, TyperGroup):
-            context = command.make_context(command.name, arguments, parent=context, allow_extra_args=True)
-            name, command, arguments = command.resolve_command(context, [*context._protected_args, *context.args])
-        command.make_context(command.name, arguments, parent=context)
-    except typer.Exit:
-        return ""  # it asks for help
-    except TyperException as error:
-        return str(error)
-    return ""
+    assert refusal(["status", "run", "--no-such-option"]) and refusal(["no-such-command"])
 
 
 def test_make_has_every_target_of_the_documents() -> None:
