@@ -17,6 +17,7 @@ from infra.services import _end, _start_prefect, _wait_until_up, free_port, runn
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from storage.run_state import RunState
+from tests.chaos.test_faults import LONG
 from tests.conftest import Home
 from tests.flows.test_control import Server
 
@@ -24,6 +25,7 @@ FINAL = {"Completed", "Failed", "Crashed", "Cancelled", "TimedOut"}
 SECONDS_TO_NOTICE = 150.0
 """Three heartbeats and a look, with as much again for a slow machine."""
 PATIENCE = 200.0
+LONG_FORM = pytest.mark.skipif(not LONG, reason="takes minutes: `make chaos`")
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +46,10 @@ def own_services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("number", "steps", "lives_on", "ends"),
-    [(signal.SIGKILL, 60, True, "Completed"), (signal.SIGTERM, 100_000, False, "Crashed")],
+    [
+        pytest.param(signal.SIGKILL, 60, True, "Completed", marks=LONG_FORM),
+        (signal.SIGTERM, 100_000, False, "Crashed"),
+    ],
 )
 def test_a_worker_that_dies_leaves_no_run_running_and_the_next_one_goes_on(
     own_services: Home, base_model: Path, number: signal.Signals, steps: int, lives_on: bool, ends: str
