@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollouts.sandbox import SandboxUnavailable, require_sandbox, run_script
+from rollouts.sandbox import require_sandbox, run_script
 from rollouts.tools import ToolUnavailable, tool
 
 SECONDS = 10.0
@@ -33,7 +33,7 @@ def run_python(code: str) -> str:
             status, printed = run_script(
                 code, "", Path(folder), deadline=deadline, memory_gb=MEMORY_GB, shows_errors=True
             )
-    except (SandboxUnavailable, RuntimeError) as error:
+    except RuntimeError as error:  # no sandbox here, or it ended before the program began
         raise ToolUnavailable(str(error)) from error
     if status == 0:
         return printed
