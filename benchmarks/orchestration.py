@@ -67,7 +67,7 @@ class Sample:
 def measure(rounds: int, scratch: Path, *, every: int) -> dict[str, Any]:
     """Train that many rounds; every number of the report."""
     home, model = scratch / "home", scratch / "model"
-    _make_model(model)
+    make_model(model)
     run_file = scratch / "run.toml"
     run_file.write_text(_run_file(model, rounds))
     environment = {**os.environ, "MILLRACE_HOME": str(home), "PYTHONPATH": str(ROOT)}
@@ -89,7 +89,7 @@ def measure(rounds: int, scratch: Path, *, every: int) -> dict[str, Any]:
     return report(log.entries, samples, task_runs=_num_task_runs(home))
 
 
-def _make_model(folder: Path) -> None:
+def make_model(folder: Path) -> None:
     """The smallest there is; in a process of its own, so that this one stays light."""
     make = (
         "import sys; from pathlib import Path; from examples.arithmetic import Arithmetic; "

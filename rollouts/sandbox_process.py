@@ -1,4 +1,4 @@
-"""What runs inside a sandbox: a script; or functions that answer calls; or the tests that make those calls.
+"""What runs inside a sandbox: a script; a tool; or functions that answer calls, and the tests that make those calls.
 
     check (has the tests)  ── {"do": "call", "arguments": [add, 2, 3]} ─▶  serve (has the policy's code)
                            ◀──────────── {"value": 5} ────────────────
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import inspect
 import json
 import operator
 import os
@@ -34,6 +35,7 @@ def main() -> None:
     order = json.loads(order_text)
     folder = Path(order["folder"])
     die_with_parent()
+    function = _load_function(order) if order["program"] == "function" else None
     missing = lock_down(folder, seconds=order["seconds"], memory_gb=order["memory_gb"])
     os.write(order["says"], json.dumps(missing).encode() + b"\n")
     os.close(order["says"])
@@ -42,6 +44,9 @@ def main() -> None:
         case "script":
             sys.excepthook = _tell_error
             _run("__main__", folder / "solution.py")
+        case "function":
+            assert function is not None
+            _answer(function, folder / "arguments.json", os.fdopen(int(descriptors[0]), "w"))
         case "serve":
             requests, answers = (int(descriptor) for descriptor in descriptors)
             _serve(folder / "solution.py", os.fdopen(requests, "r"), os.fdopen(answers, "w"))
@@ -49,6 +54,30 @@ def main() -> None:
             requests, answers, verdicts = (int(descriptor) for descriptor in descriptors)
             solution = _Solution(os.fdopen(requests, "w"), os.fdopen(answers, "r"))
             _check((folder / "tests.py").read_text(), solution, os.fdopen(verdicts, "w"))
+
+
+def _load_function(order: dict[str, Any]) -> Callable[..., Any]:
+    """A function of the user's, imported as the process that asks for it does; before the lock, as its module may read.
+
+    Raises `RuntimeError` where the module started threads: the kernel would not lock those.
+    """
+    sys.path[:] = order["path"]
+    from storage.loading import load_object
+
+    found = load_object(order["function"])
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("importing its module started threads, which cannot be locked down; start them when called")
+    return inspect.unwrap(getattr(found, "function", found))  # of a `Tool`, the function in it
+
+
+def _answer(function: Callable[..., Any], arguments: Path, answers: TextIO) -> None:
+    try:
+        value = function(**json.loads(arguments.read_text()))
+        text = json.dumps({"value": value}, default=str)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to whoever called
+        text = json.dumps({"error": [type(error).__name__, str(error)]})
+    answers.write(text)
+    answers.flush()
 
 
 def _tell_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -206,7 +235,7 @@ class _Solution:
         answer = json.loads(line)
         if "error" in answer:
             name, message = answer["error"]
-            raise _exception(name, message)
+            raise exception_of(name, message)
         for argument, after in zip(arguments, _decode(answer.get("after", []), self._object), strict=False):
             _become(argument, after)
         return _decode(answer["value"], self._object)
@@ -286,7 +315,8 @@ class _Remote:
         return self._ask("le", other) if isinstance(other, _Remote) else NotImplemented
 
 
-def _exception(name: str, message: str) -> Exception:
+def exception_of(name: str, message: str) -> Exception:
+    """What was raised in a sandbox: Python's own kinds as they are, others named in the message."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
         return kind(message)

@@ -1,0 +1,59 @@
+"""Tools as a user writes them, for `test_sandboxed_tools.py`: a sandbox imports this module."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from rollouts.sandboxed_tools import sandboxed
+from rollouts.tools import ToolUnavailable, tool
+
+LOADED = Path(__file__).read_text()[:3]
+
+
+@tool
+@sandboxed(seconds=30)
+def describe(words: list[str], count: int = 2) -> dict[str, object]:
+    """Say what was given, and what the module read when it was imported."""
+    return {"words": words * count, "loaded": LOADED, "process": os.getpid()}
+
+
+@tool
+@sandboxed(seconds=30)
+def read(path: str) -> str:
+    """Read a file."""
+    return Path(path).read_text()
+
+
+@tool
+@sandboxed(seconds=30)
+def connect(port: int) -> str:
+    """Open a connection."""
+    return str(socket.create_connection(("127.0.0.1", port)))
+
+
+@tool
+@sandboxed(seconds=30)
+def shell(command: str) -> str:
+    """Run a command."""
+    return os.popen(command).read()
+
+
+@tool
+@sandboxed(seconds=3)
+def spin() -> str:
+    """Never end."""
+    while True:
+        pass
+
+
+@tool
+@sandboxed(seconds=30)
+def fail(kind: str) -> str:
+    """Fail in one way or another."""
+    if kind == "unavailable":
+        raise ToolUnavailable("the table is gone")
+    if kind == "exit":
+        os._exit(3)
+    raise ValueError(f"no {kind}")
