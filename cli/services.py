@@ -12,13 +12,20 @@ from pathlib import Path
 from rich.console import Console
 
 from infra.environment import home, local_tracking_uri
-from infra.services import running_services, start_services, stop_services
+from infra.services import NOTIFY, running_services, start_services, stop_services
 
 PROJECT = Path(__file__).resolve().parent.parent
 
 
 def up(console: Console) -> None:
-    """Start what is not running, deploy, and say what can be done now."""
+    """Start what is not running, deploy, and say what can be done now.
+
+    Raises `ValueError` for a `$MILLRACE_NOTIFY` that names nobody, before anything starts.
+    """
+    if destination := os.environ.get(NOTIFY):
+        from tasks.notifications import check_destination
+
+        check_destination(destination)
     with console.status("starting") as status:
         services = start_services(home(), PROJECT, tracking=local_tracking_uri(), announce=status.update)
         api = f"{services['prefect'].url}/api"

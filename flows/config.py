@@ -104,6 +104,11 @@ class RunConfig(Settings):
                 f"train.tokens_per_microbatch = {self.train.tokens_per_microbatch} is below engine.max_model_len = "
                 f"{self.engine.max_model_len}: a sequence is never cut; raise the one or lower the other"
             )
+        if self.engine.weight_transfer != "store" and (self.train.lora is not None or self.engine.kind == "scripted"):
+            problems.append(
+                f"engine.weight_transfer = '{self.engine.weight_transfer}': only whole weights are broadcast, and only "
+                "to vLLM; leave it out (adapters are small enough for the store)"
+            )
         if self.rollout.min_usable > self.n_samples:
             problems.append(
                 f"rollout.min_usable = {self.rollout.min_usable} is above n_samples = {self.n_samples}: "

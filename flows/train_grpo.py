@@ -34,7 +34,7 @@ from tasks.track import track, tracking_is_due
 from tasks.train import claim_rules, forget_results, next_batch, start_trainer, train_step, unsearched
 from tasks.watchdog import watched
 from tasks.worker_arguments import worker_arguments
-from tasks.workers import mark_served, publish_policy, replace, start_rollout_worker, take_part
+from tasks.workers import choose_transfer, mark_served, publish_policy, replace, start_rollout_worker, take_part
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -111,6 +111,7 @@ async def start(session: RunSession, config: RunConfig) -> None:
     )
     if config.train.reference.model:
         await provide_reference(session, model=config.train.reference.model)
+    choose_transfer(session, engine=config.engine, train=config.train)
     starting_trainer = start_trainer(session, recipe=config.recipe)
     workers = [session.next_worker_name() for _ in range(config.rollout.num_workers)]
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []

@@ -29,6 +29,8 @@ GPU_QUEUE = "gpu"
 time runs from here."""
 GPU_RUNS = "MILLRACE_GPU_RUNS"
 """Environment variable of `python -m tasks.flow_runs`: how many that is."""
+NOTIFY = "MILLRACE_NOTIFY"
+"""Another one: who is told of failures. It may hold a token, so no service and no flow run inherits it."""
 
 
 class ServiceFailed(RuntimeError):
@@ -206,7 +208,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **(extra or {})},
+            env={key: value for key, value in os.environ.items() if key != NOTIFY} | (extra or {}),
             start_new_session=True,  # it outlives this command and the terminal
             restore_signals=True,
         )
@@ -226,8 +228,8 @@ def _run(arguments: list[str], project: Path, logs: Path, extra: dict[str, str])
     with open(logs / "deploy.log", "a") as log:
         log.write(done.stdout + done.stderr)
     if done.returncode:
-        command, output = " ".join(arguments[2:]), (done.stdout + done.stderr)[-800:]
-        raise ServiceFailed(f"`prefect {command}` failed, see {logs / 'deploy.log'}:\n{output}")
+        command, output = " ".join(arguments[1:]), (done.stdout + done.stderr)[-800:]
+        raise ServiceFailed(f"`{command}` failed, see {logs / 'deploy.log'}:\n{output}")
 
 
 def _wait_until_up(service: Service, path: str, logs: Path, *, timeout: float = 120) -> None:

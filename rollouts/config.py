@@ -122,6 +122,9 @@ class EvaluationSettings(BaseModel):
     `train.max_gap`."""
 
 
+WeightTransfer = Literal["store", "gloo", "nccl"]
+
+
 class EngineSettings(BaseModel):
     """The inference engine inside the rollout worker."""
 
@@ -137,6 +140,9 @@ class EngineSettings(BaseModel):
     clear_cache_on_reload: bool = True
     """Drop every key and value that the old weights computed when new ones are loaded, those of running requests too,
     which are computed anew; false goes on with them."""
+    weight_transfer: WeightTransfer = "store"
+    """How new weights come to the engines of the training run: read from the `store`, or by a broadcast of the trainer,
+    `nccl` between GPUs or `gloo` between CPUs. The store has them in any case, and is read where a broadcast fails."""
     tool_parser: str = "hermes"
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     vllm: dict[str, Any] = Field(default_factory=dict)

@@ -9,11 +9,15 @@ where those are set, of the sampled token under the weights that sampled it (`Sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rollouts.chat_tokens import ChatTokens
+from rollouts.config import EngineSettings, WeightTransfer
 from storage.records import Sampling
+from storage.weight_broadcast import Broadcast
 
 UpdateMode = Literal["keep", "wait", "abort"]
 """What becomes of running requests when weights change: frozen and continued, finished first, or stopped and
@@ -53,6 +57,8 @@ class WeightUpdate:
     """True where every key and value computed by the old weights was dropped; false where they are used further."""
     paused_seconds: float
     """Wall-clock from asking the engine to pause until it went on; with `wait` this includes the drain."""
+    transfer: WeightTransfer = "store"
+    """How the weights came."""
 
 
 class Engine(Protocol):
@@ -73,5 +79,40 @@ class Engine(Protocol):
         Raises `EngineError` with the old version still serving, `EngineUnusable` where that could not be had either.
         """
 
+    async def receive_policy(self, broadcast: Broadcast, fetch: Callable[[], Path]) -> WeightUpdate:
+        """`load_policy` with weights that come by broadcast; `fetch` gives their folder, should it be needed later."""
+
     async def stop(self) -> None:
         """Release everything."""
+
+
+def make_engine(
+    settings: EngineSettings,
+    tokens: ChatTokens,
+    *,
+    seed: int,
+    version: int,
+    lora_rank: int = 0,
+    base_folder: Path | None = None,
+) -> Engine:
+    """The engine a run file asks for, about to serve policy `version`; with `lora_rank`, adapters of the base model."""
+    match settings.kind:
+        case "vllm":
+            from rollouts.vllm_engine import VllmEngine
+
+            return VllmEngine(
+                max_model_len=settings.max_model_len,
+                seed=seed + version,  # an engine that starts again must not draw the same numbers again
+                update_mode=settings.update_mode,
+                clear_cache_on_reload=settings.clear_cache_on_reload,
+                arguments=settings.vllm,
+                lora_rank=lora_rank,
+                base_folder=base_folder,
+                ends_process=True,
+            )
+        case "scripted":
+            from rollouts.scripted_engine import ScriptedEngine, random_reply
+
+            alphabet = tokens.alphabet()
+            reply = random_reply(seed=seed, alphabet=alphabet, end_id=tokens.end_id, longest=3)
+            return ScriptedEngine(reply, num_choices=len(alphabet))

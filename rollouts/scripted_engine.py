@@ -16,6 +16,7 @@ from rollouts.engine import EngineError, Generation, WeightUpdate
 from storage.adapters import has_adapter
 from storage.digests import DigestMismatch, verify_folder
 from storage.records import Sampling
+from storage.weight_broadcast import Broadcast
 
 Reply = Callable[[list[int], str], list[int]]
 """(prompt ids, request id) → reply ids, the end token included."""
@@ -68,6 +69,9 @@ class ScriptedEngine:
         if has_adapter(folder):
             self._adapters[version] = checksum
         return WeightUpdate(checksum=checksum, mode="keep", cache_cleared=True, paused_seconds=0.0)
+
+    async def receive_policy(self, broadcast: Broadcast, fetch: Callable[[], Path]) -> WeightUpdate:
+        raise EngineError(f"policy {broadcast.version}: an engine without weights takes part in no broadcast")
 
     async def stop(self) -> None:
         return None

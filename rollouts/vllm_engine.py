@@ -16,6 +16,7 @@ With adapters (LoRA) the base weights stay, and `load_policy` changes what the o
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import logging
@@ -28,9 +29,11 @@ from typing import Any
 
 from rollouts.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
 from rollouts.vllm_lora import adapter_arguments, check_applied, slot_request
+from rollouts.vllm_worker import results
 from storage.adapters import ADAPTER_WEIGHTS, has_adapter
 from storage.digests import DIGEST_FILE, sha256_of_json
 from storage.records import Sampling
+from storage.weight_broadcast import Broadcast
 
 logger = logging.getLogger("millrace.engine")
 
@@ -40,12 +43,17 @@ TRIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """A policy folder as the engine is asked to hold it."""
+    """A policy as the engine is asked to hold it."""
 
-    folder: Path
     version: int
     digest: str
     """Of the safetensors content."""
+    fetch: Callable[[], Path]
+    """Its folder; may read it from the store first."""
+
+
+def _weights_in(folder: Path, version: int) -> _Weights:
+    return _Weights(version=version, digest=_weights_digest(folder), fetch=lambda: folder)
 
 
 class VllmEngine:
@@ -116,8 +124,9 @@ class VllmEngine:
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a search in vLLM's package takes as long as all else here
         self._stop_ids = _end_token_ids(model)
-        self._served = _Weights(folder=folder, version=version, digest=_weights_digest(folder))
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **self._arguments))
+        self._served = _weights_in(folder, version)
+        arguments = _in_processes_of_its_own(self._arguments)
+        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
         enable_envs_cache()  # as the core does: every request would look up a few variables, each of them slowly
         if self._base_folder is not None:
             self._slot = slot_request()
@@ -162,9 +171,11 @@ class VllmEngine:
         )
 
     async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
-        # A task of its own: a caller that is cancelled must not leave half of the new weights behind.
-        self._updating = asyncio.create_task(self._load(folder, version))
-        return await asyncio.shield(self._updating)
+        return await self._change(f"policy {version} from {folder}", lambda: _weights_in(folder, version))
+
+    async def receive_policy(self, broadcast: Broadcast, fetch: Callable[[], Path]) -> WeightUpdate:
+        weights = _Weights(version=broadcast.version, digest=broadcast.weights_sha256, fetch=fetch)
+        return await self._change(f"policy {broadcast.version} from the trainer", lambda: weights, broadcast)
 
     async def stop(self) -> None:
         if self.llm is not None:
@@ -197,23 +208,29 @@ class VllmEngine:
         if self._unusable:
             raise EngineUnusable(self._unusable)
 
-    async def _load(self, folder: Path, version: int) -> WeightUpdate:
+    async def _change(
+        self, what: str, weights: Callable[[], _Weights], broadcast: Broadcast | None = None
+    ) -> WeightUpdate:
+        # A task of its own: a caller that is cancelled must not leave half of the new weights behind.
+        self._updating = asyncio.create_task(self._load(what, weights, broadcast))
+        return await asyncio.shield(self._updating)
+
+    async def _load(self, what: str, weights: Callable[[], _Weights], broadcast: Broadcast | None) -> WeightUpdate:
         async with self._update:
             old, paused = self._served, False
             started = time.perf_counter()
             try:
-                new = _Weights(folder=folder, version=version, digest=_weights_digest(folder))
+                new = weights()
                 await self._pause()
                 paused = True
-                checksum = await self._install(new)
+                checksum = await self._install(new, broadcast)
                 self._served, self._unusable = new, ""
             except Exception as error:
                 if paused:  # nothing was touched before
-                    await self._put_back(old, instead_of=version)
+                    await self._put_back(old, instead_of=what)
                 self._refuse_if_unusable()
                 raise EngineError(
-                    f"policy {version} from {folder} was not loaded, policy {old.version} serves on: "
-                    f"{type(error).__name__}: {error}"
+                    f"{what} was not loaded, policy {old.version} serves on: {type(error).__name__}: {error}"
                 ) from error
             finally:
                 await self._resume()
@@ -222,6 +239,7 @@ class VllmEngine:
                 mode=self.update_mode,
                 cache_cleared=self.clear_cache_on_reload,
                 paused_seconds=time.perf_counter() - started,
+                transfer="store" if broadcast is None else broadcast.backend,
             )
 
     async def _pause(self) -> None:
@@ -234,23 +252,23 @@ class VllmEngine:
         finally:
             self._aborts_ended += aborting
 
-    async def _install(self, weights: _Weights) -> str:
+    async def _install(self, weights: _Weights, broadcast: Broadcast | None = None) -> str:
         """Load weights into the paused engine and name their version; returns the verified checksum."""
-        checksum = await (self._reload(weights.folder) if self._slot is None else self._fill_slot(weights))
+        checksum = await (self._reload(weights, broadcast) if self._slot is None else self._fill_slot(weights))
         known = self._checksums.get(weights.digest)
         if self._slot is None and known is None and checksum == self._checksums[self._served.digest]:
             # Other weights may round to the same numbers in the engine's precision. Zeros tell that from a load
             # that did nothing.
             await self._call(self.llm.collective_rpc("reset_weights"))
             known = checksum
-            checksum = await self._reload(weights.folder)
+            checksum = await self._reload(weights)
         if known is not None and checksum != known:
-            raise EngineError(f"after loading {weights.folder} the engine's checksum is {checksum}, not {known}")
+            raise EngineError(f"with policy {weights.version} the engine's checksum is {checksum}, not {known}")
         await self._call(self.llm.update_weight_version(str(weights.version)))
         self._checksums[weights.digest] = checksum
         return checksum
 
-    async def _put_back(self, old: _Weights, *, instead_of: int) -> None:
+    async def _put_back(self, old: _Weights, *, instead_of: str) -> None:
         """Raises `EngineUnusable` where the weights served before cannot be had either."""
         for attempt in range(1, TRIES + 1):
             try:
@@ -260,9 +278,7 @@ class VllmEngine:
             except Exception as error:  # noqa: BLE001 - tried again, then named
                 logger.warning("policy %d was not put back, try %d of %d: %s", old.version, attempt, TRIES, error)
                 reason = f"{type(error).__name__}: {error}"
-        await self._give_up(
-            f"policy {instead_of} was not loaded, and policy {old.version} could not be put back: {reason}"
-        )
+        await self._give_up(f"{instead_of} was not loaded, and policy {old.version} could not be put back: {reason}")
 
     async def _resume(self) -> None:
         for attempt in range(1, TRIES + 1):
@@ -287,8 +303,14 @@ class VllmEngine:
             logger.critical("vLLM's engine core has ended: this process ends too, another takes its place")
             os._exit(1)
 
-    async def _reload(self, folder: Path) -> str:
-        await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),)))
+    async def _reload(self, weights: _Weights, broadcast: Broadcast | None = None) -> str:
+        """Whole weights, by broadcast or from their folder; returns the checksum."""
+        if broadcast is None:
+            folder = await asyncio.to_thread(weights.fetch)
+            results(await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),))))
+        else:
+            fields = dataclasses.asdict(broadcast)
+            results(await self._call(self.llm.collective_rpc("receive_policy", args=(fields,))))
         return await self._read_checksum()
 
     async def _fill_slot(self, weights: _Weights) -> str:
@@ -296,12 +318,13 @@ class VllmEngine:
 
         Raises `EngineError` where a worker read another file than the policy's seal describes.
         """
-        adapted = has_adapter(weights.folder)
-        folder = str(weights.folder) if adapted else ""
-        answers = await self._call(self.llm.collective_rpc("load_adapter", args=(folder,)))
+        path = await asyncio.to_thread(weights.fetch)
+        adapted = has_adapter(path)
+        folder = str(path) if adapted else ""
+        answers = results(await self._call(self.llm.collective_rpc("load_adapter", args=(folder,))))
         for sha256, _ in answers if adapted else []:
             if (read := sha256_of_json({ADAPTER_WEIGHTS: sha256})) != weights.digest:
-                raise EngineError(f"the engine read adapter {read[:12]} in {weights.folder}, not {weights.digest[:12]}")
+                raise EngineError(f"the engine read adapter {read[:12]} in {path}, not {weights.digest[:12]}")
         if adapted:
             self._adapters[weights.version] = weights.digest
         return sha256_of_json([await self._read_checksum(), [held for _, held in answers]])
@@ -319,6 +342,31 @@ class VllmEngine:
             answer.cancel()
             raise EngineError("the engine core has ended")
         return answer.result()
+
+
+def _in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's arguments so that the parts of an engine, where it has several, are child processes of ours.
+
+    Raises `ValueError` where Ray is asked to start them: our process has all their devices already.
+    """
+    num_parts = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
+    if num_parts == 1:
+        return arguments
+    from vllm.platforms import current_platform
+
+    backend = arguments.get("distributed_executor_backend", "mp")
+    if backend != "mp":
+        raise ValueError(
+            f'engine.vllm.distributed_executor_backend = "{backend}": the parts of an engine are processes of one '
+            "node; leave it out"
+        )
+    if current_platform.is_cpu():
+        # vLLM would bind each part to a NUMA node of its own, and most machines have one.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_parts))
+    # Inside of a Ray placement group, where we are, vLLM would choose Ray.
+    return {**arguments, "distributed_executor_backend": "mp"}
 
 
 @functools.lru_cache(maxsize=16)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.engine import EngineError
-from rollouts.vllm_worker import ReloadExtension
+from rollouts.vllm_worker import ReloadExtension, answering, results
 from storage.adapters import ADAPTER_WEIGHTS
 from storage.digests import sha256_of_file
 
@@ -55,11 +55,11 @@ async def check_applied(llm: Any) -> None:
 
     Leaves the slot empty. For an engine that serves nobody yet.
     """
-    await llm.collective_rpc("load_adapter", args=("",))
+    results(await llm.collective_rpc("load_adapter", args=("",)))
     base, empty = await _logprobs(llm, None), await _logprobs(llm, slot_request())
     await llm.collective_rpc("fill_adapter")
     full = await _logprobs(llm, slot_request())
-    await llm.collective_rpc("load_adapter", args=("",))
+    results(await llm.collective_rpc("load_adapter", args=("",)))
     if max(abs(one - other) for one, other in zip(base, empty, strict=True)) > _VISIBLE:
         raise EngineError("vLLM's answers change with an adapter of zeros: it cannot serve the base model with LoRA on")
     if max(abs(one - other) for one, other in zip(base, full, strict=True)) < _VISIBLE:
@@ -83,11 +83,13 @@ async def _logprobs(llm: Any, adapter: Any) -> list[float]:
 class AdapterExtension(ReloadExtension):
     """Methods callable by `collective_rpc`; `self` is a vLLM worker."""
 
+    @answering
     def load_adapter(self, folder: str) -> tuple[str, str]:
         """Put an adapter folder, or without one zeros, into the slot.
 
         Returns the sha256 of the file with the weights, and a digest of what the slot of this worker now holds.
-        Raises `ValueError` where a number in the slot is not the file's; what vLLM refuses leaves the slot as it was.
+        Fails with `ValueError` where a number in the slot is not the file's; what vLLM refuses leaves the slot as it
+        was.
         """
         from vllm.lora.request import LoRARequest
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -24,7 +25,7 @@ from typing import Any
 from rollouts.attempts import AttemptLimits, Player
 from rollouts.chat_tokens import ChatTokens
 from rollouts.config import EngineSettings, RewardSettings
-from rollouts.engine import Engine, WeightUpdate
+from rollouts.engine import EngineError, WeightUpdate, make_engine
 from rollouts.evaluation import evaluate_tasks
 from rollouts.executor import Executor, Limits
 from rollouts.prompts import Prompt, PromptOrder
@@ -43,40 +44,9 @@ from storage.run_state import Conflict
 from storage.runs import find_policy, open_run
 from storage.shard_codec import Provenance
 from storage.shards import commit_shard
+from storage.weight_broadcast import Broadcast
 
 logger = logging.getLogger("millrace.rollout")
-
-
-def make_engine(
-    settings: EngineSettings,
-    tokens: ChatTokens,
-    *,
-    seed: int,
-    version: int,
-    lora_rank: int = 0,
-    base_folder: Path | None = None,
-) -> Engine:
-    """The engine a run file asks for, about to serve policy `version`; with `lora_rank`, adapters of the base model."""
-    match settings.kind:
-        case "vllm":
-            from rollouts.vllm_engine import VllmEngine
-
-            return VllmEngine(
-                max_model_len=settings.max_model_len,
-                seed=seed + version,  # an engine that starts again must not draw the same numbers again
-                update_mode=settings.update_mode,
-                clear_cache_on_reload=settings.clear_cache_on_reload,
-                arguments=settings.vllm,
-                lora_rank=lora_rank,
-                base_folder=base_folder,
-                ends_process=True,
-            )
-        case "scripted":
-            from rollouts.scripted_engine import ScriptedEngine, random_reply
-
-            alphabet = tokens.alphabet()
-            reply = random_reply(seed=seed, alphabet=alphabet, end_id=tokens.end_id, longest=3)
-            return ScriptedEngine(reply, num_choices=len(alphabet))
 
 
 def waiting_tasks() -> list[str]:
@@ -138,6 +108,7 @@ class RolloutWorker:
         self._lease_timeout = lease_timeout
         self._log_lock = asyncio.Lock()
         self._version_pin = asyncio.Lock()
+        self._has_started = False
 
     async def start(self, version: int | None = None) -> str:
         """Load a policy version, the live one by default; returns the engine's weight checksum.
@@ -193,6 +164,7 @@ class RolloutWorker:
             limits=self._limits,
             sampling=self._sampling,
         )
+        self._has_started = True
         return "" if self._overdue else checksum
 
     async def join(self) -> None:
@@ -254,6 +226,24 @@ class RolloutWorker:
         """Attempt the first prompts of the run once and return every group; for debugging, nothing is committed."""
         return await self._executor.rollout_batch([self._prompts.at(position) for position in range(num_prompts)])
 
+    def can_receive(self) -> bool:
+        """True where a broadcast would be taken at once, and not after an evaluation."""
+        return not self._version_pin.locked()
+
+    async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
+        """`publish` by broadcast, and from the store where that fails."""
+        await self._know(policy)
+        try:
+            async with self._version_pin:
+                fetch = functools.partial(self._policies.fetch, policy)
+                update = await self._engine.receive_policy(broadcast, fetch)
+                self._version, self._overdue = policy.version, None
+        except EngineError as error:
+            logger.warning("policy %d is read from the store, its broadcast failed: %s", policy.version, error)
+            return await self.publish(policy)
+        await self.refresh()
+        return update
+
     async def publish(self, policy: Policy) -> WeightUpdate | None:
         """Serve `policy` from the next token on; returns how the engine took it over.
 
@@ -261,9 +251,7 @@ class RolloutWorker:
         engine go on, under the number of the policy it has; `wait_for_work` tries again. Raises
         `storage.digests.DigestMismatch` before touching the engine, `EngineError` with the old version still serving.
         """
-        if policy.version not in self._log.state.policies:
-            async with self._log_lock:
-                await asyncio.to_thread(self._log.refresh)  # of a delta the reader needs to know the anchor
+        await self._know(policy)
         try:
             folder = await asyncio.to_thread(self._policies.fetch, policy)
         except DamagedDelta as error:
@@ -281,6 +269,12 @@ class RolloutWorker:
             self._version = policy.version
         await self.refresh()
         return update
+
+    async def _know(self, policy: Policy) -> None:
+        """Of a delta the reader needs to know the anchor."""
+        if policy.version not in self._log.state.policies:
+            async with self._log_lock:
+                await asyncio.to_thread(self._log.refresh)
 
     async def evaluate(
         self, *, split: str, num_tasks: int, n_samples: int, temperature: float, max_concurrent: int
@@ -341,6 +335,8 @@ class RolloutWorker:
 
     async def close(self) -> None:
         """Stop producing, release the engine and the reward processes, commit what has finished."""
+        if not self._has_started:
+            return  # whoever closes it now ends its process
         finished = await self._executor.close()
         await self._workflow.close()
         if "rollouts.agent_endpoint" in sys.modules:  # what nobody has imported nobody has started

@@ -212,6 +212,8 @@ class Alias:
     """True where the keys and values that the policy before had computed were dropped."""
     paused_seconds: float = 0.0
     """Wall-clock from asking the engine to pause until it went on."""
+    transfer: str = ""
+    """How the weights came to the engine: `store`, or the trainer's broadcast by `gloo` or `nccl`; empty as above."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _ADDRESS = re.compile(r"[^\s/]+:[^\s/]*@")
-_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH_STRING)$", re.IGNORECASE)
+_VARIABLE = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|AUTH_STRING|NOTIFY)$", re.IGNORECASE)
 _SETTING = re.compile(
     r"^token$|(^|_)(password|passwd|secret|api_?key|access_?key|private_?key|credentials?)$"
     r"|(^|_)(hf|hub|api|access|auth|session|bearer)_token$",

@@ -62,9 +62,7 @@ class RunPage:
     async def _write(self, state: RunState) -> None:
         log = self._session.log
         mlflow, page = _mlflow_server(self._session.tracking), self._session.mlflow_run
-        text = summary(
-            state, run=log.run_id, steps=self._steps, store=log.store.uri, mlflow=mlflow, mlflow_run=page
-        )
+        text = summary(state, run=log.run_id, steps=self._steps, store=log.store.uri, mlflow=mlflow, mlflow_run=page)
         await acreate_markdown_artifact(text, key=f"run-{artifact_key(log.run_id)}", description=f"run {log.run_id}")
         progress, sentence = 100 * min(1.0, state.step / max(1, self._steps)), f"step {state.step} of {self._steps}"
         if self._progress_id is None:

@@ -1,7 +1,7 @@
 """Prefect's flow runs from outside of them: cancel one, find those whose process is gone, limit those on GPUs.
 
 In: a Prefect server. Out: states and settings there. Called by commands, not by flows; `python -m tasks.flow_runs` sets
-up a server that has the deployments: the automation, and with `$MILLRACE_GPU_RUNS` the limit.
+up a server that has the deployments: the automations, and with `$MILLRACE_GPU_RUNS` the limit.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import os
+import sys
 from uuid import UUID
 
 import psutil
@@ -21,7 +22,8 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Crashed
 
-from infra.services import GPU_QUEUE, GPU_RUNS, POOL
+from infra.services import GPU_QUEUE, GPU_RUNS, NOTIFY, POOL
+from tasks.notifications import failure_automations
 
 ZOMBIES = "millrace: flow runs without a heartbeat"
 SILENT_SECONDS = 90
@@ -42,11 +44,8 @@ async def cancel_flow_run(flow_run_id: str, *, api_url: str) -> bool:
             return True
 
 
-async def crash_silent_flow_runs() -> None:
-    """Let the server mark flow runs Crashed that stop beating: their process, or its machine, is gone.
-
-    Making the automation again changes it to what this code says; switched off, it stays off.
-    """
+def crash_silent_flow_runs() -> AutomationCore:
+    """The server marks flow runs Crashed that stop beating: their process, or its machine, is gone."""
     over = {f"prefect.flow-run.{state}" for state in _OVER}
     trigger = EventTrigger(
         after={_BEAT},
@@ -58,14 +57,18 @@ async def crash_silent_flow_runs() -> None:
         within=datetime.timedelta(seconds=SILENT_SECONDS),
     )
     message = f"no heartbeat for {SILENT_SECONDS} s: its process is gone; what was committed is safe, start it again"
-    automation = AutomationCore(
+    return AutomationCore(
         name=ZOMBIES,
         description="Millrace makes this automation on `millrace up`.",
         trigger=trigger,
         actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
     )
+
+
+async def make_automation(automation: AutomationCore) -> None:
+    """Making one of this name again changes it to what the code says now; switched off, it stays off."""
     async with get_client() as client:
-        known = await client.read_automations_by_name(ZOMBIES)
+        known = await client.read_automations_by_name(automation.name)
         if not known:
             await client.create_automation(automation)
             return
@@ -87,8 +90,13 @@ async def limit_gpu_runs(num_runs: int) -> None:
 
 
 async def set_up_server() -> None:
-    """What a server needs beside the deployments."""
-    await crash_silent_flow_runs()
+    """What a server needs beside the deployments.
+
+    Raises `ValueError` where `$MILLRACE_NOTIFY` names nobody who can be told.
+    """
+    destination = os.environ.get(NOTIFY, "")
+    for automation in [crash_silent_flow_runs(), *(await failure_automations(destination) if destination else [])]:
+        await make_automation(automation)
     if num_runs := os.environ.get(GPU_RUNS):
         await limit_gpu_runs(int(num_runs))
 
@@ -131,4 +139,7 @@ def _is_lost(flow_run: FlowRun) -> bool:
 
 
 if __name__ == "__main__":
-    asyncio.run(set_up_server())
+    try:
+        asyncio.run(set_up_server())
+    except ValueError as error:
+        sys.exit(str(error))

@@ -1,6 +1,7 @@
 """The gate between an evaluation and the alias `champion`: one decision, by code, for whoever evaluates.
 
-In: a session and an evaluation. Out: the alias moved in the log; or a warning and an event that say why not.
+In: a session and an evaluation. Out: the alias moved in the log; or a warning and an event that say why not, and a
+notification of that event where somebody has asked for one (`tasks/notifications.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def try_gate(
         champion = log.state.aliases.get(CHAMPION)
         stays = f"policy {champion.version} stays the champion" if champion is not None else "there is no champion"
         logger.warning("%s\n  %s", refused, stays)
-        announce(log, "gate.failed", version=version, score=evaluation.score, problems=refused.problems)
+        scored = {"score": evaluation.score, "split": evaluation.split, "min_score": min_score}
+        announce(log, "gate.failed", version=version, **scored, problems=refused.problems, outcome=stays)
         return refused.problems
     logger.info("policy %d is the champion: it scored %.3f on %r", version, evaluation.score, evaluation.split)
     announce(log, "gate.passed", version=version, score=evaluation.score)

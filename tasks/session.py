@@ -24,6 +24,7 @@ from infra.environment import home, prepare_environment, store_uri, tracking_uri
 from infra.fleet import Fleet, Hosted, HostedGroup
 from infra.memory import PeakMemory
 from infra.structured_logs import log_driver, logs_are_json
+from rollouts.config import WeightTransfer
 from storage.loading import source_sha256
 from storage.log_entries import Session
 from storage.object_store import open_store
@@ -98,6 +99,10 @@ class RunSession:
         self.trainer: Hosted | HostedGroup
         self.recipe: Recipe
         """What the trainer was started with, for the one that takes its place."""
+        self.weight_transfer: WeightTransfer = "store"
+        """How policies come from the trainer to this session's engines."""
+        self.parts_per_engine = 1
+        """vLLM's workers in each."""
         self.outside = outside
         self.loaded_version = -1
         """What these were last told to load, where somebody else has published it."""

@@ -57,6 +57,7 @@ async def start_trainer(
         "run_id": session.log.run_id,
         "recipe": recipe,
         "cache": str(session.cache),
+        "sends": session.weight_transfer != "store",
     }
     await session.host_trainer(
         "trainer-0", "trainers.worker:TrainerWorker", arguments=arguments, settings=recipe.settings

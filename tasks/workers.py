@@ -6,6 +6,7 @@ In: a session. Out: workers in `session.workers`, and entries in the log.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,10 +17,13 @@ from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
 from infra.fleet import WorkerDied
+from rollouts.config import EngineSettings
 from rollouts.engine import WeightUpdate
 from storage.log_entries import Alias, Policy
 from storage.producers import withdraw
+from storage.weight_broadcast import Broadcast
 from tasks.session import REPLACEMENTS, RunSession
+from trainers.config import TrainSettings
 
 logger = logging.getLogger("millrace.workers")
 
@@ -73,7 +77,9 @@ def mark_served(session: RunSession, *, checksums: list[str]) -> None:
 async def publish_policy(session: RunSession, *, policy: Policy) -> None:
     """Swap the weights of every engine of this session and move the alias `rollout`, by which those elsewhere go."""
     started = time.perf_counter()
-    answers = await _swap(session, policy)
+    answers = await _broadcast(session, policy)
+    if answers is None:
+        answers = await _swap(session, policy)
     if not answers:  # whoever takes the place of the dead starts with it, or hears of it by the alias
         session.log.append(Alias(name=ROLLOUT_ALIAS, version=policy.version, checksum=""))
     if updates := [update for update in answers if update is not None]:
@@ -85,6 +91,7 @@ async def publish_policy(session: RunSession, *, policy: Policy) -> None:
                 update_mode=updates[0].mode,
                 cache_cleared=updates[0].cache_cleared,
                 paused_seconds=max(update.paused_seconds for update in updates),
+                transfer=updates[0].transfer,
             )
         )
     session.publish_seconds = time.perf_counter() - started
@@ -101,6 +108,52 @@ async def publish_policy(session: RunSession, *, policy: Policy) -> None:
 async def load_policy(session: RunSession, *, policy: Policy) -> None:
     """Swap the weights of every engine of this session; somebody else has published the policy."""
     await _swap(session, policy)
+
+
+def choose_transfer(session: RunSession, *, engine: EngineSettings, train: TrainSettings) -> None:
+    """How policies come to the engines, from here on. Raises `ValueError` where GPUs cannot be joined by NCCL."""
+    if engine.weight_transfer == "nccl" and (session.fleet.gpus_per_worker < 1 or train.device == "cpu"):
+        raise ValueError(
+            "engine.weight_transfer = 'nccl' needs a GPU of its own for the trainer and for each engine; there are "
+            f"{session.fleet.num_gpus:g}. Use 'gloo', or leave it out"
+        )
+    session.weight_transfer, session.parts_per_engine = engine.weight_transfer, engine.num_gpus
+
+
+async def _broadcast(session: RunSession, policy: Policy) -> list[WeightUpdate | None] | None:
+    """`_swap`, with the weights straight from the trainer. Null where not everybody can take part at once."""
+    workers, parts = list(session.workers.values()), session.parts_per_engine
+    if session.weight_transfer == "store" or not workers:
+        return None
+    ready = asyncio.gather(
+        session.trainer.call("can_send", policy.version),
+        *(worker.call("can_receive") for worker in workers),
+        return_exceptions=True,
+    )
+    if any(answer is not True for answer in await ready):
+        return None
+    try:
+        host, port = await session.trainer.rendezvous()
+    except WorkerDied:
+        return None
+    broadcast = Broadcast(
+        host=host,
+        port=port,
+        backend=session.weight_transfer,
+        version=policy.version,
+        weights_sha256=policy.weights_sha256,
+        num_receivers=len(workers) * parts,
+    )
+    _, *answers = await asyncio.gather(
+        session.trainer.call("send_policy", broadcast),
+        *(
+            worker.call("receive", policy, dataclasses.replace(broadcast, first_rank=1 + number * parts))
+            for number, worker in enumerate(workers)
+        ),
+        return_exceptions=True,
+    )
+    _raise_all_but_deaths(answers)
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 async def _swap(session: RunSession, policy: Policy) -> list[WeightUpdate | None]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from storage.run_log import RunLog
 from storage.run_state import RunState
 from storage.runs import create_run
 from storage.shard_codec import Provenance, summarise
+from storage.weight_broadcast import Broadcast
 
 LIMITS = Limits(
     n_samples=2,
@@ -264,3 +266,18 @@ def a_policy_folder(folder: Path, *, weights: bytes = b"weights", tokenizer: Pat
 
 def local_store(folder: Path) -> LocalStore:
     return LocalStore(folder / "store")
+
+
+def a_broadcast(policy: Policy, *, num_receivers: int = 1) -> Broadcast:
+    """By gloo, within this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    return Broadcast(
+        host="127.0.0.1",
+        port=port,
+        backend="gloo",
+        version=policy.version,
+        weights_sha256=policy.weights_sha256,
+        num_receivers=num_receivers,
+    )

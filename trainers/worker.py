@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import tempfile
 import time
 import uuid
 from pathlib import Path
 from typing import Literal
 
-from storage.digests import DIGEST_FILE
+from storage.digests import DIGEST_FILE, WEIGHTS_FILE
 from storage.log_entries import Claim, Policy, Step
 from storage.object_store import open_store
 from storage.policies import DELTA_FILE, DamagedDelta, PolicyWriter
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.runs import open_run
+from storage.weight_broadcast import Broadcast, send
 from trainers.config import Recipe
 from trainers.distributed import agreed, on_every_rank, on_first_rank, rank
 from trainers.refusals import RefusedShards
@@ -43,11 +45,15 @@ class TrainerWorker:
         run_id: str,
         recipe: Recipe,
         cache: str,
+        sends: bool = False,
     ) -> None:
+        """`sends`: the newest policy's weights are kept, to be broadcast."""
         self._store_uri = store_uri
         self._run_id = run_id
         self._recipe = recipe
         self._cache = Path(cache)
+        self._outbox = tempfile.TemporaryDirectory(prefix="millrace-") if sends and not rank() else None
+        self._sendable = -1  # version of the weights in there
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
         self._policy_path: str | None = None  # of the policy in the weights; null while the log knows none like them
 
@@ -92,8 +98,24 @@ class TrainerWorker:
                 self._retrainer.save_state(folder / "state", step=claim.step)
             clocks = {"round_started": round_started, "started": started, "trained": trained}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
+            if self._outbox is not None and digest:
+                os.replace(folder / "policy" / WEIGHTS_FILE, Path(self._outbox.name) / WEIGHTS_FILE)
+                self._sendable = claim.base_version + 1
         on_every_rank(self._catch_up)
         return self._took(claim)
+
+    def can_send(self, version: int) -> bool:
+        """True on rank 0 where `send_policy` has the weights of that version."""
+        return self._sendable == version
+
+    def send_policy(self, broadcast: Broadcast) -> None:
+        """From rank 0 to all receivers. Where it fails the receivers know it too, and there is the store."""
+        if self._outbox is None:
+            return
+        try:
+            send(Path(self._outbox.name) / WEIGHTS_FILE, broadcast)
+        except Exception as error:  # noqa: BLE001 - whatever torch raises; alone it must not end the ranks
+            logger.warning("policy %d was not broadcast: %s: %s", broadcast.version, type(error).__name__, error)
 
     def close(self) -> None:
         """Nothing to release: what matters is in the store."""

@@ -31,7 +31,8 @@ MOMENT = Sampling(max_tokens=12)
 class Bench:
     """One engine, two policies that take turns, and the version that ought to be served."""
 
-    def __init__(self, base: Path, scratch: Path) -> None:
+    def __init__(self, base: Path, scratch: Path, **arguments: Any) -> None:
+        """`arguments` for vLLM, beside those that make a tiny model start fast."""
         tokens = ChatTokens.load(base)
         self.base, self.scratch = base, scratch
         self.prompt = tokens.prompt([Message(role="user", content="37+05=")])
@@ -43,7 +44,7 @@ class Bench:
             seed=0,
             update_mode="keep",
             clear_cache_on_reload=True,
-            arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "block_size": 32},
+            arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "block_size": 32, **arguments},
         )
         self._names = (f"request{number}" for number in itertools.count())
 
@@ -84,7 +85,7 @@ class Bench:
         with pytest.raises(EngineError, match=reason) as error:
             await self.load(folder)
         assert not isinstance(error.value, EngineUnusable)
-        assert f"policy {max(self.folders)} from" in str(error.value), error.value
+        assert f"policy {max(self.folders)} " in str(error.value), error.value
         assert f"policy {self.version} serves on" in str(error.value), error.value
 
     async def generate(self, sampling: Sampling = MOMENT, prompt: list[int] | None = None) -> Generation:

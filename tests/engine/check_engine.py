@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
@@ -19,9 +20,13 @@ from typing import Any
 import psutil
 import pytest
 
-from rollouts.engine import EngineError, EngineUnusable, UpdateMode
+from rollouts.engine import EngineError, EngineUnusable, UpdateMode, WeightUpdate
 from rollouts.vllm_engine import TRIES
+from storage.digests import WEIGHTS_FILE, verify_folder
+from storage.log_entries import Policy
 from storage.records import RolloutTask, Sampling
+from storage.weight_broadcast import Broadcast, send
+from tests.builders import a_broadcast
 from tests.engine.bench import LONG, MOMENT, TOLERANCE, Bench
 from tests.engine.policies import a_policy, logprobs_of, logprobs_with_kept_cache, spoilt
 
@@ -104,6 +109,39 @@ async def the_prefix_cache_is_dropped_or_kept_as_the_setting_says(bench: Bench) 
     await bench.load(bench.serving)  # the next checks want a clean cache
 
 
+async def weights_come_by_broadcast(bench: Bench, *, parts: int = 1) -> None:
+    """To every part of the engine, as from a folder; other weights than the log's are refused."""
+    folder = bench.other
+    expected = (await bench.load(folder)).checksum
+    await bench.load(bench.other)
+    old, new = bench.version, max(bench.folders) + 1
+    digest = verify_folder(folder)
+    policy = Policy(version=new, path="", weights_sha256="0" * 64, parent=old)
+    async with bench.running() as requests:
+        broadcast = a_broadcast(policy, num_receivers=parts)
+        with pytest.raises(EngineError, match=f"policy {old} serves on.*other weights than the log's"):
+            await sent_and_received(bench, folder, broadcast)
+        for reply in await asyncio.gather(*requests):
+            bench.assert_spanning(reply, old)
+    await bench.assert_serving()
+    async with bench.running() as requests:
+        broadcast = a_broadcast(dataclasses.replace(policy, weights_sha256=digest), num_receivers=parts)
+        update = await sent_and_received(bench, folder, broadcast)
+        bench.folders[new], bench.version = folder, new
+        assert (update.checksum, update.transfer) == (expected, "gloo")
+        for reply in await asyncio.gather(*requests):
+            bench.assert_spanning(reply, old, new)
+    await bench.assert_serving()
+
+
+async def sent_and_received(bench: Bench, folder: Path, broadcast: Broadcast) -> WeightUpdate:
+    sending = asyncio.create_task(asyncio.to_thread(send, folder / WEIGHTS_FILE, broadcast))
+    try:
+        return await bench.engine.receive_policy(broadcast, lambda: folder)
+    finally:
+        await sending
+
+
 async def equal_weights_have_equal_checksums_and_others_do_not(bench: Bench, first: str) -> None:
     checksums = {bench.policies[0]: first}
     for folder in [*bench.policies, *reversed(bench.policies)]:
@@ -120,7 +158,8 @@ async def a_reply_ends_with_the_end_token(bench: Bench) -> None:
     await bench.load(bench.policies[0])
 
 
-async def a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench: Bench) -> None:
+async def a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench: Bench, loaded: str) -> None:
+    """`loaded`: elements of a fused layer that one worker gets, of those it needs, where the key projection lacks."""
     real, reloads = bench.engine.llm.collective_rpc, []
 
     async def counting(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +173,7 @@ async def a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench: Bench
             ("cut short", "incomplete"),
             ("not weights", "header"),
             ("a wrong shape", "assert|shape|size"),
-            ("a tensor missing", "lacks tensors; .*model.layers.1.self_attn.qkv_proj 2144 of 3168"),
+            ("a tensor missing", f"lacks tensors; .*model.layers.1.self_attn.qkv_proj {loaded}"),
             ("an unknown tensor", "layers.9"),
         ]
     ):
@@ -181,7 +220,7 @@ async def a_load_that_did_nothing_is_noticed(bench: Bench) -> None:
     async def idle(method: str, **kwargs: Any) -> Any:
         calls.append(method)
         served = kwargs.get("args") != (str(fresh),)
-        return await real(method, **kwargs) if served else [None]
+        return await real(method, **kwargs) if served else [(None, "")]
 
     with bench.replaced("collective_rpc", idle):
         await bench.fail_to_load(fresh, "checksum is")
@@ -305,9 +344,10 @@ async def check(base: Path, scratch: Path) -> None:
         for mode, clear in itertools.product(("keep", "wait", "abort"), (True, False)):
             await running_requests_span_the_swap(bench, mode, clear)
         await the_prefix_cache_is_dropped_or_kept_as_the_setting_says(bench)
+        await weights_come_by_broadcast(bench)
         await equal_weights_have_equal_checksums_and_others_do_not(bench, first)
         await a_reply_ends_with_the_end_token(bench)
-        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench)
+        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench, "2144 of 3168")
         await a_fault_at_any_step_ends_resumed_and_consistent(bench)
         await a_load_that_did_nothing_is_noticed(bench)
         await an_engine_without_known_weights_refuses_until_some_are_loaded(bench)

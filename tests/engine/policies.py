@@ -26,7 +26,8 @@ def a_policy(base: Path, folder: Path, *, end_id: int, seed: int) -> Path:
     shutil.copytree(base, folder)
     tensors = load_file(str(folder / WEIGHTS))
     generator = torch.Generator().manual_seed(seed)
-    moved = {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
+    a_little = 0.1 * (32 / tensors["model.norm.weight"].numel()) ** 0.5  # as much in sum, however wide the model is
+    moved = {name: t + a_little * torch.randn(t.shape, generator=generator) for name, t in tensors.items()}
     embeddings = moved["model.embed_tokens.weight"]
     embeddings[:, 0] = 1.0
     embeddings[end_id, 0] = -10.0

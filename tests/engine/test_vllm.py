@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from storage.log_entries import Alias
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from tests.conftest import PROJECT, Home
@@ -38,6 +39,16 @@ def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path) -> Non
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "all checks passed" in done.stdout
+
+
+def test_a_run_whose_trainer_broadcasts_its_policies(home: Home, base_model: Path) -> None:
+    arguments = ["train", str(ARITHMETIC), f"model={base_model}", "steps=3", "batch_size=8", "evaluation.every=0"]
+    done = home.run(*arguments, "engine.weight_transfer=gloo", "rollout.num_workers=2")
+    log = RunLog(LocalStore(home.path / "store"), "arithmetic")
+    log.refresh()
+    aliases = {entry.body.version: entry.body for entry in log.entries if isinstance(entry.body, Alias)}
+    assert [aliases[version].transfer for version in (0, 1, 2, 3)] == ["", "gloo", "gloo", "gloo"]
+    assert "broadcast" not in done.stdout, "no failure was said"
 
 
 def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: Home, base_model: Path) -> None:

@@ -1,16 +1,26 @@
-"""Evaluations through the real command: beside a training, killed in the middle, and without one attempt that works."""
+"""Evaluations through the real command: beside a training, killed in the middle, without one attempt that works, and
+one that fails its gate, of which somebody is told."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
+import httpx
+import psutil
 import pytest
+from prefect.blocks.system import Secret
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from storage.log_entries import Evaluation, Step
 from storage.object_store import LocalStore
@@ -18,7 +28,8 @@ from storage.records import NOT_SAMPLED
 from storage.run_log import RunLog
 from storage.runs import open_run
 from storage.shards import read_shard
-from tests.conftest import SCRIPTED, Home
+from tasks.notifications import failure_automations
+from tests.conftest import PROJECT, SCRIPTED, Home
 from tests.flows.meetings import GO
 
 PATIENCE = 200.0  # seconds
@@ -97,3 +108,150 @@ def test_an_evaluation_in_which_every_attempt_fails_is_an_error(trained: Home) -
     assert "ConnectionError: no database" in done.stderr and "held-out" not in done.stdout
     status = trained.status("scripted")
     assert status["accuracy_after"] is None and status["failed_evaluations"] == 1
+
+
+class Inbox(ThreadingHTTPServer):
+    """A webhook that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        inbox = self
+        self.messages: list[dict[str, Any]] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                inbox.messages.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def address(self) -> str:
+        """As Apprise writes it, with a token in the path."""
+        return f"json://127.0.0.1:{self.server_port}/t0ken-of-a-test"
+
+
+@pytest.fixture
+def inbox() -> Iterator[Inbox]:
+    inbox = Inbox()
+    threading.Thread(target=inbox.serve_forever, daemon=True).start()
+    yield inbox
+    inbox.shutdown()
+    inbox.server_close()
+
+
+@pytest.fixture
+def notifying(tmp_path: Path, inbox: Inbox) -> Iterator[Home]:
+    """Services of its own, as `make up` starts them where somebody is to be told."""
+    home = Home(tmp_path, "")
+    home.environment |= {"MILLRACE_NOTIFY": inbox.address}
+    del home.environment["PREFECT_API_URL"]
+    home.run("up")
+    try:
+        yield home
+    finally:
+        home.run("down")
+
+
+_EVALUATE = """
+import asyncio, sys
+from infra.environment import prepare_environment
+prepare_environment()
+from cli.services import use_running_services
+use_running_services()
+from flows.evaluate import evaluate
+asyncio.run(evaluate(run="scripted", gate_score=float(sys.argv[1])))
+"""
+
+
+def test_somebody_is_told_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails(
+    notifying: Home, inbox: Inbox, base_model: Path
+) -> None:
+    home, api = notifying, f"{_server(notifying)}/api"
+
+    def evaluated(gate_score: float) -> None:
+        command = [sys.executable, "-c", _EVALUATE, str(gate_score)]
+        done = subprocess.run(
+            command, env=home.environment, cwd=PROJECT, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert done.returncode == 0, done.stdout + done.stderr + home.worker_logs()
+
+    def messages(*, number: int) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + 60
+        while len(inbox.messages) < number:
+            assert time.monotonic() < deadline, (inbox.messages, _automation_events(api), _log_of(home, "prefect"))
+            time.sleep(0.1)
+        return inbox.messages
+
+    changes = ["steps=1", "evaluation.every=0", "evaluation.gate_score=2"]
+    home.run("train", str(SCRIPTED), f"model={base_model}", *changes)
+    home.run("promote", "scripted", "--version", "0")
+    assert inbox.messages == []
+
+    # The run's own bar, which no score reaches.
+    home.run("eval", "scripted")
+    log = _log(home)
+    [evaluation] = log.state.evaluations
+    [told] = messages(number=1)
+    assert told["title"] == "Millrace: policy 1 of run scripted did not pass its gate"
+    assert f"It scored {evaluation.score:.3f} on split 'test'; the bar is 2" in told["message"]
+    assert f"- it scored {evaluation.score:.3f} on split 'test', below 2\n" in told["message"]
+    assert "Now policy 0 stays the champion" in told["message"] and told["type"] == "failure"
+    assert log.state.aliases["champion"].version == 0
+
+    # One that passes moves the alias, and is nothing to tell. The next message is that of a flow run without its run.
+    evaluated(gate_score=0.0)
+    assert _log(home).state.aliases["champion"].version == 1
+    deployment = httpx.get(f"{api}/deployments/name/evaluate/local", timeout=30).raise_for_status().json()["id"]
+    start = f"{api}/deployments/{deployment}/create_flow_run"
+    httpx.post(start, json={"parameters": {"run": "missing"}}, timeout=30).raise_for_status()
+    told = messages(number=2)[1]
+    assert told["title"] == "Millrace: flow run missing is Failed" and "Its flow is evaluate." in told["message"]
+
+    # The address is on the server and nowhere else.
+    token = inbox.address.rsplit("/", 1)[1]
+    said = [file for file in home.path.rglob("*.log") if token in file.read_text(errors="replace")]
+    shown = httpx.post(f"{api}/block_documents/filter", json={}, timeout=30).raise_for_status().text
+    assert not said and "millrace-notify" in shown and token not in shown
+    services = [psutil.Process(service["pid"]) for service in json.loads((home.path / "services.json").read_text())]
+    assert len(services) == 3 and not [process for process in services if "MILLRACE_NOTIFY" in process.environ()]
+    assert len(inbox.messages) == 2
+
+    # Named as a block it is found again; one that is not there, or cannot notify, is refused.
+    with temporary_settings({PREFECT_API_URL: api}):
+        by_name = asyncio.run(failure_automations("slack-webhook/millrace-notify"))
+        made = httpx.post(f"{api}/automations/filter", json={}, timeout=30).raise_for_status().json()
+        kept = {row["name"]: row["actions"][0].get("block_document_id") for row in made}
+        assert [kept[row.name] for row in by_name] == [str(row.actions[0].block_document_id) for row in by_name]
+        with pytest.raises(ValueError, match="names a block that the Prefect server does not have"):
+            asyncio.run(failure_automations("slack-webhook/nobody"))
+        asyncio.run(Secret(value="-").asave("no-notification"))
+        with pytest.raises(ValueError, match="names a block that cannot notify"):
+            asyncio.run(failure_automations("secret/no-notification"))
+
+
+def _server(home: Home) -> str:
+    services = json.loads((home.path / "services.json").read_text())
+    return next(str(service["url"]) for service in services if service["name"] == "prefect")
+
+
+def _automation_events(api: str) -> Any:
+    wanted = {"filter": {"event": {"prefix": ["prefect.automation.action", "millrace."]}}}
+    return httpx.post(f"{api}/events/filter", json=wanted, timeout=30).json()
+
+
+def _log_of(home: Home, service: str) -> str:
+    return (home.path / "logs" / f"{service}.log").read_text()[-4000:]
+
+
+def test_up_refuses_a_destination_that_nobody_can_be_told_at_before_anything_starts(tmp_path: Path) -> None:
+    home = Home(tmp_path, "")
+    for wrong in ("gibberish://secret-token", "https://hooks.example.com/secret-token", "nobody"):
+        home.environment["MILLRACE_NOTIFY"] = wrong
+        done = home.run("up", check=False)
+        assert done.returncode == 2 and "error: $MILLRACE_NOTIFY is n" in done.stderr
+        assert "secret-token" not in done.stderr + done.stdout and not (tmp_path / "services.json").exists()
+        assert not (tmp_path / "logs").exists()

@@ -31,7 +31,7 @@ import pytest
 import yaml
 
 from infra.environment import TELEMETRY_OFF
-from infra.services import GPU_QUEUE, GPU_RUNS
+from infra.services import GPU_QUEUE, GPU_RUNS, NOTIFY
 from tests.compose import COMPOSE, PROJECT, image_environment, interpolate
 
 INFRA = PROJECT / "infra"
@@ -139,6 +139,14 @@ def test_compose_asks_for_a_password_wherever_prefect_is_served_or_called():
     assert clients == {"deploy", "worker"}
     assert {environments[name]["PREFECT_API_AUTH_STRING"] for name in clients} == {SECRETS["PREFECT_AUTH"]}
     assert environments["prefect"]["PREFECT_SERVER_API_AUTH_STRING"] == SECRETS["PREFECT_AUTH"]
+
+
+def test_compose_gives_the_address_of_notifications_to_the_service_that_stores_it_and_to_no_other():
+    text, address = yaml.safe_load(COMPOSE.read_text()), "slack://a/b/c"
+    services = interpolate(text, SECRETS | {NOTIFY: address})["services"]
+    holders = {name for name, service in services.items() if address in str(service)}
+    assert holders == {"deploy"}
+    assert interpolate(text, SECRETS)["services"]["deploy"]["environment"][NOTIFY] == "", "nobody is told by default"
 
 
 def test_compose_limits_flow_runs_where_it_gives_the_worker_gpus():
@@ -282,6 +290,27 @@ def test_pods_run_without_privileges_and_refer_to_what_the_manifests_and_their_h
                 assert secret == {"name": "millrace-store"} if secret else ("ConfigMap", "millrace") in made
 
 
+def test_every_pod_that_talks_to_prefect_has_its_password_from_the_secret():
+    pods = {
+        document["metadata"].get("name", document["metadata"].get("generateName")): pod
+        for document in _documents()
+        if document["kind"] != "RayCluster"  # its actors know no Prefect: only the driver does
+        for pod in _pods(document)
+    }
+    (pods["flow run"],) = _pods(json.loads((INFRA / "work_pools" / "kubernetes.json").read_text()))
+    assert set(pods) == {"millrace-worker", "millrace-deploy-", "flow run"}
+    secret = {"name": "millrace-prefect", "key": "auth-string", "optional": True}
+    for name, pod in pods.items():
+        (container,) = pod["containers"]
+        environment = {row["name"]: row for row in container["env"]}
+        assert {"configMapRef": {"name": "millrace"}} in container["envFrom"], f"{name} does not know where Prefect is"
+        assert environment["PREFECT_API_AUTH_STRING"]["valueFrom"] == {"secretKeyRef": secret}, name
+    # Else the worker would write the password into the Jobs it makes.
+    worker = {row["name"]: row.get("value") for row in pods["millrace-worker"]["containers"][0]["env"]}
+    setting = "PREFECT_INTEGRATIONS_KUBERNETES_WORKER_API_AUTH_STRING_SECRET"
+    assert (worker[f"{setting}_NAME"], worker[f"{setting}_KEY"]) == (secret["name"], secret["key"])
+
+
 def _pods(value: Any) -> list[dict[str, Any]]:
     """Every pod specification in a document."""
     if isinstance(value, list):
@@ -316,7 +345,7 @@ def test_jobs_of_the_kubernetes_pool_fit_the_schema_of_kubernetes(gpus: int):
         name: field["default"] for name, field in template["variables"]["properties"].items() if "default" in field
     }
     # What the worker puts in by itself, in the form it gives Kubernetes.
-    values |= {"name": "run", "labels": {}, "env": [{"name": "A", "value": "b"}], "command": ["prefect", "flow-run"]}
+    values |= {"name": "run", "labels": {}, "command": ["prefect", "flow-run"]}
     manifest = copy.deepcopy(apply_values(template["job_configuration"]["job_manifest"], values | {"num_gpus": gpus}))
     pod = manifest["spec"]["template"]["spec"]
     assert pod.pop("parallelism") == pod.pop("completions") == 1, (

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 
+from infra import placement
 from infra.fleet import Fleet, Hosted, HostedGroup, WorkerDied
 
 Result = TypeVar("Result")
@@ -35,6 +37,10 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[
 
         yield run
         runner.run(fleet.__aexit__())
+
+
+def _nodes(*num_gpus: float) -> list[dict[str, float]]:
+    return [{"CPU": 64.0, **({"GPU": float(number)} if number else {})} for number in num_gpus]
 
 
 async def _group(fleet: Fleet, num_ranks: int, name: str, **options: float) -> Hosted | HostedGroup:
@@ -112,6 +118,106 @@ def test_a_killed_rank_ends_the_group_and_is_named(inside, rank: int) -> None:
     _wait_for_the_end_of(inside(script))
 
 
+def _places() -> list[dict[str, Any]]:
+    """What the cluster has reserved, or is to reserve."""
+    from ray.util import placement_group_table
+
+    return [place for place in placement_group_table().values() if place["state"] != "REMOVED"]
+
+
+def _new(known: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = {place["placement_group_id"] for place in known}
+    return [place for place in _places() if place["placement_group_id"] not in names]
+
+
+async def _wait_until_free(known: list[dict[str, Any]]) -> None:
+    """Returns once there is no place but the known ones; the script's own time limit ends it otherwise."""
+    while _new(known):
+        await asyncio.sleep(0.05)
+
+
+def _of_two_parts(fleet: Fleet) -> Fleet:
+    """Another fleet in the same cluster, whose engines have two parts."""
+    return Fleet(log_folder=fleet._log_folder, gpus_per_engine=2)
+
+
+@pytest.mark.parametrize("end", ["close", "die", "kill"])
+def test_an_engine_of_two_parts_has_all_its_devices_in_one_place_until_it_ends(inside, end: str) -> None:
+    async def script(fleet: Fleet) -> tuple[list[dict[str, Any]], int]:
+        before = _places()
+        engine = await _of_two_parts(fleet).host(f"engine-{end}", _COUNTING, arguments={"start": 10})
+        reserved = _new(before)
+        total = await engine.call("add", 1)
+        match end:
+            case "close":
+                await engine.close()
+            case "die":
+                with pytest.raises(WorkerDied):
+                    await engine.call("die", 0)
+            case "kill":
+                engine.kill()
+        await _wait_until_free(before)
+        return reserved, total
+
+    [place], total = inside(script)
+    assert total == 11
+    assert place["bundles"] == {0: {"CPU": 2.0}} and place["strategy"] == "STRICT_PACK" and place["state"] == "CREATED"
+
+
+def test_an_engine_of_one_part_needs_no_place(inside) -> None:
+    from ray.util import placement_group_table
+
+    async def script(fleet: Fleet) -> bool:
+        before = len(placement_group_table())
+        single = await fleet.host("single-engine", _COUNTING, arguments={"start": 10})
+        await single.call("count")
+        return len(placement_group_table()) == before
+
+    assert inside(script)
+
+
+@pytest.mark.parametrize("end", ["close", "die"])
+def test_ranks_have_a_place_each_until_they_end(inside, end: str) -> None:
+    async def script(fleet: Fleet) -> list[dict[str, Any]]:
+        before = _places()
+        group = await _group(fleet, 2, f"placed-{end}", lag_seconds=0.5)
+        reserved = _new(before)
+        await group.call("count")
+        if end == "close":
+            await group.close()
+        else:
+            with pytest.raises(WorkerDied):
+                await group.call("die", 1)
+        await _wait_until_free(before)
+        return reserved
+
+    [place] = inside(script)
+    assert place["bundles"] == {0: {"CPU": 1.0}, 1: {"CPU": 1.0}} and place["strategy"] == "PACK"
+
+
+def test_an_engine_that_waits_for_devices_says_what_it_waits_for_and_leaves_nothing_behind(
+    inside, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.2)
+    caplog.set_level(logging.WARNING, "millrace.placement")
+
+    async def script(fleet: Fleet) -> None:
+        before = _places()
+        engines = _of_two_parts(fleet)
+        waiting = asyncio.create_task(engines.host("rollout-7", _COUNTING, arguments={"start": 1}, num_gpus=2))
+        while not caplog.messages:
+            await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await _wait_until_free(before)
+
+    inside(script)
+    assert caplog.messages[0] == (
+        "rollout-7 waits for 2 GPUs of one node; the nodes of the cluster have 0, and 0 are free in all"
+    )
+
+
 def test_an_object_that_cannot_be_built_says_why(inside) -> None:
     async def script(fleet: Fleet) -> None:
         hosted = await fleet.host("unbuildable", _COUNTING, arguments={"begin": 10})
@@ -127,7 +233,7 @@ def test_an_object_that_cannot_be_built_says_why(inside) -> None:
 )
 def test_ranks_do_not_share_a_gpu(num_ranks: int, num_workers: int, num_gpus: float, fits: bool) -> None:
     fleet = Fleet(log_folder=Path("unused"), num_workers=num_workers)
-    fleet.num_gpus = num_gpus
+    fleet.nodes = _nodes(num_gpus)
     if fits:
         fleet.check_ranks(num_ranks)
     else:
@@ -143,16 +249,36 @@ def test_an_engine_has_as_many_gpus_as_it_has_parts(
     gpus_per_engine: int, num_workers: int, num_gpus: float, expected: float
 ) -> None:
     fleet = Fleet(log_folder=Path("unused"), num_workers=num_workers, gpus_per_engine=gpus_per_engine)
-    fleet.num_gpus = num_gpus
+    fleet.nodes = _nodes(num_gpus)
     fleet.check_ranks(1)
     assert fleet.gpus_per_engine == expected
 
 
 def test_the_parts_of_an_engine_do_not_share_a_gpu() -> None:
     fleet = Fleet(log_folder=Path("unused"), num_workers=3, gpus_per_engine=2)
-    fleet.num_gpus = 2.0
+    fleet.nodes = _nodes(2)
     with pytest.raises(ValueError, match="on 2 GPUs .*: with trainer and other engines that makes 3, and there are 2"):
         fleet.check_ranks(1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "parts", "refused"),
+    [
+        ([1, 1], 2, "on 2 GPUs .* × pipeline_parallel_size.*, all of one node, and no node has more than 1: lower one"),
+        ([4, 0, 4], 8, "on 8 GPUs .* no node has more than 4"),
+        ([0, 0], 65, "on 65 CPUs .* no node has more than 64"),
+        ([0, 2], 2, ""),
+        ([0, 0], 64, ""),
+    ],
+)
+def test_an_engine_that_no_node_can_hold_is_refused(nodes: list[float], parts: int, refused: str) -> None:
+    fleet = Fleet(log_folder=Path("unused"), num_workers=parts, gpus_per_engine=parts)
+    fleet.nodes = _nodes(*nodes)
+    if not refused:
+        fleet.check_ranks(0)
+        return
+    with pytest.raises(ValueError, match=refused):
+        fleet.check_ranks(0)
 
 
 @pytest.mark.parametrize("address", [None, ""])
@@ -166,7 +292,7 @@ def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
         monkeypatch.setenv("RAY_ADDRESS", address)
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", lambda **options: asked.append(options["address"]))
-    monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray, "nodes", list)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
 
     async def start() -> None:

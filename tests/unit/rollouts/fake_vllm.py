@@ -81,7 +81,7 @@ class FakeVllm:
 
         await self._call("pause_scheduler_async", pause)
 
-    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> None:
+    async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[tuple[None, str]]:
         async def reload() -> None:
             assert self.paused or not self._in_flight(), "weights change under a running request"
             self.in_flight_at_reload.append(self._in_flight())
@@ -95,6 +95,7 @@ class FakeVllm:
                 self.weights = weights_of(Path(args[0]))
 
         await self._call(method, reload)
+        return [(None, "")]
 
     async def compute_weight_checksums(self) -> Any:
         async def compute() -> Any:

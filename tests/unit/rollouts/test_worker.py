@@ -31,7 +31,7 @@ from storage.run_state import Conflict
 from storage.runs import open_run
 from storage.shards import read_shard
 from tests import builders
-from tests.builders import ATTEMPT_LIMITS, a_log, a_policy_folder, a_step, local_store
+from tests.builders import ATTEMPT_LIMITS, a_broadcast, a_log, a_policy_folder, a_step, local_store
 
 LIMITS = replace(builders.LIMITS, batch_size=3, total_groups=300, max_concurrent=8)
 
@@ -189,6 +189,10 @@ def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatTokens):
     assert metadata[b"code_version"] == b"c0de" and metadata[b"run_id"] == b"run"
 
 
+def test_a_worker_closed_while_it_starts_has_nothing_to_say(run: _Run):
+    asyncio.run(run.worker().close())
+
+
 def test_synchronous_production_has_nothing_more_to_do_before_the_next_policy(run: _Run):
     async def script(worker: RolloutWorker) -> None:
         assert await _collect(worker) is not None
@@ -230,6 +234,19 @@ def test_a_published_policy_samples_the_next_tokens(run: _Run):
     assert run.committed() == [0, 1, 2, 3, 4, 5]
     assert (shard.head_version, shard.tail_version) == (1, 1)
     assert set(read_shard(run.log, shard)["weight_versions"].to_pylist()[0]) == {-1, 1}
+
+
+def test_a_broadcast_that_fails_is_replaced_by_the_store(run: _Run, caplog: pytest.LogCaptureFixture):
+    async def script(worker: RolloutWorker) -> Any:
+        await _collect(worker)
+        policy = run.train()
+        assert worker.can_receive()
+        update = await worker.receive(policy, a_broadcast(policy))
+        assert update is not None and update.transfer == "store"
+        return await _collect(worker)
+
+    assert run.play(script).head_version == 1
+    assert "policy 1 is read from the store, its broadcast failed" in caplog.text
 
 
 def test_a_policy_that_comes_after_a_newer_one_is_not_loaded(run: _Run):
@@ -608,6 +625,7 @@ def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_productio
         await Gated.started.wait()
         assert (await _collect(worker)).head_version == 0
         publishing = asyncio.create_task(worker.publish(run.train()))
+        assert not worker.can_receive()
         while not worker._version_pin._waiters:  # it has come so far that it would publish
             await asyncio.sleep(0)
         assert not publishing.done()

@@ -42,7 +42,7 @@ def test_messages_name_no_password(said: str, shown: str):
 
 
 @pytest.mark.parametrize(
-    "name", ["OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_KEY"]
+    "name", ["OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "MILLRACE_NOTIFY"]
 )
 def test_the_value_of_a_secret_in_the_environment_is_not_shown(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(name, KEY)

@@ -11,6 +11,7 @@ import pytest
 
 from infra.fleet import WorkerDied
 from rollouts.config import EvaluationSettings
+from rollouts.engine import WeightUpdate
 from storage.log_entries import Evaluation, Join, Lease
 from storage.producers import Lookout, give_sign
 from tasks.rollout import evaluate_policy
@@ -83,6 +84,69 @@ def test_prompts_of_a_producer_that_is_silent_are_free_and_those_of_another_one_
     assert log.state.leased == {2: "here", 3: "here"} and log.state.producers.keys() == {"here"}
     assert log.entries[-1].body.reason == "no sign of life for 61 s"
     assert log.state.free_positions(2) == [0, 1]
+
+
+class _Party:
+    """A trainer or a worker that takes part in broadcasts, and notes what it was asked."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = {"can_send": True, "can_receive": True, **answers}
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    async def rendezvous(self) -> tuple[str, int]:
+        return "10.0.0.1", 4711
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        self.asked.append((method, arguments))
+        update = WeightUpdate(checksum="sum", mode="keep", cache_cleared=True, paused_seconds=0.1, transfer="gloo")
+        answer = self.answers.get(method, update)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _broadcasting(session: RunSession, trainer: _Party, **workers: _Party) -> Any:
+    """Publish a policy to these workers, of engines with two parts each."""
+    log: Any = session.log
+    session.weight_transfer, session.parts_per_engine = "gloo", 2
+    session.trainer, session.workers = trainer, workers  # type: ignore[assignment]
+    step = a_step(log.state, trained=[])
+    log.append(step)
+    asyncio.run(publish_policy.fn(session, policy=step.policy))
+    return log.state.aliases["rollout"]
+
+
+def test_a_policy_is_broadcast_to_every_part_of_every_engine(session: RunSession) -> None:
+    trainer, workers = _Party(), {name: _Party() for name in ("a", "b")}
+    assert _broadcasting(session, trainer, **workers).version == 1
+    (_, (sent,)) = trainer.asked[-1]
+    assert (sent.host, sent.port, sent.num_receivers, sent.version) == ("10.0.0.1", 4711, 4, 1)
+    received = [party.asked[-1][1][1] for party in workers.values()]
+    assert [each.first_rank for each in received] == [1, 3]
+    assert session.log.entries[-1].body.transfer == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "worker"),
+    [
+        (_Party(can_send=False), _Party()),
+        (_Party(can_send=WorkerDied("gone")), _Party()),
+        (_Party(), _Party(can_receive=False)),
+    ],
+    ids=["it has other weights", "it is dead", "a worker evaluates"],
+)
+def test_where_not_everybody_can_take_part_the_store_is_read(
+    session: RunSession, trainer: _Party, worker: _Party
+) -> None:
+    other = _Party()
+    _broadcasting(session, trainer, other=other, worker=worker)
+    assert [party.asked[-1][0] for party in (other, worker)] == ["publish", "publish"]
+    assert "send_policy" not in [method for method, _ in trainer.asked]
+
+
+def test_a_worker_that_dies_in_a_broadcast_leaves_the_others_to_it(session: RunSession) -> None:
+    lost, other = _Party(receive=WorkerDied("gone")), _Party()
+    assert _broadcasting(session, _Party(), lost=lost, other=other).version == 1
 
 
 class _Worker:

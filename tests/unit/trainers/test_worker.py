@@ -3,6 +3,7 @@
 import logging
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from storage.policies import DELTA_FILE, DamagedDelta, PolicyReader
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.shards import DamagedShard
+from storage.weight_broadcast import receive
+from tests.builders import a_broadcast
 from tests.unit.trainers.builders import (
     commit,
     group_of,
@@ -49,12 +52,15 @@ def log(tmp_path: Path, tiny_folder: Path) -> RunLog:
     return log
 
 
-def _worker(log: RunLog, tmp_path: Path, *, learning_rate: float = 1e-3, **settings: object) -> TrainerWorker:
+def _worker(
+    log: RunLog, tmp_path: Path, *, learning_rate: float = 1e-3, sends: bool = False, **settings: object
+) -> TrainerWorker:
     return TrainerWorker(
         store_uri=log.store.uri,
         run_id=log.run_id,
         recipe=recipe_of(learning_rate=learning_rate, max_staleness=8, **settings),
         cache=str(tmp_path / "cache"),
+        sends=sends,
     )
 
 
@@ -93,6 +99,32 @@ def test_a_step_is_committed_with_its_policy_and_digests(log: RunLog, tmp_path: 
     assert {f"{phase}_seconds" for phase in PHASES} < step.metrics.keys()
     assert step.metrics["trained_tokens"] > 0 and step.metrics["tokens_per_second"] > 0
     assert step.state_path is None  # checkpoint_every is 10
+
+
+def test_the_newest_policy_can_be_broadcast(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
+    worker = _worker(log, tmp_path, sends=True)
+    worker.start()
+    assert not worker.can_send(0)
+    policy = _train(worker, _claim(log)).policy
+    assert worker.can_send(1) and not worker.can_send(2)
+    broadcast = a_broadcast(policy)
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(worker.send_policy, broadcast)
+        received = {name: tensor.clone() for name, tensor in receive(broadcast, rank=1)}
+        sending.result()
+    stored = load_file(str(log.store.fetch_folder(policy.path, tmp_path) / "model.safetensors"))
+    assert received.keys() == stored.keys() and all(torch.equal(received[name], stored[name]) for name in stored)
+    assert "was not broadcast" not in caplog.text
+
+
+def test_a_broadcast_without_receivers_is_a_warning(
+    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage.weight_broadcast.SECONDS", 1.0)
+    worker = _worker(log, tmp_path, sends=True)
+    worker.start()
+    worker.send_policy(a_broadcast(_train(worker, _claim(log)).policy))
+    assert "policy 1 was not broadcast" in caplog.text
 
 
 def test_the_same_claim_again_returns_the_same_step_and_trains_nothing(log: RunLog, tmp_path: Path) -> None:

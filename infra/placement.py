@@ -1,0 +1,135 @@
+"""Places in a Ray cluster: devices reserved together, for all parts of one engine or for all ranks of a trainer.
+
+In: what each process needs. Out: a `Placement`, which has it all or waits and says so, and is given back once.
+
+    one engine of 4 parts     [4 GPUs]                            one process; all its devices on one node
+    a trainer of 4 ranks      [1 GPU] [1 GPU] [1 GPU] [1 GPU]     a process each, on as few nodes as possible
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+logger = logging.getLogger("millrace.placement")
+
+_LOOK_SECONDS = 5.0
+_LOOKS_PER_WARNING = 12
+
+
+def node_resources() -> list[dict[str, float]]:
+    """What each living node of the cluster has: "CPU", "GPU" and others by their Ray names."""
+    import ray
+
+    return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+
+def gpus_of(nodes: Sequence[Mapping[str, float]]) -> float:
+    """GPUs of all nodes together."""
+    return sum(node.get("GPU", 0.0) for node in nodes)
+
+
+def gpu_share(nodes: Sequence[Mapping[str, float]], *, num_workers: int) -> float:
+    """GPUs for each of the processes that hold a model: one, an even share of one, or none."""
+    num_gpus = gpus_of(nodes)
+    return 1 / math.ceil(num_workers / num_gpus) if num_gpus else 0.0
+
+
+def check_shares(
+    nodes: Sequence[Mapping[str, float]], *, num_workers: int, gpus_per_engine: int, num_ranks: int
+) -> None:
+    """Raises `ValueError` where ranks, or the parts of one engine, would share a GPU, which NCCL refuses, and where no
+    node has devices for all parts of an engine."""
+    num_gpus, shared = gpus_of(nodes), 0 < gpu_share(nodes, num_workers=num_workers) < 1
+    if gpus_per_engine > 1:
+        device = "GPU" if num_gpus else "CPU"
+        engine = f"an engine is to compute on {gpus_per_engine} {device}s (engine.vllm.tensor_parallel_size"
+        largest = max((node.get(device, 0.0) for node in nodes), default=0.0)
+        if largest < gpus_per_engine:
+            raise ValueError(
+                f"{engine} × pipeline_parallel_size), all of one node, and no node has more than {largest:g}: lower "
+                "one of the two, or add a larger node"
+            )
+        if shared:
+            raise ValueError(
+                f"{engine}): with trainer and other engines that makes {num_workers}, and there are {num_gpus:g}; "
+                "lower it"
+            )
+    if num_ranks > 1 and shared:
+        raise ValueError(
+            f"train.num_ranks = {num_ranks}: {num_workers} processes hold a model and there are {num_gpus:g} GPUs, but "
+            'each rank needs one of its own; lower train.num_ranks, or set train.device = "cpu"'
+        )
+
+
+def bundle(*, num_gpus: float = 0, num_cpus: float = 1) -> dict[str, float]:
+    """What one process needs. No process has less than a CPU: on a GPU node that is a slot, and costs nothing."""
+    return {"CPU": num_cpus, "GPU": num_gpus} if num_gpus else {"CPU": num_cpus}
+
+
+class Placement:
+    """A Ray placement group with one process in each of its bundles. See `reserve`."""
+
+    def __init__(self, name: str, bundles: Sequence[dict[str, float]]) -> None:
+        from ray.util.placement_group import placement_group
+
+        self.name = name
+        self._bundles = list(bundles)
+        self._group: Any = placement_group(self._bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "PACK")
+
+    def options(self, number: int) -> dict[str, Any]:
+        """Of the Ray actor that takes all of one bundle."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        taken = self._bundles[number]
+        inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        return {"num_cpus": taken["CPU"], "num_gpus": taken.get("GPU", 0), "scheduling_strategy": inside}
+
+    def give_back(self) -> None:
+        """Others may have the devices; a process that is still there is killed. A second time does nothing.
+
+        Without it a place outlives its processes, and on a node that is lost Ray would reserve it anew elsewhere.
+        """
+        from ray.util.placement_group import remove_placement_group
+
+        group, self._group = self._group, None
+        if group is not None:
+            remove_placement_group(group)
+
+    async def wait(self) -> None:
+        """Return once everything is reserved; until then a warning now and then says what is missing."""
+        for look in itertools.count():
+            if await asyncio.to_thread(self._group.wait, _LOOK_SECONDS):
+                return
+            if look % _LOOKS_PER_WARNING == 0:
+                logger.warning(await asyncio.to_thread(self._shortage))
+
+    def _shortage(self) -> str:
+        import ray
+
+        device = "GPU" if "GPU" in self._bundles[0] else "CPU"
+        each = f"{self._bundles[0][device]:g} {device}s"
+        wanted = f"{each} of one node" if len(self._bundles) == 1 else f"{len(self._bundles)} times {each}"
+        nodes = ", ".join(
+            f"{had:g}" for had in sorted((node.get(device, 0) for node in node_resources()), reverse=True)
+        )
+        free = ray.available_resources().get(device, 0)
+        return f"{self.name} waits for {wanted}; the nodes of the cluster have {nodes}, and {free:g} are free in all"
+
+
+async def reserve(name: str, bundles: Sequence[dict[str, float]]) -> Placement:
+    """Reserve all bundles together, a single one on one node and several on as few as possible.
+
+    Waits for as long as it takes: another run may end, or a node that was lost may come back.
+    """
+    placement = Placement(name, bundles)
+    try:
+        await placement.wait()
+    except BaseException:
+        placement.give_back()
+        raise
+    return placement

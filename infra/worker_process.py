@@ -1,0 +1,116 @@
+"""A worker's own process, as Ray starts it: its output goes to its log file, and it ends with whoever started it.
+
+In: the import path of a plain class or function, and its arguments. Out: what its methods return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import faulthandler
+import gc
+import importlib
+import inspect
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from infra.structured_logs import CALL, json_handler, logs_are_json
+from storage.redaction import redact_logs
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_STUCK_SECONDS = 120.0
+_WATCHERS: list[subprocess.Popen[bytes]] = []
+
+
+class Host:
+    """Runs inside the actor: builds the plain object there and forwards calls to it."""
+
+    def __init__(self, path: str, arguments: dict[str, Any], log_file: str) -> None:
+        _die_with_parent()
+        _redirect_output(log_file)
+        self._path = path
+        self._arguments = arguments
+        self._target: Any = None
+        self._turning: asyncio.Task[None] | None = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        import ray
+
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return ray.util.get_node_ip_address(), free.getsockname()[1]
+
+    def prepare(self, environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+
+    async def call(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        self._turning = self._turning or asyncio.create_task(_log_stacks_when_stuck())
+        steps = [step for argument in arguments if isinstance(step := getattr(argument, "step", None), int)]
+        CALL.set({"call": method, **({"step": steps[0]} if steps else {})})
+        if self._target is None:
+            if method == "close":
+                return None
+            module, _, name = self._path.partition(":")
+            self._target = getattr(importlib.import_module(module), name)(**self._arguments)
+            result = await self._forwarded(method, arguments, keywords)
+            # Libraries, engine and model stay until the end: the collector need not walk them again and again.
+            gc.collect()
+            gc.freeze()
+            return result
+        return await self._forwarded(method, arguments, keywords)
+
+    async def _forwarded(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        result = getattr(self._target, method)(*arguments, **keywords)
+        return await result if inspect.isawaitable(result) else result
+
+
+async def _log_stacks_when_stuck() -> None:
+    """Write every thread's stack to the log when this process's event loop has not turned for a while."""
+    while True:
+        faulthandler.dump_traceback_later(_STUCK_SECONDS)
+        await asyncio.sleep(_STUCK_SECONDS / 4)
+
+
+def run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:
+    _die_with_parent()
+    _redirect_output(log_file)
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def _die_with_parent() -> None:
+    """Let this process and all its children be killed when the raylet dies or this process does.
+
+    A killed run must leave no worker behind that holds memory or commits. The kernel tells us of the raylet's end;
+    our children (vLLM's engine does not watch for ours) are killed by a shell that waits for our end of a pipe.
+    """
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    watch = f"cat > /dev/null; kill -9 -{os.getpid()}"
+    watcher = subprocess.Popen(["/bin/sh", "-c", watch], stdin=subprocess.PIPE, start_new_session=True)
+    _WATCHERS.append(watcher)  # kept: dropping it would close the pipe
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _redirect_output(log_file: str) -> None:
+    """Send this process's output, and that of the children it will start, to its log file."""
+    Path(log_file).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
+    redact_logs()
+    logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
+    if logs_are_json():
+        process = {"run": Path(log_file).parent.name, "worker": Path(log_file).stem}
+        logging.getLogger().handlers[:] = [json_handler(sys.stderr, lambda: process)]
