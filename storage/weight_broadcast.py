@@ -55,36 +55,34 @@ def send(file: Path, broadcast: Broadcast, *, bucket_bytes: int = BUCKET_BYTES) 
     with open(file, "rb") as weights:
         length = weights.read(_LENGTH_BYTES)
         header = weights.read(int.from_bytes(length, "little"))
-        group = _Group(broadcast, rank=0)
-        group.store.set("header", header)
-        for num_bytes, _ in _buckets(header, bucket_bytes):
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            weights.readinto(buffer.numpy())
-            group.broadcast(buffer.to(group.device))
-        group.finish()
+        with _Group(broadcast, rank=0) as group:
+            group.store.set("header", header)
+            for num_bytes, _ in _buckets(header, bucket_bytes):
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+                weights.readinto(buffer.numpy())
+                group.broadcast(buffer.to(group.device))
 
 
 def receive(
     broadcast: Broadcast, *, rank: int, device: Any = "cpu", bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Any]]:
-    """Names and tensors, on `device`; a tensor is good until the next bucket's first one is asked for.
+    """Names and tensors, on `device`.
 
-    Raises `storage.digests.DigestMismatch` at the end where the whole is not what the log says.
+    Raises `storage.digests.DigestMismatch` at the end where the whole is not what the log says, and what torch raises
+    where the sender does not come, or goes away, within `SECONDS`.
     """
     import torch
 
-    group = _Group(broadcast, rank=rank)
-    header = group.store.get("header")
-    digest = hashlib.sha256(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
-    for num_bytes, tensors in _buckets(header, bucket_bytes):
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        group.broadcast(buffer)
-        digest.update(buffer.cpu().numpy())
-        for name, about, start, end in tensors:
-            # A copy, because the bytes of one dtype may begin where another's cannot.
-            flat = buffer[start:end].clone().view(_dtype(about["dtype"]))
-            yield name, flat.view(about["shape"])
-    group.finish()
+    with _Group(broadcast, rank=rank) as group:
+        header = group.store.get("header")
+        digest = hashlib.sha256(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+        for num_bytes, tensors in _buckets(header, bucket_bytes):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            group.broadcast(buffer)
+            digest.update(buffer.cpu().numpy())
+            for name, about, start, end in tensors:
+                # A copy: a layer may keep it until its last tensor is there, and bytes may begin where no number can.
+                yield name, buffer[start:end].clone().view(_dtype(about["dtype"])).view(about["shape"])
     if sha256_of_json({WEIGHTS_FILE: digest.hexdigest()}) != broadcast.weights_sha256:
         raise DigestMismatch(f"policy {broadcast.version} arrived by broadcast with other weights than the log's")
 
@@ -129,7 +127,6 @@ class _Group:
     """The processes of one broadcast, joined for its length: who takes part may be others the next time."""
 
     def __init__(self, broadcast: Broadcast, *, rank: int) -> None:
-        import torch
         import torch.distributed as dist
 
         patience = datetime.timedelta(seconds=SECONDS)
@@ -137,6 +134,7 @@ class _Group:
         rendezvous = dist.TCPStore(broadcast.host, broadcast.port, size, rank == 0, patience)
         self.store: Any = dist.PrefixStore("millrace", rendezvous)
         self.device = "cuda" if broadcast.backend == "nccl" else "cpu"
+        self._rank, self._size = rank, size
         if broadcast.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = patience
@@ -145,14 +143,24 @@ class _Group:
             self._group = dist.ProcessGroupGloo(self.store, rank, size, timeout=patience)
         self._options = dist.BroadcastOptions()
         self._options.rootRank = 0
-        self._torch = torch
+
+    def __enter__(self) -> _Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for all, because the sender holds the rendezvous; not where something has gone wrong."""
+        try:
+            if kind is None and self._rank:
+                self.store.set(f"done/{self._rank}", "")
+            elif kind is None:
+                self.store.wait([f"done/{rank}" for rank in range(1, self._size)])
+        finally:
+            self._group.abort()
 
     def broadcast(self, buffer: Any) -> None:
         """From rank 0 to all, and wait for it."""
         self._group.broadcast([buffer], self._options).wait()
         if buffer.is_cuda:
-            self._torch.cuda.current_stream().synchronize()
+            import torch
 
-    def finish(self) -> None:
-        """Wait for all: the sender holds the rendezvous, which must not go before the last one is through."""
-        self._group.barrier().wait()
+            torch.cuda.current_stream().synchronize()
