@@ -52,7 +52,8 @@ class TrainerWorker:
         self._run_id = run_id
         self._recipe = recipe
         self._cache = Path(cache)
-        self._outbox = tempfile.TemporaryDirectory(prefix="millrace-") if sends and not rank() else None
+        self._sends = sends
+        self._outbox: tempfile.TemporaryDirectory[str] | None = None  # of rank 0
         self._sendable = -1  # version of the weights in there
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
         self._policy_path: str | None = None  # of the policy in the weights; null while the log knows none like them
@@ -66,6 +67,8 @@ class TrainerWorker:
         if since:
             self._retrainer.restore(since)
         self._unsaved, self._policy_path = None, self._live().path
+        if self._sends and rank() == 0:
+            self._outbox, self._sendable = tempfile.TemporaryDirectory(prefix="millrace-"), -1
         self._policies = PolicyWriter(self._log, self._cache, anchor_every=self._recipe.settings.anchor_every)
         self._mend_newest()
         return len(since)

@@ -12,6 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +26,8 @@ from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from storage.runs import open_run
 from storage.shards import DamagedShard
+from storage.weight_broadcast import Broadcast, receive, send
+from tests.builders import a_broadcast
 from tests.distributed.ranks import Ranks, fork_ranks
 from tests.unit.trainers.builders import (
     commit,
@@ -51,7 +54,8 @@ def _log(folder: Path) -> RunLog:
 
 def _started(folder: Path) -> tuple[TrainerWorker, int]:
     recipe = recipe_of(max_staleness=8, checkpoint_every=2, num_minibatches=2, max_gap=1e9)
-    worker = TrainerWorker(store_uri=_log(folder).store.uri, run_id="run", recipe=recipe, cache=str(folder / "cache"))
+    store = _log(folder).store.uri
+    worker = TrainerWorker(store_uri=store, run_id="run", recipe=recipe, cache=str(folder / "cache"), sends=True)
     return worker, worker.start()
 
 
@@ -121,6 +125,12 @@ def _two_ranks(folder: Path) -> dict[str, Any]:
         seen["other_batch"] = _failure(lambda: _train(worker, claim))
     steps.append(_train(worker, claim))
     seen["steps"] = [step.policy.weights_sha256 for step in steps]
+    seen["sendable"] = worker.can_send(_NUM_STEPS)
+    broadcast = Broadcast(**on_first_rank(lambda: dataclasses.asdict(a_broadcast(steps[-1].policy))))
+    with ThreadPoolExecutor() as pool, patch("trainers.worker.send", wraps=send) as sending:
+        received = pool.submit(lambda: [name for name, _ in receive(broadcast, rank=1)] if rank() == 0 else [])
+        worker.send_policy(broadcast)
+        seen["sent"], seen["received"] = sending.call_count, len(received.result())
     return seen
 
 
@@ -216,6 +226,11 @@ def test_each_step_of_two_ranks_is_committed_once_with_whole_files(folder: Path,
     assert len(log.store.names(log.key("policies"))) == _NUM_STEPS and len(log.store.names(log.key("state"))) == 1
     state = log.store.fetch_folder(log.state.steps[1].state_path or "", folder / "cache")
     assert json.loads((state / "state.json").read_text()) == {"step": 2, "world_size": 2}
+
+
+def test_one_rank_broadcasts_what_both_have_trained(seen: list[dict[str, Any]]) -> None:
+    assert [(rank_seen["sendable"], rank_seen["sent"]) for rank_seen in seen] == [(True, 1), (False, 0)]
+    assert seen[0]["received"] > 5
 
 
 def test_two_ranks_make_the_weights_that_one_makes(folder: Path) -> None:
