@@ -44,7 +44,8 @@ class SandboxedProcess:
         """`function` is the import path of what the program `function` calls, found as this process finds it."""
         self._said, says = os.pipe()
         order = {"program": program, "folder": str(folder), "seconds": seconds, "memory_gb": memory_gb, "says": says}
-        order |= {"function": function, "path": [entry or os.getcwd() for entry in sys.path]}
+        if function:
+            order |= {"function": function, "path": [entry or os.getcwd() for entry in sys.path]}
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-c", _START, str(_PRODUCT), json.dumps(order), *map(str, pass_fds)],
             stdin=stdin,
