@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +14,7 @@ from storage.log_entries import Alias
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from tests.conftest import PROJECT, Home
+from tests.engine.processes import run_checks
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -23,22 +22,7 @@ ARITHMETIC = PROJECT / "examples" / "arithmetic.toml"
 
 
 def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path) -> None:
-    """vLLM starts child processes by re-importing `__main__`, so it gets a process that is not pytest."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engine.check_engine", str(base_model), str(tmp_path)],
-        cwd=PROJECT,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env={
-            **os.environ,
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_LOGGING_LEVEL": "WARNING",
-        },
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "all checks passed" in done.stdout
+    run_checks("tests.engine.check_engine", base_model, tmp_path)
 
 
 def test_a_run_whose_trainer_broadcasts_its_policies(home: Home, base_model: Path) -> None:
