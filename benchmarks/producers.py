@@ -196,9 +196,7 @@ def main(
 ) -> None:
     """Measure, print, and save when asked."""
     console = Console()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         windows = measure(Path(scratch), seconds=seconds, console=console)
     alone = windows[0]["attempts_per_second"]
