@@ -1,6 +1,7 @@
-"""The commands that the documents show, one by one, as a shell would take them.
+"""The commands that the documents show, one by one, and who has run each of them.
 
-In: README, docs/ and the READMEs of folders. Out: words of each command, with the document they stand in.
+In: README, docs/ and the READMEs of folders. Out: each command as text, those of our own programs as words; and for
+each that no test types as it stands, the test that runs it in another form or what it needs that CI has not.
 """
 
 from __future__ import annotations
@@ -20,27 +21,64 @@ from cli.main import app
 PROJECT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
     [PROJECT / "README.md", *PROJECT.glob("docs/*.md"), *PROJECT.glob("infra/*.md"), *PROJECT.glob("examples/**/*.md")]
+    + [*PROJECT.glob("requirements/*.md")]
 )
+README = PROJECT / "README.md"
+SEARCH_AGENT = PROJECT / "examples/search_agent/README.md"
 
-_SHELL_BLOCK = re.compile(r"^```(?:sh|bash|console)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_INDENTED = re.compile(r"^ {4}(?:\.venv/bin/)?((?:millrace|make|prefect|python -m) (?:[^\n\\]|\\\n)*)", re.MULTILINE)
-_IN_A_SENTENCE = re.compile(r"`((?:\.venv/bin/)?(?:millrace|make|prefect|python -m) [^`]+)`")
-_PROGRAM = re.compile(r"^(?:\.venv/bin/)?(millrace|make|prefect|python -m) ")
+# ── What they show ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+_TOOLS = "millrace make prefect python python3 mlflow docker kubectl helm ray pip uv curl sudo"
+_IN_BLOCKS_ONLY = "export umask cat echo cd cp git apt apt-get aws psql ssh openssl docker-worker/bin/pip"
+_PATH = r"(?:\.venv/bin/|docker-worker/bin/)?"
+_SET = r"(?:[A-Z_]+=\S+ )*"
+_PROGRAM = re.compile(rf"^{_SET}{_PATH}(?:{'|'.join(f'{_TOOLS} {_IN_BLOCKS_ONLY}'.split())}) ")
+_IN_A_SENTENCE = re.compile(rf"`({_SET}{_PATH}(?:{_TOOLS.replace(' ', '|')}) [^`]+)`")
+_FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"(?:\A|\n)\n((?: {4}.*\n)+)")
+_OURS = re.compile(r"^(?:millrace|make|prefect|python -m) ")
+_HERE = re.compile(r" <<(\w+)\n(?:.*\n)*?\1\n")
+
+
+def shown(document: Path, *, sentences: bool = True) -> list[str]:
+    """Every command of a document, one a line: without prompt, comment and `.venv/bin/`, but with `…` where it has one.
+
+    A block whose first line is a command is all commands; of other blocks, which show what is printed, those lines that
+    are commands.
+    """
+    text = document.read_text()
+    fenced = [(language, block) for language, block in _FENCED.findall(text)]
+    indented = [("", re.sub("^ {4}", "", block, flags=re.MULTILINE)) for block in _INDENTED.findall(text)]
+    found = []
+    for language, block in [*fenced, *indented]:
+        if language not in ("", "sh", "bash", "console"):
+            continue
+        lines = [line.strip() for line in _HERE.sub("\n", block).replace("\\\n", " ").splitlines() if line.strip()]
+        commands = bool(language) or bool(lines and _PROGRAM.match(lines[0]))
+        found += [line for line in lines if commands or _PROGRAM.match(line)]
+    found += _IN_A_SENTENCE.findall(_FENCED.sub("", text)) if sentences else []
+    return [_plain(line) for line in found]
+
+
+def block(document: Path, heading: str) -> list[str]:
+    """The lines of the first block under a heading as they stand, comments and all."""
+    text = document.read_text()
+    match = _FENCED.search(text, text.index(f"\n## {heading}\n"))
+    assert match is not None
+    return match[2].splitlines()
+
+
+def _plain(line: str) -> str:
+    line = re.sub(r"\s+", " ", re.sub(r"\s+#\s.*$", "", line.strip().removeprefix("$ ")))
+    return line.removesuffix(" &").replace(".venv/bin/", "")
 
 
 def commands(document: Path, *, sentences: bool = True) -> Iterator[list[str]]:
-    """Words of every command of a document, without comments and shell operators."""
-    text = document.read_text()
-    lines = [line for block in _SHELL_BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
-    lines += [found.replace("\\\n", " ") for found in _INDENTED.findall(text)]
-    lines += _IN_A_SENTENCE.findall(text) if sentences else []
-    for line in lines:
-        line = re.sub(r"\s+", " ", line.strip())
-        if not _PROGRAM.match(line) or "…" in line or "..." in line:
-            continue
-        words = shlex.split(line, comments=True)
-        words[0] = words[0].removeprefix(".venv/bin/")
-        yield words[: words.index("&")] if "&" in words else words
+    """Words of every command of ours that has no gap, up to the first shell operator."""
+    for line in shown(document, sentences=sentences):
+        if _OURS.match(line) and "…" not in line and "..." not in line:
+            words = shlex.split(line)
+            yield words[: words.index("&&")] if "&&" in words else words
 
 
 def refusal(words: list[str]) -> str:
@@ -57,3 +95,122 @@ def refusal(words: list[str]) -> str:
     except TyperException as error:
         return str(error)
     return ""
+
+
+# ── Who has run them ────────────────────────────────────────────────────────────────────────────────────────────────
+
+QUICK_START = ("Two commands", "Looking at a run", "Through Prefect, with MLflow beside it")
+"""Headings of README whose blocks a newcomer types, in this order."""
+_ON_WORKERS = {"replay", "eval", "rollout"}
+_IN_PROCESS = {
+    "runs",
+    "status",
+    "report",
+    "traj",
+    "lineage",
+    "rescore",
+    "export",
+    "promote",
+    "rollback",
+    "gc",
+    "index",
+} | {
+    "pause",
+    "resume",
+}
+
+
+def quick_start() -> list[str]:
+    """README's commands from top to bottom; "test_the_quick_start_of_readme_works_from_top_to_bottom"."""
+    return [_plain(line) for heading in QUICK_START for line in block(README, heading)]
+
+
+def about_a_run(*, on_workers: bool) -> list[list[str]]:
+    """Words of the commands that need a finished run and nothing else, in the documents' order.
+
+    Those that start workers take seconds each, so they are here once, without those that the quick start types.
+    """
+    wanted = _ON_WORKERS if on_workers else _IN_PROCESS
+    every = [words for document in DOCUMENTS for words in commands(document)]
+    found = [w for w in every if w[0] == "millrace" and w[1] in wanted and not refusal(w[1:])]
+    if not on_workers:
+        return found
+    typed = [shlex.split(line) for line in quick_start()]
+    return [words for number, words in enumerate(found) if words not in found[:number] and words not in typed]
+
+
+def of_the_corpus() -> list[str]:
+    """What the search agent's page types to make, index and serve its two worlds, each server's `&` cut off."""
+    return [line for line in shown(SEARCH_AGENT) if re.match(r"python -m examples\.search_agent\.[wr]|echo ", line)]
+
+
+def trainings() -> list[list[str]]:
+    """Words of every training of the documents."""
+    found: list[list[str]] = []
+    for words in (words for document in DOCUMENTS for words in commands(document)):
+        if words[:2] == ["millrace", "train"] and len(words) > 2 and words not in found:
+            found.append(words)
+    return found
+
+
+_QUICK = "tests/flows/test_documents.py::test_the_quick_start_of_readme_works_from_top_to_bottom"
+_UNIT = "tests/unit/cli/test_commands_in_docs.py::test_"
+_DEPLOYED = "tests/flows/test_deployments.py::test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on"
+_FILES = "tests/unit/infra/test_deployment_files.py::test"
+_MANIFESTS = f"needs kubectl and a cluster; {_FILES}_manifests_fit_the_schema_of_kubernetes"
+_POSTGRES = "tests/integration/test_postgres.py::test"
+_ON_POSTGRES = f"{_POSTGRES}_a_deployed_training_leaves_its_state_in_postgres_and_its_shards_in_the_store"
+_POOLS = f"{_POSTGRES}_pools_take_their_templates_and_the_deploy_job_deploys_to_its_pool"
+_TINY = f"needs minutes of an idle machine; in seconds: {_UNIT}a_benchmark_runs_in_its_smallest_form"
+_DRY = f"needs minutes of vLLM; up to its start: {_UNIT}every_training_passes_its_dry_run"
+COVERED_BY = {
+    "make lint": ".ci/run",
+    "make audit": ".ci/run, where pypi.org can be reached",
+    "make chaos": "tests/chaos/test_faults.py::test_every_fault_has_its_outcome_and_none_changes_the_weights",
+    "make lock*": "needs uv, two package indexes and many minutes, and changes the lock",
+    "make down && MILLRACE_NOTIFY=*": "needs somebody to tell; a webhook of the test's own:"
+    " tests/flows/test_evaluate.py::test_somebody_is_told_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails",
+    "millrace up": f"what `make up` runs: {_QUICK}",
+    "millrace stop RUN": f"needs a training: {_QUICK}",
+    "millrace produce RUN *": "tests/flows/test_producers.py"
+    "::test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once",
+    "millrace train FILE key=value …": "tests/unit/cli/test_main.py::test_overrides_are_toml_values_and_bare_words",
+    "millrace train *": _DRY,
+    "RAY_ADDRESS=auto millrace train *": "needs a Ray cluster; one of two nodes: "
+    "tests/chaos/test_nodes.py::test_a_lost_node_costs_its_workers_and_nothing_that_was_committed",
+    "export PREFECT_SERVER_DATABASE_CONNECTION_URL=*": f"needs PostgreSQL: {_ON_POSTGRES}",
+    "mlflow server *": f"needs PostgreSQL and a bucket; with the options of compose.yaml: {_ON_POSTGRES}",
+    "docker build *": f"needs Docker; {_FILES}_dockerfiles_copy_what_there_is_and_the_build_context_lets_through",
+    "docker compose config": f"needs Docker: {_FILES}_docker_compose_itself_takes_both_files",
+    "docker compose *": f"needs Docker; the same services as processes: {_ON_POSTGRES}",
+    "python3 -m venv docker-worker": "needs what the next command does; the Makefile makes .venv the same way",
+    "docker-worker/bin/pip install *": "needs a package index; its version of Prefect: "
+    "tests/unit/cli/test_docs.py::test_the_docker_workers_prefect_is_that_of_the_lock",
+    "docker-worker/bin/prefect worker start *": "needs Docker",
+    "prefect work-pool create --base-job-template": f"names the option alone: {_POOLS}",
+    "kubectl *": _MANIFESTS,
+    "prefect deployment run 'train-grpo/local' -p run=my-run --*": f"needs Kubernetes; of processes: {_DEPLOYED}",
+    "ray up *": f"needs machines with SSH; {_FILES}_the_ray_launcher_takes_its_file",
+    "ray attach *": "needs the cluster that `ray up` makes",
+    "python -m benchmarks.orchestration --rounds 3000": "needs minutes of an idle machine; its sums:"
+    " tests/unit/benchmarks/test_orchestration.py::test_overhead_is_what_is_neither_generation_nor_reward_nor_training",
+    "python -m benchmarks.producers": "needs minutes of an idle machine; its sums:"
+    " tests/unit/benchmarks/test_producers.py::test_only_attempts_committed_within_the_window_count",
+    "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
+    "python -m benchmarks.trl_speed --workload W": "needs minutes of vLLM and TRL on an idle machine",
+    "python -m benchmarks.trainer_speed": "needs minutes of an idle machine, also for one pair of steps",
+    "python -m benchmarks.episodes": "needs minutes of an idle machine; it takes no smaller number",
+    "python -m benchmarks.staleness": "needs minutes of an idle machine; what it simulates: "
+    "tests/unit/rollouts/test_simulation.py::test_no_token_over_the_bound_is_trained",
+    "python -m benchmarks.learning_curve search-agent *": f"needs the run that is drawn; of another: {_QUICK}",
+    "python -m benchmarks.*": _TINY,
+    "python -m examples.search_agent.prepare_hotpotqa *": "needs a data set; of two questions in its layout: "
+    "tests/unit/examples/search_agent/test_prepare.py::test_hotpotqa_becomes_a_folder_the_agent_reads",
+    "python -m examples.search_agent.prepare_browsecomp *": "needs a data set; of four questions in its layout: "
+    "tests/unit/examples/search_agent/test_prepare.py::test_browsecomp_plus_becomes_a_folder_the_agent_reads",
+    "OPENAI_API_KEY=… python examples/search_agent/program.py *": "needs a model to ask; a scripted one: "
+    "tests/unit/examples/search_agent/test_program_agent.py::test_a_program_gives_the_rows_that_the_agent_gives",
+    "pip check": f"{_UNIT}what_pip_complains_about_is_what_the_locks_page_says",
+}
+"""Of a command that no test types as it stands (`*`: whatever follows), the test that runs it in a form of its own, or
+what it needs that CI has not. The first pattern that fits a command counts."""

@@ -1,27 +1,212 @@
-"""The documents' commands, run one after another on a run that has finished."""
+"""The documents' commands as they stand: a newcomer's from top to bottom, the others on a run that has finished."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import httpx
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from cli.main import app
 from storage.object_store import LocalStore
 from storage.runs import open_run
-from tests.conftest import Home
-from tests.documents import DOCUMENTS, commands, refusal
+from tests.conftest import SCRIPTED, Home
+from tests.documents import PROJECT, QUICK_START, README, about_a_run, block, shown
 
 RUN = "scripted"
 ATTEMPTS = "select group_id || '/' || sample_idx as trajectory_id from trajectories where not is_eval"
-# `replay` starts a fleet of its own: test_replay.py.
-OF_A_RUN = {"runs", "status", "report", "traj", "lineage", "rescore", "export", "promote", "rollback", "gc", "index"}
+BIN = Path(sys.executable).parent
+PATIENCE = 240.0
+
+
+def _wait(what: Callable[[], bool], said: Callable[[], str]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not what():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.1)
+
+
+class Checkout:
+    """A copy of this project with this .venv, whose two trainings are small and scripted; commands are typed in it."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        names = [path.name for path in PROJECT.iterdir() if not path.name.startswith(".")]
+        folder.mkdir()
+        for name in names:
+            if (PROJECT / name).is_dir():
+                shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+            else:
+                shutil.copy2(PROJECT / name, folder / name)
+        (folder / ".venv").symlink_to(BIN.parent)
+        small = SCRIPTED.read_text().replace('run = "scripted"', f'run = "arithmetic"\nmodel = "{model}"')
+        (folder / "examples/arithmetic.toml").write_text(small.replace("steps = 6", "steps = 14"))
+        deployments = yaml.safe_load((folder / "prefect.yaml").read_text())
+        deployments["deployments"][0]["parameters"] = {
+            "workflow": "tests.flows.guesses:Guesses",
+            "run": "arithmetic-deployed",
+            "model": str(model),
+            "batch_size": 4,
+            "n_samples": 4,
+            "settings": {
+                "sampling": {"max_tokens": 8},
+                "evaluation": {"num_tasks": 8, "every": 0},
+                "engine": {"kind": "scripted", "max_model_len": 64},
+            },
+        }
+        (folder / "prefect.yaml").write_text(yaml.safe_dump(deployments))
+        self.folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+        self.environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "1000"}
+        for name in ("MILLRACE_HOME", "MILLRACE_STORE", "MILLRACE_TRACKING", "PREFECT_API_URL", "MAKEFLAGS"):
+            self.environment.pop(name, None)
+        self.environment["PATH"] = f"{BIN}:{os.environ['PATH']}"
+
+    def type(self, line: str) -> str:
+        """What a command says, whose end is good; an `export` is for those after it."""
+        if line.startswith("export "):
+            done = self._done(f"{line}; env -0")
+            self.environment |= dict(row.partition("=")[::2] for row in done.split("\0") if row)
+            return ""
+        return self._done(line)
+
+    def start(self, line: str, **variables: str) -> subprocess.Popen[str]:
+        """A command that is still running."""
+        started = subprocess.Popen(
+            ["bash", "-c", f"exec {line}"],
+            cwd=self.folder,
+            env={**self.environment, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._started.append(started)
+        return started
+
+    def close(self) -> None:
+        """End what a failed test has left running."""
+        for process in self._started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if (self.folder / ".millrace/services.json").exists():
+            self.type("make down")
+
+    def step(self, run: str) -> int:
+        """Steps that a run has taken."""
+        return open_run(LocalStore(self.folder / ".millrace/store"), run).state.step
+
+    def _done(self, line: str) -> str:
+        where: dict[str, Any] = {"cwd": self.folder, "env": self.environment, "timeout": PATIENCE}
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, **where)
+        logs = "\n".join(file.read_text()[-1000:] for file in (self.folder / ".millrace").glob("logs/**/*.log"))
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}\n{logs}"
+        return done.stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, base_model: Path) -> Iterator[Checkout]:
+    checkout = Checkout(tmp_path / "millrace", base_model)
+    yield checkout
+    checkout.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_quick_start_of_readme_works_from_top_to_bottom(checkout: Checkout, prefect_api: str) -> None:
+    """Typed as it stands, in a checkout whose example is small: what is long is the learning, `tests/learning` has it.
+
+    The first two blocks report to a server that is there already, which spares every command one of its own.
+    """
+    learn, look, deploy = [[line for line in block(README, heading) if line.strip()] for heading in QUICK_START]
+    checkout.environment["PREFECT_API_URL"] = prefect_api
+
+    assert all(target in checkout.type("make") for target in ("train", "chaos", "audit"))
+    train, test = learn
+    said = checkout.type(train)
+    shown_next = re.findall(r"^  ((?:\.venv/bin/|make).*)$", README.read_text(), flags=re.MULTILINE)
+    assert [line.split("#")[0].strip() for line in shown_next] == [
+        line.split("#")[0].strip() for line in said[said.index("next:\n") :].splitlines()[1:] if line.strip()
+    ]
+    with patch.dict(checkout.environment, {"ARGS": "tests/unit/storage/test_digests.py -n0"}):  # as `make` lists it
+        assert "passed" in checkout.type(test)
+    checkout.type("python -m benchmarks.learning_curve arithmetic docs/arithmetic.png")
+
+    checkout.type("millrace promote arithmetic --version 3")  # a champion to go back to
+    for line in look:
+        if line.startswith(".venv/bin/millrace exporter"):
+            _serves_its_numbers(checkout, line)
+        elif line.startswith(".venv/bin/millrace pause"):
+            # The next three are about a training: `make train` goes on with the same run.
+            endless = checkout.start("make train >training.txt", ARGS="steps=1000000")
+            _wait(lambda: checkout.step("arithmetic") > 14, lambda: checkout.type("cat training.txt"))
+            checkout.type(line)
+        else:
+            checkout.type(line)
+    assert endless.wait(timeout=PATIENCE) is not None and checkout.step("arithmetic") > 14
+    assert (checkout.folder / "out/model.safetensors").exists()
+
+    del checkout.environment["PREFECT_API_URL"]
+    for line in deploy:
+        if line.startswith("make down"):
+            _everything_has_completed(checkout)
+            _pools_take_their_templates(checkout)
+        said = checkout.type(line)
+        if line.startswith("make up"):
+            # Where the usual port is taken, `make up` says another one.
+            address = said.split("PREFECT_API_URL=")[1].split()[0]
+            deploy[1] = deploy[1].replace("http://127.0.0.1:4200/api", address)
+    assert checkout.step("my-run") == 20 and not (checkout.folder / ".millrace/services.json").exists()
+
+
+def _serves_its_numbers(checkout: Checkout, line: str) -> None:
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", 9464)) == 0
+    exporter = checkout.start(line.split("#")[0] + (" --port 0" if taken else ""))
+    assert exporter.stdout is not None
+    address = re.search(r"http://[^ ]+/metrics", first := exporter.stdout.readline())
+    assert address is not None, first
+    assert 'run="arithmetic"' in httpx.get(address[0]).text
+    exporter.send_signal(signal.SIGINT)
+    assert exporter.wait(timeout=30) == 0
+
+
+def _everything_has_completed(checkout: Checkout) -> None:
+    """Two of the block's three flow runs are not watched."""
+    flow_runs = f"{checkout.environment['PREFECT_API_URL']}/flow_runs/filter"
+
+    def states() -> dict[str, str]:
+        rows = httpx.post(flow_runs, json={}, timeout=30).raise_for_status().json()
+        return {row["deployment_id"]: row["state"]["type"] for row in rows if row["deployment_id"]}
+
+    def logs() -> str:
+        return "\n".join(file.read_text()[-2000:] for file in (checkout.folder / ".millrace/logs").rglob("*.log"))
+
+    _wait(lambda: set(states().values()) <= {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}, logs)
+    assert list(states().values()) == ["COMPLETED"] * 3, f"{states()}\n{logs()}"
+
+
+def _pools_take_their_templates(checkout: Checkout) -> None:
+    """Pools of containers are made on any server; what they start needs Docker or Kubernetes."""
+    lines = [line for line in shown(PROJECT / "docs/deployment.md") if "work-pool create" in line]
+    assert len(lines) == 2
+    for line in lines:
+        checkout.type(line.removeprefix("docker-worker/bin/"))
 
 
 @pytest.fixture
@@ -33,15 +218,14 @@ def copy(finished: Home, tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_every_command_about_a_run_works_on_a_finished_one(copy: Path, tmp_path: Path) -> None:
-    """In the documents' order, with this run's names in place of theirs."""
+def _stands_for(copy: Path) -> dict[str, str]:
+    """This run's names in place of the documents'."""
     state = open_run(LocalStore(copy / "store"), RUN).state
-    shown = [words for d in DOCUMENTS if "search" not in str(d) for words in commands(d) if words[0] == "millrace"]
-    asked = [words[1:] for words in shown if words[1] in OF_A_RUN and not refusal(words[1:])]
-    attempts = json.loads(_run(["traj", "sql", RUN, ATTEMPTS, "--json"]))
-    ids = [attempt["trajectory_id"] for attempt in attempts]
-    stands_for = {
-        **dict.fromkeys(["arithmetic", "my-run", "RUN"], RUN),
+    embedding = copy / "embed.py"
+    embedding.write_text("def embed(texts):\n    return [[float(len(text)), 1.0] for text in texts]\n")
+    ids = [attempt["trajectory_id"] for attempt in json.loads(_run(["traj", "sql", RUN, ATTEMPTS, "--json"]))]
+    return {
+        **dict.fromkeys(["arithmetic", "my-run", "search-agent", "RUN"], RUN),
         "arithmetic@rollout": f"{RUN}@rollout",
         "MODEL@rollout": f"{RUN}@rollout",
         "ID": ids[0],
@@ -55,12 +239,31 @@ def test_every_command_about_a_run_works_on_a_finished_one(copy: Path, tmp_path:
         "8": "5",
         "my/file.py:f": "rollouts.rewards:exact",
         "f": "exact",
-        "pairs.parquet": str(tmp_path / "pairs.parquet"),
+        "my/embed.py:embed": f"{embedding}:embed",
+        "pairs.parquet": str(copy / "pairs.parquet"),
     }
-    assert len(asked) > 35
+
+
+def test_every_command_about_a_run_works_on_a_finished_one(copy: Path) -> None:
+    """In the documents' order."""
+    asked, stands_for = about_a_run(on_workers=False), _stands_for(copy)
+    assert len(asked) > 50
     _run(["promote", RUN, "--version", "3"])  # there is something to roll back to
     for number, words in enumerate(asked):
-        _run([stands_for.get(word, str(tmp_path / f"out-{number}") if word == "out" else word) for word in words])
+        stands_for["out"] = str(copy / f"out-{number}")
+        _run([stands_for.get(word, word) for word in words[1:]])
+
+
+@pytest.mark.slow
+def test_what_the_documents_do_with_workers_works_on_a_finished_run(copy: Path, finished: Home) -> None:
+    """Replays and a rollout; each is a process of its own, as it is for a reader."""
+    asked, stands_for = about_a_run(on_workers=True), _stands_for(copy)
+    assert len(asked) > 5
+    _run(["rescore", RUN, "--reward", "rollouts.rewards:exact"])  # `--rewards` reads them
+    home = Home(copy, finished.environment["PREFECT_API_URL"])
+    stands_for["out"] = str(copy / "out")
+    for words in dict.fromkeys(tuple(stands_for.get(word, word) for word in words[1:]) for words in asked):
+        home.run(*words)
 
 
 def _run(words: list[str]) -> str:

@@ -124,3 +124,9 @@ def test_every_deployment_the_documents_run_is_there_and_has_the_parameters() ->
         given = {after.partition("=")[0] for word, after in zip(words, words[1:], strict=False) if word == "-p"}
         module, _, name = entrypoints[words[0]].rpartition(".")
         assert given <= inspect.signature(getattr(importlib.import_module(module), name).fn).parameters.keys(), document
+
+
+def test_the_docker_workers_prefect_is_that_of_the_lock() -> None:
+    lock = (PROJECT / "requirements/cpu.lock").read_text()
+    versions = set(re.findall(r"\bprefect==([\d.]+)", (PROJECT / "docs/deployment.md").read_text()))
+    assert versions == set(re.findall(r"^prefect==([\d.]+)", lock, flags=re.MULTILINE))
