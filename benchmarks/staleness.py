@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("json", nargs="?", type=Path, help="file to write")
     parser.add_argument("--steps", type=int, default=150, help="optimizer steps per scenario")
     arguments = parser.parse_args()
+    if arguments.steps < 3:
+        parser.error("--steps: at least 3; what is measured lies between the first and the last")
     started, found = time.perf_counter(), {}
     print("busy   idle  steps/h         dropped  by length   masked  by length    over   lag          held")
     for title, scenarios in SECTIONS.items():

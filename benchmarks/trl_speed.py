@@ -284,6 +284,8 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="where to save the numbers")] = None,
 ) -> None:
     """Measure, print, and save when asked."""
+    if 0 < steps < SKIPPED + 2:
+        raise typer.BadParameter(f"at least {SKIPPED + 2}: the first {SKIPPED} are not counted", param_hint="--steps")
     console = Console()
     found: dict[str, Any] = {
         "machine": {"cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}

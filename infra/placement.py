@@ -42,8 +42,8 @@ def gpu_share(nodes: Sequence[Mapping[str, float]], *, num_workers: int) -> floa
 def check_shares(
     nodes: Sequence[Mapping[str, float]], *, num_workers: int, gpus_per_engine: int, num_ranks: int
 ) -> None:
-    """Raises `ValueError` where ranks, or the parts of one engine, would share a GPU, which NCCL refuses, and where no
-    node has devices for all parts of an engine."""
+    """Raises `ValueError` where ranks, or the parts of one engine, would share a GPU, which NCCL refuses, and where the
+    nodes have not the devices for all parts of each engine on one of them."""
     num_gpus, shared = gpus_of(nodes), 0 < gpu_share(nodes, num_workers=num_workers) < 1
     if gpus_per_engine > 1:
         device = "GPU" if num_gpus else "CPU"
@@ -58,6 +58,13 @@ def check_shares(
             raise ValueError(
                 f"{engine}): with trainer and other engines that makes {num_workers}, and there are {num_gpus:g}; "
                 "lower it"
+            )
+        num_engines = (num_workers - num_ranks) // gpus_per_engine
+        places = sum(int(node.get(device, 0.0) // gpus_per_engine) for node in nodes)
+        if places < num_engines:
+            raise ValueError(
+                f"{engine} × pipeline_parallel_size), all of one node: the nodes have places for {places} of the "
+                f"{num_engines} engines; lower rollout.num_workers to {places}, or one of the two sizes"
             )
     if num_ranks > 1 and shared:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class SamplingSettings(BaseModel):
@@ -147,6 +147,13 @@ class EngineSettings(BaseModel):
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     vllm: dict[str, Any] = Field(default_factory=dict)
     """Passed unread to vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _is_one_engine(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if "data_parallel_size" in arguments:
+            raise ValueError("each worker has one engine; set rollout.num_workers for more of them")
+        return arguments
 
     @property
     def num_gpus(self) -> int:

@@ -114,6 +114,11 @@ def _made() -> tuple[World, dict[str, list[Question]]]:
 def _path(question: str) -> tuple[str, list[str]]:
     """`home of boss of kim?` → kim, [boss, home]."""
     *relations, start = question.removesuffix("?").split(" of ")
+    if not relations:
+        raise ValueError(
+            f"this agent asks questions like 'home of boss of kim?', not {question!r}: make a data set with "
+            "`python -m examples.search_agent.world --style notes`, or take examples.search_agent.agent:SearchAgent"
+        )
     return start, relations[::-1]
 
 

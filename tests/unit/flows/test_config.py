@@ -56,6 +56,12 @@ def test_an_unknown_key_suggests_the_nearest_one() -> None:
     assert _error(trian={}) == "trian: no such key; did you mean 'train'?"
 
 
+def test_several_engines_are_several_workers() -> None:
+    assert _error(engine={"vllm": {"data_parallel_size": 2}}) == (
+        "engine.vllm = {'data_parallel_size': 2}: each worker has one engine; set rollout.num_workers for more of them"
+    )
+
+
 def test_a_secret_in_a_run_file_is_refused_and_belongs_in_the_environment() -> None:
     document = {"workflow": "examples.arithmetic:Arithmetic", "engine": {"vllm": {"hf_token": "hf_abcdefgh"}}}
     with pytest.raises(ConfigError, match=r"engine\.vllm\.hf_token looks like a secret.*environment") as caught:

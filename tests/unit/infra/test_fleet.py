@@ -281,6 +281,27 @@ def test_an_engine_that_no_node_can_hold_is_refused(nodes: list[float], parts: i
         fleet.check_ranks(0)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "num_ranks", "refused"),
+    [
+        ([3, 3], 0, "on 2 GPUs .* the nodes have places for 2 of the 3 engines; lower rollout.num_workers to 2"),
+        ([3, 5], 1, ""),
+        ([4, 2], 0, ""),
+        ([7], 1, ""),
+    ],
+)
+def test_engines_that_the_nodes_cannot_hold_together_are_refused(
+    nodes: list[float], num_ranks: int, refused: str
+) -> None:
+    fleet = Fleet(log_folder=Path("unused"), num_workers=3 * 2 + num_ranks, gpus_per_engine=2)
+    fleet.nodes = _nodes(*nodes)
+    if not refused:
+        fleet.check_ranks(num_ranks)
+        return
+    with pytest.raises(ValueError, match=refused):
+        fleet.check_ranks(num_ranks)
+
+
 @pytest.mark.parametrize("address", [None, ""])
 def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
     address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -455,6 +455,12 @@ def test_demonstrations_succeed_as_often_as_they_say_and_never_on_held_out_quest
     assert agent.demonstrations(2000, 1) == conversations
 
 
+def test_a_question_that_is_no_chain_is_named():
+    task = RolloutTask(id="0", prompt="Who wrote it?", answer="Ada")
+    with pytest.raises(ValueError, match="like 'home of boss of kim.', not 'Who wrote it.': make a data set with"):
+        WorldAgent().reference_reply(task, [])
+
+
 # --- the run files ----------------------------------------------------------------------------------------------------
 
 
