@@ -102,22 +102,8 @@ def refusal(words: list[str]) -> str:
 QUICK_START = ("Two commands", "Looking at a run", "Through Prefect, with MLflow beside it")
 """Headings of README whose blocks a newcomer types, in this order."""
 _ON_WORKERS = {"replay", "eval", "rollout"}
-_IN_PROCESS = {
-    "runs",
-    "status",
-    "report",
-    "traj",
-    "lineage",
-    "rescore",
-    "export",
-    "promote",
-    "rollback",
-    "gc",
-    "index",
-} | {
-    "pause",
-    "resume",
-}
+_IN_PROCESS = {"runs", "status", "report", "traj", "lineage", "rescore", "export", "promote", "rollback", "gc", "index"}
+_IN_PROCESS |= {"pause", "resume"}
 
 
 def quick_start() -> list[str]:
