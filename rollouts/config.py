@@ -146,7 +146,7 @@ class EngineSettings(BaseModel):
     tool_parser: str = "hermes"
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Passed unread to vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""
+    """Passed on as vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""
 
     @field_validator("vllm")
     @classmethod

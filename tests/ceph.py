@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,6 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from infra.services import free_port
 from tests import apt
 
 PACKAGE_OF = {
@@ -66,7 +66,7 @@ class Ceph:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = _free_port()
+        self.port = free_port(0)
         self.variables = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": f"AK{secrets.token_hex(8).upper()}",
@@ -78,7 +78,7 @@ class Ceph:
 
     def start(self) -> None:
         """Start the daemons one after another and make the user."""
-        monitor_port = _free_port()
+        monitor_port = free_port(0)
         cluster_id = str(uuid.uuid4())
         for name in ("mon", "osd", "rgw", "run"):
             (self.folder / name).mkdir()
@@ -213,9 +213,3 @@ mon_addr = 127.0.0.1:{monitor_port}
     def _logs(self) -> str:
         files = [*self.folder.glob("*.out"), *self.folder.glob("*.log")]
         return "".join(f"\n== {file.name}\n{file.read_text(errors='replace')[-800:]}" for file in files)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

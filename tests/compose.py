@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from infra.services import free_port
 
 PROJECT = Path(__file__).resolve().parent.parent
 COMPOSE = PROJECT / "infra" / "compose.yaml"
@@ -69,7 +70,7 @@ class Composition:
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         for port in ("prefect:4200", "mlflow:5000", "worker:8080"):
-            self.addresses[port] = f"127.0.0.1:{_free_port()}"
+            self.addresses[port] = f"127.0.0.1:{free_port(0)}"
 
     def url(self, address: str) -> str:
         """Where a service of the file, such as `prefect:4200`, answers here."""
@@ -163,9 +164,3 @@ class Composition:
         text = ports.get(text, text)
         text = text.replace("/var/lib/millrace", str(self._folder / "home"))
         return "127.0.0.1" if text == "0.0.0.0" else text
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -15,13 +15,13 @@ import pwd
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from infra.services import free_port
 from tests import apt
 
 USER = "millrace"
@@ -70,7 +70,7 @@ class Postgres:
     """One cluster and its server."""
 
     def __init__(self, programs: Path, folder: Path) -> None:
-        self.port = _free_port()
+        self.port = free_port(0)
         self.password = secrets.token_hex(24)
         self._programs = programs
         self._folder = folder
@@ -148,9 +148,3 @@ class Postgres:
         if done.returncode != 0:
             raise PostgresFailed(f"{Path(program).name} failed: {done.stderr[-1000:]}")
         return done.stdout
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

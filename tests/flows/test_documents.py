@@ -111,11 +111,14 @@ class Checkout:
         """Steps that a run has taken."""
         return open_run(LocalStore(self.folder / ".millrace/store"), run).state.step
 
+    def logs(self) -> str:
+        """The end of every log file."""
+        return "\n".join(file.read_text()[-2000:] for file in (self.folder / ".millrace/logs").rglob("*.log"))
+
     def _done(self, line: str) -> str:
         where: dict[str, Any] = {"cwd": self.folder, "env": self.environment, "timeout": PATIENCE}
         done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, **where)
-        logs = "\n".join(file.read_text()[-1000:] for file in (self.folder / ".millrace").glob("logs/**/*.log"))
-        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}\n{logs}"
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}\n{self.logs()}"
         return done.stdout
 
 
@@ -194,11 +197,8 @@ def _everything_has_completed(checkout: Checkout) -> None:
         rows = httpx.post(flow_runs, json={}, timeout=30).raise_for_status().json()
         return {row["deployment_id"]: row["state"]["type"] for row in rows if row["deployment_id"]}
 
-    def logs() -> str:
-        return "\n".join(file.read_text()[-2000:] for file in (checkout.folder / ".millrace/logs").rglob("*.log"))
-
-    _wait(lambda: set(states().values()) <= {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}, logs)
-    assert list(states().values()) == ["COMPLETED"] * 3, f"{states()}\n{logs()}"
+    _wait(lambda: set(states().values()) <= {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}, checkout.logs)
+    assert list(states().values()) == ["COMPLETED"] * 3, f"{states()}\n{checkout.logs()}"
 
 
 def _pools_take_their_templates(checkout: Checkout) -> None:
