@@ -69,7 +69,8 @@ class Fault(enum.Enum):
 def series() -> list[Fault]:
     """Faults in the order they come."""
     if not LONG:
-        elsewhere = {Fault.KILL_EVERYTHING, Fault.FREEZE_WORKER}  # test_kill.py, test_workers.py
+        elsewhere = {Fault.KILL_EVERYTHING, Fault.KILL_DRIVER}  # test_kill.py
+        elsewhere |= {Fault.KILL_WORKER, Fault.FREEZE_WORKER}  # test_workers.py
         return [fault for fault in Fault if fault not in elsewhere]
     draw = random.Random(SEED)
     return [draw.choice(list(Fault)) for _ in range(LONG)]

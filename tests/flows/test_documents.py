@@ -72,7 +72,8 @@ class Checkout:
         self.folder = folder
         self._started: list[subprocess.Popen[str]] = []
         self.environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "1000"}
-        for name in ("MILLRACE_HOME", "MILLRACE_STORE", "MILLRACE_TRACKING", "PREFECT_API_URL", "MAKEFLAGS"):
+        of_make = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "ARGS", "RUNFILE")  # of the `make test` that runs us
+        for name in ("MILLRACE_HOME", "MILLRACE_STORE", "MILLRACE_TRACKING", "PREFECT_API_URL", *of_make):
             self.environment.pop(name, None)
         self.environment["PATH"] = f"{BIN}:{os.environ['PATH']}"
 
