@@ -46,8 +46,8 @@ class Limits:
     """Give up running groups that no step could train any more."""
     shard_bytes: int
     shard_seconds: float
-    alone: bool = True
-    """No other worker leases prompts of this run."""
+    num_workers: int = 1
+    """How many workers lease prompts of this run."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -78,6 +78,7 @@ class Executor:
         self._limits = limits
         self._sampling = sampling
         self._version = 0
+        self._committed = 0
         self._accepted = 0
         self._ready: deque[Prompt] = deque()
         self._leasing: asyncio.Task[None] | None = None
@@ -94,15 +95,16 @@ class Executor:
         self.num_finished = 0
         """Groups so far: what a watchdog takes for progress."""
 
-    def set_version(self, version: int, *, accepted: int, limits: Limits | None = None) -> None:
+    def set_version(self, version: int, *, accepted: int, elsewhere: int = 0, limits: Limits | None = None) -> None:
         """Policy `version` is served: re-base the admission formula on what the log holds.
 
-        `accepted` is steps · batch_size + committed pending groups + what other workers have leased; groups finished
-        here and not yet committed are added. `limits` replace those before, as workers come and go.
+        `accepted` is steps · batch_size + committed pending groups, and `elsewhere` what other workers have leased;
+        groups finished here and not yet committed are added. `limits` replace those before, as workers come and go.
         """
         self._version = version
         self._limits = limits or self._limits
-        self._accepted = accepted + self._handed_out + self._counted(self._finished)
+        self._committed = accepted
+        self._accepted = accepted + elsewhere + self._handed_out + self._counted(self._finished)
         if self._limits.cancel_stale:
             self._give_up_stale()
         self._admit()
@@ -131,7 +133,7 @@ class Executor:
         """Prompts to lease now."""
         missing = self.room - len(self._ready)
         # Among several, leases beyond the room would take it from each other until nobody may start anything.
-        surplus = self._limits.batch_size // LEASE_SHARE if self._limits.alone else 0
+        surplus = self._limits.batch_size // LEASE_SHARE if self._limits.num_workers == 1 else 0
         return max(missing, surplus) if missing > 0 else 0
 
     def in_flight(self) -> list[int]:
@@ -177,9 +179,10 @@ class Executor:
     async def prepare_batch(self) -> list[RolloutGroup]:
         """Finished groups for one shard; keeps submitting while it waits.
 
-        Returns when a batch of groups, `shard_bytes`, or `shard_seconds` is reached, the policy version changes
-        with groups at hand, or nothing more can run before the next version. A filter that rejects everything cannot
-        hold it up: rejected groups count. Raises what a workflow's programming error raised.
+        Returns when they are what the next step misses, or this worker's share of it, when a batch of groups,
+        `shard_bytes`, or `shard_seconds` is reached, the policy version changes with groups at hand, or nothing more
+        can run before the next version. A filter that rejects everything cannot hold it up: of a batch, rejected groups
+        count. Raises what a workflow's programming error raised.
         """
         version = self._version
         self._admit()
@@ -206,7 +209,9 @@ class Executor:
 
     def mark_committed(self, groups: Sequence[RolloutGroup]) -> None:
         """These groups, handed out before, are counted by the log from now on."""
-        self._handed_out -= self._counted(groups)
+        counted = self._counted(groups)
+        self._handed_out -= counted
+        self._committed += counted
 
     async def rollout_batch(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """Attempt these prompts once and return every group, whatever a filter says of it. For debugging."""
@@ -257,8 +262,11 @@ class Executor:
         if not self._finished:
             return is_over
         limits = self._limits
+        # The trainer waits for whole batches: the end of one must not wait here for the beginning of the next.
+        missing = limits.batch_size - (self._committed + self._handed_out) % limits.batch_size
         return (
             len(self._finished) >= limits.batch_size
+            or self._counted(self._finished) >= math.ceil(missing / limits.num_workers)
             or self._finished_bytes >= limits.shard_bytes
             or _now() - self._oldest_finished >= limits.shard_seconds
             or version != self._version

@@ -372,9 +372,9 @@ class RolloutWorker:
         state = self._log.state
         elsewhere = sum(holder != self._name for holder in state.leased.values())
         # Steps, not the version served here: between a step and its `publish` the step's groups stay accepted.
-        accepted = state.step * self._limits.batch_size + num_counted(state, self._rules) + elsewhere
+        accepted = state.step * self._limits.batch_size + num_counted(state, self._rules)
         self._executor.paused = bool(state.paused)
-        self._executor.set_version(self._version, accepted=accepted, limits=self._limits_now())
+        self._executor.set_version(self._version, accepted=accepted, elsewhere=elsewhere, limits=self._limits_now())
 
     def _limits_now(self) -> Limits:
         """The run's end as its newest session has it, and a fair share of what may be in flight at all: the first
@@ -386,7 +386,9 @@ class RolloutWorker:
         if num_workers == 1:
             return limits
         share = math.ceil((1 + limits.max_staleness) * limits.steps_per_update * limits.batch_size / num_workers)
-        return dataclasses.replace(limits, max_concurrent=min(limits.max_concurrent, share), alone=False)
+        return dataclasses.replace(
+            limits, max_concurrent=min(limits.max_concurrent, share), num_workers=num_workers
+        )
 
     def _is_committed(self, group: RolloutGroup) -> bool:
         """Whether somebody else has committed this prompt, or this very attempt at it that came to nothing."""

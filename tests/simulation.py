@@ -271,7 +271,7 @@ class _Simulation:
             cancel_stale=scenario.stale_policy == "strict",
             shard_bytes=10**9,
             shard_seconds=scenario.shard_seconds,
-            alone=scenario.num_workers == 1,
+            num_workers=scenario.num_workers,
         )
         self._executors = {
             name: Executor(
@@ -310,7 +310,7 @@ class _Simulation:
         accepted = state.step * self._scenario.batch_size + num_counted(state, self._rules)
         for name, executor in self._executors.items():
             elsewhere = sum(holder != name for holder in state.leased.values())
-            executor.set_version(self._version, accepted=accepted + elsewhere)
+            executor.set_version(self._version, accepted=accepted, elsewhere=elsewhere)
 
     async def _produce(self, executor: Executor) -> None:
         self._rebase()
