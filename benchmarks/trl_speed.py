@@ -5,7 +5,8 @@ In: nothing; the models are made on the spot. Out: tables, ratios first, and the
     python -m benchmarks.trl_speed [--workload W] [--workload arithmetic] [--rounds 3] [--json FILE]
 
 Each side runs alone, in processes of its own, and the sides take turns: a ratio is the median over rounds of
-neighbouring runs, so that a machine that is busy now and then slows both down. Millrace is `millrace train` as a user
+neighbouring runs, so that a machine that is busy now and then slows both down. Every round has a seed of its own, for
+what `to 0.9` says of one is luck. Millrace is `millrace train` as a user
 starts it: Prefect flow, Ray workers, vLLM, shards, MLflow and all. TRL generates with transformers; what it is given
 to be fast is in `benchmarks/trl_side.py`.
 
@@ -48,11 +49,12 @@ SKIPPED = 2
 TARGET = 0.9
 
 
-def run_trl(workload: Workload, model: Path, scratch: Path, *, steps: int, threads: int) -> dict[str, Any]:
+def run_trl(workload: Workload, model: Path, scratch: Path, *, steps: int, threads: int, seed: int) -> dict[str, Any]:
     """One run of the other side."""
     out = scratch / "trl.json"
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.trl_side"]
-    seconds = _run([*command, workload.name, str(model), str(steps), str(out)], scratch, threads=threads)
+    arguments = [workload.name, str(model), str(steps), str(out), f"seed={seed}"]
+    seconds = _run([*command, *arguments], scratch, threads=threads)
     found = json.loads(out.read_text())
     scores = [(at, score) for _, at, score in found["scores"]]
     return _numbers(
@@ -67,11 +69,11 @@ def run_trl(workload: Workload, model: Path, scratch: Path, *, steps: int, threa
 
 
 def run_millrace(
-    workload: Workload, model: Path, scratch: Path, *, steps: int, threads: int, max_staleness: float
+    workload: Workload, model: Path, scratch: Path, *, steps: int, threads: int, seed: int, max_staleness: float
 ) -> dict[str, Any]:
     """One run of ours, in a state folder of its own."""
     run_file = scratch / "run.toml"
-    run_file.write_text(_toml(_run_config(workload, model, steps=steps, max_staleness=max_staleness)))
+    run_file.write_text(_toml(_run_config(workload, model, steps=steps, seed=seed, max_staleness=max_staleness)))
     started = time.time()
     millrace = str(Path(sys.executable).with_name("millrace"))
     seconds = _run([millrace, "train", str(run_file)], scratch, threads=threads, MILLRACE_HOME=str(scratch / "home"))
@@ -165,12 +167,13 @@ class _Meter:
         return sum(self._seconds.values())
 
 
-def _run_config(workload: Workload, model: Path, *, steps: int, max_staleness: float) -> dict[str, Any]:
+def _run_config(workload: Workload, model: Path, *, steps: int, seed: int, max_staleness: float) -> dict[str, Any]:
     return {
         "workflow": workload.workflow,
         "run": "speed",
         "model": str(model),
         "steps": steps,
+        "seed": seed,
         "batch_size": workload.batch_size,
         "n_samples": workload.n_samples,
         "max_staleness": max_staleness,
@@ -203,7 +206,7 @@ def measure(workload: Workload, *, rounds: int, steps: int, threads: int, consol
             for side, runs in sides.items():
                 scratch = Path(folder) / f"{side}-{number}"
                 scratch.mkdir()
-                given: dict[str, Any] = {"steps": steps, "threads": threads}
+                given: dict[str, Any] = {"steps": steps, "threads": threads, "seed": number}
                 if side == "trl":
                     runs.append(run_trl(workload, model, scratch, **given))
                 else:

@@ -106,8 +106,8 @@ ARITHMETIC = Workload(
     learning_rate=5e-4,
     steps=40,
     evaluate_every=5,
-    engine={"max_model_len": 64, "vllm": {**_VLLM, "max_num_seqs": 512}},
-    train={},
+    engine={"max_model_len": 64, "update_mode": "wait", "vllm": {**_VLLM, "max_num_seqs": 512}},
+    train={"num_threads": 1},
     rollout={},
     trl={"per_device_train_batch_size": 256},
 )

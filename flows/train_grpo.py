@@ -117,12 +117,12 @@ async def start(session: RunSession, config: RunConfig) -> None:
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
     starting = [start_engine(session, config, name=name) for name in (*workers, *evaluators)]
     *checksums, _ = await asyncio.gather(*starting, starting_trainer)
-    mark_served(session, checksums=checksums)
-    await take_part(session, workers)
-    session.evaluator = session.hosted.get("evaluator-0")
     # The libraries stay until the end: the collector need not walk them again and again, while a round waits.
     gc.collect()
     gc.freeze()
+    mark_served(session, checksums=checksums)
+    await take_part(session, workers)
+    session.evaluator = session.hosted.get("evaluator-0")
 
 
 async def start_engine(session: RunSession, config: RunConfig, *, name: str, version: int | None = None) -> str:

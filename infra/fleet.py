@@ -111,6 +111,10 @@ class HostedGroup:
             self._end(str(death))
             raise
 
+    async def prepare(self, environment: dict[str, str]) -> None:
+        """`Hosted.prepare` of every rank."""
+        await asyncio.gather(*(rank.prepare(environment) for rank in self._ranks))
+
     async def rendezvous(self) -> tuple[str, int]:
         """Address of rank 0's node and a port that is free there."""
         return await self._ranks[0].rendezvous()

@@ -121,11 +121,13 @@ class RunSession:
         return hosted
 
     async def host_trainer(self, name: str, path: str, *, arguments: dict[str, Any], settings: TrainSettings) -> None:
-        """Start `session.trainer`, in `train.num_ranks` processes."""
+        """Start `session.trainer`, in `train.num_ranks` processes of `train.num_threads`."""
         num_gpus = 0.0 if settings.device == "cpu" else self.fleet.gpus_per_worker
         self.trainer = await self.fleet.host_group(
             name, path, arguments=arguments, num_ranks=settings.num_ranks, num_gpus=num_gpus
         )
+        if settings.num_threads:
+            await self.trainer.prepare({"OMP_NUM_THREADS": str(settings.num_threads)})
 
     def next_worker_name(self) -> str:
         """A name no rollout worker of this session has had."""

@@ -323,6 +323,9 @@ class TrainSettings(Block):
     from their recorded shards."""
     anchor_every: int = Field(default=10, ge=1)
     """Publish whole weights every this many policies and only the values that changed in between; 1: always whole."""
+    num_threads: int = Field(default=0, ge=0)
+    """Threads a rank computes with on CPUs; 0: as many as OMP_NUM_THREADS says. A small model takes no longer with one,
+    and engines have the others. It decides in which order numbers are added up, so the last digits depend on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU where there is one."""
 
