@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import itertools
 import logging
 import math
@@ -19,29 +18,30 @@ import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
 from rollouts.attempts import AttemptLimits, Player
 from rollouts.chat_tokens import ChatTokens
 from rollouts.config import EngineSettings, RewardSettings
-from rollouts.engine import EngineError, WeightUpdate, make_engine
+from rollouts.engine import WeightUpdate, make_engine
 from rollouts.evaluation import evaluate_tasks
 from rollouts.executor import Executor, Limits
 from rollouts.prompts import Prompt, PromptOrder
 from rollouts.scoring import RewardPool
+from rollouts.served_policy import ServedPolicy
 from rollouts.tool_parsing import ToolParser
 from rollouts.workflow import RolloutWorkflow
 from storage.claims import ClaimRules, num_counted
 from storage.loading import load_object
 from storage.log_entries import Evaluation, Lease, Policy, Shard
 from storage.object_store import open_store
-from storage.policies import DamagedDelta, PolicyReader
 from storage.producers import Presence
 from storage.records import RolloutGroup, Sampling
 from storage.run_log import RunLog
 from storage.run_state import Conflict
-from storage.runs import find_policy, open_run
+from storage.runs import open_run
 from storage.shard_codec import Provenance
 from storage.shards import commit_shard
 from storage.weight_broadcast import Broadcast
@@ -107,28 +107,24 @@ class RolloutWorker:
         self._outside = outside
         self._lease_timeout = lease_timeout
         self._log_lock = asyncio.Lock()
-        self._version_pin = asyncio.Lock()
         self._has_started = False
 
     async def start(self, version: int | None = None) -> str:
         """Load a policy version, the live one by default; returns the engine's weight checksum.
 
-        Where that version is a damaged delta its anchor is loaded, under the anchor's number, the checksum is empty,
-        and `wait_for_work` tries again: the trainer, which starts at the same time, may put the weights back. Raises
-        `ValueError` for a version the run does not have, or not any more.
+        Where that version is a damaged delta its anchor is loaded, see `ServedPolicy.first`, the checksum is empty, and
+        `wait_for_work` tries again. Raises `ValueError` for a version the run does not have, or not any more.
         """
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
         self._presence = Presence(self._log, self._name, outside=self._outside, lease_timeout=self._lease_timeout)
-        self._policies = PolicyReader(self._log, self._cache)
-        policy = wanted = find_policy(self._log, version)
-        try:
-            folder = self._policies.fetch(policy)
-        except DamagedDelta as error:
-            policy = find_policy(self._log, policy.anchor)
-            logger.warning("starting with policy %d instead of %d: %s", policy.version, wanted.version, error)
-            folder = self._policies.fetch(policy)
-        self._overdue = wanted if wanted != policy else None
-        base_folder = self._policies.fetch(find_policy(self._log, 0)) if self._lora_rank else None
+        self._served = ServedPolicy(
+            self._log,
+            self._log_lock,
+            cache=self._cache,
+            most_behind=self._limits.max_staleness * self._limits.steps_per_update,
+        )
+        policy, folder = self._served.first(version)
+        base_folder = self._served.base() if self._lora_rank else None
         self._tokens = ChatTokens.load(base_folder or folder)
         self._workflow: RolloutWorkflow = load_object(self._workflow_path)(self._dataset)
         self._engine = make_engine(
@@ -140,7 +136,7 @@ class RolloutWorker:
             base_folder=base_folder,
         )
         checksum = await self._engine.start(folder, policy.version)
-        self._version = policy.version
+        self._served.serve(self._engine, policy.version)
         self._rewards = RewardPool(
             num_processes=self._reward.processes,
             timeout=self._reward.timeout,
@@ -165,7 +161,7 @@ class RolloutWorker:
             sampling=self._sampling,
         )
         self._has_started = True
-        return "" if self._overdue else checksum
+        return "" if self._served.overdue else checksum
 
     async def join(self) -> None:
         """Take part in the run: the prompts in flight are divided among those who do."""
@@ -180,8 +176,8 @@ class RolloutWorker:
 
     async def wait_for_work(self) -> None:
         """Return once `collect` would have something to do. What `publish` could not load is tried again first."""
-        if self._overdue is not None:
-            await self.publish(self._overdue)
+        if self._served.overdue is not None:
+            await self.publish(self._served.overdue)
         await self._executor.wait_for_work()
 
     async def wait_for_stragglers(self, version: int) -> None:
@@ -228,53 +224,22 @@ class RolloutWorker:
 
     def can_receive(self) -> bool:
         """True where a broadcast would be taken at once, and not after an evaluation."""
-        return not self._version_pin.locked()
+        return not self._served.pin.locked()
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
-        """`publish` by broadcast, and from the store where that fails."""
-        await self._know(policy)
-        try:
-            async with self._version_pin:
-                fetch = functools.partial(self._policies.fetch, policy)
-                update = await self._engine.receive_policy(broadcast, fetch)
-                self._version, self._overdue = policy.version, None
-        except EngineError as error:
-            logger.warning("policy %d is read from the store, its broadcast failed: %s", policy.version, error)
-            return await self.publish(policy)
-        await self.refresh()
-        return update
+        """See `ServedPolicy.receive`."""
+        return await self._admit_after(self._served.receive(policy, broadcast))
 
     async def publish(self, policy: Policy) -> WeightUpdate | None:
-        """Serve `policy` from the next token on; returns how the engine took it over.
+        """See `ServedPolicy.publish`; `wait_for_work` tries again what is overdue."""
+        return await self._admit_after(self._served.publish(policy))
 
-        Null where the engine serves a newer one, and where it is a damaged delta and the staleness bound lets the
-        engine go on, under the number of the policy it has; `wait_for_work` tries again. Raises
-        `storage.digests.DigestMismatch` before touching the engine, `EngineError` with the old version still serving.
-        """
-        await self._know(policy)
-        try:
-            folder = await asyncio.to_thread(self._policies.fetch, policy)
-        except DamagedDelta as error:
-            updates_behind = (policy.version - self._version) / self._limits.steps_per_update
-            if updates_behind > self._limits.max_staleness:
-                raise
-            logger.warning("policy %d serves on instead of %d: %s", self._version, policy.version, error)
-            self._overdue = policy
-            return None
-        async with self._version_pin:
-            if policy.version < self._version:
-                return None  # two were published at once, and the later one was here first
-            self._overdue = None
-            update = await self._engine.load_policy(folder, policy.version)
-            self._version = policy.version
-        await self.refresh()
+    async def _admit_after(self, updating: Awaitable[WeightUpdate | None]) -> WeightUpdate | None:
+        """A new policy is room for more."""
+        update = await updating
+        if update is not None:
+            await self.refresh()
         return update
-
-    async def _know(self, policy: Policy) -> None:
-        """Of a delta the reader needs to know the anchor."""
-        if policy.version not in self._log.state.policies:
-            async with self._log_lock:
-                await asyncio.to_thread(self._log.refresh)
 
     async def evaluate(
         self, *, split: str, num_tasks: int, n_samples: int, temperature: float, max_concurrent: int
@@ -284,7 +249,7 @@ class RolloutWorker:
         A publication waits until it is over. Raises `rollouts.evaluation.MixedVersions`, `ValueError` for an empty
         split.
         """
-        async with self._version_pin:
+        async with self._served.pin:
             return await self._evaluate(
                 split=split,
                 num_tasks=num_tasks,
@@ -298,20 +263,14 @@ class RolloutWorker:
 
         Calls run one after another. Raises `ValueError` for a version the run does not have, or not any more.
         """
-        async with self._version_pin:
-            if version != self._version:
-                async with self._log_lock:
-                    await asyncio.to_thread(self._log.refresh)
-                policy = find_policy(self._log, version)
-                folder = await asyncio.to_thread(self._policies.fetch, policy)
-                await self._engine.load_policy(folder, version)
-                self._version = version
+        async with self._served.pin:
+            await self._served.load(version)
             return await self._evaluate(**settings)
 
     async def _evaluate(
         self, *, split: str, num_tasks: int, n_samples: int, temperature: float, max_concurrent: int
     ) -> Evaluation:
-        version, sampling = self._version, dataclasses.replace(self._sampling, temperature=temperature)
+        version, sampling = self._served.version, dataclasses.replace(self._sampling, temperature=temperature)
 
         async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
             async with self._log_lock:
@@ -374,7 +333,9 @@ class RolloutWorker:
         # Steps, not the version served here: between a step and its `publish` the step's groups stay accepted.
         accepted = state.step * self._limits.batch_size + num_counted(state, self._rules)
         self._executor.paused = bool(state.paused)
-        self._executor.set_version(self._version, accepted=accepted, elsewhere=elsewhere, limits=self._limits_now())
+        self._executor.set_version(
+            self._served.version, accepted=accepted, elsewhere=elsewhere, limits=self._limits_now()
+        )
 
     def _limits_now(self) -> Limits:
         """The run's end as its newest session has it, and a fair share of what may be in flight at all: the first
@@ -386,9 +347,7 @@ class RolloutWorker:
         if num_workers == 1:
             return limits
         share = math.ceil((1 + limits.max_staleness) * limits.steps_per_update * limits.batch_size / num_workers)
-        return dataclasses.replace(
-            limits, max_concurrent=min(limits.max_concurrent, share), num_workers=num_workers
-        )
+        return dataclasses.replace(limits, max_concurrent=min(limits.max_concurrent, share), num_workers=num_workers)
 
     def _is_committed(self, group: RolloutGroup) -> bool:
         """Whether somebody else has committed this prompt, or this very attempt at it that came to nothing."""

@@ -126,7 +126,8 @@ def test_only_workers_reach_past_the_records_into_the_store():
     }
     # A replay and a rescore start from what is committed, as the workers do.
     replaying = {"trainers/replay.py", "rollouts/rescoring.py"}
-    assert reaching <= {"rollouts/worker.py", "trainers/worker.py"} | replaying
+    workers = {"rollouts/worker.py", "rollouts/served_policy.py", "trainers/worker.py"}
+    assert reaching <= workers | replaying
 
 
 def test_examples_need_nothing_of_ours_but_rollouts_and_the_records():

@@ -46,6 +46,19 @@ class Counting:
         dist.all_reduce(total)
         return int(total), dist.get_world_size()
 
+    def threads(self) -> list[int]:
+        """What each rank's process is told to compute with."""
+        import torch
+        import torch.distributed as dist
+
+        told = int(os.environ["OMP_NUM_THREADS"])
+        if "RANK" not in os.environ:
+            return [told]
+        dist.init_process_group("gloo")
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, torch.tensor([told]))
+        return [int(count) for count in counts]
+
     def fail(self) -> None:
         """The same failure on every rank."""
         raise ValueError(f"no rank can do this, says {self._rank}")

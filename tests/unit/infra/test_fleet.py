@@ -69,6 +69,17 @@ def test_a_call_runs_on_every_rank_and_returns_the_first_ones_result(inside) -> 
     assert [rank.log_file.name for rank in group._ranks] == ["trio.log", "trio-rank-1.log", "trio-rank-2.log"]
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_compute_with_the_threads_they_are_told(inside, num_ranks: int) -> None:
+    async def script(fleet: Fleet) -> list[int]:
+        group = await _group(fleet, num_ranks, "told")
+        await group.prepare({"OMP_NUM_THREADS": "3"})
+        threads: list[int] = await group.call("threads")
+        return threads
+
+    assert inside(script) == [3] * num_ranks
+
+
 def test_an_error_of_all_ranks_is_raised_once_and_the_group_goes_on(inside) -> None:
     async def script(fleet: Fleet) -> int:
         group = await _group(fleet, 2, "failing")

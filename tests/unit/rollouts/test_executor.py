@@ -413,6 +413,35 @@ def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, li
     assert 0 < len(groups) < 16
 
 
+@pytest.mark.parametrize(
+    ("pending", "num_workers", "sizes"),
+    [(0, 1, [4, 4]), (1, 1, [3, 4]), (3, 1, [1, 4]), (5, 1, [3, 4]), (0, 2, [2, 1]), (1, 2, [2, 1]), (2, 4, [1, 1])],
+)
+def test_a_shard_is_what_the_next_step_misses_or_a_workers_share_of_it(
+    tokens: ChatTokens, pending: int, num_workers: int, sizes: list[int]
+):
+    async def script(executor: Executor) -> list[int]:
+        executor.set_version(3, accepted=3 * 4 + pending)
+        made = []
+        for _ in range(2):
+            groups = await executor.prepare_batch()
+            executor.mark_committed(groups)
+            made.append(len(groups))
+        return made
+
+    bench = _Bench(tokens, max_staleness=4, max_concurrent=1, num_workers=num_workers, committed=range(12 + pending))
+    assert bench.play(script) == sizes
+
+
+def test_rejected_groups_do_not_complete_a_step_and_are_committed_by_the_batch(tokens: ChatTokens):
+    async def play(task: RolloutTask, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        return Score(reward=float(workflow_context().attempt * (int(task.prompt) % 3 == 0)))
+
+    groups = _Bench(tokens, play, drop_uniform_groups=True, max_concurrent=1, max_staleness=4).one_batch()
+    assert len(groups) == 4 and 0 < sum(group.accepted for group in groups) < 4
+
+
 def test_what_is_handed_out_and_not_yet_committed_still_counts(tokens: ChatTokens):
     async def script(executor: Executor) -> None:
         groups = await executor.prepare_batch()

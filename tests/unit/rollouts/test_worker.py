@@ -627,7 +627,7 @@ def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_productio
         assert (await _collect(worker)).head_version == 0
         publishing = asyncio.create_task(worker.publish(run.train()))
         assert not worker.can_receive()
-        while not worker._version_pin._waiters:  # it has come so far that it would publish
+        while not worker._served.pin._waiters:  # it has come so far that it would publish
             await asyncio.sleep(0)
         assert not publishing.done()
         Gated.let_through.set()
@@ -706,12 +706,12 @@ def test_a_damaged_delta_leaves_the_engine_where_the_bound_lets_it_and_is_tried_
         broken = run.train_delta()
         _break(run, broken)
         assert await worker.publish(broken) is None
-        assert worker._version == 1 and "policy 1 serves on instead of 2: policy 2 cannot be made" in caplog.text
+        assert worker._served.version == 1 and "policy 1 serves on instead of 2: policy 2 cannot be made" in caplog.text
         shard = await _collect(worker)
         assert shard.tail_version == 1, "never under the number of what was not loaded"
         run.store.put_folder(run.folder / "made" / "2", broken.path, last=DIGEST_FILE)
         await _collect(worker)
-        assert worker._version == 2
+        assert worker._served.version == 2
 
     rules = ClaimRules(batch_size=LIMITS.batch_size, max_staleness=3, stale_policy="strict", min_usable=2)
     run.play(script, limits=replace(LIMITS, max_staleness=3), rules=rules)
@@ -726,7 +726,7 @@ def test_a_damaged_delta_is_an_error_where_the_bound_leaves_nothing_to_do(run: _
         _break(run, broken)
         with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
             await worker.publish(broken)
-        assert worker._version == 1
+        assert worker._served.version == 1
 
     run.play(script)
 
@@ -745,13 +745,13 @@ def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(run: _Ru
         worker = run.worker()
         async with asyncio.timeout(60):
             assert await worker.start() == "", "no checksum of the live policy"
-            assert worker._version == 1 and "starting with policy 1 instead of 2" in caplog.text
+            assert worker._served.version == 1 and "starting with policy 1 instead of 2" in caplog.text
             await worker.refresh()
             with pytest.raises(DamagedDelta):
                 await worker.wait_for_work()
             run.store.put_folder(run.folder / "made" / "2", live.path, last=DIGEST_FILE)
             shard = await _collect(worker)
-            assert (shard.head_version, worker._version) == (2, 2)
+            assert (shard.head_version, worker._served.version) == (2, 2)
             await worker.close()
 
     asyncio.run(inside())

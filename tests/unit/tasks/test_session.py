@@ -9,12 +9,13 @@ import pytest
 
 from tasks.session import RunSession
 from tests.builders import a_log
+from trainers.config import TrainSettings
 
 
 class _Fleet:
     """Hosts nothing, and remembers what processes were told."""
 
-    gpus_per_engine = 0.0
+    gpus_per_engine = gpus_per_worker = 0.0
 
     def __init__(self, num_gpus: float) -> None:
         self.num_gpus = num_gpus
@@ -23,8 +24,16 @@ class _Fleet:
     async def host(self, *_: Any, **__: Any) -> _Fleet:
         return self
 
+    async def host_group(self, *_: Any, **__: Any) -> _Fleet:
+        return self
+
     async def prepare(self, environment: dict[str, str]) -> None:
         self.told.append(environment)
+
+
+def _session(fleet: Any, *, num_engines: int = 1) -> RunSession:
+    nothing: Any = None
+    return RunSession(log=a_log(), fleet=fleet, memory=nothing, session_id="s", tracking="", num_engines=num_engines)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,14 @@ def test_engines_on_cpus_divide_the_threads(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     fleet: Any = _Fleet(num_gpus)
-    nothing: Any = None
-    session = RunSession(log=a_log(), fleet=fleet, memory=nothing, session_id="s", tracking="", num_engines=num_engines)
+    session = _session(fleet, num_engines=num_engines)
     asyncio.run(session.host("rollout-0", "module:Worker", arguments={}))
     assert fleet.told == told and session.hosted == {"rollout-0": fleet}
+
+
+@pytest.mark.parametrize(("num_threads", "told"), [(0, []), (1, [{"OMP_NUM_THREADS": "1"}])])
+def test_the_trainer_has_the_threads_that_it_is_given(num_threads: int, told: list[dict[str, str]]) -> None:
+    fleet: Any = _Fleet(0)
+    settings = TrainSettings(num_threads=num_threads)
+    asyncio.run(_session(fleet).host_trainer("trainer-0", "module:Worker", arguments={}, settings=settings))
+    assert fleet.told == told
