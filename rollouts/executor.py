@@ -46,7 +46,7 @@ class Limits:
     """Give up running groups that no step could train any more."""
     shard_bytes: int
     shard_seconds: float
-    num_workers: int = 1
+    num_producers: int = 1
     """How many workers lease prompts of this run."""
 
 
@@ -133,7 +133,7 @@ class Executor:
         """Prompts to lease now."""
         missing = self.room - len(self._ready)
         # Among several, leases beyond the room would take it from each other until nobody may start anything.
-        surplus = self._limits.batch_size // LEASE_SHARE if self._limits.num_workers == 1 else 0
+        surplus = self._limits.batch_size // LEASE_SHARE if self._limits.num_producers == 1 else 0
         return max(missing, surplus) if missing > 0 else 0
 
     def in_flight(self) -> list[int]:
@@ -266,7 +266,7 @@ class Executor:
         missing = limits.batch_size - (self._committed + self._handed_out) % limits.batch_size
         return (
             len(self._finished) >= limits.batch_size
-            or self._counted(self._finished) >= math.ceil(missing / limits.num_workers)
+            or self._counted(self._finished) >= math.ceil(missing / limits.num_producers)
             or self._finished_bytes >= limits.shard_bytes
             or _now() - self._oldest_finished >= limits.shard_seconds
             or version != self._version

@@ -343,11 +343,13 @@ class RolloutWorker:
         limits, state = self._limits, self._log.state
         if state.sessions and state.sessions[-1].steps:
             limits = dataclasses.replace(limits, total_groups=state.sessions[-1].steps * limits.batch_size)
-        num_workers = len(state.producers.keys() | {self._name})
-        if num_workers == 1:
+        num_producers = len(state.producers.keys() | {self._name})
+        if num_producers == 1:
             return limits
-        share = math.ceil((1 + limits.max_staleness) * limits.steps_per_update * limits.batch_size / num_workers)
-        return dataclasses.replace(limits, max_concurrent=min(limits.max_concurrent, share), num_workers=num_workers)
+        share = math.ceil((1 + limits.max_staleness) * limits.steps_per_update * limits.batch_size / num_producers)
+        return dataclasses.replace(
+            limits, max_concurrent=min(limits.max_concurrent, share), num_producers=num_producers
+        )
 
     def _is_committed(self, group: RolloutGroup) -> bool:
         """Whether somebody else has committed this prompt, or this very attempt at it that came to nothing."""

@@ -271,7 +271,7 @@ class _Simulation:
             cancel_stale=scenario.stale_policy == "strict",
             shard_bytes=10**9,
             shard_seconds=scenario.shard_seconds,
-            num_workers=scenario.num_workers,
+            num_producers=scenario.num_workers,
         )
         self._executors = {
             name: Executor(

@@ -414,11 +414,11 @@ def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, li
 
 
 @pytest.mark.parametrize(
-    ("pending", "num_workers", "sizes"),
+    ("pending", "num_producers", "sizes"),
     [(0, 1, [4, 4]), (1, 1, [3, 4]), (3, 1, [1, 4]), (5, 1, [3, 4]), (0, 2, [2, 1]), (1, 2, [2, 1]), (2, 4, [1, 1])],
 )
 def test_a_shard_is_what_the_next_step_misses_or_a_workers_share_of_it(
-    tokens: ChatTokens, pending: int, num_workers: int, sizes: list[int]
+    tokens: ChatTokens, pending: int, num_producers: int, sizes: list[int]
 ):
     async def script(executor: Executor) -> list[int]:
         executor.set_version(3, accepted=3 * 4 + pending)
@@ -429,7 +429,9 @@ def test_a_shard_is_what_the_next_step_misses_or_a_workers_share_of_it(
             made.append(len(groups))
         return made
 
-    bench = _Bench(tokens, max_staleness=4, max_concurrent=1, num_workers=num_workers, committed=range(12 + pending))
+    bench = _Bench(
+        tokens, max_staleness=4, max_concurrent=1, num_producers=num_producers, committed=range(12 + pending)
+    )
     assert bench.play(script) == sizes
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from flows.config import make_config
 from tasks.session import code_version
 from tasks.worker_arguments import worker_arguments
@@ -16,3 +18,14 @@ def test_a_worker_names_the_code_of_its_own_machine_and_not_the_drivers(tmp_path
     arguments = worker_arguments(log, cache=tmp_path, **make_config(document, source="test").of_rollouts)
     assert arguments["code_version"] == code_version() != log.state.sessions[-1].code_version
     assert arguments["lease_timeout"] == 7.0
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_how_many_produce_is_for_the_log_to_say_and_not_how_many_the_driver_starts(
+    tmp_path: Path, num_workers: int
+) -> None:
+    """A producer of a run whose driver only trains is one of one, as long as nobody else has joined."""
+    document = {"workflow": "examples.arithmetic:Arithmetic", "evaluation": {"every": 0}}
+    document |= {"rollout": {"num_workers": num_workers}}
+    settings = make_config(document, source="test").of_rollouts
+    assert worker_arguments(a_log(), cache=tmp_path, **settings)["limits"].num_producers == 1
