@@ -183,7 +183,7 @@ COVERED_BY = {
     "python -m benchmarks.producers": "needs minutes of an idle machine; its sums:"
     " tests/unit/benchmarks/test_producers.py::test_only_attempts_committed_within_the_window_count",
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
-    "python -m benchmarks.trl_speed --workload W": "needs minutes of vLLM and TRL on an idle machine",
+    "python -m benchmarks.trl_speed": "needs minutes of vLLM and TRL on an idle machine",
     "python -m benchmarks.trainer_speed": "needs minutes of an idle machine, also for one pair of steps",
     "python -m benchmarks.episodes": "needs minutes of an idle machine; it takes no smaller number",
     "python -m benchmarks.staleness": "needs minutes of an idle machine; what it simulates: "
