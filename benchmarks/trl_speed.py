@@ -6,9 +6,8 @@ In: nothing; the models are made on the spot. Out: tables, ratios first, and the
 
 Each side runs alone, in processes of its own, and the sides take turns: a ratio is the median over rounds of
 neighbouring runs, so that a machine that is busy now and then slows both down. Every round has a seed of its own, for
-what `to 0.9` says of one is luck. Millrace is `millrace train` as a user
-starts it: Prefect flow, Ray workers, vLLM, shards, MLflow and all. TRL generates with transformers; what it is given
-to be fast is in `benchmarks/trl_side.py`.
+what `to 0.9` says of one is luck. Millrace is `millrace train` as a user starts it: Prefect flow, Ray workers, vLLM,
+shards, MLflow and all. TRL generates with transformers; what it is given to be fast is in `benchmarks/trl_side.py`.
 
 Samples per second are of the steady state: from the end of the second step to the end of the last. The whole run
 counts from the start of the process to its end, with imports, engines and servers. `to 0.9` is the time until the

@@ -2,7 +2,7 @@
 
     a life of the run:  start ─▶ a few steps ─▶ a fault ─▶ it goes on, or it ends with a sentence ─▶ the next life
 
-`make chaos` draws a long series of faults; here each comes once.
+`make chaos` draws a long series of faults; here each comes once that no other test of this folder has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.faulty_s3 import Fault as StoreFault
 RUN = "disturbed"
 BATCH_SIZE = 4  # of the run file
 LONG = int(os.environ.get("MILLRACE_CHAOS_FAULTS", "0"))
-"""How many faults a long series has; 0: each fault once."""
+"""How many faults a long series has; 0: once each of those no other test has."""
 SEED = int(os.environ.get("MILLRACE_CHAOS_SEED", "0"))
 PATIENCE = 240.0  # seconds until a test gives up; what is promised is below
 STALL_TIMEOUT = 30.0
