@@ -140,8 +140,8 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         batch_size=config.batch_size, max_staleness=config.max_staleness, rollout=config.rollout, train=config.train
     )
     async with asyncio.TaskGroup() as beside:
-        evaluating = [beside.create_task(evaluate_if_due(session, config))]
         producing = [beside.create_task(produce(session, config, name)) for name in session.workers]
+        evaluating = [beside.create_task(evaluate_if_due(session, config))]  # after them: a round waits for their tokens
         round_started = time.time()
         while session.log.state.step < config.steps:
             claim = await next_batch(

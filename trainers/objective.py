@@ -1,6 +1,6 @@
 """What a pack adds to the quantity that is minimised, and to the metrics.
 
-In: `LossInputs` and the settings. Out: `LossOutput`.
+In: a pack with its log-probabilities, and the settings. Out: `LossInputs`, and of them `LossOutput`.
 
     policy loss (one of `train.loss`) + β Σ w · KL(policy ‖ reference) − bonus Σ w · entropy
 """
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
+from trainers.batches import Pack
 from trainers.config import (
     CispoLoss,
     ClipLoss,
@@ -25,10 +26,56 @@ from trainers.config import (
 )
 from trainers.custom_loss import load_loss
 from trainers.divergence import kl_estimate
+from trainers.importance import importance_weights, loglinear_proximal
 from trainers.losses import OF, LossInputs, LossOutput, cispo_loss, clip_loss, gspo_loss, numbers, sapo_loss, sft_loss
 
 OFF_POLICY = ("off_policy_kl", "ratio", "ratio_squared")
 """Names of what `off_policy_sums` adds up."""
+
+
+def loss_inputs(
+    pack: Pack,
+    logprobs_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    settings: TrainSettings,
+    *,
+    base_version: int,
+    version: float,
+) -> tuple[LossInputs, dict[str, float]]:
+    """What the loss needs of a pack, and sums of the importance weights. `version` counts this step's updates too.
+
+    Decoupled PPO (https://arxiv.org/abs/2505.24298 eq. 5): clip around the policy as it was when the step began,
+    and weigh each token by how far that had moved from the policy that sampled it.
+    """
+    sampled_T, decoupled = pack.values["sampled_logprobs"], settings.decoupled
+    old_T, importance_T, sums = sampled_T, torch.ones_like(logprobs_T), {}
+    if decoupled is not None:
+        if decoupled.proximal == "recompute":
+            old_T = pack.values["proximal"]
+        else:
+            old_T = loglinear_proximal(
+                logprobs_T,
+                sampled_T,
+                pack.values["versions"],
+                proximal_version=base_version,
+                current_version=version,
+            )
+        correction = {name: getattr(decoupled, name) for name in ("correction", "cap", "floor")}
+        importance_T, sums = importance_weights(old_T, sampled_T, pack.mask, pack.sequences, **correction)
+    inputs = LossInputs(
+        logprobs=logprobs_T,
+        old_logprobs=old_T,
+        sampled_logprobs=sampled_T,
+        advantages=pack.values["advantages"],
+        mask=pack.mask,
+        weights=pack.values["weights"],
+        importance=importance_T,
+        sequences=pack.sequences,
+        entropy=entropy_T,
+        reference_logprobs=pack.values.get("reference"),
+        selected=pack.values.get("selected"),
+    )
+    return inputs, sums
 
 
 def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:

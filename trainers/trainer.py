@@ -29,11 +29,9 @@ from trainers.credit import Credit, Looked, assign_credit
 from trainers.critic import Critic
 from trainers.distributed import choose_device, shard, start_process_group, sum_array_over_ranks, sum_over_ranks
 from trainers.health import FiniteCheck, GapMeter, NonFinite, row_name, rows_to_probe
-from trainers.importance import importance_weights, loglinear_proximal
 from trainers.lora import without_adapters
-from trainers.losses import LossInputs
 from trainers.model import PolicyModel, load_model
-from trainers.objective import OFF_POLICY, mean_metrics, objective, off_policy_sums
+from trainers.objective import OFF_POLICY, loss_inputs, mean_metrics, objective, off_policy_sums
 from trainers.optimizer import Ema, check_finite, grad_norms, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
 from trainers.samples import Samples
@@ -150,6 +148,25 @@ class Trainer:
             self._apply(list, number=0, trains_policy=self._trains_policy(step))
         return {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
+    def rehearse(self) -> None:
+        """Go through steps on made-up rows that change nothing, while nobody waits: first calls look kernels up,
+        allocate, and compile. Nothing for an optimizer with a past, which is ready.
+        """
+        if self.optimizer.state:
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        vocabulary = self.model.causal_lm.get_output_embeddings().weight.shape[0]
+        for length in (8, 12):  # at a second length torch.compile takes lengths for something that varies
+            samples = _made_up(length, vocabulary)
+            for pack in self._packs(samples, np.arange(1), mask_T=samples.mask_T, values={}):
+                logprobs, _ = self._forward(self.model, pack)
+                (0.0 * logprobs.sum()).backward()
+            self._clip(list, number=0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.state.clear()
+
     def _load(self, folder: Path, settings: TrainSettings) -> PolicyModel:
         model = load_model(
             folder,
@@ -236,7 +253,9 @@ class Trainer:
             with torch.set_grad_enabled(trains_policy):
                 logprobs, entropy = self._forward(self.model, pack, entropy_grad=settings.entropy_bonus > 0)
             version = batch.base_version + number / num_updates
-            inputs, sums = self._inputs(pack, logprobs, entropy, version, batch.base_version)
+            inputs, sums = loss_inputs(
+                pack, logprobs, entropy, settings, base_version=batch.base_version, version=version
+            )
             output = objective(inputs, settings)
             if trains_policy:
                 output.loss.backward()
@@ -270,14 +289,7 @@ class Trainer:
 
     def _apply(self, names: Callable[[], list[str]], *, number: int, trains_policy: bool) -> dict[str, float]:
         """Clip the gradient and take one optimizer update; returns the norms before the clip."""
-        norms: dict[str, float] = {}
-        if trains_policy:
-            by_group = grad_norms(self.model.named_parameters(), sum_over_ranks=self._sum)
-            total = math.hypot(*by_group.values())
-            check_finite(total, rows=names() if not math.isfinite(total) else (), num_updates=number)
-            parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.max_grad_norm, torch.tensor(total))
-            norms = {"grad_norm": total, **{f"grad_norm/{group}": norm for group, norm in by_group.items()}}
+        norms = self._clip(names, number=number) if trains_policy else {}
         if self.critic is not None:
             norms |= self.critic.update(self._settings.max_grad_norm, sum_over_ranks=self._sum, num_updates=number)
         if trains_policy:
@@ -286,43 +298,13 @@ class Trainer:
             self.ema.update()
         return norms
 
-    def _inputs(
-        self, pack: Pack, logprobs: torch.Tensor, entropy: torch.Tensor, version: float, base_version: int
-    ) -> tuple[LossInputs, dict[str, float]]:
-        """What the loss needs of a pack, and sums of the importance weights. `version` counts this step's updates too.
-
-        Decoupled PPO (https://arxiv.org/abs/2505.24298 eq. 5): clip around the policy as it was when the step began,
-        and weigh each token by how far that had moved from the policy that sampled it.
-        """
-        sampled, decoupled = pack.values["sampled_logprobs"], self._settings.decoupled
-        old, importance, sums = sampled, torch.ones_like(logprobs), {}
-        if decoupled is not None:
-            if decoupled.proximal == "recompute":
-                old = pack.values["proximal"]
-            else:
-                old = loglinear_proximal(
-                    logprobs,
-                    sampled,
-                    pack.values["versions"],
-                    proximal_version=base_version,
-                    current_version=version,
-                )
-            correction = {name: getattr(decoupled, name) for name in ("correction", "cap", "floor")}
-            importance, sums = importance_weights(old, sampled, pack.mask, pack.sequences, **correction)
-        inputs = LossInputs(
-            logprobs=logprobs,
-            old_logprobs=old,
-            sampled_logprobs=sampled,
-            advantages=pack.values["advantages"],
-            mask=pack.mask,
-            weights=pack.values["weights"],
-            importance=importance,
-            sequences=pack.sequences,
-            entropy=entropy,
-            reference_logprobs=pack.values.get("reference"),
-            selected=pack.values.get("selected"),
-        )
-        return inputs, sums
+    def _clip(self, names: Callable[[], list[str]], *, number: int) -> dict[str, float]:
+        by_group = grad_norms(self.model.named_parameters(), sum_over_ranks=self._sum)
+        total = math.hypot(*by_group.values())
+        check_finite(total, rows=names() if not math.isfinite(total) else (), num_updates=number)
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.max_grad_norm, torch.tensor(total))
+        return {"grad_norm": total, **{f"grad_norm/{group}": norm for group, norm in by_group.items()}}
 
     def _weights(self, batch: _Batch, rows: np.ndarray) -> np.ndarray:
         """What each token of these rows counts, shape [T]; counted before anything stale is masked."""
@@ -415,6 +397,21 @@ class Trainer:
 def _there(values_T: np.ndarray | None) -> np.ndarray:
     assert values_T is not None, "it was not looked up"
     return values_T
+
+
+def _made_up(length: int, vocabulary: int) -> Samples:
+    """One row."""
+    ids, nothing = np.arange(length, dtype=np.int32) % vocabulary, np.zeros(1, np.int64)
+    return Samples(
+        input_ids_T=ids,
+        mask_T=ids > 0,
+        logprobs_T=np.zeros(length, np.float32),
+        versions_T=np.zeros(length, np.int32),
+        offsets=np.array([0, length]),
+        attempts_B=nothing,
+        groups_B=nothing,
+        rewards_B=np.zeros(1, np.float32),
+    )
 
 
 def _names(samples: Samples, rows: np.ndarray) -> list[str]:

@@ -66,6 +66,7 @@ class TrainerWorker:
         since = self._log.state.steps[self._retrainer.load_nearest_state(num_steps) :]
         if since:
             self._retrainer.restore(since)
+        self._retrainer.trainer.rehearse()
         self._unsaved, self._policy_path = None, self._live().path
         if self._sends and rank() == 0:
             self._outbox, self._sendable = tempfile.TemporaryDirectory(prefix="millrace-"), -1

@@ -110,6 +110,23 @@ def test_the_same_inputs_give_bit_identical_weights(tiny_folder: Path, samples: 
     assert largest_difference(found[0][1], found[1][1]) == 0
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"weight_decay": 0.1}, {"ema": 0.5, "num_minibatches": 2}, {"lora": {"rank": 2}}, {"advantage": {"kind": "gae"}}],
+    ids=str,
+)
+def test_a_rehearsal_changes_nothing(tiny_folder: Path, samples: Samples, settings: dict[str, object]) -> None:
+    one, other = trainer_of(tiny_folder, **settings), trainer_of(tiny_folder, **settings)
+    before = weights(one)
+    one.rehearse()
+    assert largest_difference(weights(one), before) == 0
+    assert not one.optimizer.state
+    for step in (1, 2):
+        assert take_step(one, samples, step=step) == take_step(other, samples, step=step)
+        one.rehearse()  # an optimizer with a past needs none
+    assert largest_difference(weights(one), weights(other)) == 0
+
+
 def test_the_seed_and_the_step_choose_the_mini_batches(tiny_folder: Path, samples: Samples) -> None:
     def after(seed: int, step: int) -> dict[str, torch.Tensor]:
         trainer = trainer_of(tiny_folder, num_minibatches=2, seed=seed)
