@@ -45,7 +45,8 @@ def check_shares(
     """Raises `ValueError` where ranks, or the parts of one engine, would share a GPU, which NCCL refuses, and where the
     nodes have not the devices for all parts of each engine on one of them."""
     num_gpus, shared = gpus_of(nodes), 0 < gpu_share(nodes, num_workers=num_workers) < 1
-    if gpus_per_engine > 1:
+    num_engines = (num_workers - num_ranks) // gpus_per_engine
+    if gpus_per_engine > 1 and num_engines:
         device = "GPU" if num_gpus else "CPU"
         engine = f"an engine is to compute on {gpus_per_engine} {device}s (engine.vllm.tensor_parallel_size"
         largest = max((node.get(device, 0.0) for node in nodes), default=0.0)
@@ -59,7 +60,6 @@ def check_shares(
                 f"{engine}): with trainer and other engines that makes {num_workers}, and there are {num_gpus:g}; "
                 "lower it"
             )
-        num_engines = (num_workers - num_ranks) // gpus_per_engine
         places = sum(int(node.get(device, 0.0) // gpus_per_engine) for node in nodes)
         if places < num_engines:
             raise ValueError(

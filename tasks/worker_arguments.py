@@ -6,7 +6,6 @@ another process.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,28 @@ def worker_arguments(
     seed: int,
 ) -> dict[str, Any]:
     """The arguments of `rollouts.worker.RolloutWorker`, all but its name."""
-    values = rollout.model_dump()
     limits = Limits(
         n_samples=n_samples,
         batch_size=batch_size,
         max_staleness=max_staleness,
         steps_per_update=train.steps_per_update,
+        dynamic_batch=rollout.dynamic_batch,
         total_groups=steps * batch_size,
+        max_concurrent=rollout.max_concurrent,
+        min_usable=rollout.min_usable,
+        retries=rollout.retries,
         cancel_stale=train.stale_policy == "strict",
-        **_those_of(Limits, values),
+        shard_bytes=rollout.shard_bytes,
+        shard_seconds=rollout.shard_seconds,
+    )
+    attempt_limits = AttemptLimits(
+        min_usable=rollout.min_usable,
+        drop_uniform_groups=rollout.drop_uniform_groups,
+        exclude_statuses=rollout.exclude_statuses,
+        attempt_timeout=rollout.attempt_timeout,
+        max_tool_turns=rollout.max_tool_turns,
+        tool_timeout=rollout.tool_timeout,
+        tool_output_chars=rollout.tool_output_chars,
     )
     return {
         "store_uri": log.store.uri,
@@ -60,7 +72,7 @@ def worker_arguments(
         "limits": limits,
         "rules": claim_rules(batch_size=batch_size, max_staleness=max_staleness, rollout=rollout, train=train),
         "sampling": Sampling(**sampling.model_dump()),
-        "attempt_limits": AttemptLimits(**_those_of(AttemptLimits, values)),
+        "attempt_limits": attempt_limits,
         "reward": reward,
         "seed": seed,
         "code_version": code_version(),
@@ -69,8 +81,3 @@ def worker_arguments(
         "lease_timeout": rollout.lease_timeout,
         "lora_rank": train.lora.rank if train.lora is not None else 0,
     }
-
-
-def _those_of(record: type, values: dict[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(record)}
-    return {name: value for name, value in values.items() if name in names}

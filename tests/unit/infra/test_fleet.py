@@ -292,6 +292,12 @@ def test_an_engine_that_no_node_can_hold_is_refused(nodes: list[float], parts: i
         fleet.check_ranks(0)
 
 
+def test_what_an_engine_needs_is_nothing_to_a_run_that_starts_none() -> None:
+    fleet = Fleet(log_folder=Path("unused"), num_workers=2, gpus_per_engine=8)
+    fleet.nodes = _nodes(2)
+    fleet.check_ranks(2)
+
+
 @pytest.mark.parametrize(
     ("nodes", "num_ranks", "refused"),
     [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.config import make_config
+from rollouts.config import RolloutSettings
 from tasks.session import code_version
 from tasks.worker_arguments import worker_arguments
 from tests.builders import a_log
@@ -18,6 +19,31 @@ def test_a_worker_names_the_code_of_its_own_machine_and_not_the_drivers(tmp_path
     arguments = worker_arguments(log, cache=tmp_path, **make_config(document, source="test").of_rollouts)
     assert arguments["code_version"] == code_version() != log.state.sessions[-1].code_version
     assert arguments["lease_timeout"] == 7.0
+
+
+ROLLOUT = {
+    "max_concurrent": 3,
+    "min_usable": 4,
+    "retries": 5,
+    "exclude_statuses": ["truncated"],
+    "drop_uniform_groups": True,
+    "dynamic_batch": True,
+    "attempt_timeout": 6.0,
+    "max_tool_turns": 7,
+    "tool_timeout": 8.0,
+    "tool_output_chars": 900,
+    "shard_bytes": 2048,
+    "shard_seconds": 10.0,
+}
+"""None of them the default."""
+
+
+def test_every_bound_is_the_runs_own(tmp_path: Path) -> None:
+    document = {"workflow": "examples.arithmetic:Arithmetic", "n_samples": 8, "rollout": ROLLOUT}
+    arguments = worker_arguments(a_log(), cache=tmp_path, **make_config(document, source="test").of_rollouts)
+    bounds = vars(arguments["attempt_limits"]) | vars(arguments["limits"])
+    assert {name: bounds[name] for name in ROLLOUT} == ROLLOUT
+    assert bounds.keys() & RolloutSettings.model_fields.keys() == ROLLOUT.keys()
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
