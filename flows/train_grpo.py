@@ -141,7 +141,7 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
     )
     async with asyncio.TaskGroup() as beside:
         producing = [beside.create_task(produce(session, config, name)) for name in session.workers]
-        evaluating = [beside.create_task(evaluate_if_due(session, config))]  # after them: a round waits for their tokens
+        evaluating = [beside.create_task(evaluate_if_due(session, config))]  # after them: rounds wait for their tokens
         round_started = time.time()
         while session.log.state.step < config.steps:
             claim = await next_batch(
