@@ -297,8 +297,8 @@ def main(
         chosen = WORKLOADS[name]
         found[name] = measure(chosen, rounds=rounds, steps=steps or chosen.steps, threads=threads, console=console)
         show(name, found[name], console)
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=1) + "\n")
+        if json_file:  # after each: the next one may be stopped
+            json_file.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
