@@ -6,7 +6,6 @@ reward to expect before the next token is sampled.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from trainers.config import TrainSettings
 from trainers.distributed import shard
 from trainers.losses import value_loss
 from trainers.model import PolicyModel, load_model
-from trainers.optimizer import check_finite, grad_norms, make_optimizer
+from trainers.optimizer import clip_gradient, make_optimizer
 
 
 class CriticModel(nn.Module):
@@ -100,9 +99,8 @@ class Critic:
         self, max_grad_norm: float, *, sum_over_ranks: Callable[[np.ndarray], np.ndarray], num_updates: int
     ) -> dict[str, float]:
         """Clip the gradient and take one update. Raises `trainers.health.NonFinite` before anything is touched."""
-        by_group = grad_norms(self.model.named_parameters(), sum_over_ranks=sum_over_ranks)
-        total = math.hypot(*by_group.values())
-        check_finite(total, num_updates=num_updates)
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_grad_norm, torch.tensor(total))
+        total, _ = clip_gradient(
+            self.model.named_parameters(), max_grad_norm, sum_over_ranks=sum_over_ranks, num_updates=num_updates
+        )
         self.optimizer.step()
         return {"critic_grad_norm": total}

@@ -32,7 +32,7 @@ from trainers.health import FiniteCheck, GapMeter, NonFinite, row_name, rows_to_
 from trainers.lora import without_adapters
 from trainers.model import PolicyModel, load_model
 from trainers.objective import OFF_POLICY, loss_inputs, mean_metrics, objective, off_policy_sums
-from trainers.optimizer import Ema, check_finite, grad_norms, learning_rate, make_optimizer
+from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
 from trainers.samples import Samples
 from trainers.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
@@ -299,11 +299,13 @@ class Trainer:
         return norms
 
     def _clip(self, names: Callable[[], list[str]], *, number: int) -> dict[str, float]:
-        by_group = grad_norms(self.model.named_parameters(), sum_over_ranks=self._sum)
-        total = math.hypot(*by_group.values())
-        check_finite(total, rows=names() if not math.isfinite(total) else (), num_updates=number)
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._settings.max_grad_norm, torch.tensor(total))
+        total, by_group = clip_gradient(
+            self.model.named_parameters(),
+            self._settings.max_grad_norm,
+            sum_over_ranks=self._sum,
+            rows=names,
+            num_updates=number,
+        )
         return {"grad_norm": total, **{f"grad_norm/{group}": norm for group, norm in by_group.items()}}
 
     def _weights(self, batch: _Batch, rows: np.ndarray) -> np.ndarray:
