@@ -90,8 +90,9 @@ W = Workload(
     learning_rate=1e-6,
     steps=10,
     engine={"max_model_len": 320, "vllm": _VLLM},
-    train={},
-    rollout={"num_workers": 2},  # an engine for each core: of steps this small two threads take longer than one
+    # A rank and an engine for each core: of steps this small two threads take longer than one.
+    train={"num_ranks": 2, "num_threads": 1},
+    rollout={"num_workers": 2},
     trl={"per_device_train_batch_size": 32},
 )
 
