@@ -9,8 +9,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,29 @@ class Home:
     def status(self, run: str) -> dict[str, object]:
         """`millrace status --json`."""
         return dict(json.loads(self.run("status", run, "--json").stdout))
+
+    def wait(self, process: subprocess.Popen[str], met: Callable[[], bool], *, seconds: float = 240) -> None:
+        """Until something is so. Fails at once where the command ends before, with what it and its workers said."""
+        deadline = time.monotonic() + seconds
+        while not met():
+            assert process.poll() is None, f"it ended with {process.returncode}\n{self.said()}"
+            assert time.monotonic() < deadline, f"not within {seconds:g} s\n{self.said()}"
+            time.sleep(0.01)
+
+    def said(self) -> str:
+        """What `start`ed commands have written, and their workers."""
+        return f"{(self.path / 'output.txt').read_text()}\n{self.worker_logs()}"
+
+    def process_of(self, run: str, worker: str) -> psutil.Process:
+        """The newest process whose output goes to a worker's log; not the engine's below it."""
+        log = str(self.path / "logs" / run / f"{worker}.log")
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if os.readlink(f"/proc/{process.pid}/fd/1") == log and "ray" in process.name():
+                    found.append((process.create_time(), process))
+        assert found, f"no process writes to {log}"
+        return max(found, key=lambda pair: pair[0])[1]
 
     def worker_logs(self) -> str:
         """The end of every worker's log, for a failing test's message."""

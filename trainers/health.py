@@ -206,11 +206,6 @@ class FiniteCheck:
         return np.flatnonzero(sum_over_ranks(bad_B))
 
 
-def row_name(group_id: str, attempt: int, shard_id: str) -> str:
-    """How an error names a row: as `millrace traj show` takes it, and where it is."""
-    return f"{group_id}/{attempt} (shard {shard_id})"
-
-
 def _bins(size_N: np.ndarray) -> np.ndarray:
     """The bin each size is in: the first whose upper edge is not below it; the open last one for NaN and infinity.
 

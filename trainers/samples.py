@@ -53,6 +53,17 @@ class Samples:
     def num_rows(self) -> int:
         return len(self.offsets) - 1
 
+    def names(self, rows: np.ndarray) -> list[str]:
+        """Rows as errors name them: as `millrace traj show` takes each, and where it is."""
+        if not self.group_ids:
+            return [f"row {row}" for row in rows]
+        return [
+            f"{self.group_ids[group]}/{attempt} (shard {self.shard_ids[shard]})"
+            for group, attempt, shard in zip(
+                self.groups_B[rows], self.attempt_numbers_B[rows], self.shards_B[rows], strict=True
+            )
+        ]
+
 
 COLUMNS = (
     "group_id",

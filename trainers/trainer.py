@@ -15,20 +15,18 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainers.aggregation import aggregation_weights, top_entropy_mask
 from trainers.batches import Pack, packs_of
 from trainers.config import Recipe, TrainSettings
-from trainers.credit import Credit, Looked, assign_credit
+from trainers.credit import Looked, assign_credit
 from trainers.critic import Critic
 from trainers.distributed import choose_device, shard, start_process_group, sum_array_over_ranks, sum_over_ranks
-from trainers.health import FiniteCheck, GapMeter, NonFinite, row_name, rows_to_probe
+from trainers.health import FiniteCheck, GapMeter, NonFinite, rows_to_probe
 from trainers.lora import without_adapters
 from trainers.model import PolicyModel, load_model
 from trainers.objective import OFF_POLICY, loss_inputs, mean_metrics, objective, off_policy_sums
@@ -36,21 +34,7 @@ from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
 from trainers.samples import Samples
 from trainers.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """What a step trains on, one number per token of its samples."""
-
-    samples: Samples
-    sampled_T: np.ndarray
-    """True where the policy sampled, in the rows that are trained at all: what denominators count."""
-    trained_T: np.ndarray
-    """True where the token is trained: not stale, and with a known reward."""
-    values: Mapping[str, np.ndarray]
-    """What the loss needs beside them, by name."""
-    base_version: int
-    """The policy version being trained."""
+from trainers.step_batch import StepBatch, minibatches, step_batch
 
 
 class Trainer:
@@ -103,11 +87,13 @@ class Trainer:
         in_time_T = tokens_to_train(
             lag_T, samples.mask_T, stale_policy=settings.stale_policy, max_staleness=max_staleness
         )
-        batch = self._batch(samples, credit, looked, in_time_T, base_version=base_version)
+        batch = step_batch(
+            samples, settings, credit=credit, looked=looked, in_time_T=in_time_T, base_version=base_version
+        )
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
-        for number, rows in enumerate(self._minibatches(samples, step=step)):
+        for number, rows in enumerate(minibatches(samples, self._recipe, step=step)):
             sums, group_norms, gap = self._update(
                 batch, rows, number=number, trains_policy=self._trains_policy(step), max_gap=max_gap
             )
@@ -195,55 +181,16 @@ class Trainer:
         if self.critic is not None:
             self.critic.set_learning_rate(learning_rate(step, peak=self._settings.critic.learning_rate, **shape))
 
-    def _minibatches(self, samples: Samples, *, step: int) -> Iterator[np.ndarray]:
-        """The rows of each mini-batch, epoch after epoch: whole groups, shuffled by seed and step."""
-        draw = np.random.Generator(np.random.PCG64([self._recipe.seed, step]))
-        for _ in range(self._settings.num_epochs):
-            order = draw.permutation(np.unique(samples.groups_B))
-            for groups in np.array_split(order, min(self._settings.num_minibatches, len(order))):
-                yield np.flatnonzero(np.isin(samples.groups_B, groups))
-
-    def _batch(
-        self, samples: Samples, credit: Credit, looked: Looked, in_time_T: np.ndarray, *, base_version: int
-    ) -> _Batch:
-        settings = self._settings
-        sampled_T = samples.mask_T
-        token_row = np.repeat(np.arange(samples.num_rows), np.diff(samples.offsets))
-        if settings.loss.kind == "sft":
-            sampled_T = sampled_T & (samples.rewards_B >= settings.loss.min_reward)[token_row]
-        trained_T = in_time_T & sampled_T & (credit.known_T | (settings.loss.kind == "sft"))
-        values: dict[str, np.ndarray] = {
-            "sampled_logprobs": samples.logprobs_T,
-            "advantages": credit.advantages_T,
-            "fresh": samples.mask_T & (samples.versions_T == base_version),
-            "shards": np.zeros_like(token_row) if not len(samples.shards_B) else samples.shards_B[token_row],
-        }
-        if settings.decoupled is not None:
-            values["versions"] = samples.versions_T
-        if settings.decoupled is not None and settings.decoupled.proximal == "recompute":
-            values["proximal"] = _there(looked.logprobs_T)
-        if looked.reference_T is not None:
-            values["reference"] = looked.reference_T
-        if settings.top_entropy_fraction < 1:
-            entropy_T = _there(looked.entropy_T)
-            selected_T = top_entropy_mask(entropy_T, trained_T, fraction=settings.top_entropy_fraction)
-            values["selected"] = selected_T.astype(np.float32)
-        if credit.returns_T is not None:
-            values |= {"returns": credit.returns_T, "old_values": _there(looked.values_T)}
-        return _Batch(
-            samples=samples, sampled_T=sampled_T, trained_T=trained_T, values=values, base_version=base_version
-        )
-
     def _update(
-        self, batch: _Batch, rows: np.ndarray, *, number: int, trains_policy: bool, max_gap: float
+        self, batch: StepBatch, rows: np.ndarray, *, number: int, trains_policy: bool, max_gap: float
     ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         """One optimizer update on whole groups, the step's `number`-th from 0.
 
         Sums over trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine.
         """
         samples, settings = batch.samples, self._settings
-        num_updates = settings.num_epochs * min(settings.num_minibatches, len(np.unique(samples.groups_B)))
-        values = {**batch.values, "weights": self._weights(batch, rows)}
+        num_updates = batch.num_updates(settings)
+        values = {**batch.values, "weights": batch.weights_T(rows, self._recipe)}
         totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}
         finite, meter = FiniteCheck(), GapMeter(max(1, len(samples.shard_ids)))
         self.optimizer.zero_grad(set_to_none=True)
@@ -277,14 +224,14 @@ class Trainer:
             totals = {key: totals.get(key, 0.0) + value for key, value in sums.items()}
         bad = finite.bad_rows(samples.offsets, sum_over_ranks=self._sum)
         if len(bad):
-            raise NonFinite("the loss or a log-probability", _names(samples, bad), number)
+            raise NonFinite("the loss or a log-probability", samples.names(bad), number)
         gap: dict[str, float] = {}
         if number == 0:
             self._probe(batch, rows, meter)
             found = meter.result(self._sum)
             found.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
             gap = found.metrics()
-        norms = self._apply(lambda: _names(samples, rows), number=number, trains_policy=trains_policy)
+        norms = self._apply(lambda: samples.names(rows), number=number, trains_policy=trains_policy)
         return sum_over_ranks(totals, self.device), norms, gap
 
     def _apply(self, names: Callable[[], list[str]], *, number: int, trains_policy: bool) -> dict[str, float]:
@@ -307,20 +254,6 @@ class Trainer:
             num_updates=number,
         )
         return {"grad_norm": total, **{f"grad_norm/{group}": norm for group, norm in by_group.items()}}
-
-    def _weights(self, batch: _Batch, rows: np.ndarray) -> np.ndarray:
-        """What each token of these rows counts, shape [T]; counted before anything stale is masked."""
-        offsets = batch.samples.offsets
-        counts_B = np.add.reduceat(batch.sampled_T, offsets[:-1], dtype=np.int64)
-        weights_B = np.zeros(len(counts_B))
-        weights_B[rows] = aggregation_weights(
-            counts_B[rows],
-            aggregation=self._settings.aggregation,
-            num_tokens=int(counts_B[rows].sum()),
-            num_sequences=int((counts_B[rows] > 0).sum()),
-            max_tokens=self._recipe.max_tokens,
-        )
-        return np.repeat(weights_B, np.diff(offsets)).astype(batch.samples.logprobs_T.dtype)
 
     @torch.no_grad()
     def _look(self, samples: Samples) -> Looked:
@@ -353,7 +286,7 @@ class Trainer:
         return Looked(**{f"{name}_T": array for name, array in whole.items()})
 
     @torch.no_grad()
-    def _probe(self, batch: _Batch, measured: np.ndarray, meter: GapMeter) -> None:
+    def _probe(self, batch: StepBatch, measured: np.ndarray, meter: GapMeter) -> None:
         """Measure the gap of the shards that the first mini-batch has no row of, one row each."""
         samples = batch.samples
         if not len(samples.shards_B):
@@ -396,11 +329,6 @@ class Trainer:
         )
 
 
-def _there(values_T: np.ndarray | None) -> np.ndarray:
-    assert values_T is not None, "it was not looked up"
-    return values_T
-
-
 def _made_up(length: int, vocabulary: int) -> Samples:
     """One row."""
     ids, nothing = np.arange(length, dtype=np.int32) % vocabulary, np.zeros(1, np.int64)
@@ -414,15 +342,3 @@ def _made_up(length: int, vocabulary: int) -> Samples:
         groups_B=nothing,
         rewards_B=np.zeros(1, np.float32),
     )
-
-
-def _names(samples: Samples, rows: np.ndarray) -> list[str]:
-    """Rows as errors name them."""
-    if not samples.group_ids:
-        return [f"row {row}" for row in rows]
-    return [
-        row_name(samples.group_ids[group], attempt, samples.shard_ids[shard])
-        for group, attempt, shard in zip(
-            samples.groups_B[rows], samples.attempt_numbers_B[rows], samples.shards_B[rows], strict=True
-        )
-    ]

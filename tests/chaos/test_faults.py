@@ -12,9 +12,8 @@ import os
 import random
 import signal
 import subprocess
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
@@ -33,7 +32,6 @@ BATCH_SIZE = 4  # of the run file
 LONG = int(os.environ.get("MILLRACE_CHAOS_FAULTS", "0"))
 """How many faults a long series has; 0: once each of those no other test has."""
 SEED = int(os.environ.get("MILLRACE_CHAOS_SEED", "0"))
-PATIENCE = 240.0  # seconds until a test gives up; what is promised is below
 STALL_TIMEOUT = 30.0
 
 
@@ -113,18 +111,6 @@ class Disturbed:
     def output(self) -> str:
         return (self.home.path / "output.txt").read_text()
 
-    def process_of(self, worker: str) -> psutil.Process:
-        """The newest process whose output goes to a worker's log."""
-        log = str(self.home.path / "logs" / RUN / f"{worker}.log")
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if os.readlink(f"/proc/{process.pid}/fd/1") == log and "ray" in process.name():
-                    found.append((process.create_time(), process))
-            except (OSError, psutil.Error):
-                continue
-        return max(found, key=lambda pair: pair[0])[1]
-
     def inflict(self, fault: Fault, process: subprocess.Popen[str]) -> None:
         match fault:
             case Fault.KILL_EVERYTHING:
@@ -132,17 +118,17 @@ class Disturbed:
             case Fault.KILL_DRIVER:
                 process.kill()
             case Fault.KILL_TRAINER:
-                self.process_of("trainer-0").kill()
+                self.home.process_of(RUN, "trainer-0").kill()
             case Fault.KILL_NODE:
                 family = psutil.Process(process.pid).children(recursive=True)
                 next(child for child in family if child.name() == "raylet").kill()
             case Fault.FREEZE_TRAINER:
-                self.process_of("trainer-0").suspend()
+                self.home.process_of(RUN, "trainer-0").suspend()
             case Fault.FREEZE_WORKER:
-                self.process_of("rollout-0").suspend()
+                self.home.process_of(RUN, "rollout-0").suspend()
             case Fault.KILL_WORKER:
                 newest = max(self.home.path.glob(f"logs/{RUN}/rollout-*.log"), key=lambda log: log.stat().st_mtime)
-                self.process_of(newest.stem).kill()
+                self.home.process_of(RUN, newest.stem).kill()
             case Fault.READ_ONLY_STORE:
                 self.proxy.fail(StoreFault.READ_ONLY, times=ALWAYS)
             case Fault.FULL_STORE:
@@ -179,16 +165,6 @@ def disturbed(
                 life.wait()
 
 
-def _wait(reached: Callable[[], bool], process: subprocess.Popen[str], run: Disturbed, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert process.poll() is None, f"it ended with {process.returncode}\n{run.output()[-3000:]}"
-        assert time.monotonic() < deadline, (
-            f"{run.state().counters()}\n{run.output()[-3000:]}\n{run.home.worker_logs()}"
-        )
-        time.sleep(0.05)
-
-
 def _name_of(process: psutil.Process) -> str:
     try:
         return process.name()
@@ -205,13 +181,13 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
         if process is None:
             process = run.start()
         goal = run.state().step + draw.randint(1, 3)
-        _wait(lambda goal=goal: run.state().step >= goal, process, run, PATIENCE)  # type: ignore[misc]
+        run.home.wait(process, lambda goal=goal: run.state().step >= goal)  # type: ignore[misc]
         family = psutil.Process(process.pid).children(recursive=True)
         said, quarantined = len(run.output()), len(run.state().quarantined)
         run.inflict(fault, process)
         if fault.status is None:
             goal = run.state().step + 2
-            _wait(lambda goal=goal: run.state().step >= goal, process, run, fault.seconds)  # type: ignore[misc]
+            run.home.wait(process, lambda goal=goal: run.state().step >= goal, seconds=fault.seconds)  # type: ignore[misc]
             assert run.proxy.all_faults_happened
             assert len(run.state().quarantined) == quarantined + (fault is Fault.DAMAGED_SHARD)
             run.set_clock(0)

@@ -17,7 +17,6 @@ import pytest
 from storage.log_entries import Join, Release
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
-from tests.chaos.test_workers import _process_of
 from tests.conftest import SCRIPTED, Home
 
 STEPS = 150  # more than pass until the run is paused
@@ -107,7 +106,7 @@ def test_a_lost_node_costs_its_workers_and_nothing_that_was_committed(
     while not {"rollout-0", "rollout-1"} <= {shard.producer for shard in log.refresh().shards.values()}:
         assert process.poll() is None and time.monotonic() < deadline, home.worker_logs()
         time.sleep(0.05)
-    nodes = {name: cluster.node_of(_process_of(home, "nodes", name)) for name in ("rollout-0", "rollout-1")}
+    nodes = {name: cluster.node_of(home.process_of("nodes", name)) for name in ("rollout-0", "rollout-1")}
     assert sorted(nodes.values()) == [0, 1], "workers without GPUs are spread over the nodes"
     lost = next(name for name, node in nodes.items() if node == 1)
     home.run("pause", "nodes")  # so that it does not end before the lost worker is rebuilt

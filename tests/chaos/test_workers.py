@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -34,31 +33,8 @@ def _state(home: Home, run: str) -> RunState:
     return RunLog(LocalStore(home.path / "store"), run).refresh()
 
 
-def _process_of(home: Home, run: str, worker: str) -> psutil.Process:
-    """The process whose output goes to a worker's log."""
-    log = str(home.path / "logs" / run / f"{worker}.log")
-    for process in psutil.process_iter():
-        try:
-            if os.readlink(f"/proc/{process.pid}/fd/1") == log and "ray" in process.name():
-                return process
-        except OSError:
-            continue
-    raise LookupError(f"no process of {worker}")
-
-
-def _wait(reached: Callable[[], bool], home: Home, process: subprocess.Popen[str], *, seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not reached():
-        assert process.poll() is None, (home.path / "output.txt").read_text()[-3000:]
-        assert time.monotonic() < deadline, home.worker_logs()
-        time.sleep(0.005)
-
-
 def _wait_for_shards(home: Home, run: str, process: subprocess.Popen[str], producers: set[str]) -> None:
-    deadline = time.monotonic() + 240
-    while not producers <= {shard.producer for shard in _state(home, run).shards.values()}:
-        assert process.poll() is None and time.monotonic() < deadline, home.worker_logs()
-        time.sleep(0.02)
+    home.wait(process, lambda: producers <= {shard.producer for shard in _state(home, run).shards.values()})
 
 
 def test_a_killed_worker_is_replaced_and_changes_nothing(home: Home, base_model: Path) -> None:
@@ -69,7 +45,7 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(home: Home, base_model:
     process = home.start(*crowd)
     _wait_for_shards(home, "crowd", process, {"rollout-0", "rollout-1"})
     before = set(_state(home, "crowd").groups)
-    _process_of(home, "crowd", "rollout-1").send_signal(signal.SIGKILL)
+    home.process_of("crowd", "rollout-1").send_signal(signal.SIGKILL)
     assert process.wait(timeout=300) == 0, home.worker_logs()
     state, alone = _state(home, "crowd"), _state(home, "alone")
     assert state.step == STEPS and state.positions == set(range(4 * STEPS)) and not state.leased
@@ -123,7 +99,7 @@ def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Pat
         before = _state(home, run)
         for member in family:
             member.kill()
-        _wait(lambda goal=before.step + 1: _state(home, run).step >= goal, home, process, seconds=ENGINE_REPLACED)  # type: ignore[misc]
+        home.wait(process, lambda goal=before.step + 1: _state(home, run).step >= goal, seconds=ENGINE_REPLACED)  # type: ignore[misc]
         assert "engine core has ended" in (home.path / "logs" / run / f"{worker}.log").read_text()
         assert f"{worker} died during" in (home.path / "output.txt").read_text()
         committed |= before.groups.keys()
@@ -138,7 +114,7 @@ def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Pat
 
 def _engine_family(home: Home, run: str, worker: str) -> list[psutil.Process]:
     """vLLM's own processes below a worker."""
-    below = _process_of(home, run, worker).children(recursive=True)
+    below = home.process_of(run, worker).children(recursive=True)
     return [process for process in below if process.name().startswith("VLLM")]
 
 
@@ -152,7 +128,7 @@ def _stop_while(
     """Stop an engine's processes at a moment in which it is `busy`, and leave it there."""
     assert family
     while True:
-        _wait(lambda: busy(_state(home, run)), home, process)
+        home.wait(process, lambda: busy(_state(home, run)))
         for member in family:
             member.suspend()
         time.sleep(1)  # whatever needs no engine comes to its end
@@ -170,7 +146,7 @@ def test_an_engine_that_never_loads_a_policy_ends_the_run_and_the_same_command_g
     command += ["workflow=tests.chaos.stuck:LoadsForEver"]
     command += [f"rollout.stall_timeout={stall_timeout}", f"rollout.attempt_timeout={stall_timeout - 1}"]
     process = home.start(*command)
-    _wait(lambda: _state(home, "scripted").step == 2, home, process)
+    home.wait(process, lambda: _state(home, "scripted").step == 2)
     assert process.wait(timeout=stall_timeout + PUBLICATION_ENDED) == 2
     said = (home.path / "output.txt").read_text()
     assert f"publishing policy 2 has taken more than {stall_timeout} s" in said, said

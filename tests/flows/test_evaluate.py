@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,6 @@ def _log(home: Home) -> RunLog:
     return open_run(LocalStore(home.path / "store"), "scripted")
 
 
-def _wait(home: Home, process: subprocess.Popen[str], met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not met():
-        assert process.poll() is None and time.monotonic() < deadline, home.worker_logs()
-        time.sleep(0.05)
-
-
 def _versions(log: RunLog, evaluation: Evaluation) -> set[int]:
     """Policies that sampled the tokens of an evaluation."""
     rows = [read_shard(log, log.state.shards[shard_id]).to_pylist() for shard_id in evaluation.shard_ids]
@@ -56,11 +49,11 @@ def test_training_goes_on_while_another_process_evaluates_an_older_policy(home: 
     """Each waits for the other: the steps from 3 on for the evaluation to begin, and that for step 5."""
     changes = ["workflow=tests.flows.meetings:Meeting", "evaluation.every=0", "rollout.attempt_timeout=120"]
     training = home.start("train", str(SCRIPTED), f"model={base_model}", *changes)
-    _wait(home, training, lambda: (home.path / "store/runs/scripted/run.json").exists())
-    _wait(home, training, lambda: _log(home).state.live is not None)
+    home.wait(training, lambda: (home.path / "store/runs/scripted/run.json").exists())
+    home.wait(training, lambda: _log(home).state.live is not None)
     asked = ["--version", "0", "--n-samples", "2", "--temperature", "1"]
     found = json.loads(home.run("eval", "scripted", *asked, "--json").stdout)
-    assert training.wait(timeout=PATIENCE) == 0, (home.path / "output.txt").read_text() + home.worker_logs()
+    assert training.wait(timeout=PATIENCE) == 0, home.said()
     log = _log(home)
     [evaluation] = log.state.evaluations
     assert log.state.step == 6 and log.state.counters()["failed"] == 0
@@ -83,7 +76,7 @@ def trained(home: Home, base_model: Path, request: pytest.FixtureRequest) -> Hom
 @pytest.mark.parametrize("trained", ["Paused"], indirect=True)
 def test_a_killed_evaluation_leaves_no_score_and_the_next_one_is_whole(trained: Home) -> None:
     evaluating = trained.start("eval", "scripted")
-    _wait(trained, evaluating, lambda: any(shard.is_eval for shard in _log(trained).state.shards.values()))
+    trained.wait(evaluating, lambda: any(shard.is_eval for shard in _log(trained).state.shards.values()))
     os.killpg(evaluating.pid, signal.SIGKILL)
     evaluating.wait(timeout=60)
     state = _log(trained).state

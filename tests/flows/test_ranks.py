@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 from safetensors.torch import load_file
 
 from storage.digests import verify_folder
@@ -23,28 +18,6 @@ PATIENCE = 200.0  # seconds
 
 def _log(home: Home) -> RunLog:
     return open_run(LocalStore(home.path / "store"), "scripted")
-
-
-def _wait(home: Home, process: subprocess.Popen[str], met: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not met():
-        assert process.poll() is None and time.monotonic() < deadline, _said(home)
-        time.sleep(0.02)
-
-
-def _said(home: Home) -> str:
-    return (home.path / "output.txt").read_text() + home.worker_logs()
-
-
-def _process_of(log_file: Path) -> psutil.Process:
-    """The process that writes to a worker's log."""
-    for process in psutil.process_iter():
-        try:
-            if os.path.samefile(f"/proc/{process.pid}/fd/1", log_file):
-                return process
-        except OSError:
-            continue  # it ended, or is not ours to look at
-    raise AssertionError(f"nobody writes to {log_file}")
 
 
 def test_a_run_on_two_ranks_ends_with_the_weights_of_one(finished: Home, home: Home, base_model: Path) -> None:
@@ -73,16 +46,16 @@ def test_where_a_rank_is_killed_in_a_step_new_ranks_take_the_step(home: Home, ba
     arguments = ["train", str(SCRIPTED), f"model={base_model}", "train.num_ranks=2", "train.device=cpu"]
     arguments.append("max_staleness=2")  # so that there is always something to train
     training = home.start(*arguments)
-    _wait(home, training, lambda: (home.path / "store/runs/scripted/run.json").exists() and _log(home).state.step >= 1)
-    victim = _process_of(home.path / "logs" / "scripted" / "trainer-0-rank-1.log")
+    home.wait(training, lambda: (home.path / "store/runs/scripted/run.json").exists() and _log(home).state.step >= 1)
+    victim = home.process_of("scripted", "trainer-0-rank-1")
     victim.send_signal(signal.SIGSTOP)  # no step can end without it
     try:
-        _wait(home, training, lambda: _log(home).state.pending_accepted >= 4)
+        home.wait(training, lambda: _log(home).state.pending_accepted >= 4)
     finally:
         victim.send_signal(signal.SIGKILL)
-    assert training.wait(timeout=PATIENCE) == 0, _said(home)
-    assert "rank 1 of trainer-0 died during train_step()" in _said(home)
-    assert "another trainer takes its place" in _said(home)
+    assert training.wait(timeout=PATIENCE) == 0, home.said()
+    assert "rank 1 of trainer-0 died during train_step()" in home.said()
+    assert "another trainer takes its place" in home.said()
     log = _log(home)
     for step in log.state.steps:
         assert verify_folder(log.store.fetch_folder(step.policy.path, home.path)) == step.policy.weights_sha256

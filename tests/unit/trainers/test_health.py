@@ -31,7 +31,6 @@ from trainers.health import (
     NonFinite,
     Reduce,
     measure_gap,
-    row_name,
     rows_to_probe,
 )
 from trainers.samples import Samples
@@ -175,7 +174,7 @@ def test_a_rank_without_bad_rows_hears_of_the_others() -> None:
 def test_errors_keep_what_they_carry_on_the_way_to_another_process() -> None:
     gap = pickle.loads(pickle.dumps(GapTooLarge({"s1": 2.5}, 1.0)))
     assert (gap.gaps, gap.max_gap) == ({"s1": 2.5}, 1.0) and gap.reasons.keys() == {"s1"}
-    names = [row_name(f"0.task{number}", 1, "s0") for number in range(10)]
+    names = [f"0.task{number}/1 (shard s0)" for number in range(10)]
     error = pickle.loads(pickle.dumps(NonFinite("the loss", names, 2)))
     assert error.num_updates == 2 and error.rows == names
     assert "0.task7/1 (shard s0) and 2 more; the optimizer was not touched" in str(error)

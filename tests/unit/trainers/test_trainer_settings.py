@@ -35,6 +35,7 @@ from tests.unit.trainers.naive import (
 )
 from trainers.checkpoint import load_state, save_state
 from trainers.samples import Samples
+from trainers.step_batch import minibatches
 from trainers.trainer import Trainer
 
 _CAP = 1.25
@@ -104,9 +105,9 @@ def test_the_second_epoch_trains_the_same_tokens_around_the_policy_that_sampled(
     assert metrics["trained_tokens"] == samples.mask_T.sum() and metrics["trained_rows"] == samples.num_rows
 
 
-def test_every_epoch_has_mini_batches_of_its_own_that_hold_each_group_once(tiny_folder: Path, samples: Samples) -> None:
-    trainer = trainer_of(tiny_folder, num_epochs=8, num_minibatches=2)
-    batches = [tuple(rows.tolist()) for rows in trainer._minibatches(samples, step=1)]
+def test_every_epoch_has_mini_batches_of_its_own_that_hold_each_group_once(samples: Samples) -> None:
+    recipe = recipe_of(num_epochs=8, num_minibatches=2)
+    batches = [tuple(rows.tolist()) for rows in minibatches(samples, recipe, step=1)]
     epochs = [batches[start : start + 2] for start in range(0, 16, 2)]
     assert all(sorted([*first, *second]) == list(range(samples.num_rows)) for first, second in epochs)
     assert len({frozenset(epoch) for epoch in epochs}) > 1, "epochs are shuffled differently"

@@ -1,0 +1,104 @@
+"""What one step trains on: one number per token of its samples for everything the loss needs, and its mini-batches.
+
+In: samples, their credit, what was looked up before the first update, which tokens are in time. Out: a `StepBatch`,
+what each of its tokens counts, and the rows of its mini-batches, which are whole groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainers.aggregation import aggregation_weights, top_entropy_mask
+from trainers.config import Recipe, TrainSettings
+from trainers.credit import Credit, Looked
+from trainers.samples import Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """Arrays with one number per token of `samples`."""
+
+    samples: Samples
+    sampled_T: np.ndarray
+    """True where the policy sampled, in the rows that are trained at all: what denominators count."""
+    trained_T: np.ndarray
+    """True where the token is trained: not stale, and with a known reward."""
+    values: Mapping[str, np.ndarray]
+    """What the loss needs beside them, by name."""
+    base_version: int
+    """The policy version being trained."""
+
+    def num_updates(self, settings: TrainSettings) -> int:
+        """How many mini-batches there are, over all epochs."""
+        return settings.num_epochs * min(settings.num_minibatches, len(np.unique(self.samples.groups_B)))
+
+    def weights_T(self, rows: np.ndarray, recipe: Recipe) -> np.ndarray:
+        """What each token of a mini-batch's rows counts, others 0; counted before anything stale is masked."""
+        offsets = self.samples.offsets
+        counts_B = np.add.reduceat(self.sampled_T, offsets[:-1], dtype=np.int64)
+        weights_B = np.zeros(len(counts_B))
+        weights_B[rows] = aggregation_weights(
+            counts_B[rows],
+            aggregation=recipe.settings.aggregation,
+            num_tokens=int(counts_B[rows].sum()),
+            num_sequences=int((counts_B[rows] > 0).sum()),
+            max_tokens=recipe.max_tokens,
+        )
+        return np.repeat(weights_B, np.diff(offsets)).astype(self.samples.logprobs_T.dtype)
+
+
+def minibatches(samples: Samples, recipe: Recipe, *, step: int) -> Iterator[np.ndarray]:
+    """The rows of each, epoch after epoch: whole groups, shuffled by seed and step."""
+    settings = recipe.settings
+    draw = np.random.Generator(np.random.PCG64([recipe.seed, step]))
+    for _ in range(settings.num_epochs):
+        order = draw.permutation(np.unique(samples.groups_B))
+        for groups in np.array_split(order, min(settings.num_minibatches, len(order))):
+            yield np.flatnonzero(np.isin(samples.groups_B, groups))
+
+
+def step_batch(
+    samples: Samples,
+    settings: TrainSettings,
+    *,
+    credit: Credit,
+    looked: Looked,
+    in_time_T: np.ndarray,
+    base_version: int,
+) -> StepBatch:
+    """Put together what the loss of these settings needs; `in_time_T` is False where a token is over the staleness
+    bound and not trained."""
+    sampled_T = samples.mask_T
+    token_row = np.repeat(np.arange(samples.num_rows), np.diff(samples.offsets))
+    if settings.loss.kind == "sft":
+        sampled_T = sampled_T & (samples.rewards_B >= settings.loss.min_reward)[token_row]
+    trained_T = in_time_T & sampled_T & (credit.known_T | (settings.loss.kind == "sft"))
+    values: dict[str, np.ndarray] = {
+        "sampled_logprobs": samples.logprobs_T,
+        "advantages": credit.advantages_T,
+        "fresh": samples.mask_T & (samples.versions_T == base_version),
+        "shards": np.zeros_like(token_row) if not len(samples.shards_B) else samples.shards_B[token_row],
+    }
+    if settings.decoupled is not None:
+        values["versions"] = samples.versions_T
+    if settings.decoupled is not None and settings.decoupled.proximal == "recompute":
+        values["proximal"] = _there(looked.logprobs_T)
+    if looked.reference_T is not None:
+        values["reference"] = looked.reference_T
+    if settings.top_entropy_fraction < 1:
+        entropy_T = _there(looked.entropy_T)
+        selected_T = top_entropy_mask(entropy_T, trained_T, fraction=settings.top_entropy_fraction)
+        values["selected"] = selected_T.astype(np.float32)
+    if credit.returns_T is not None:
+        values |= {"returns": credit.returns_T, "old_values": _there(looked.values_T)}
+    return StepBatch(
+        samples=samples, sampled_T=sampled_T, trained_T=trained_T, values=values, base_version=base_version
+    )
+
+
+def _there(values_T: np.ndarray | None) -> np.ndarray:
+    assert values_T is not None, "it was not looked up"
+    return values_T
