@@ -31,10 +31,6 @@ class StepBatch:
     base_version: int
     """The policy version being trained."""
 
-    def num_updates(self, settings: TrainSettings) -> int:
-        """How many mini-batches there are, over all epochs."""
-        return settings.num_epochs * min(settings.num_minibatches, len(np.unique(self.samples.groups_B)))
-
     def weights_T(self, rows: np.ndarray, recipe: Recipe) -> np.ndarray:
         """What each token of a mini-batch's rows counts, others 0; counted before anything stale is masked."""
         offsets = self.samples.offsets

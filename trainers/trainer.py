@@ -93,9 +93,15 @@ class Trainer:
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
-        for number, rows in enumerate(minibatches(samples, self._recipe, step=step)):
+        updates = list(minibatches(samples, self._recipe, step=step))
+        for number, rows in enumerate(updates):
             sums, group_norms, gap = self._update(
-                batch, rows, number=number, trains_policy=self._trains_policy(step), max_gap=max_gap
+                batch,
+                rows,
+                number=number,
+                num_updates=len(updates),
+                trains_policy=self._trains_policy(step),
+                max_gap=max_gap,
             )
             off_policy = {name: sums.pop(name) for name in OFF_POLICY}
             # Before the first update the trainer holds the step's base policy: staleness and the engine make the rest.
@@ -182,14 +188,20 @@ class Trainer:
             self.critic.set_learning_rate(learning_rate(step, peak=self._settings.critic.learning_rate, **shape))
 
     def _update(
-        self, batch: StepBatch, rows: np.ndarray, *, number: int, trains_policy: bool, max_gap: float
+        self,
+        batch: StepBatch,
+        rows: np.ndarray,
+        *,
+        number: int,
+        num_updates: int,
+        trains_policy: bool,
+        max_gap: float,
     ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """One optimizer update on whole groups, the step's `number`-th from 0.
+        """One optimizer update on whole groups, of the step's `num_updates` the `number`-th from 0.
 
         Sums over trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine.
         """
         samples, settings = batch.samples, self._settings
-        num_updates = batch.num_updates(settings)
         values = {**batch.values, "weights": batch.weights_T(rows, self._recipe)}
         totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}
         finite, meter = FiniteCheck(), GapMeter(max(1, len(samples.shard_ids)))

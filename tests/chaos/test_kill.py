@@ -72,10 +72,7 @@ def test_a_stopped_run_leaves_no_process_and_goes_on_as_if_nothing_had_happened(
     arguments = ["train", str(SCRIPTED), f"model={base_model}", "evaluation.every=0"]
     home.run(*arguments, "run=whole", "steps=8")
     process = home.start(*arguments, "run=stopped", "steps=4000")
-    deadline = time.monotonic() + 240
-    while _state(home, "stopped").step < 3:
-        assert process.poll() is None and time.monotonic() < deadline, home.worker_logs()
-        time.sleep(0.02)
+    home.wait(process, lambda: _state(home, "stopped").step >= 3)
     children = psutil.Process(process.pid).children(recursive=True)
     stopped = home.run("stop", "stopped")
     assert process.wait(timeout=30) == 130

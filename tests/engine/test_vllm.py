@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -40,11 +39,7 @@ def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: H
     arguments += ["train.checkpoint_every=2", "evaluation.every=2"]
     process = home.start(*arguments)
     log = RunLog(LocalStore(home.path / "store"), "arithmetic")
-    deadline = time.monotonic() + 240
-    while log.refresh().step < 1:
-        assert process.poll() is None, (home.path / "output.txt").read_text() + home.worker_logs()
-        assert time.monotonic() < deadline, home.worker_logs()
-        time.sleep(0.05)
+    home.wait(process, lambda: log.refresh().step >= 1)
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
