@@ -16,7 +16,6 @@ import pytest
 from storage.log_entries import Join, Release
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
-from tests.chaos.test_workers import _process_of
 from tests.conftest import SCRIPTED, Home
 from tests.flows.meetings import GO
 
@@ -97,7 +96,7 @@ def test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once(c
     crowd.produce("b")
     crowd.until(lambda: crowd.holders().keys() == {"a", "b"})
     dead, hung = crowd.holders()["a"], crowd.holders()["b"]
-    half = _process_of(crowd.homes["b"], "scripted", hung)
+    half = crowd.homes["b"].process_of("scripted", hung)
     crowd.kill("a")
     half.send_signal(signal.SIGSTOP)
     crowd.let_go("c")
