@@ -226,6 +226,8 @@ class _Handler(BaseHTTPRequestHandler):
         S3SigV4Auth(credentials, "s3", variables["AWS_DEFAULT_REGION"]).add_auth(request)
         return dict(request.headers.items())
 
+    _headers_buffer: list[bytes]  # what send_response_only and send_header write into
+
     def _answer(self, status: int, headers: dict[str, str], body: bytes, *, cut: bool = False) -> None:
         self.send_response_only(status)
         for name, value in headers.items():

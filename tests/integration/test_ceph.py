@@ -24,7 +24,7 @@ from tests.unit.storage.test_s3 import *  # noqa: F403
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
+@pytest.fixture  # type: ignore[no-redef]
 def server(ceph: Ceph) -> dict[str, str]:
     return ceph.variables
 

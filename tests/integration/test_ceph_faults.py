@@ -10,6 +10,6 @@ from tests.unit.storage.test_s3_faults import *  # noqa: F403
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
+@pytest.fixture  # type: ignore[no-redef]
 def server(ceph: Ceph) -> dict[str, str]:
     return ceph.variables

@@ -110,8 +110,8 @@ def test_the_average_is_that_of_the_state_saved_with_the_step(
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
     trainer = trainer_of(base, learning_rate=0.1, ema=0.5)
     after: list[dict[str, torch.Tensor]] = []
-    for step in range(1, 3):
-        take_step(trainer, samples_of(random_rows(base)), step=step, max_staleness=2)
+    for number in range(1, 3):
+        take_step(trainer, samples_of(random_rows(base)), step=number, max_staleness=2)
         after.append({saved_name(name): tensor for name, tensor in weights(trainer).items()})
     log = create_run(LocalStore(tmp_path / "store"), "run", {})
     log.store.put_folder(base, "models/tiny", last=DIGEST_FILE)

@@ -64,7 +64,7 @@ def test_a_policy_is_told_from_its_step_to_its_prompts(log: RunLog) -> None:
 def test_checked_digests_are_an_exit_status(log: RunLog) -> None:
     code, output = _lineage("run@rollout", "--verify")
     assert code == 1 and "weights" in output, "no policy was written in this test"
-    (log.store.root / "runs/run/shards/s2.arrow").write_bytes(b"")
+    (log.store.root / "runs/run/shards/s2.arrow").write_bytes(b"")  # type: ignore[attr-defined]
     code, output = _lineage("run@rollout", "--verify", "--json")
     assert code == 1 and "sha256 differs" in json.loads(output)["problems"][0]
 

@@ -374,7 +374,7 @@ def test_a_session_has_one_reward(text_tokens: ChatTokens):
         assert session.reward == Score(reward=0.5, parts={"style": None})
         response = await _post_reward(client, '{"reward": 0.25}')
         assert response.status_code == 409 and response.headers["x-should-retry"] == "false"
-        assert session.reward.reward == 0.5
+        assert session.reward.reward == 0.5  # type: ignore[attr-defined]
 
     play(a_chat(text_tokens, an_engine(text_tokens)), agent)
 

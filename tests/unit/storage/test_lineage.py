@@ -112,7 +112,7 @@ def _retired(log: RunLog, shard_id: str) -> RunLog:
 def test_checking_reads_every_file_again(log: RunLog):
     made = policy_lineage(log, 2, verify=True)
     assert made.verified and made.problems == [] and made.sampled_by == [0, 2]
-    root = log.store.root
+    root = log.store.root  # type: ignore[attr-defined]
     weights, shard = root / "runs/run/policies/2-a/model.safetensors", root / "runs/run/shards/s1.arrow"
     weights.write_bytes(b"others")
     shard.write_bytes(shard.read_bytes()[:-9])
@@ -169,7 +169,7 @@ def test_a_failed_attempt_has_no_row_and_its_group_was_trained(log: RunLog):
 
 
 def test_without_its_file_a_trajectory_keeps_its_history(log: RunLog):
-    (log.store.root / "runs/run/shards/s1.arrow").unlink()
+    (log.store.root / "runs/run/shards/s1.arrow").unlink()  # type: ignore[attr-defined]
     lineage = trajectory_lineage(log, "0.task3/0")
     assert lineage.attempt is None and "missing" in lineage.shard.problem and lineage.influenced == [2, 3]
 

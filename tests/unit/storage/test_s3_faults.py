@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pyarrow as pa
@@ -69,7 +70,7 @@ def there(server: dict[str, str], bucket: str) -> _Bucket:
 
 
 class _Bucket:
-    def __init__(self, client: object, name: str) -> None:
+    def __init__(self, client: Any, name: str) -> None:
         self._client, self._name = client, name
 
     def content(self) -> dict[str, bytes]:

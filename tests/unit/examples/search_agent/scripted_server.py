@@ -52,7 +52,7 @@ class ScriptedServer:
                     answer = next((a for a in reversed(self.script) if isinstance(a, tuple)), "close")
                 if answer == "close":
                     return
-                status, headers, body = (200, {}, b'{"res') if answer == "cut off" else answer
+                status, headers, body = (200, {}, b'{"res') if answer == "cut off" else answer  # type: ignore[str-unpack]
                 lines = [f"HTTP/1.1 {status} X", *(f"{key}: {value}" for key, value in headers.items())]
                 lines.append(f"Content-Length: {len(body) + (answer == 'cut off') * 100}")
                 writer.write("\r\n".join([*lines, "", ""]).encode() + body)
