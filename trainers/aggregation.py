@@ -45,8 +45,8 @@ def aggregation_weights(
 def top_entropy_mask(entropy_T: np.ndarray, mask_T: np.ndarray, *, fraction: float) -> np.ndarray:
     """True on the `fraction` of trained tokens at which the policy was least certain; bool of shape [T].
 
-    All tokens of the step at once: entropy ≥ its quantile 1 − fraction over trained tokens, so that ties stay in, and
-    at least one token. https://arxiv.org/abs/2506.01939
+    All tokens of the step at once: entropy ≥ its quantile 1 − fraction over trained tokens, one of the entropies and
+    none between two of them, so that ties stay in and nothing else does; at least one token. https://arxiv.org/abs/2506.01939
 
     >>> top_entropy_mask(np.array([0.1, 2.0, 9.0, 0.5, 0.2]), np.array([1, 1, 0, 1, 1]), fraction=0.5)
     array([False,  True, False,  True, False])
@@ -54,5 +54,5 @@ def top_entropy_mask(entropy_T: np.ndarray, mask_T: np.ndarray, *, fraction: flo
     trained_T = mask_T > 0
     if not trained_T.any():
         return np.zeros_like(trained_T)
-    threshold = np.quantile(entropy_T[trained_T], 1 - fraction)
+    threshold = np.quantile(entropy_T[trained_T], 1 - fraction, method="higher")
     return trained_T & (np.where(trained_T, entropy_T, 0) >= threshold)

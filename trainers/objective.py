@@ -17,6 +17,7 @@ from trainers.config import (
     CispoLoss,
     ClipLoss,
     CustomLoss,
+    GaeAdvantage,
     GspoLoss,
     KlSettings,
     Loss,
@@ -104,6 +105,13 @@ def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
         assert inputs.entropy.requires_grad or not inputs.logprobs.requires_grad, "an entropy bonus without gradient"
         loss = loss - settings.entropy_bonus * (inputs.weights * selected_T * entropy_T).sum()
     return LossOutput(loss=loss, sums={**numbers(sums), **output.sums})
+
+
+def moved_by_advantages_alone(settings: TrainSettings) -> bool:
+    """Whether a token with the advantage 0 has no gradient: `objective` is a multiple of it, and no critic learns."""
+    with_kl = settings.kl.coefficient and settings.kl.place == "loss"
+    multiple = isinstance(settings.loss, ClipLoss | GspoLoss | CispoLoss | SapoLoss)
+    return multiple and not (with_kl or settings.entropy_bonus or isinstance(settings.advantage, GaeAdvantage))
 
 
 def policy_loss(inputs: LossInputs, loss: Loss) -> LossOutput:

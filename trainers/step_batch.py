@@ -45,6 +45,15 @@ class StepBatch:
         )
         return np.repeat(weights_B, np.diff(offsets)).astype(self.samples.logprobs_T.dtype)
 
+    def has_signal(self, rows: np.ndarray) -> np.ndarray:
+        """Which of a mini-batch's rows are of a group with an advantage other than 0 at some trained token; one bool
+        each. All of them where none is: the optimizer takes a gradient of 0 too."""
+        groups = self.samples.groups_B[rows]
+        pulled_T = self.trained_T & (self.values["advantages"] != 0)
+        pulled_B = np.logical_or.reduceat(pulled_T, self.samples.offsets[:-1])
+        found = np.isin(groups, groups[pulled_B[rows]])
+        return found if found.any() else ~found
+
 
 def minibatches(samples: Samples, recipe: Recipe, *, step: int) -> Iterator[np.ndarray]:
     """The rows of each, epoch after epoch: whole groups, shuffled by seed and step."""

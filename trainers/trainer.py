@@ -25,11 +25,25 @@ from trainers.batches import Pack, packs_of
 from trainers.config import Recipe, TrainSettings
 from trainers.credit import Looked, assign_credit
 from trainers.critic import Critic
-from trainers.distributed import choose_device, shard, start_process_group, sum_array_over_ranks, sum_over_ranks
+from trainers.distributed import (
+    choose_device,
+    keep_freed_memory,
+    shard,
+    start_process_group,
+    sum_array_over_ranks,
+    sum_over_ranks,
+)
 from trainers.health import FiniteCheck, GapMeter, NonFinite, rows_to_probe
 from trainers.lora import without_adapters
 from trainers.model import PolicyModel, load_model
-from trainers.objective import OFF_POLICY, loss_inputs, mean_metrics, objective, off_policy_sums
+from trainers.objective import (
+    OFF_POLICY,
+    loss_inputs,
+    mean_metrics,
+    moved_by_advantages_alone,
+    objective,
+    off_policy_sums,
+)
 from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
 from trainers.samples import Samples
@@ -48,6 +62,8 @@ class Trainer:
         has_cuda = torch.cuda.is_available()
         refuse_options(settings, has_cuda=has_cuda, has_bfloat16=has_cuda and torch.cuda.is_bf16_supported())
         self.device = choose_device(settings.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self._mesh = start_process_group(self.device)
         self.model = self._load(folder, settings)
         self.optimizer = make_optimizer(
@@ -208,15 +224,16 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.critic is not None:
             self.critic.zero_grad()
-        for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=values):
-            with torch.set_grad_enabled(trains_policy):
+        for pack, has_signal in self._packs_by_signal(batch, rows, values):
+            moves_policy = trains_policy and has_signal
+            with torch.set_grad_enabled(moves_policy):
                 logprobs, entropy = self._forward(self.model, pack, entropy_grad=settings.entropy_bonus > 0)
             version = batch.base_version + number / num_updates
             inputs, sums = loss_inputs(
                 pack, logprobs, entropy, settings, base_version=batch.base_version, version=version
             )
             output = objective(inputs, settings)
-            if trains_policy:
+            if moves_policy:
                 output.loss.backward()
             if number == 0 and not pack.is_idle:
                 fresh = pack.values["fresh"]
@@ -325,6 +342,17 @@ class Trainer:
             computed_T=pack.computed,
         )
         return logprobs, entropy
+
+    def _packs_by_signal(
+        self, batch: StepBatch, rows: np.ndarray, values: Mapping[str, np.ndarray]
+    ) -> Iterator[tuple[Pack, bool]]:
+        """The packs that move the policy, with True; then those whose gradient is 0, which are only measured."""
+        everywhere = not moved_by_advantages_alone(self._settings)
+        has_signal = np.full(len(rows), True) if everywhere else batch.has_signal(rows)
+        for chosen, signal in ((rows[has_signal], True), (rows[~has_signal], False)):
+            if len(chosen):
+                for pack in self._packs(batch.samples, chosen, mask_T=batch.trained_T, values=values):
+                    yield pack, signal
 
     def _packs(
         self, samples: Samples, rows: np.ndarray, *, mask_T: np.ndarray, values: Mapping[str, np.ndarray]

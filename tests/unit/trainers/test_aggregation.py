@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainers.aggregation import aggregation_weights, top_entropy_mask
@@ -55,6 +55,7 @@ def test_top_entropy_keeps_the_most_uncertain_tokens_of_those_trained() -> None:
     st.lists(st.floats(0, 10), min_size=1, max_size=60, unique=True),
     st.floats(0.01, 1),
 )
+@example([0.0, 1.0, 2.0, 10.0, 9.999999999999998, 0.5], 0.125)  # between the largest two there is no other number
 def test_top_entropy_keeps_its_share_to_a_token(entropies: list[float], fraction: float) -> None:
     kept = top_entropy_mask(np.array(entropies), np.ones(len(entropies)), fraction=fraction)
     assert abs(kept.sum() - fraction * len(entropies)) <= 1

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.unit.trainers.builders import largest_difference, random_rows, samples_of, take_step, trainer_of, weights
@@ -39,3 +43,24 @@ def test_measuring_a_shard_that_the_first_minibatch_does_not_see_trains_nothing_
     each = take_step(probed, _in_shards(samples, samples.groups_B.astype(np.int64)))
     assert largest_difference(weights(alone), weights(probed)) == 0
     assert one["grad_norm"] == each["grad_norm"]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+@pytest.mark.parametrize(("first", "is_kept"), [("pass", False), ("keep_freed_memory()", True)])
+def test_what_a_step_frees_is_there_for_the_next_one(first: str, is_kept: bool):
+    program = f"""
+import resource, torch
+from trainers.distributed import keep_freed_memory
+
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(2**18) for _ in range(64)]  # 64 MiB
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+{first}
+step(), step()
+print(step())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (int(done.stdout) < 100) is is_kept, "pages the kernel had to give anew"

@@ -20,7 +20,10 @@ from tests.unit.trainers.builders import (
     trainer_of,
     weights,
 )
+from trainers.batches import Pack
 from trainers.credit import Looked, assign_credit
+from trainers.model import PolicyModel
+from trainers.objective import moved_by_advantages_alone
 from trainers.samples import Samples
 
 _CAP = 1.25
@@ -71,6 +74,59 @@ def test_loss_and_gradient_equal_a_naive_implementation(tiny_folder: Path, tempe
     assert largest_difference(_without_prefix(gradients(trainer)), expected) < 3e-6
     assert metrics["grad_norm"] == pytest.approx(np.sqrt(sum(float((g**2).sum()) for g in expected.values())), rel=1e-5)
     assert 0 < metrics["clip_fraction"] < 1  # both branches of the clip were taken
+
+
+def test_groups_without_signal_are_measured_and_never_go_backwards(
+    tiny_folder: Path, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flat = [dataclasses.replace(row, reward=1.0) if row.group in (0, 2) else row for row in rows]
+    loss, expected = _reference_loss(tiny_folder, flat)
+    trainer = trainer_of(tiny_folder)
+    forwards: list[tuple[bool, int]] = []
+    forward = trainer._forward
+
+    def watched(model: PolicyModel, pack: Pack, **keywords: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        forwards.append((torch.is_grad_enabled(), int(pack.mask.sum())))
+        return forward(model, pack, **keywords)
+
+    monkeypatch.setattr(trainer, "_forward", watched)
+    metrics = take_step(trainer, samples_of(flat))
+    num_tokens = {has: sum(len(r.reply) for r in flat if (r.group in (1, 3)) is has) for has in (True, False)}
+    assert forwards == [(True, num_tokens[True]), (False, num_tokens[False])]
+    assert metrics["loss"] == pytest.approx(loss, abs=1e-6)
+    assert largest_difference(_without_prefix(gradients(trainer)), expected) < 3e-6
+    assert metrics["trained_tokens"] == sum(num_tokens.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"entropy_bonus": 0.01},
+        {"kl": {"coefficient": 0.1, "estimator": "k1"}, "reference": {"kind": "base"}},
+        {"loss": {"kind": "sft"}},
+        {"advantage": {"kind": "gae"}},
+    ],
+    ids=str,
+)
+def test_without_an_advantage_other_terms_still_have_their_gradient(
+    tiny_folder: Path, rows: list[Row], settings: dict[str, object]
+) -> None:
+    assert not moved_by_advantages_alone(recipe_of(**settings).settings)
+    flat = samples_of([dataclasses.replace(row, reward=1.0) if row.group else row for row in rows])
+    alone = samples_of([row for row in rows if not row.group])
+    found = [trainer_of(tiny_folder, **settings) for _ in range(2)]
+    for trainer, samples in zip(found, (flat, alone), strict=True):
+        take_step(trainer, samples)
+    share = alone.mask_T.sum() / flat.mask_T.sum()
+    only_its = {name: gradient * share for name, gradient in gradients(found[1]).items()}
+    assert largest_difference(gradients(found[0]), only_its) > 1e-4
+
+
+def test_a_step_without_any_signal_has_a_gradient_of_zero(tiny_folder: Path, rows: list[Row]) -> None:
+    trainer = trainer_of(tiny_folder)
+    metrics = take_step(trainer, samples_of([dataclasses.replace(row, reward=1.0) for row in rows]))
+    assert metrics["grad_norm"] == 0 and all(float(g.abs().max()) == 0 for g in gradients(trainer).values())
+    assert gradients(trainer).keys() == weights(trainer).keys()
 
 
 def test_micro_batches_of_32_and_of_4096_tokens_give_the_same_step(tiny_folder: Path, samples: Samples) -> None:
