@@ -85,6 +85,7 @@ def prepare_environment() -> Path:
         # Arrow's own allocator keeps what shards and log segments once took: the driver would grow with every round.
         "ARROW_DEFAULT_MEMORY_POOL": "system",
         "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # it would tear the table in which a run is watched
         # Engine and trainer share the cores: a thread that waits must sleep, not spin on the core another one needs.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),  # Ray would give every actor one

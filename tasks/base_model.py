@@ -5,6 +5,7 @@ In: a session and the model settings. Out: the base policy, in the store and in 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import tempfile
 from pathlib import Path
@@ -16,9 +17,10 @@ from prefect.cache_policies import NO_CACHE
 from storage.digests import DIGEST_FILE, sha256_of_json, verify_folder
 from storage.loading import load_object
 from storage.log_entries import Policy
-from storage.object_store import open_store
+from storage.object_store import ObjectStore, open_store
 from storage.runs import model_key
 from tasks.session import RunSession
+from trainers.fetch import fetch_model
 
 logger = logging.getLogger("millrace.base_model")
 
@@ -66,7 +68,7 @@ async def _stored(session: RunSession, model: str) -> str:
     key, store = model_key(model), session.log.store
     if not store.exists(f"{key}/{DIGEST_FILE}"):
         logger.info("fetching model %s", model)
-        await session.fleet.run("fetch-model", "tasks.base_model:store_model", model=model, store=store.uri, key=key)
+        await asyncio.to_thread(store_model, model, store, key)
     return key
 
 
@@ -81,10 +83,8 @@ def make_model(*, store: str, key: str, workflow: str, dataset: str, seed: int, 
         open_store(store).put_folder(folder, key, last=DIGEST_FILE)
 
 
-def store_model(*, model: str, store: str, key: str) -> None:
-    """Put a local model folder, or a hub model, into the store. Runs in a process of its own."""
-    from trainers.fetch import fetch_model
-
+def store_model(model: str, store: ObjectStore, key: str) -> None:
+    """Put a local model folder, or a hub model, into the store."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = fetch_model(model, Path(scratch) / "model")
-        open_store(store).put_folder(folder, key, last=DIGEST_FILE)
+        store.put_folder(folder, key, last=DIGEST_FILE)

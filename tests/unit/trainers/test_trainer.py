@@ -98,6 +98,23 @@ def test_groups_without_signal_are_measured_and_never_go_backwards(
     assert metrics["trained_tokens"] == sum(num_tokens.values())
 
 
+@pytest.mark.parametrize("kind", ["clip", "gspo", "cispo", "sapo"])
+def test_what_goes_forward_only_would_have_changed_nothing(
+    tiny_folder: Path, rows: list[Row], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    flat = samples_of([dataclasses.replace(row, reward=1.0) if row.group in (0, 2) else row for row in rows])
+    found = []
+    for everywhere in (False, True):
+        if everywhere:
+            monkeypatch.setattr("trainers.trainer.moved_by_advantages_alone", lambda settings: False)
+        trainer = trainer_of(tiny_folder, learning_rate=1e-4, loss={"kind": kind}, num_minibatches=2, lora={"rank": 2})
+        metrics = [take_step(trainer, flat, step=step, max_staleness=1) for step in (1, 2)]
+        found.append((metrics, weights(trainer)))
+    for one, other in zip(found[0][0], found[1][0], strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+    assert largest_difference(found[0][1], found[1][1]) < 1e-6
+
+
 @pytest.mark.parametrize(
     "settings",
     [
