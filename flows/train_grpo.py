@@ -34,7 +34,15 @@ from tasks.track import track, tracking_is_due
 from tasks.train import claim_rules, forget_results, next_batch, start_trainer, train_step, unsearched
 from tasks.watchdog import watched
 from tasks.worker_arguments import worker_arguments
-from tasks.workers import choose_transfer, mark_served, publish_policy, replace, start_rollout_worker, take_part
+from tasks.workers import (
+    choose_transfer,
+    mark_served,
+    newest_is_served,
+    publish_policy,
+    replace,
+    start_rollout_worker,
+    take_part,
+)
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -94,9 +102,17 @@ async def train_grpo(
         async with listening(session, steps=config.steps):
             await resumed(session)  # one that was paused stays so, without an engine
             telling_mlflow = asyncio.create_task(track(session))  # it begins while the engines do: each takes seconds
-            await start(session, config)
+            if await something_is_left(session, config):
+                await start(session, config)
             await train(session, config, telling_mlflow)
         return {"run": config.run, "step": session.log.state.step, **session.log.state.counters()}
+
+
+async def something_is_left(session: RunSession, config: RunConfig) -> bool:
+    """False where the run has ended whole, and engines and a trainer would start for nothing."""
+    if session.log.state.step < config.steps or evaluation_is_missing(session, config):
+        return True
+    return not await asyncio.to_thread(newest_is_served, session)
 
 
 async def start(session: RunSession, config: RunConfig) -> None:
@@ -183,12 +199,18 @@ def is_due(step: int, config: RunConfig) -> bool:
     return every > 0 and (step % every == 0 or step == config.steps)
 
 
+def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:
+    """Whether the live policy is to be evaluated, and has no score on the run's own split in the log."""
+    state, split = session.log.state, config.evaluation.split
+    return is_due(state.step, config) and (state.newest_version, split) not in {
+        (e.version, e.split) for e in state.evaluations
+    }
+
+
 async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:
     """Evaluate the live policy unless its score on the run's own split is in the log already."""
     await resumed(session)
-    state, split = session.log.state, config.evaluation.split
-    assert state.live is not None
-    version = state.live.version
-    if is_due(state.step, config) and (version, split) not in {(e.version, e.split) for e in state.evaluations}:
+    if evaluation_is_missing(session, config):
+        version = session.log.state.newest_version
         evaluation = await evaluate_policy(session, version=version, settings=config.evaluation)
         try_gate(session, evaluation, min_score=config.evaluation.gate_score, max_gap=config.gate_gap)

@@ -20,6 +20,7 @@ from infra.fleet import WorkerDied
 from rollouts.config import EngineSettings
 from rollouts.engine import WeightUpdate
 from storage.log_entries import Alias, Policy
+from storage.policies import DamagedDelta, PolicyReader
 from storage.producers import withdraw
 from storage.weight_broadcast import Broadcast
 from tasks.session import REPLACEMENTS, RunSession
@@ -64,6 +65,19 @@ def mark_served(session: RunSession, *, checksums: list[str]) -> None:
         logger.warning("an engine's checksum of policy %d differs from another's", live.version)
     session.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
     logger.info("%d engine(s) serve policy %d", len(serving), live.version)
+
+
+def newest_is_served(session: RunSession) -> bool:
+    """Whether the alias `rollout` is on the live policy, and that one can be made from what the store has of it."""
+    live, served = session.log.state.live, session.log.state.aliases.get(ROLLOUT_ALIAS)
+    if live is None or served is None or served.version != live.version:
+        return False
+    try:
+        if live.anchor is not None:
+            PolicyReader(session.log, session.cache).fetch(live)
+        return True
+    except DamagedDelta:
+        return False  # a trainer that starts makes it anew
 
 
 @task(

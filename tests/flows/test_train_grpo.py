@@ -66,9 +66,10 @@ def test_a_model_version_leads_to_the_shards_its_step_consumed(finished: Home) -
 
 
 def test_a_finished_run_started_again_does_nothing_more(finished: Home) -> None:
-    before = _log(finished).state
+    before, written = _log(finished).state, finished.worker_logs()
     finished.run("train", str(SCRIPTED), _model_of(finished))
     after = _log(finished).state
+    assert written and finished.worker_logs() == written, "no engine and no trainer had a reason to start"
     assert after.step == before.step and after.shards.keys() == before.shards.keys()
 
 

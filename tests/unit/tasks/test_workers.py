@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 from infra.fleet import WorkerDied
 from rollouts.config import EvaluationSettings
 from rollouts.engine import WeightUpdate
-from storage.log_entries import Evaluation, Join, Lease
+from storage.log_entries import Evaluation, Join, Lease, Policy
+from storage.policies import DamagedDelta, PolicyReader
 from storage.producers import Lookout, give_sign
 from tasks.rollout import evaluate_policy
 from tasks.session import REPLACEMENTS, RunSession
-from tasks.workers import leave, mark_served, publish_policy, release_silent, replace, take_part
+from tasks.workers import leave, mark_served, newest_is_served, publish_policy, release_silent, replace, take_part
 from tests.builders import a_log, a_shard, a_step, a_summary
 
 
@@ -40,6 +42,30 @@ def test_without_an_engine_the_alias_moves_when_the_policy_is_in_the_store(sessi
     session.log.append(step)
     asyncio.run(publish_policy.fn(session, policy=step.policy))
     assert _serves(session) == (1, "")
+
+
+def test_the_newest_policy_is_served_when_the_alias_is_on_it_and_its_files_make_it(
+    session: RunSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not newest_is_served(session)
+    mark_served(session, checksums=[])
+    assert newest_is_served(session)
+    session.log.append(a_shard("s0", [a_summary(0)]))
+    step = a_step(session.log.state, trained=["0.task0"])
+    delta = dataclasses.replace(step, policy=dataclasses.replace(step.policy, anchor=0))
+    session.log.append(delta)
+    assert not newest_is_served(session)
+    asyncio.run(publish_policy.fn(session, policy=delta.policy))
+    found = iter([DamagedDelta("a value too few"), None])
+
+    def fetch(reader: PolicyReader, policy: Policy) -> None:
+        assert policy == delta.policy
+        if (error := next(found)) is not None:
+            raise error
+
+    monkeypatch.setattr(PolicyReader, "fetch", fetch)
+    assert not newest_is_served(session)
+    assert newest_is_served(session)
 
 
 class _Dead:
