@@ -70,13 +70,18 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def _environment(home: Path) -> dict[str, str]:
+    """For a command with this state folder, whatever a test in this process has filled in for a folder of its own."""
+    return {**os.environ, "MILLRACE_HOME": str(home), "PREFECT_HOME": str(home / "prefect")}
+
+
 class Home:
     """A state folder of its own, and the real command run against it."""
 
     def __init__(self, path: Path, prefect_api: str) -> None:
         self.path = path
         # So wide that no sentence is broken in two.
-        self.environment = {**os.environ, "MILLRACE_HOME": str(path), "PREFECT_API_URL": prefect_api, "COLUMNS": "1000"}
+        self.environment = {**_environment(path), "PREFECT_API_URL": prefect_api, "COLUMNS": "1000"}
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start `millrace …` in a process group of its own."""
@@ -149,7 +154,7 @@ def prefect_api(services_home: Path) -> Iterator[str]:
     Prefect's usual port is taken, as it is on a machine where another one runs.
     """
     home = services_home
-    environment = {**os.environ, "MILLRACE_HOME": str(home)}
+    environment = _environment(home)
     environment.pop("PREFECT_API_URL", None)
     with contextlib.ExitStack() as taken:
         with contextlib.suppress(OSError):
