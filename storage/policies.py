@@ -157,6 +157,15 @@ class PolicyReader:
         self._cache = cache
         self._held: deque[tuple[Path, int]] = deque()
 
+    def damage_of(self, policy: Policy) -> str:
+        """Why a policy cannot be made from its delta; empty where it can, or is none."""
+        try:
+            if policy.anchor is not None:
+                self.fetch(policy)
+        except DamagedDelta as error:
+            return str(error)
+        return ""
+
     def fetch(self, policy: Policy) -> Path:
         """A local folder in HF layout, verified; of a delta the log must know the anchor.
 

@@ -20,7 +20,7 @@ from infra.fleet import WorkerDied
 from rollouts.config import EngineSettings
 from rollouts.engine import WeightUpdate
 from storage.log_entries import Alias, Policy
-from storage.policies import DamagedDelta, PolicyReader
+from storage.policies import PolicyReader
 from storage.producers import withdraw
 from storage.weight_broadcast import Broadcast
 from tasks.session import REPLACEMENTS, RunSession
@@ -72,12 +72,7 @@ def newest_is_served(session: RunSession) -> bool:
     live, served = session.log.state.live, session.log.state.aliases.get(ROLLOUT_ALIAS)
     if live is None or served is None or served.version != live.version:
         return False
-    try:
-        if live.anchor is not None:
-            PolicyReader(session.log, session.cache).fetch(live)
-        return True
-    except DamagedDelta:
-        return False  # a trainer that starts makes it anew
+    return not PolicyReader(session.log, session.cache).damage_of(live)  # a trainer that starts makes it anew
 
 
 @task(

@@ -211,6 +211,10 @@ class Retrainer:
         """
         return self._policies.fetch(policy)
 
+    def damage_of(self, policy: Policy) -> str:
+        """See `PolicyReader.damage_of`."""
+        return self._policies.damage_of(policy)
+
     def save_policy(self, folder: Path) -> str:
         """Write the weights as a sealed folder in HF layout; returns their digest. Rank 0 writes, and all get it."""
         target = None if rank() else folder

@@ -130,7 +130,7 @@ class TrainerWorker:
         Raises `storage.policies.DamagedDelta` where they are others than those recorded.
         """
         live = self._live()
-        damage = on_first_rank(lambda: self._damage_of(live))
+        damage = on_first_rank(lambda: self._retrainer.damage_of(live))
         if not damage:
             return
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
@@ -140,16 +140,6 @@ class TrainerWorker:
             on_first_rank(lambda: self._log.store.put_folder(folder, live.path, last=DIGEST_FILE))
         on_first_rank(lambda: self._log.store.delete([f"{live.path}/{DELTA_FILE}"]))
         logger.warning("policy %d is written again, whole: %s", live.version, damage)
-
-    def _damage_of(self, policy: Policy) -> str:
-        """Why a policy cannot be made from its delta; empty where it can, or is none."""
-        if policy.anchor is None:
-            return ""
-        try:
-            self._retrainer.fetch_policy(policy)
-        except DamagedDelta as error:
-            return str(error)
-        return ""
 
     def _to_do(self, claim: Claim, session_id: str) -> Literal["train", "save", "nothing"]:
         """What is left of a step. Raises `Conflict` where another trainer took it, or other weights are here."""
