@@ -56,10 +56,18 @@ async def running_requests_span_the_swap(bench: Bench, mode: UpdateMode, clear: 
         parts.append((list(prompt["prompt_token_ids"]), parameters.max_tokens))
         return real(prompt, parameters, request_id, **others)
 
+    pause, pause_sent = bench.engine.llm.engine_core.pause_scheduler_async, asyncio.Event()
+
+    async def pausing(**how: Any) -> None:
+        sent = asyncio.ensure_future(pause(**how))
+        await asyncio.sleep(0)  # it runs up to vLLM's answer
+        pause_sent.set()
+        await sent
+
     async with bench.running(8, Sampling(max_tokens=LONG.max_tokens, seed=5)) as requests:
-        with bench.replaced("generate", recording):
+        with bench.replaced("generate", recording), bench.replaced("pause_scheduler_async", pausing):
             loading = asyncio.create_task(bench.load(bench.other))
-            await asyncio.sleep(0)
+            await pause_sent.wait()
             late = asyncio.create_task(bench.generate(LONG))
             update = await loading
             replies = await asyncio.gather(*requests)
