@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -183,8 +184,17 @@ def home(tmp_path: Path, prefect_api: str) -> Home:
 @pytest.fixture(scope="session")
 def moto() -> Iterator[dict[str, str]]:
     """The AWS variables of a mock S3 server in this process."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
+    put, one_at_a_time = S3Response.put_object, threading.RLock()
+
+    def put_alone(self: S3Response) -> Any:
+        """moto looks for the key and writes it in two steps: of two conditional writes at once both would win."""
+        with one_at_a_time:
+            return put(self)
+
+    S3Response.put_object = put_alone
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -196,6 +206,13 @@ def moto() -> Iterator[dict[str, str]]:
         "AWS_EC2_METADATA_DISABLED": "true",
     }
     server.stop()
+    S3Response.put_object = put
+
+
+@pytest.fixture
+def server(moto: dict[str, str]) -> dict[str, str]:
+    """The AWS variables of the S3 server of `bucket`; a test module may have another."""
+    return moto
 
 
 @pytest.fixture(scope="session")
@@ -213,7 +230,7 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ceph]:
 
 @pytest.fixture
 def bucket(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new bucket on `server`, the test module's own fixture; only the environment says where, as on a cluster."""
+    """A new bucket on `server`; only the environment says where, as on a cluster."""
     import boto3
 
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"):

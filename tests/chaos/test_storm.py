@@ -87,11 +87,6 @@ def test_200_kills_over_several_producers_and_a_trainer_lose_nothing(tmp_path: P
     check(uri, weather(uri, kills=200, longest_pause=0.2, environment={}))
 
 
-@pytest.fixture
-def server(moto: dict[str, str]) -> dict[str, str]:
-    return moto
-
-
 @pytest.mark.slow
 def test_kills_over_a_mock_bucket_lose_nothing(bucket: str, server: dict[str, str]):
     """Fewer and slower: the server is one Python process."""

@@ -22,11 +22,6 @@ from storage.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_trajectory, a_turn, local_store, provenance
 
 
-@pytest.fixture
-def server(moto: dict[str, str]) -> dict[str, str]:
-    return moto
-
-
 def _said(prompt: str, *reply: str) -> list[Message]:
     """A conversation: one prompt, then replies with a tool's answer between each two."""
     said = [Message(role="user", content=prompt)]

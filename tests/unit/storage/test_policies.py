@@ -21,11 +21,6 @@ from storage.run_log import RunLog
 from tests.builders import a_log, local_store
 
 
-@pytest.fixture
-def server(moto: dict[str, str]) -> dict[str, str]:
-    return moto
-
-
 @pytest.fixture(params=["disk", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     return (

@@ -35,11 +35,6 @@ from tests.builders import (
 
 
 @pytest.fixture
-def server(moto: dict[str, str]) -> dict[str, str]:
-    return moto
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> ObjectStore:
     return local_store(tmp_path)
 

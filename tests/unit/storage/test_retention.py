@@ -7,16 +7,14 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import boto3
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 
 from storage import log_segments, retention
 from storage.claims import ClaimRules, next_claim
@@ -46,26 +44,9 @@ DAY = 86400.0
 
 @pytest.fixture(params=["disk", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
-    return local_store(tmp_path) if request.param == "disk" else request.getfixturevalue("bucket")
-
-
-@pytest.fixture(scope="module")
-def _s3() -> Iterator[str]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-@pytest.fixture
-def bucket(_s3: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ObjectStore:
-    access = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-    for name, value in {**access, "AWS_ENDPOINT_URL": _s3, "AWS_EC2_METADATA_DISABLED": "true"}.items():
-        monkeypatch.setenv(name, value)
-    name = f"bucket-{abs(hash(request.node.name))}"
-    boto3.client("s3").create_bucket(Bucket=name)
-    return open_store(f"s3://{name}/lake")
+    if request.param == "disk":
+        return local_store(tmp_path)
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/lake")
 
 
 def _shard(log: RunLog, number: int, *, version: int = 0, is_eval: bool = False) -> str:

@@ -27,11 +27,6 @@ THREE_PARTS = bytes(range(256)) * (12 * 2**20 // 256)
 
 
 @pytest.fixture
-def server(moto: dict[str, str]) -> dict[str, str]:
-    return moto
-
-
-@pytest.fixture
 def store(bucket: str) -> ObjectStore:
     return open_store(f"s3://{bucket}/some/prefix/")
 

@@ -33,11 +33,6 @@ THREE_PARTS = bytes(range(256)) * (12 * 2**20 // 256)
 
 
 @pytest.fixture
-def server(moto: dict[str, str]) -> dict[str, str]:
-    return moto
-
-
-@pytest.fixture
 def proxy(server: dict[str, str], bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
     """The way to the server, which fails where a test says so."""
     with FaultyS3(server).running() as proxy:

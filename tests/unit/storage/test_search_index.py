@@ -6,7 +6,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -549,11 +549,6 @@ def test_many_texts_are_embedded_in_bounded_batches(tmp_path: Path) -> None:
 
 
 # --- S3 ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server(moto: dict[str, str]) -> Iterator[dict[str, str]]:
-    yield moto
 
 
 def test_on_s3_each_machine_has_an_index_of_its_own(bucket: str, tmp_path: Path) -> None:
