@@ -25,6 +25,7 @@ from storage.redaction import redact_logs
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STUCK_SECONDS = 120.0
+_COLLECT_AFTER = 100_000  # new objects; Python's own 700 are a few attempts
 _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
@@ -59,9 +60,11 @@ class Host:
             module, _, name = self._path.partition(":")
             self._target = getattr(importlib.import_module(module), name)(**self._arguments)
             result = await self._forwarded(method, arguments, keywords)
-            # Libraries, engine and model stay until the end: the collector need not walk them again and again.
+            # Libraries, engine and model stay until the end, and hundreds of attempts at once are no reason to look for
+            # garbage: the collector need not walk either again and again.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(_COLLECT_AFTER)
             return result
         return await self._forwarded(method, arguments, keywords)
 

@@ -161,12 +161,14 @@ def prefect_api(services_home: Path) -> Iterator[str]:
         with contextlib.suppress(OSError):
             taken.enter_context(socket.create_server(("127.0.0.1", 4200)))
         up = subprocess.run(
-            [str(MILLRACE), "up"], env=environment, capture_output=True, text=True, cwd=PROJECT, timeout=200
+            [str(MILLRACE), "up"], env=environment, capture_output=True, text=True, cwd=PROJECT, timeout=400
         )
     assert up.returncode == 0, up.stdout + up.stderr
     services = [psutil.Process(service["pid"]) for service in json.loads((home / "services.json").read_text())]
     url = next(s["url"] for s in json.loads((home / "services.json").read_text()) if s["name"] == "prefect")
-    assert httpx.get(f"{url}/ui-settings").json()["api_url"] == f"{url}/api", "its pages show another server"
+    assert httpx.get(f"{url}/ui-settings", timeout=60).json()["api_url"] == f"{url}/api", (
+        "its pages show another server"
+    )
     family = [p for service in services for p in [service, *service.children(recursive=True)]]
     yield f"{url}/api"
     family += [p for service in services if service.is_running() for p in service.children(recursive=True)]

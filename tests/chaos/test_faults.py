@@ -49,7 +49,7 @@ class Fault(enum.Enum):
     CLOCK_AHEAD = ("the clock jumps a day ahead", None, "", 90)
     CLOCK_BACK = ("the clock jumps a day back", None, "", 90)
     KILL_DRIVER = ("kill -9 of the driver", -9, "", 60)
-    FREEZE_TRAINER = ("the trainer hangs", 2, "has taken more than 30 s", 90)
+    FREEZE_TRAINER = ("the trainer hangs", 2, "has taken more than 30 s", 150)
     READ_ONLY_STORE = ("the store may not be written", 2, "AccessDenied", 60)
     FULL_STORE = ("the store has no room", 2, "is full", 60)
     KILL_NODE = ("kill -9 of the raylet", 2, " died during ", 60)

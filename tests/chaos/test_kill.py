@@ -76,7 +76,7 @@ def test_a_stopped_run_leaves_no_process_and_goes_on_as_if_nothing_had_happened(
     children = psutil.Process(process.pid).children(recursive=True)
     stopped = home.run("stop", "stopped")
     assert process.wait(timeout=30) == 130
-    _, alive = psutil.wait_procs(children, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=180)
     assert not alive, f"`millrace stop` left {alive}"
     state = _state(home, "stopped")
     assert f"run stopped has stopped at step {state.step}" in stopped.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from tests.conftest import SCRIPTED, Home
 
-STEPS = 150  # more than pass until the run is paused
+STEPS = 250  # more than pass until the run is paused
 RAY = Path(sys.executable).parent / "ray"
 PATIENCE = 240.0
 
@@ -26,9 +27,9 @@ PATIENCE = 240.0
 class _Cluster:
     """Two raylets on this machine, each a node of its own to Ray."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
-        self._folder = folder
+        self._home = environment["MILLRACE_HOME"]
         self._nodes: list[psutil.Process] = []
         self._sessions: set[str] = set()
         """What Ray calls this cluster, in the command line of all its processes."""
@@ -40,7 +41,7 @@ class _Cluster:
         self._start_node(f"--address={self.address}")
 
     def _start_node(self, *arguments: str) -> str:
-        before = {process.pid for process in _raylets()}
+        before = {process.pid for process in self._raylets()}
         done = subprocess.run(
             [str(RAY), "start", *arguments, "--num-cpus=8", "--object-store-memory=134217728", "--disable-usage-stats"],
             env=self.environment,
@@ -49,11 +50,20 @@ class _Cluster:
             timeout=180,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        [raylet] = [process for process in _raylets() if process.pid not in before]
+        raylet, *_ = [process for process in self._raylets() if process.pid not in before]
         self._nodes.append(raylet)
         self._sessions |= set(re.findall(r"session_\d[\w-]+", " ".join(raylet.cmdline())))
         address = [argument for argument in raylet.cmdline() if argument.startswith("--gcs-address=")]
         return address[0].partition("=")[2]
+
+    def _raylets(self) -> list[psutil.Process]:
+        """Those of this state folder, the oldest first: what one has just forked has its name too."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == "raylet" and process.environ().get("MILLRACE_HOME") == self._home:
+                    found.append(process)
+        return sorted(found, key=lambda process: process.create_time())
 
     def node_of(self, worker: psutil.Process) -> int:
         """Which node's raylet a worker is a child of."""
@@ -75,15 +85,11 @@ class _Cluster:
                         continue
 
 
-def _raylets() -> list[psutil.Process]:
-    return [process for process in psutil.process_iter(["name"]) if process.info["name"] == "raylet"]
-
-
 @pytest.fixture
-def cluster(home: Home, tmp_path: Path) -> Iterator[_Cluster]:
+def cluster(home: Home) -> Iterator[_Cluster]:
     environment = {**home.environment, "RAY_AUTH_MODE": "disabled"}
     environment |= {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-    cluster = _Cluster(tmp_path, environment)
+    cluster = _Cluster(environment)
     try:
         cluster.start()
         yield cluster

@@ -85,7 +85,7 @@ def test_a_worker_that_dies_leaves_no_run_running_and_the_next_one_goes_on(
     worker = services["worker"].process()
     assert worker is not None and server.state(flow_run) == "Running"
     worker.send_signal(number)
-    psutil.wait_procs([worker], timeout=30)
+    psutil.wait_procs([worker], timeout=120)
     assert "worker" not in running_services(home.path)
     assert state().step < steps, "too quick to have been interrupted"
     assert (driver.is_running() and driver.status() != psutil.STATUS_ZOMBIE) is lives_on

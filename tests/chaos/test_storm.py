@@ -54,6 +54,10 @@ def weather(uri: str, *, kills: int, longest_pause: float, environment: dict[str
         changed = {now[group_id] for group_id, before in seen.items() if before not in ("pending", now[group_id])}
         assert not changed, f"a group that was done became {changed}"
         seen = now
+    deadline = time.monotonic() + 120
+    while min(watcher.refresh().counters()[outcome] for outcome in OUTCOMES) == 0:
+        assert time.monotonic() < deadline, "every outcome was to be seen"
+        time.sleep(0.05)
     end = max(watcher.refresh().positions) + 1
     store.put(storm.ENDING, str(end).encode())
     for process in crew:

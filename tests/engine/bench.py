@@ -95,7 +95,7 @@ class Bench:
     async def running(self, number: int = 4, sampling: Sampling = LONG) -> AsyncIterator[list[asyncio.Task[Any]]]:
         """Long requests that are under way."""
         requests = [asyncio.create_task(self.generate(sampling)) for _ in range(number)]
-        await self.generate()
+        await asyncio.create_task(self.generate())  # its turn comes after theirs, so it is the last to be sent
         assert not any(request.done() for request in requests)
         yield requests
         for request in requests:

@@ -76,7 +76,7 @@ class Bench:
 async def adapters_change_under_running_requests(bench: Bench, mode: UpdateMode, folder: Path) -> None:
     bench.engine.update_mode, old = mode, bench.version
     running = [asyncio.create_task(bench.generate(LONG)) for _ in range(6)]
-    await bench.generate()
+    await asyncio.create_task(bench.generate())  # its turn comes after theirs
     assert not any(request.done() for request in running)
     update = await bench.load(folder)
     for reply in await asyncio.gather(*running):
@@ -97,7 +97,7 @@ async def an_adapter_that_cannot_be_loaded_leaves_the_old_one_serving(bench: Ben
     ):
         broken = spoilt_adapter(bench.base, bench.adapters[0], bench.scratch / f"broken{number}", how)
         running = asyncio.create_task(bench.generate(LONG))
-        await bench.generate()
+        await asyncio.create_task(bench.generate())
         with pytest.raises(EngineError, match=f"(?s)policy {bench.version} serves on.*{reason}") as error:
             await bench.engine.load_policy(broken, bench.version + 1)
         assert not isinstance(error.value, EngineUnusable), how

@@ -20,7 +20,7 @@ def run_checks(module: str, base: Path, scratch: Path) -> None:
         cwd=PROJECT,
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=1100,
         env={
             **os.environ,
             "VLLM_CPU_KVCACHE_SPACE": "1",

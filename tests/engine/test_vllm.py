@@ -39,7 +39,7 @@ def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: H
     arguments += ["train.checkpoint_every=2", "evaluation.every=2"]
     process = home.start(*arguments)
     log = RunLog(LocalStore(home.path / "store"), "arithmetic")
-    home.wait(process, lambda: log.refresh().step >= 1)
+    home.wait(process, lambda: log.refresh().step >= 1 and bool(log.state.evaluations))
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.processes import run_checks
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
 
 def test_adapters_on_the_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path) -> None:

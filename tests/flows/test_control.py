@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-import httpx
 import psutil
 import pytest
 
@@ -16,11 +15,11 @@ from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from storage.runs import is_training, open_run
 from tests.conftest import Home
+from tests.prefect_api import PATIENCE, ask
 
 Found = TypeVar("Found")
 
 RUN = "controlled"
-PATIENCE = 200.0  # seconds
 A_POLICY_IS_SERVED = "millrace - a policy is served"
 A_TRAINING_HAS_FINISHED = "millrace - a training has finished"
 ON_ROLLOUT = (A_POLICY_IS_SERVED, A_TRAINING_HAS_FINISHED)
@@ -32,15 +31,10 @@ class Server:
     """What a person sees and clicks in Prefect's UI."""
 
     def __init__(self, url: str) -> None:
-        # A connection for each request: the server closes idle ones, now and then as one is used again.
-        self._client = httpx.Client(base_url=url, timeout=30, limits=httpx.Limits(max_keepalive_connections=0))
+        self._url = url
 
     def _ask(self, method: str, path: str, document: dict[str, Any] | None = None) -> Any:
-        deadline = time.monotonic() + PATIENCE
-        while (answer := self._client.request(method, path, json=document)).status_code == 503:
-            assert time.monotonic() < deadline, answer.text  # its database was busy, as for any of its clients
-        answer.raise_for_status()
-        return answer.json() if answer.content else None
+        return ask(method, self._url + path, document)
 
     def post(self, path: str, **document: Any) -> Any:
         return self._ask("POST", path, document)
@@ -86,6 +80,7 @@ def server(prefect_api: str) -> Iterator[Server]:
         server.switch(name, enabled=False)
 
 
+@pytest.mark.timeout(1200)
 def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champion(
     server: Server, services_home: Path, prefect_api: str, base_model: Path
 ) -> None:

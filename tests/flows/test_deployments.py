@@ -25,6 +25,7 @@ from storage.runs import open_run
 from tasks.flow_runs import limit_gpu_runs
 from tests.compose import Composition
 from tests.conftest import PROJECT, Home
+from tests.prefect_api import ask
 
 
 def _post(url: str) -> Any:
@@ -49,6 +50,7 @@ def test_the_form_has_flat_knobs_one_block_and_a_help_text_for_each(prefect_api:
     assert [schedule["active"] for schedule in training["schedules"]] == [False]
 
 
+@pytest.mark.timeout(1200)
 def test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on(
     prefect_api: str, services_home: Path, base_model: Path, tmp_path: Path
 ) -> None:
@@ -100,10 +102,10 @@ def test_flow_runs_of_the_gpu_queue_are_limited_unless_somebody_has_set_a_limit(
     queue = f"{prefect_api}/work_pools/local/queues/gpu"
 
     def limit() -> Any:
-        return httpx.get(queue, timeout=30).raise_for_status().json()["concurrency_limit"]
+        return ask("GET", queue)["concurrency_limit"]
 
     def set_limit(num_runs: Any) -> None:
-        httpx.patch(queue, json={"concurrency_limit": num_runs}, timeout=30).raise_for_status()
+        ask("PATCH", queue, {"concurrency_limit": num_runs})
 
     before = limit()  # none, but on a machine with GPUs
     try:

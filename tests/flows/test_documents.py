@@ -27,6 +27,7 @@ from storage.object_store import LocalStore
 from storage.runs import open_run
 from tests.conftest import SCRIPTED, Home
 from tests.documents import PROJECT, QUICK_START, README, about_a_run, block, shown
+from tests.prefect_api import ask
 
 RUN = "scripted"
 ATTEMPTS = "select group_id || '/' || sample_idx as trajectory_id from trajectories where not is_eval"
@@ -185,7 +186,7 @@ def _serves_its_numbers(checkout: Checkout, line: str) -> None:
     assert exporter.stdout is not None
     address = re.search(r"http://[^ ]+/metrics", first := exporter.stdout.readline())
     assert address is not None, first
-    assert 'run="arithmetic"' in httpx.get(address[0]).text
+    assert 'run="arithmetic"' in httpx.get(address[0], timeout=60).text
     exporter.send_signal(signal.SIGINT)
     assert exporter.wait(timeout=30) == 0
 
@@ -195,7 +196,7 @@ def _everything_has_completed(checkout: Checkout) -> None:
     flow_runs = f"{checkout.environment['PREFECT_API_URL']}/flow_runs/filter"
 
     def states() -> dict[str, str]:
-        rows = httpx.post(flow_runs, json={}, timeout=30).raise_for_status().json()
+        rows = ask("POST", flow_runs, {})
         return {row["deployment_id"]: row["state"]["type"] for row in rows if row["deployment_id"]}
 
     _wait(lambda: set(states().values()) <= {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}, checkout.logs)

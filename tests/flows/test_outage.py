@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from infra.services import free_port
@@ -22,9 +21,11 @@ from storage.log_entries import Registration, Release
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from tests.conftest import SCRIPTED, Home
+from tests.flows.meetings import GO, RUN
+from tests.prefect_api import ask
 
 STEPS = 240
-"""Enough for servers to start again in the last half."""
+"""More than those from which on `meetings.EndsLater` waits for the servers."""
 
 
 class ControlPlane:
@@ -91,14 +92,14 @@ def _wait_until(done: Callable[[], bool], what: str, *, seconds: float = 200) ->
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_servers_that_are_away_for_a_third_of_a_run_know_everything_afterwards(
     tmp_path: Path, control_plane: ControlPlane, base_model: Path
 ) -> None:
     home = Home(tmp_path, f"{control_plane.prefect}/api")
-    log = RunLog(LocalStore(tmp_path / "store"), "outage")
+    log = RunLog(LocalStore(tmp_path / "store"), RUN)
     settings = [f"model={base_model}", f"tracking={control_plane.mlflow}", f"steps={STEPS}", "evaluation.every=40"]
-    process = home.start("train", str(SCRIPTED), "run=outage", *settings)
+    process = home.start("train", str(SCRIPTED), "workflow=tests.flows.meetings:EndsLater", *settings)
 
     def said() -> str:
         return (tmp_path / "output.txt").read_text()
@@ -113,6 +114,7 @@ def test_servers_that_are_away_for_a_third_of_a_run_know_everything_afterwards(
     _wait_until(lambda: step() >= STEPS // 2 and said().count("answer") >= 1, "half of the run, and a word about it")
     control_plane.start()
     back_at = step()
+    (tmp_path / GO).touch()
     assert back_at > died_at + STEPS // 6
     assert process.wait(timeout=200) == 0, said()
     assert log.refresh().step == STEPS
@@ -146,11 +148,11 @@ def _assert_mlflow_has_all_of_it_once(log: RunLog, uri: str) -> None:
     assert sorted(i.dataset.name for i in run.inputs.dataset_inputs) == sorted(f"step-{step}" for step in steps)
 
     versions: list[Any] = []
-    page = client.search_model_versions("name = 'outage'", max_results=100)
+    page = client.search_model_versions(f"name = '{RUN}'", max_results=100)
     while page:
         versions += page
         page = (
-            client.search_model_versions("name = 'outage'", max_results=100, page_token=page.token)
+            client.search_model_versions(f"name = '{RUN}'", max_results=100, page_token=page.token)
             if page.token
             else []
         )
@@ -160,12 +162,12 @@ def _assert_mlflow_has_all_of_it_once(log: RunLog, uri: str) -> None:
         {s["id"]: s["sha256"] for s in made_from[step.policy.version]} == step.shard_sha256 for step in state.steps
     )
     assert state.registrations.keys() == {0, *steps}
-    sources = {f"millrace://outage/{policy.path}" for policy in state.policies.values()}
+    sources = {f"millrace://{RUN}/{policy.path}" for policy in state.policies.values()}
     assert {version.source for version in versions} == sources, "a server takes no paths of the trainer's machine"
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["report.html"]
     busy = client.get_metric_history(run.info.run_id, "system/cpu_utilization_percentage")
     assert sorted(point.step for point in busy) == steps
-    assert client.get_model_version_by_alias("outage", "rollout").tags["millrace.version"] == str(STEPS)
+    assert client.get_model_version_by_alias(RUN, "rollout").tags["millrace.version"] == str(STEPS)
 
     found = client.search_traces(locations=[experiment.experiment_id], max_results=500, include_spans=False)
     of = Counter((t.info.tags["millrace.of"], t.info.tags.get("millrace.step", "")) for t in found)
@@ -179,12 +181,15 @@ def _assert_prefect_has_all_of_it(api: str) -> None:
 
     def counts() -> Counter[tuple[str, str]]:
         runs: list[dict[str, Any]] = []
-        while page := httpx.post(f"{api}/task_runs/filter", json={"limit": 200, "offset": len(runs)}).json():
+        while page := ask("POST", f"{api}/task_runs/filter", {"limit": 200, "offset": len(runs)}):
             runs += page
         return Counter((run["name"].split("-")[0], run["state_type"]) for run in runs)
 
-    _wait_until(lambda: counts()["train", "COMPLETED"] == STEPS, "Prefect knows of every step")
-    assert {state for _, state in counts()} == {"COMPLETED"}, counts()
-    assert counts()["publish", "COMPLETED"] == STEPS
-    [flow_run] = httpx.post(f"{api}/flow_runs/filter", json={}).json()
-    assert (flow_run["name"], flow_run["state"]["type"]) == ("outage", "COMPLETED")
+    def knows_every_step() -> bool:
+        found = counts()
+        steps = found["train", "COMPLETED"] == found["publish", "COMPLETED"] == STEPS
+        return steps and {state for _, state in found} == {"COMPLETED"}
+
+    _wait_until(knows_every_step, "Prefect knows of every step, and that all is over")
+    [flow_run] = ask("POST", f"{api}/flow_runs/filter", {})
+    assert (flow_run["name"], flow_run["state"]["type"]) == (RUN, "COMPLETED")

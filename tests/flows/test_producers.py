@@ -111,7 +111,9 @@ def test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once(c
     crowd.kill("driver")
     crowd.train()
     crowd.until(lambda: len(crowd.log().state.sessions) == 2)
-    assert crowd.log().state.leased == leased, "a producer's work does not end with the driver's"
+    now = crowd.log().state  # what had passed `hold` may have been committed meanwhile
+    kept = {position for position, holder in leased.items() if now.leased.get(position) == holder}
+    assert leased.keys() <= kept | now.positions, "a producer's work does not end with the driver's"
     crowd.let_go("b")
     half.send_signal(signal.SIGCONT)
     crowd.until(lambda: hung in {shard.producer for shard in crowd.log().state.shards.values()})

@@ -43,8 +43,9 @@ def _logs(home: Home) -> str:
 
 
 def test_where_a_rank_is_killed_in_a_step_new_ranks_take_the_step(home: Home, base_model: Path) -> None:
+    num_steps = 30  # enough that the trainer is still at it when it is looked for
     arguments = ["train", str(SCRIPTED), f"model={base_model}", "train.num_ranks=2", "train.device=cpu"]
-    arguments.append("max_staleness=2")  # so that there is always something to train
+    arguments += ["max_staleness=2", f"steps={num_steps}"]  # so that there is always something to train
     training = home.start(*arguments)
     home.wait(training, lambda: (home.path / "store/runs/scripted/run.json").exists() and _log(home).state.step >= 1)
     victim = home.process_of("scripted", "trainer-0-rank-1")
@@ -60,4 +61,5 @@ def test_where_a_rank_is_killed_in_a_step_new_ranks_take_the_step(home: Home, ba
     for step in log.state.steps:
         assert verify_folder(log.store.fetch_folder(step.policy.path, home.path)) == step.policy.weights_sha256
     state = log.state
-    assert state.step == 6 and state.positions == set(range(24)) and state.counters()["trained"] == 24
+    assert state.step == num_steps and state.positions == set(range(4 * num_steps))
+    assert state.counters()["trained"] == 4 * num_steps
