@@ -152,9 +152,9 @@ def test_one_of_eight_that_fails_leaves_seven(tokens: ChatTokens, error: BaseExc
 
 
 def test_an_attempt_past_its_deadline_is_a_timeout_and_keeps_nobody_waiting(tokens: ChatTokens):
-    groups = _Bench(tokens, _only_attempt(0, seconds=60), n_samples=3, attempt_timeout=0.1).one_batch()
+    groups = _Bench(tokens, _only_attempt(0, seconds=60), n_samples=3, attempt_timeout=2.0).one_batch()
     assert [t.status for t in groups[0].trajectories] == ["timeout", "ok", "ok"]
-    assert groups[0].trajectories[0].error == "attempt took more than 0.1 s"
+    assert groups[0].trajectories[0].error == "attempt took more than 2 s"
 
 
 def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: ChatTokens):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -276,20 +275,16 @@ def test_what_became_of_the_children_is_counted():
 
 
 def test_a_reward_that_computes_does_not_hold_up_the_event_loop():
-    async def play(pool: RewardPool) -> float:
+    async def play(pool: RewardPool) -> int:
         await pool.score(length, "")
-        scoring = asyncio.create_task(pool.score(burning, 2.0))
-        longest, before = 0.0, time.perf_counter()
+        scoring, turns = asyncio.create_task(pool.score(burning, 2.0)), 0
         while not scoring.done():
             await asyncio.sleep(0.005)
-            longest, before = max(longest, time.perf_counter() - before - 0.005), time.perf_counter()
+            turns += 1
         assert (await scoring).reward == 2.0
-        return longest
+        return turns
 
-    lags = []
-    while not lags or (min(lags) >= 0.05 and len(lags) < 3):  # this machine may be busy with something else
-        lags.append(_with_pool(play))
-    assert min(lags) < 0.05, lags
+    assert _with_pool(play) > 20, "of about 400; a loop that is held has one or two"
 
 
 async def _ended(process: float | None) -> None:

@@ -6,13 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import settings
 
 from tests.unit.trainers.builders import tiny_model
-
-# The machine may be busy with other work: a slow example is no failure.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")
