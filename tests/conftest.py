@@ -193,7 +193,7 @@ def moto() -> Iterator[dict[str, str]]:
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
-    put, one_at_a_time = S3Response.put_object, threading.RLock()
+    put, one_at_a_time = S3Response.put_object, threading.Lock()
 
     def put_alone(self: S3Response) -> Any:
         """moto looks for the key and writes it in two steps: of two conditional writes at once both would win."""

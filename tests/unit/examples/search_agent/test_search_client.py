@@ -206,10 +206,9 @@ def test_requests_go_where_fewest_are_open():
     async def scenario():
         async with ScriptedServer("hang", _FOUND) as slow, ScriptedServer(_FOUND) as fast:
             client = SearchClient([slow.url, fast.url])
-            pending = []
+            pending, arrived = [], asyncio.create_task(slow.arrived.wait())
             while not slow.bodies:
                 pending.append(asyncio.create_task(client.search("q")))
-                arrived = asyncio.create_task(slow.arrived.wait())
                 await asyncio.wait([pending[-1], arrived], return_when="FIRST_COMPLETED")
             already = len(fast.bodies)
             for _ in range(10):
