@@ -152,6 +152,7 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
     """The loop. `produce` runs beside it; evaluation and tracking, of which a first call is on its way, never hold it
     up."""
     patience = config.rollout.stall_timeout
+    session.tracked_at = time.monotonic()  # MLflow heard of the run while the engines started
     rules = claim_rules(
         batch_size=config.batch_size, max_staleness=config.max_staleness, rollout=config.rollout, train=config.train
     )

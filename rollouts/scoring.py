@@ -68,7 +68,7 @@ class _Call:
 
 
 class RewardPool:
-    """A fixed number of child processes, started when first needed. Use it as an async context manager."""
+    """A fixed number of child processes, started when first needed or by `start`. Use it as an async context manager."""
 
     def __init__(
         self,
@@ -100,6 +100,11 @@ class RewardPool:
         """Children killed past the deadline, or because their attempt was cancelled in the middle of a call."""
         self.num_died = 0
         """Children that ended by themselves, or wrote something that is no answer."""
+
+    async def start(self) -> None:
+        """Have every child there before the first call, which would wait for Python to start."""
+        while len(self._idle) < self._num_processes:
+            self._idle.append(await self._start_child())
 
     async def score(self, reward: Callable[..., Any], *arguments: Any) -> Score:
         """Call `reward(*arguments)` in a child. Raises what `value` raises."""

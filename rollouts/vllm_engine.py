@@ -16,6 +16,7 @@ With adapters (LoRA) the base weights stay, and `load_policy` changes what the o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import json
@@ -39,6 +40,8 @@ logger = logging.getLogger("millrace.engine")
 
 TRIES = 3
 """How often old weights are put back, or the engine told to go on, before it is given up."""
+REHEARSAL_SECONDS = 1.0
+"""Of an engine that has just started; a large model on a CPU would take longer to answer everybody."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +138,7 @@ class VllmEngine:
             self._checksums[self._served.digest] = await self._read_checksum()
         checksum = await self._install(self._served)  # a first reload, of the same weights: it must give the same
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
+        await self._rehearse()
         return checksum
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
@@ -181,6 +185,19 @@ class VllmEngine:
         if self.llm is not None:
             self.llm.shutdown()
             self.llm = None
+
+    async def _rehearse(self) -> None:
+        """Answer as many short requests as may run at once, while nobody waits: each size of batch that is new to the
+        engine's libraries costs the first replies time, and so does memory that was never touched."""
+        sampling = Sampling(max_tokens=4)
+        prompt_ids = self._stop_ids[:1] * 4
+        requests = (
+            self.generate(prompt_ids, sampling=sampling, request_id=f"rehearsal{number}")
+            for number in range(self.llm.vllm_config.scheduler_config.max_num_seqs)
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REHEARSAL_SECONDS):
+                await asyncio.gather(*requests)
 
     async def _sample(
         self, prompt_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int | None, request_id: str

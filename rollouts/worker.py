@@ -143,6 +143,7 @@ class RolloutWorker:
             on_timeout=self._reward.on_timeout,
             memory_gb=self._reward.memory_gb,
         )
+        await self._rewards.start()
         self._player = Player(
             workflow=self._workflow,
             engine=self._engine,

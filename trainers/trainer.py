@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -49,6 +50,9 @@ from trainers.refusals import refuse_options
 from trainers.samples import Samples
 from trainers.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
 from trainers.step_batch import StepBatch, minibatches, step_batch
+
+REHEARSAL_SECONDS = 0.2
+_MADE_UP_TOKENS = 8
 
 
 class Trainer:
@@ -158,16 +162,20 @@ class Trainer:
 
     def rehearse(self) -> None:
         """Go through steps on made-up rows that change nothing, while nobody waits: first calls look kernels up,
-        allocate, and compile. Nothing for an optimizer with a past, which is ready.
+        allocate, and compile. Each step is four times the one before, up to a whole pack or the first that takes
+        `REHEARSAL_SECONDS`. Nothing for an optimizer with a past, which is ready.
         """
         if self.optimizer.state:
             return
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         vocabulary = self.model.causal_lm.get_output_embeddings().weight.shape[0]
-        for length in (8, 12):  # at a second length torch.compile takes lengths for something that varies
-            samples = _made_up(length, vocabulary)
-            for pack in self._packs(samples, np.arange(1), mask_T=samples.mask_T, values={}):
+        num_rows, took_long = 1, np.zeros(1)
+        # Always two: at a second length torch.compile takes lengths for something that varies.
+        while num_rows <= 4 or (num_rows * _MADE_UP_TOKENS <= self._settings.tokens_per_microbatch and not took_long):
+            started = time.perf_counter()
+            samples = _made_up(num_rows, vocabulary)
+            for pack in self._packs(samples, np.arange(num_rows), mask_T=samples.mask_T, values={}):
                 with torch.no_grad():
                     self._forward(self.model, pack)
                 logprobs, _ = self._forward(self.model, pack)
@@ -175,6 +183,8 @@ class Trainer:
             self._clip(list, number=0)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            took_long = self._sum(np.array([float(time.perf_counter() - started > REHEARSAL_SECONDS)]))
+            num_rows *= 4
         self.optimizer.state.clear()
 
     def _load(self, folder: Path, settings: TrainSettings) -> PolicyModel:
@@ -371,16 +381,17 @@ class Trainer:
         )
 
 
-def _made_up(length: int, vocabulary: int) -> Samples:
-    """One row."""
-    ids, nothing = np.arange(length, dtype=np.int32) % vocabulary, np.zeros(1, np.int64)
+def _made_up(num_rows: int, vocabulary: int) -> Samples:
+    """Rows of `_MADE_UP_TOKENS` that go through the model and one more, which is only predicted."""
+    length, rows = _MADE_UP_TOKENS + 1, np.arange(num_rows)
+    place_T = np.tile(np.arange(length), num_rows)
     return Samples(
-        input_ids_T=ids,
-        mask_T=ids > 0,
-        logprobs_T=np.zeros(length, np.float32),
-        versions_T=np.zeros(length, np.int32),
-        offsets=np.array([0, length]),
-        attempts_B=nothing,
-        groups_B=nothing,
-        rewards_B=np.zeros(1, np.float32),
+        input_ids_T=((place_T + np.repeat(rows, length)) % vocabulary).astype(np.int32),  # no two begin alike
+        mask_T=place_T > 0,
+        logprobs_T=np.zeros(num_rows * length, np.float32),
+        versions_T=np.zeros(num_rows * length, np.int32),
+        offsets=np.arange(num_rows + 1) * length,
+        attempts_B=rows,
+        groups_B=rows,
+        rewards_B=np.zeros(num_rows, np.float32),
     )

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout, score, score_all, set_reward_pool
@@ -51,6 +52,19 @@ def _scores(*calls: tuple[Any, ...], num_processes: int = 1, timeout: float = 30
 
 def test_a_number_is_the_reward_and_its_only_part():
     assert _scores((length, "four")) == [Score(reward=4.0, parts={"length": 4.0})]
+
+
+def test_a_started_pool_has_its_processes_before_the_first_call_and_uses_them():
+    async def play(pool: RewardPool) -> tuple[set[int], set[float | None]]:
+        await pool.start()
+        await pool.start()  # there are as many as there shall be
+        started = {child.pid for child in psutil.Process().children()}
+        scores = await asyncio.gather(*(pool.score(process_id, "") for _ in range(8)))
+        return started, {score.reward for score in scores}
+
+    before = {child.pid for child in psutil.Process().children()}
+    started, used = _with_pool(play, num_processes=2)
+    assert len(started - before) == 2 and used <= started - before
 
 
 def test_named_parts_are_kept_and_their_sum_is_the_reward():

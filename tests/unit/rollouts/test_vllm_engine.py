@@ -111,6 +111,31 @@ def play(tmp_path: Path) -> Iterator[Callable[..., None]]:
     yield run
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+):
+    monkeypatch.setattr(FakeVllm, "max_num_seqs", 3)
+    monkeypatch.setattr("rollouts.vllm_engine.REHEARSAL_SECONDS", 60.0 if answers else 0.05)
+
+    async def main() -> None:
+        bench = _Bench(tmp_path)
+        starting = asyncio.create_task(bench.start())
+        async with asyncio.timeout(20):
+            while not (bench.engine.llm and len(bench.engine.llm.requests) == 3):
+                await asyncio.sleep(0)
+            rehearsed = list(bench.engine.llm.parts)
+            while answers and not starting.done():
+                bench.engine.llm.step()
+                await asyncio.sleep(0)
+            await starting
+        assert not bench.vllm.requests and len(bench.vllm.parts) == 3
+        assert {bool(request.finish_reason) for request in rehearsed} == {answers}
+        await bench.assert_serving(1)
+
+    asyncio.run(main())
+
+
 def test_an_update_pauses_reloads_verifies_names_and_resumes(play: Any):
     async def script(bench: _Bench) -> None:
         request = await bench.request("a", steps=2)
