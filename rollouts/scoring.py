@@ -68,7 +68,7 @@ class _Call:
 
 
 class RewardPool:
-    """A fixed number of child processes, started when first needed or by `start`. Use it as an async context manager."""
+    """A fixed number of child processes, started when first needed, or by `start`. An async context manager."""
 
     def __init__(
         self,
