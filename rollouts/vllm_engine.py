@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
+from rollouts.vllm_arguments import end_token_ids, in_processes_of_its_own, sampling_parameters
 from rollouts.vllm_lora import adapter_arguments, check_applied, slot_request
 from rollouts.vllm_worker import results
 from storage.adapters import ADAPTER_WEIGHTS, has_adapter
@@ -126,9 +126,9 @@ class VllmEngine:
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a search in vLLM's package takes as long as all else here
-        self._stop_ids = _end_token_ids(model)
+        self._stop_ids = end_token_ids(model)
         self._served = _weights_in(folder, version)
-        arguments = _in_processes_of_its_own(self._arguments)
+        arguments = in_processes_of_its_own(self._arguments)
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
         enable_envs_cache()  # as the core does: every request would look up a few variables, each of them slowly
         if self._base_folder is not None:
@@ -207,7 +207,7 @@ class VllmEngine:
         self._running.add(request_id)
         final = None
         try:
-            parameters = _parameters(sampling, max_tokens, seed, tuple(self._stop_ids))
+            parameters = sampling_parameters(sampling, max_tokens, seed, tuple(self._stop_ids))
             prompt = self._as_input(prompt_ids)  # ready for the core; vLLM would hand any other to a thread first
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
@@ -361,52 +361,6 @@ class VllmEngine:
         return answer.result()
 
 
-def _in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's arguments so that the parts of an engine, where it has several, are child processes of ours.
-
-    Raises `ValueError` where Ray is asked to start them: our process has all their devices already.
-    """
-    num_parts = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
-    if num_parts == 1:
-        return arguments
-    from vllm.platforms import current_platform
-
-    backend = arguments.get("distributed_executor_backend", "mp")
-    if backend != "mp":
-        raise ValueError(
-            f'engine.vllm.distributed_executor_backend = "{backend}": the parts of an engine are processes of one '
-            "node; leave it out"
-        )
-    if current_platform.is_cpu():
-        # vLLM would bind each part to a NUMA node of its own, and most machines have one.
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
-        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_parts))
-    # Inside of a Ray placement group, where we are, vLLM would choose Ray.
-    return {**arguments, "distributed_executor_backend": "mp"}
-
-
-@functools.lru_cache(maxsize=16)
-def _parameters(sampling: Sampling, max_tokens: int, seed: int | None, stop_ids: tuple[int, ...]) -> Any:
-    """vLLM's form of them, which it copies for each request; all attempts without a seed share it."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=max_tokens,
-        seed=seed,
-        logprobs=0,  # the sampled token's own
-        flat_logprobs=True,  # a list, not a dictionary with an object per token
-        stop_token_ids=list(stop_ids),
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # a deep copy for each request would cost as much as the rest of its admission
-    )
-
-
 def _expand(spans: Any, length: int) -> list[int]:
     """vLLM's `WeightVersionSpan`s → one version per token."""
     versions = [0] * length
@@ -422,13 +376,3 @@ def _expand(spans: Any, length: int) -> list[int]:
 def _weights_digest(folder: Path) -> str:
     """From the folder's seal, which the worker has verified before."""
     return str(json.loads((folder / DIGEST_FILE).read_text())["weights_sha256"])
-
-
-def _end_token_ids(folder: Path) -> list[int]:
-    """End-of-reply token ids of a model folder, from `generation_config.json`, else `config.json`."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
-        if ids is not None:
-            return list(ids) if isinstance(ids, list) else [ids]
-    raise EngineError(f"{folder} names no eos_token_id in generation_config.json or config.json")
