@@ -108,6 +108,7 @@ class RolloutWorker:
         self._lease_timeout = lease_timeout
         self._log_lock = asyncio.Lock()
         self._has_started = False
+        self._collected_at = 0.0  # Unix seconds: when the groups of the newest shard were complete
 
     async def start(self, version: int | None = None) -> str:
         """Load a policy version, the live one by default; returns the engine's weight checksum.
@@ -198,7 +199,10 @@ class RolloutWorker:
         """Produce and commit the next shard; null when nothing more can run before the next policy."""
         started = time.time()
         groups = await self._executor.prepare_batch()
-        return await self._commit_groups(groups, seconds=time.time() - started)
+        # Attempts begin where there is room for them, not with this call, which gets its turn after hundreds of them.
+        begun = min((group.queued_at for group in groups), default=started)
+        started, self._collected_at = min(started, max(begun, self._collected_at)), time.time()
+        return await self._commit_groups(groups, seconds=self._collected_at - started)
 
     async def _commit_groups(self, groups: list[RolloutGroup], *, seconds: float) -> Shard | None:
         """Null when there are none, or others have committed all of these prompts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from rollouts.workflow import RolloutWorkflow, Score, workflow_context
 from storage.adapters import ADAPTER_WEIGHTS, check_adapters
 from storage.claims import ClaimRules
 from storage.digests import DIGEST_FILE, DigestMismatch, seal_folder
-from storage.log_entries import Join, Lease, Pause, Policy, Quarantine, Release, Resume, Session, Step
+from storage.log_entries import Join, Lease, Pause, Policy, Quarantine, Release, Resume, Session, Shard, Step
 from storage.policies import DELTA_FILE, DamagedDelta, PolicyWriter
 from storage.producers import withdraw
 from storage.records import RolloutTask, Sampling
@@ -187,6 +188,25 @@ def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatTokens):
     assert metadata[b"tokenizer_sha256"].decode() == tokens.tokenizer_sha256
     assert metadata[b"chat_template_sha256"].decode() == tokens.chat_template_sha256
     assert metadata[b"code_version"] == b"c0de" and metadata[b"run_id"] == b"run"
+
+
+def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is_counted_twice(run: _Run):
+    def worked(shard: Shard) -> float:
+        return shard.seconds["generate"] + shard.seconds["reward"]
+
+    async def script(worker: RolloutWorker) -> tuple[float, list[Shard]]:
+        while worker.progress() < LIMITS.batch_size:  # attempts are played before anybody collects them
+            await asyncio.sleep(0)
+        asked, first = time.time(), await worker.collect()
+        await worker.publish(run.train())
+        return asked, [first, await _collect(worker)]
+
+    began = time.time()
+    asked, shards = run.play(script)
+    ended = time.time()
+    begun = min(read_shard(run.log, run.log.refresh().shards[shards[0].id])["queued_at"].to_pylist())
+    assert worked(shards[0]) >= asked - begun > 0
+    assert sum(map(worked, shards)) <= ended - began
 
 
 def test_a_worker_closed_while_it_starts_has_nothing_to_say(run: _Run):
