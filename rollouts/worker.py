@@ -201,7 +201,8 @@ class RolloutWorker:
         groups = await self._executor.prepare_batch()
         # Attempts begin where there is room for them, not with this call, which gets its turn after hundreds of them.
         begun = min((group.queued_at for group in groups), default=started)
-        started, self._collected_at = min(started, max(begun, self._collected_at)), time.time()
+        started = min(started, max(begun, self._collected_at))
+        self._collected_at = time.time()
         return await self._commit_groups(groups, seconds=self._collected_at - started)
 
     async def _commit_groups(self, groups: list[RolloutGroup], *, seconds: float) -> Shard | None:
