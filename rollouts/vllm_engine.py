@@ -40,6 +40,9 @@ logger = logging.getLogger("millrace.engine")
 
 TRIES = 3
 """How often old weights are put back, or the engine told to go on, before it is given up."""
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": 32 * 2**20, "MALLOC_TRIM_THRESHOLD_": 2**30}
+"""For the core, by which glibc keeps what a step frees for the next one, as it does for the trainer: to give megabytes
+back to the kernel and get them anew, page by page, takes a twentieth of a small step."""
 REHEARSAL_SECONDS = 1.0
 """Of an engine that has just started; a large model on a CPU would take longer to answer everybody."""
 
@@ -124,6 +127,8 @@ class VllmEngine:
             # The sampler's one compiled function too: the first replies would wait for its compiler, and others when
             # batches change their shape. The core inherits the environment.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        for name, num_bytes in _MALLOC.items():
+            os.environ.setdefault(name, str(num_bytes))
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a search in vLLM's package takes as long as all else here
         self._stop_ids = end_token_ids(model)
