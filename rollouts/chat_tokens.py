@@ -46,7 +46,7 @@ class ChatTokens:
 
         A template that knows nothing of tools leaves them out.
         """
-        return list(self._prompt_ids(tuple(messages), json.dumps(tools)))
+        return list(self._prompt_ids(tuple(messages), json.dumps(tools) if tools else "[]"))
 
     def continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """Ids to append after a sampled reply so that new messages follow it and the policy speaks next.

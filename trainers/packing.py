@@ -88,7 +88,9 @@ def distribute_groups(token_counts_G: Sequence[int] | np.ndarray, num_ranks: int
 
 def position_ids(lengths: Sequence[int] | np.ndarray) -> torch.Tensor:
     """0, 1, 2, … anew for every sequence; shape [T], int64."""
-    return torch.cat([torch.arange(int(length)) for length in lengths])
+    lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
+    starts_S = lengths_S.cumsum(0) - lengths_S
+    return torch.arange(int(lengths_S.sum())) - starts_S.repeat_interleave(lengths_S)
 
 
 def shared_tokens(input_ids_T: np.ndarray, lengths: Sequence[int] | np.ndarray) -> torch.Tensor | None:
