@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -134,6 +136,32 @@ def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
         await bench.assert_serving(1)
 
     asyncio.run(main())
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+@pytest.mark.parametrize("has_started", [False, True])
+def test_what_a_step_of_the_core_frees_is_there_for_the_next_one(
+    play: Any, monkeypatch: pytest.MonkeyPatch, has_started: bool
+):
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        monkeypatch.setenv(name, "of nobody else")
+        monkeypatch.delenv(name)
+    if has_started:
+        play(lambda bench: bench.assert_serving(1))
+    program = """
+import resource, numpy
+
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [numpy.ones(2**17) for _ in range(64)]  # 64 MiB
+    del arrays
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+step()
+print(step())
+"""
+    core = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert (int(core.stdout) < 8_000) is has_started, "of 16,384 pages, those the kernel had to give anew"
 
 
 def test_an_update_pauses_reloads_verifies_names_and_resumes(play: Any):
