@@ -22,7 +22,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ logger = logging.getLogger("millrace.engine")
 
 TRIES = 3
 """How often old weights are put back, or the engine told to go on, before it is given up."""
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": 32 * 2**20, "MALLOC_TRIM_THRESHOLD_": 2**30}
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """For the core, by which glibc keeps what a step frees for the next one, as it does for the trainer: to give megabytes
 back to the kernel and get them anew, page by page, takes a twentieth of a small step."""
 REHEARSAL_SECONDS = 1.0
@@ -60,6 +60,18 @@ class _Weights:
 
 def _weights_in(folder: Path, version: int) -> _Weights:
     return _Weights(version=version, digest=_weights_digest(folder), fetch=lambda: folder)
+
+
+@contextlib.contextmanager
+def _inherited(variables: dict[str, str]) -> Iterator[None]:
+    """Processes that are started meanwhile have these in their environment, but for what the user has set."""
+    ours = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
 
 
 class VllmEngine:
@@ -127,14 +139,13 @@ class VllmEngine:
             # The sampler's one compiled function too: the first replies would wait for its compiler, and others when
             # batches change their shape. The core inherits the environment.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        for name, num_bytes in _MALLOC.items():
-            os.environ.setdefault(name, str(num_bytes))
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a search in vLLM's package takes as long as all else here
         self._stop_ids = end_token_ids(model)
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
+        with _inherited(_MALLOC):
+            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
         enable_envs_cache()  # as the core does: every request would look up a few variables, each of them slowly
         if self._base_folder is not None:
             self._slot = slot_request()
