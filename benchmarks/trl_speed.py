@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trl_workloads import WORKLOADS, Workload
-from storage.log_entries import Alias, Evaluation, Step
+from storage.log_entries import Alias, Step
 from storage.object_store import open_store
 from storage.runs import open_run
 from storage.shards import read_shard
@@ -81,9 +81,8 @@ def run_millrace(
     seconds = _run([millrace, "train", str(run_file)], scratch, threads=threads, MILLRACE_HOME=str(scratch / "home"))
     log = open_run(open_store((scratch / "home" / "store").as_uri()), "speed")
     served = next(entry.written_at for entry in log.entries if isinstance(entry.body, Alias))
-    made = {entry.body.policy.version: entry.written_at for entry in log.entries if isinstance(entry.body, Step)}
-    evaluations = [entry.body for entry in log.entries if isinstance(entry.body, Evaluation)]
     steps_done = [(entry.written_at - served, entry.body) for entry in log.entries if isinstance(entry.body, Step)]
+    made = {step.policy.version: at for at, step in steps_done}
     shards = [shard for shard in log.state.shards.values() if not shard.is_eval]
     statuses = [row for shard in shards for row in read_shard(log, shard, columns=["status"])["status"].to_pylist()]
     phases = {key for _, step in steps_done for key in step.metrics if key.endswith("_seconds")}
@@ -91,7 +90,7 @@ def run_millrace(
         **_numbers(
             workload,
             step_ends=[at for at, _ in steps_done],
-            scores=[(made.get(found.version, served) - served, found.score) for found in evaluations],
+            scores=[(made.get(found.version, 0.0), found.score) for found in log.state.evaluations],
             began=served - started,
             seconds=seconds,
             tokens_per_sample=sum(shard.num_tokens for shard in shards) / len(statuses),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,3 +93,23 @@ def hold_trainer_lock(uri: str, run_id: str, held: Path) -> None:
 def _remember(barrier: Any) -> None:
     global _barrier
     _barrier = barrier
+
+
+def num_new_pages(first: str = "pass") -> int:
+    """Pages of memory that the kernel has to give a process anew for a second step of 64 MiB; `first` is what the
+    process does before."""
+    program = f"""
+import resource, numpy
+{first}
+
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [numpy.ones(2**17) for _ in range(64)]
+    del arrays
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+step()
+print(step())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return int(done.stdout)

@@ -23,6 +23,8 @@ import torch
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from trainers.packing import position_ids
+
 PACKED_ATTENTION = "millrace_packed"
 
 _SHORTEST_TO_LONGEST = 0.75
@@ -86,7 +88,7 @@ class Layout:
         """Batch after batch, each sequence padded behind its end."""
         lengths = self._offsets.diff()[self._order]
         padded = torch.tensor([batch.length for batch in self.batches for _ in range(batch.num_sequences)])
-        within = torch.arange(len(self._computed_T)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        within = position_ids(lengths)
         token = torch.repeat_interleave(self._offsets[:-1][self._order], lengths) + within
         place_T = torch.empty_like(token)
         place_T[token] = torch.repeat_interleave(padded.cumsum(0) - padded, lengths) + within

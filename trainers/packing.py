@@ -86,7 +86,7 @@ def distribute_groups(token_counts_G: Sequence[int] | np.ndarray, num_ranks: int
     return [sorted(groups) for _, groups in divisions[0][2]] if divisions else [[] for _ in range(num_ranks)]
 
 
-def position_ids(lengths: Sequence[int] | np.ndarray) -> torch.Tensor:
+def position_ids(lengths: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:
     """0, 1, 2, … anew for every sequence; shape [T], int64."""
     lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
     starts_S = lengths_S.cumsum(0) - lengths_S

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollouts.engine import EngineError, EngineUnusable, Generation, UpdateMode
 from rollouts.vllm_engine import TRIES, VllmEngine
 from storage.digests import seal_folder
 from storage.records import Sampling
+from tests.processes import num_new_pages
 from tests.unit.rollouts.fake_vllm import FakeVllm
 
 STEPS = ["pause_scheduler_async", "reload_policy", "compute_weight_checksums", "update_weight_version"]
@@ -145,7 +145,7 @@ def test_what_a_step_of_the_core_frees_is_there_for_its_next_one_and_for_no_othe
     found: list[int] = []
 
     def start(model: Path) -> FakeVllm:
-        found.append(_num_new_pages())
+        found.append(num_new_pages())
         return FakeVllm(model)
 
     monkeypatch.setitem(
@@ -154,25 +154,7 @@ def test_what_a_step_of_the_core_frees_is_there_for_its_next_one_and_for_no_othe
         SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=start)),
     )
     play(lambda bench: bench.assert_serving(1))
-    assert found[0] < 8_000 < _num_new_pages(), "of 16,384 pages, those the kernel had to give anew"
-
-
-def _num_new_pages() -> int:
-    """What a second step costs a process that is started now."""
-    program = """
-import resource, numpy
-
-def step():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    arrays = [numpy.ones(2**17) for _ in range(64)]  # 64 MiB
-    del arrays
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-step()
-print(step())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return int(done.stdout)
+    assert found[0] < 8_000 < num_new_pages(), "of 16,384 pages, those the kernel had to give anew"
 
 
 def test_an_update_pauses_reloads_verifies_names_and_resumes(play: Any):

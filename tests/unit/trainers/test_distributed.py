@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.processes import num_new_pages
 from tests.unit.trainers.builders import largest_difference, random_rows, samples_of, take_step, trainer_of, weights
 from trainers.samples import Samples
 
@@ -46,21 +45,9 @@ def test_measuring_a_shard_that_the_first_minibatch_does_not_see_trains_nothing_
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
-@pytest.mark.parametrize(("first", "is_kept"), [("pass", False), ("keep_freed_memory()", True)])
+@pytest.mark.parametrize(
+    ("first", "is_kept"),
+    [("pass", False), ("from trainers.distributed import keep_freed_memory; keep_freed_memory()", True)],
+)
 def test_what_a_step_frees_is_there_for_the_next_one(first: str, is_kept: bool):
-    program = f"""
-import resource, torch
-from trainers.distributed import keep_freed_memory
-
-def step():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones(2**18) for _ in range(64)]  # 64 MiB
-    del tensors
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-{first}
-step()
-print(step())
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert (int(done.stdout) < 8_000) is is_kept, "of 16,384 pages, those the kernel had to give anew"
+    assert (num_new_pages(first) < 8_000) is is_kept, "of 16,384 pages, those the kernel had to give anew"
