@@ -1,7 +1,8 @@
 """A whole RL step of Qwen3-0.6B and 1.7B on one GPU: tokens per second, share of the peak (MFU), memory.
 
-In: nothing; random weights, tokens and advantages. Out: a table, and JSON. A bare machine with torch and transformers
-(and numpy) runs it: of this repository it needs `trainers/` alone, and of that nothing that reads settings.
+In: nothing; random weights, tokens and advantages. Out: a table, and JSON. A bare machine with torch ≥ 2.11,
+transformers ≥ 5 and numpy runs it: of this repository it needs `trainers/` alone, and of that nothing that reads
+settings.
 
     python benchmarks/gpu_train_step.py [--shape 0.6B] [--shape 1.7B] [--tokens 16384] [--tokens 65536]
         [--tokens-per-microbatch 16384] [--no-compile] [--checkpointing] [--profile] [--peak-tflops 989] [--json FILE]
@@ -40,6 +41,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import gc
 import json
 import platform
 import resource
@@ -59,6 +61,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # started as a file, not as a module
 
 from trainers.aggregation import aggregation_weights  # noqa: E402
+from trainers.attention import Layout, layout_of  # noqa: E402
 from trainers.losses import LossInputs, clip_loss  # noqa: E402
 from trainers.model import PolicyModel, load_model  # noqa: E402
 from trainers.packing import position_ids  # noqa: E402
@@ -74,12 +77,12 @@ TILE_BYTES = 2 * 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Sequences end to end, at predicting positions: tensors of shape [T], offsets [S + 1] on the host."""
+    """Sequences end to end, at predicting positions: tensors of shape [T]."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
     position_ids: torch.Tensor
-    offsets: torch.Tensor
+    layout: Layout
     sequences: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
@@ -132,7 +135,7 @@ class Step:
         return {"loss": float(loss), "grad_norm": float(norm)}
 
     def _forward(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs_T, entropy_T = self.model(pack.input_ids, pack.targets, pack.position_ids, pack.offsets, 1.0)
+        logprobs_T, entropy_T = self.model(pack.input_ids, pack.targets, pack.position_ids, pack.layout, 1.0)
         return logprobs_T, entropy_T
 
 
@@ -191,7 +194,7 @@ def make_packs(
                 input_ids=ids[0],
                 targets=ids[1],
                 position_ids=position_ids(lengths).to(device),
-                offsets=torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32),
+                layout=layout_of(counts, device=device),
                 sequences=torch.from_numpy(np.repeat(np.arange(len(lengths)), counts)).to(device),
                 advantages=advantages.to(device),
                 weights=weights_T.to(device),
@@ -205,7 +208,7 @@ def flops_of(model: PolicyModel, packs: list[Pack]) -> float:
     config: Any = model.causal_lm.config
     linear = sum(m.weight.numel() for m in model.layers.modules() if isinstance(m, torch.nn.Linear))
     linear += config.vocab_size * config.hidden_size
-    squares = sum(float(pack.offsets.diff().double().square().sum()) for pack in packs)
+    squares = sum(float(pack.layout.lengths_S.double().square().sum()) for pack in packs)
     attention = 2 * config.num_attention_heads * config.head_dim * squares * config.num_hidden_layers
     return 8.0 * linear * sum(len(pack.input_ids) for pack in packs) + 4 * attention
 
@@ -296,6 +299,7 @@ def main() -> None:
             if arguments.profile:
                 print(profiled(functools.partial(step, packs), device=device))
         del step
+        gc.collect()  # a compiled layer refers to itself
         if device.type == "cuda":
             torch.cuda.empty_cache()
     machine = {"python": platform.python_version(), "torch": torch.__version__, "device": str(device)}

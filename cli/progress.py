@@ -146,7 +146,7 @@ def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: 
         f"  {command} report {config.run}              [dim]# one web page: curves, time, groups, prompts[/]\n"
         f"  {command} traj show {config.run} --worst   [dim]# the worst trajectories, with reward and versions[/]\n"
         f"  {command} eval {config.run} --version 0    [dim]# score another policy version[/]\n"
-        f"  {command} train {run_file} run={config.run}-async max_staleness=2\n"
+        f"  {command} train {run_file} run={config.run}-2 seed={config.seed + 1}\n"
         "  make up                                   [dim]# Prefect and MLflow in the browser, with this history[/]",
         soft_wrap=True,
     )

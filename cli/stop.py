@@ -61,7 +61,8 @@ def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
         if flow_run is None or not _cancel(flow_run, api_url=environment.get(_API, ""), run_id=run_id, pid=pid):
             process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + seconds
-        while process.status() != psutil.STATUS_ZOMBIE:  # one whose parent has yet to hear of its end
+        # a zombie is one whose parent has yet to hear of its end, or whose other threads still hold the run's lock
+        while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"process {pid}, which trains run {run_id!r}, has not ended within {seconds:g} s; `kill -9 {pid}` "

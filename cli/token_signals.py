@@ -112,6 +112,7 @@ class Colorist:
         """Log-probability of every token but the first under a policy, by the trainer's own forward on the CPU."""
         import torch
 
+        from trainers.attention import layout_of
         from trainers.packing import position_ids
 
         input_ids_T = torch.tensor(token_ids)
@@ -122,7 +123,7 @@ class Colorist:
                 input_ids_T,
                 targets_T,
                 position_ids(lengths),
-                torch.tensor([0, *lengths], dtype=torch.int32),
+                layout_of(lengths, device=input_ids_T.device),
                 temperature,
             )
         return [0.0, *logprobs_T[:-1].tolist()]

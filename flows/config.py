@@ -224,11 +224,14 @@ def default_values() -> dict[str, Any]:
 def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """A run's configuration with other settings of the trainer, by dotted key as in `train.loss.clip_high`.
 
-    `train.loss` and `train.advantage` take a kind, with its defaults. Raises `ConfigError` for a key that does not
-    exist, or that says how trajectories were made, and for a bad value.
+    `train.loss` and `train.advantage` take a kind, with its defaults; `train.preset` changes the conventions of the
+    kinds there are, before any other key is set. Raises `ConfigError` for a key that does not exist, or that says how
+    trajectories were made, and for a bad value.
     """
     changeable = _training_settings(config)
     document = config.model_dump()
+    if "train.preset" in changes:
+        document["train"] = config.train.under_preset(changes["train.preset"])
     for key in sorted(changes, key=lambda key: key.count(".")):  # a kind before what is set about it
         if key not in changeable and not key.startswith("train."):
             nearest = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)

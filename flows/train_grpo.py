@@ -185,7 +185,9 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         for producer in producing:
             producer.cancel()
     announce(session.log, "training.finished", version=session.log.state.newest_version)
-    await track(session, finished=True)
+    async with asyncio.TaskGroup() as ending:
+        ending.create_task(session.fleet.close())  # engines take as long as MLflow
+        ending.create_task(track(session, finished=True))
 
 
 async def produce(session: RunSession, config: RunConfig, name: str) -> None:

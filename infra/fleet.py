@@ -306,15 +306,22 @@ class Fleet:
         log_file = str(self._log_folder / f"{name}.log")
         return await ray.remote(run_function).options(num_cpus=1, max_retries=0).remote(path, arguments, log_file)
 
-    async def __aexit__(self, *_: object) -> None:
-        import ray
-
+    async def close(self) -> None:
+        """Let what is hosted end in its own way. Raises the first error that is not the end of a process."""
+        hosted, self._hosted = self._hosted, []
         # Side by side: on a node that is gone, what was to take the place of the dead never answers.
-        closed = await asyncio.gather(*(hosted.close() for hosted in self._hosted), return_exceptions=True)
-        await asyncio.to_thread(ray.shutdown)
+        closed = await asyncio.gather(*(one.close() for one in hosted), return_exceptions=True)
         for error in closed:
             if isinstance(error, BaseException):
                 raise error
+
+    async def __aexit__(self, *_: object) -> None:
+        import ray
+
+        try:
+            await self.close()
+        finally:
+            await asyncio.to_thread(ray.shutdown)
 
 
 async def _close(hosted: Hosted | HostedGroup, placement: Placement | None) -> None:

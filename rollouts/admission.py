@@ -1,4 +1,4 @@
-"""How many prompt groups may start now, and when a new policy should wait for the ones that run.
+"""How many prompt groups may start now, when a new policy should wait for the ones that run, and they for it.
 
 In: counts and versions. Out: a number of groups, possibly negative; yes or no. Formula and worked values from AReaL
 (https://arxiv.org/abs/2505.24298, section 5.1), in weight updates. Both only pace; the staleness bound itself is
@@ -8,7 +8,7 @@ enforced at claim, per token (`storage/claims.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _ROUNDING = 1e-9  # (1 + 0.16) · 50 is 57.99999999999999
 
@@ -71,3 +71,14 @@ def should_wait(
     """
     late = stragglers(heads, version=version, max_staleness=max_staleness, steps_per_update=steps_per_update)
     return late > 0 and running >= BUSY * max_concurrent
+
+
+AHEAD_SHARE, AHEAD_PATIENCE = 0.01, 0.1
+"""Of `rollout.attempt_timeout`, for the clocks of attempts run: they begin ahead of a policy that should take no longer
+than the first to make, and are called back where it has taken the second."""
+
+
+def is_short(metrics: Mapping[str, float], num_steps: int, *, attempt_timeout: float) -> bool:
+    """Whether attempts may begin ahead of the policy that so many steps like this one make; seconds."""
+    seconds = sum(metrics.get(f"{phase}_seconds", math.inf) for phase in ("load", "train", "save"))
+    return num_steps * seconds <= AHEAD_SHARE * attempt_timeout

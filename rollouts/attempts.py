@@ -206,7 +206,7 @@ class Player:
             status=status,
             reward=score.reward,
             reward_parts=score.parts,
-            reward_seconds=max(0.0, time.perf_counter() - started - generate_seconds),
+            reward_seconds=max(0.0, time.perf_counter() - started - generate_seconds - chat.held_seconds),
             started_at=started_at,
             finished_at=time.time(),
             error=without_secrets(error),

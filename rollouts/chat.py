@@ -105,6 +105,8 @@ class Chat:
         self.recorded: list[Message] = []
         """Every message of the attempt once, messages of abandoned histories too."""
         self.turns: list[Turn] = []
+        self.held_seconds = 0.0
+        """For how long the engine waited for its next policy before it began."""
         self.max_turns_reached = False
         """True when the policy asked for tools once more than `max_tool_turns` allows."""
 
@@ -153,7 +155,8 @@ class Chat:
         with _busy(branch):
             started = time.perf_counter()
             generation = await self._engine.generate(prompt_ids, sampling=sampling, request_id=request_id)
-            generate_seconds = time.perf_counter() - started
+            generate_seconds = time.perf_counter() - started - generation.held_seconds
+            self.held_seconds += generation.held_seconds
             text = self.tokens.text(generation.token_ids, keep_special=bool(schemas))
             parsed = ParsedReply(content=text, tool_calls=[])
             if schemas and self._tool_parser is not None:

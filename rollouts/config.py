@@ -125,6 +125,11 @@ class EvaluationSettings(BaseModel):
 WeightTransfer = Literal["store", "gloo", "nccl"]
 
 
+def num_parts(arguments: dict[str, Any]) -> int:
+    """Workers of one engine with these arguments of vLLM's: that many devices, where it has any to itself."""
+    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+
+
 class EngineSettings(BaseModel):
     """The inference engine inside the rollout worker."""
 
@@ -158,4 +163,4 @@ class EngineSettings(BaseModel):
     @property
     def num_gpus(self) -> int:
         """GPUs of one engine, where there are any."""
-        return int(self.vllm.get("tensor_parallel_size", 1)) * int(self.vllm.get("pipeline_parallel_size", 1))
+        return num_parts(self.vllm)

@@ -41,6 +41,8 @@ class Generation:
     weight_versions: list[int]
     finish_reason: str
     """`stop` or `length`; anything else is an `EngineError`."""
+    held_seconds: float = 0.0
+    """How long `Engine.hold` kept it from beginning."""
     adapters: dict[int, str] = field(default_factory=dict)
     """For the versions above that are adapters: weights digest of what the engine held, as its workers read it."""
 
@@ -82,20 +84,25 @@ class Engine(Protocol):
     async def receive_policy(self, broadcast: Broadcast, fetch: Callable[[], Path]) -> WeightUpdate:
         """`load_policy` with weights that come by broadcast; `fetch` gives their folder, should it be needed later."""
 
+    async def hold(self) -> None:
+        """Keep requests from here on waiting until a policy is loaded; for an engine that has none at the moment."""
+
+    async def release(self) -> None:
+        """Undo `hold`: answer with the weights that are served."""
+
     async def stop(self) -> None:
         """Release everything."""
 
 
 def make_engine(
     settings: EngineSettings,
-    tokens: ChatTokens,
+    model: Path,
     *,
     seed: int,
     version: int,
     lora_rank: int = 0,
-    base_folder: Path | None = None,
 ) -> Engine:
-    """The engine a run file asks for, about to serve policy `version`; with `lora_rank`, adapters of the base model."""
+    """The engine a run file asks for, about to serve policy `version`; with `lora_rank`, adapters of `model`."""
     match settings.kind:
         case "vllm":
             from rollouts.vllm_engine import VllmEngine
@@ -107,12 +114,13 @@ def make_engine(
                 clear_cache_on_reload=settings.clear_cache_on_reload,
                 arguments=settings.vllm,
                 lora_rank=lora_rank,
-                base_folder=base_folder,
+                base_folder=model if lora_rank else None,
                 ends_process=True,
             )
         case "scripted":
             from rollouts.scripted_engine import ScriptedEngine, random_reply
 
+            tokens = ChatTokens.load(model)
             alphabet = tokens.alphabet()
             reply = random_reply(seed=seed, alphabet=alphabet, end_id=tokens.end_id, longest=3)
             return ScriptedEngine(reply, num_choices=len(alphabet))

@@ -81,6 +81,7 @@ class Executor:
         self._committed = 0
         self._accepted = 0
         self._ready: deque[Prompt] = deque()
+        self._called_back: list[Prompt] = []
         self._leasing: asyncio.Task[None] | None = None
         self._running: dict[asyncio.Task[None], _Running] = {}
         self._finished: list[RolloutGroup] = []
@@ -96,11 +97,14 @@ class Executor:
         """Groups so far: what a watchdog takes for progress."""
 
     def set_version(self, version: int, *, accepted: int, elsewhere: int = 0, limits: Limits | None = None) -> None:
-        """Policy `version` is served: re-base the admission formula on what the log holds.
+        """Policy `version` answers what starts from here on: re-base the admission formula on what the log holds.
 
         `accepted` is steps · batch_size + committed pending groups, and `elsewhere` what other workers have leased;
         groups finished here and not yet committed are added. `limits` replace those before, as workers come and go.
         """
+        if version > self._version:
+            self._ready.extendleft(reversed(self._called_back))
+            self._called_back.clear()
         self._version = version
         self._limits = limits or self._limits
         self._committed = accepted
@@ -115,18 +119,31 @@ class Executor:
         """Groups that may start now."""
         if self.paused:
             return 0
-        limits = self._limits
         running = len(self._running)
-        by_staleness = capacity(
-            max_concurrent=limits.max_concurrent,
-            running=running,
-            max_staleness=limits.max_staleness,
-            version=self._version,
-            batch_size=limits.batch_size,
-            accepted=self._accepted,
-            steps_per_update=limits.steps_per_update,
+        by_staleness = self._capacity(self._version, running=running, accepted=self._accepted)
+        return min(by_staleness, self._limits.total_groups - self._accepted - running)
+
+    def used_up(self, version: int, accepted: int) -> bool:
+        """Whether so many accepted groups are all that may be sampled before there is a newer policy than `version`."""
+        return self._capacity(version, running=0, accepted=accepted) <= 0
+
+    @property
+    def waits_for_policy(self) -> bool:
+        """True where all that may be sampled before the next policy is in the log, and there is more to do then."""
+        return (
+            self._is_idle
+            and not (self.paused or self._finished or self._handed_out)
+            and self._accepted < self._limits.total_groups
+            and self.used_up(self._version, self._committed)
         )
-        return min(by_staleness, limits.total_groups - self._accepted - running)
+
+    async def call_back(self) -> None:
+        """Cancel what is running, as if it had not started: its prompts are the first to start under a newer policy."""
+        running = dict(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        self._called_back += [each.prompt for task, each in running.items() if task.cancelled()]
 
     @property
     def wanted(self) -> int:
@@ -140,11 +157,10 @@ class Executor:
         """The policy version each running group started under."""
         return [running.version for running in self._running.values()]
 
-    async def wait_for_work(self) -> None:
-        """Return once there is something to collect or room to start something."""
-        while self._is_idle and not (self._finished or self.room > 0 or self._failure):
-            self._changed.clear()
-            await self._changed.wait()
+    @property
+    def has_work(self) -> bool:
+        """Whether there is something to collect or room to start something."""
+        return not self._is_idle or bool(self._finished) or self.room > 0 or self._failure is not None
 
     async def wait_for_change(self) -> None:
         """Return when a group has finished or `set_version` was called."""
@@ -244,6 +260,18 @@ class Executor:
             seconds = _now() - oldest.started
             sentence += f"; oldest {oldest.prompt.group_id} for {seconds:.0f} s, since policy {oldest.version}"
         return f"{sentence}; last error: {self._last_error}" if self._last_error else sentence
+
+    def _capacity(self, version: int, *, running: int, accepted: int) -> int:
+        limits = self._limits
+        return capacity(
+            max_concurrent=limits.max_concurrent,
+            running=running,
+            max_staleness=limits.max_staleness,
+            version=version,
+            batch_size=limits.batch_size,
+            accepted=accepted,
+            steps_per_update=limits.steps_per_update,
+        )
 
     @property
     def _is_idle(self) -> bool:

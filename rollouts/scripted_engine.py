@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,8 @@ class ScriptedEngine:
         self.running = 0
         self.peak_running = 0
         self._adapters: dict[int, str] = {}
+        self._open = asyncio.Event()
+        self._open.set()
 
     async def start(self, folder: Path, version: int) -> str:
         return (await self.load_policy(folder, version)).checksum
@@ -44,6 +47,9 @@ class ScriptedEngine:
             wanted = self._reply(prompt_ids, request_id)
             token_ids = wanted[: sampling.max_tokens]
             versions = []
+            started = time.perf_counter()
+            await self._open.wait()
+            held_seconds = time.perf_counter() - started
             for _ in token_ids:
                 # Yields to the loop at every token, so that a policy swap can fall inside a reply.
                 await asyncio.sleep(self._seconds_per_token)
@@ -55,6 +61,7 @@ class ScriptedEngine:
             logprobs=[self._logprob] * len(token_ids),
             weight_versions=versions,
             finish_reason="stop" if len(token_ids) == len(wanted) else "length",
+            held_seconds=held_seconds,
             adapters={version: self._adapters[version] for version in set(versions) & self._adapters.keys()},
         )
 
@@ -65,6 +72,8 @@ class ScriptedEngine:
             raise EngineError(
                 f"policy {version} from {folder} was not loaded, policy {self.version} serves on: {error}"
             ) from error
+        finally:
+            self._open.set()
         self.version = version
         if has_adapter(folder):
             self._adapters[version] = checksum
@@ -72,6 +81,12 @@ class ScriptedEngine:
 
     async def receive_policy(self, broadcast: Broadcast, fetch: Callable[[], Path]) -> WeightUpdate:
         raise EngineError(f"policy {broadcast.version}: an engine without weights takes part in no broadcast")
+
+    async def hold(self) -> None:
+        self._open.clear()
+
+    async def release(self) -> None:
+        self._open.set()
 
     async def stop(self) -> None:
         return None

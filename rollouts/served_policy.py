@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from collections.abc import Awaitable
 from pathlib import Path
 
 from rollouts.engine import Engine, EngineError, WeightUpdate
@@ -36,6 +37,8 @@ class ServedPolicy:
         self._engine: Engine
         self.version = 0
         """The policy version the engine serves."""
+        self._awaited = 0
+        self._released = asyncio.Event()
         self.pin = asyncio.Lock()
         """Held by whoever needs the engine to stay with this version."""
         self.overdue: Policy | None = None
@@ -85,7 +88,7 @@ class ServedPolicy:
                 return None  # two were published at once, and the later one was here first
             self.overdue = None
             update = await self._engine.load_policy(folder, policy.version)
-            self.version = policy.version
+            self._serves(policy.version)
         return update
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
@@ -94,11 +97,44 @@ class ServedPolicy:
         try:
             async with self.pin:
                 update = await self._engine.receive_policy(broadcast, functools.partial(self._reader.fetch, policy))
-                self.version, self.overdue = policy.version, None
+                self.overdue = None
+                self._serves(policy.version)
         except EngineError as error:
             logger.warning("policy %d is read from the store, its broadcast failed: %s", policy.version, error)
             return await self.publish(policy)
         return update
+
+    @property
+    def holds(self) -> bool:
+        """Whether the engine keeps requests for a version to come."""
+        return self._awaited > 0
+
+    @property
+    def next_version(self) -> int:
+        """What answers the next request: `version`, or the one that `hold_for` waits for."""
+        return self._awaited or self.version
+
+    async def hold_for(self, version: int) -> None:
+        """Let the engine, which must have no request now, keep those that come until it serves that version; by a
+        caller that holds `pin`."""
+        self._awaited = version  # first: whoever needs the engine meanwhile releases it again
+        self._released.clear()
+        await self._engine.hold()
+
+    async def released_within(self, seconds: float) -> bool:
+        """Wait until the engine holds nothing back; false where it still does after so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._released.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def release(self) -> Awaitable[None]:
+        """Wait for no version from now on; what this returns lets the engine answer, after a load that is under way."""
+        self._awaited = 0
+        self._released.set()
+        return self._engine.release()
 
     async def load(self, version: int) -> None:
         """Serve any version of the run; for an engine that only evaluates, by a caller that holds `pin`.
@@ -112,6 +148,10 @@ class ServedPolicy:
         folder = await asyncio.to_thread(self._reader.fetch, find_policy(self._log, version))
         await self._engine.load_policy(folder, version)
         self.version = version
+
+    def _serves(self, version: int) -> None:
+        self.version, self._awaited = version, 0
+        self._released.set()
 
     async def _know(self, policy: Policy) -> None:
         """Of a delta the reader needs to know the anchor."""

@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rollouts.config import num_parts
 from rollouts.engine import EngineError
 from storage.records import Sampling
 
@@ -20,8 +21,7 @@ def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
 
     Raises `ValueError` where Ray is asked to start them: our process has all their devices already.
     """
-    num_parts = arguments.get("tensor_parallel_size", 1) * arguments.get("pipeline_parallel_size", 1)
-    if num_parts == 1:
+    if num_parts(arguments) == 1:
         return arguments
     from vllm.platforms import current_platform
 
@@ -35,7 +35,7 @@ def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
         # vLLM would bind each part to a NUMA node of its own, and most machines have one.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
-        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_parts))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_parts(arguments)))
     # Inside of a Ray placement group, where we are, vLLM would choose Ray.
     return {**arguments, "distributed_executor_backend": "mp"}
 

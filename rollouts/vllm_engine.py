@@ -22,13 +22,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollouts.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
 from rollouts.vllm_arguments import end_token_ids, in_processes_of_its_own, sampling_parameters
+from rollouts.vllm_core import CoreStart
 from rollouts.vllm_lora import adapter_arguments, check_applied, slot_request
 from rollouts.vllm_worker import results
 from storage.adapters import ADAPTER_WEIGHTS, has_adapter
@@ -40,9 +41,6 @@ logger = logging.getLogger("millrace.engine")
 
 TRIES = 3
 """How often old weights are put back, or the engine told to go on, before it is given up."""
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""For the core, by which glibc keeps what a step frees for the next one, as it does for the trainer: to give megabytes
-back to the kernel and get them anew, page by page, takes a twentieth of a small step."""
 REHEARSAL_SECONDS = 1.0
 """Of an engine that has just started; a large model on a CPU would take longer to answer everybody."""
 
@@ -60,18 +58,6 @@ class _Weights:
 
 def _weights_in(folder: Path, version: int) -> _Weights:
     return _Weights(version=version, digest=_weights_digest(folder), fetch=lambda: folder)
-
-
-@contextlib.contextmanager
-def _inherited(variables: dict[str, str]) -> Iterator[None]:
-    """Processes that are started meanwhile have these in their environment, but for what the user has set."""
-    ours = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
 
 
 class VllmEngine:
@@ -108,6 +94,11 @@ class VllmEngine:
             **(adapter_arguments(lora_rank) if lora_rank else {}),
             **arguments,
         }
+        if self._arguments.get("enforce_eager"):
+            # The sampler's one compiled function too: the first replies would wait for its compiler, and others when
+            # batches change their shape. The core inherits the environment.
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        self._core = CoreStart(self._arguments)
         self.update_mode: UpdateMode = update_mode
         """May be changed between updates; so may the next."""
         self.clear_cache_on_reload = clear_cache_on_reload
@@ -128,6 +119,8 @@ class VllmEngine:
         self._aborts_begun = 0
         self._aborts_ended = 0
         self._unusable = ""
+        self._holds = False
+        self._held_until = 0.0  # by `time.perf_counter`
 
     async def start(self, folder: Path, version: int) -> str:
         from vllm import AsyncEngineArgs
@@ -135,16 +128,12 @@ class VllmEngine:
         from vllm.inputs import tokens_input
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        if self._arguments.get("enforce_eager"):
-            # The sampler's one compiled function too: the first replies would wait for its compiler, and others when
-            # batches change their shape. The core inherits the environment.
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a search in vLLM's package takes as long as all else here
         self._stop_ids = end_token_ids(model)
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
-        with _inherited(_MALLOC):
+        with self._core.starting():
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
         enable_envs_cache()  # as the core does: every request would look up a few variables, each of them slowly
         if self._base_folder is not None:
@@ -161,7 +150,7 @@ class VllmEngine:
         token_ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        finish_reason, num_parts = "abort", 0
+        finish_reason, num_parts, started = "abort", 0, time.perf_counter()
         while finish_reason == "abort":
             aborts_ended = self._aborts_ended
             completion = await self._sample(
@@ -187,6 +176,7 @@ class VllmEngine:
             logprobs=logprobs,
             weight_versions=versions,
             finish_reason=finish_reason,
+            held_seconds=max(0.0, self._held_until - started),
             adapters={version: self._adapters[version] for version in sorted(set(versions) & self._adapters.keys())},
         )
 
@@ -197,9 +187,18 @@ class VllmEngine:
         weights = _Weights(version=broadcast.version, digest=broadcast.weights_sha256, fetch=fetch)
         return await self._change(f"policy {broadcast.version} from the trainer", lambda: weights, broadcast)
 
+    async def hold(self) -> None:
+        async with self._update:
+            await self._pause("keep")
+            self._holds = True
+
+    async def release(self) -> None:
+        async with self._update:
+            await self._resume()
+
     async def stop(self) -> None:
         if self.llm is not None:
-            self.llm.shutdown()
+            self.llm.shutdown(timeout=0)  # killed: it has nothing to lose, and three seconds of objects to tidy away
             self.llm = None
 
     async def _rehearse(self) -> None:
@@ -254,7 +253,8 @@ class VllmEngine:
             started = time.perf_counter()
             try:
                 new = weights()
-                await self._pause()
+                if not self._holds:
+                    await self._pause(self.update_mode)
                 paused = True
                 checksum = await self._install(new, broadcast)
                 self._served, self._unusable = new, ""
@@ -275,13 +275,13 @@ class VllmEngine:
                 transfer="store" if broadcast is None else broadcast.backend,
             )
 
-    async def _pause(self) -> None:
-        aborting = self.update_mode == "abort"
+    async def _pause(self, mode: UpdateMode) -> None:
+        aborting = mode == "abort"
         self._aborts_begun += aborting
         try:
             # Not `llm.pause_generation`, which also sleeps 20 ms for callers that want every output before it returns.
             core = self.llm.engine_core
-            await self._call(core.pause_scheduler_async(mode=self.update_mode, clear_cache=self.clear_cache_on_reload))
+            await self._call(core.pause_scheduler_async(mode=mode, clear_cache=self.clear_cache_on_reload))
         finally:
             self._aborts_ended += aborting
 
@@ -317,6 +317,8 @@ class VllmEngine:
         for attempt in range(1, TRIES + 1):
             try:
                 await self._call(self.llm.resume_generation())
+                if self._holds:
+                    self._holds, self._held_until = False, time.perf_counter()
                 return
             except Exception as error:  # noqa: BLE001 - tried again, then named
                 logger.warning("the engine did not resume, try %d of %d: %s", attempt, TRIES, error)

@@ -22,6 +22,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+from rollouts.admission import AHEAD_PATIENCE, is_short
 from rollouts.attempts import AttemptLimits, Player
 from rollouts.chat_tokens import ChatTokens
 from rollouts.config import EngineSettings, RewardSettings
@@ -31,6 +32,7 @@ from rollouts.executor import Executor, Limits
 from rollouts.prompts import Prompt, PromptOrder
 from rollouts.scoring import RewardPool
 from rollouts.served_policy import ServedPolicy
+from rollouts.shard_writer import ShardWriter
 from rollouts.tool_parsing import ToolParser
 from rollouts.workflow import RolloutWorkflow
 from storage.claims import ClaimRules, num_counted
@@ -42,8 +44,7 @@ from storage.records import RolloutGroup, Sampling
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.runs import open_run
-from storage.shard_codec import Provenance
-from storage.shards import commit_shard
+from storage.starting import Startable
 from storage.weight_broadcast import Broadcast
 
 logger = logging.getLogger("millrace.rollout")
@@ -59,7 +60,7 @@ def waiting_tasks() -> list[str]:
     return [f"  {count} × {place}" for place, count in places.most_common(20)]
 
 
-class RolloutWorker:
+class RolloutWorker(Startable):
     """Produces committed shards for one run until it is closed. Call `start` first."""
 
     def __init__(
@@ -108,7 +109,7 @@ class RolloutWorker:
         self._lease_timeout = lease_timeout
         self._log_lock = asyncio.Lock()
         self._has_started = False
-        self._collected_at = 0.0  # Unix seconds: when the groups of the newest shard were complete
+        self._collected_at = 0.0  # Unix seconds: when the newest shard was complete, or the next was released
 
     async def start(self, version: int | None = None) -> str:
         """Load a policy version, the live one by default; returns the engine's weight checksum.
@@ -125,16 +126,18 @@ class RolloutWorker:
             most_behind=self._limits.max_staleness * self._limits.steps_per_update,
         )
         policy, folder = self._served.first(version)
-        base_folder = self._served.base() if self._lora_rank else None
-        self._tokens = ChatTokens.load(base_folder or folder)
+        model = self._served.base() if self._lora_rank else folder
         self._workflow: RolloutWorkflow = load_object(self._workflow_path)(self._dataset)
-        self._engine = make_engine(
-            self._engine_settings,
-            self._tokens,
-            seed=self._seed,
-            version=policy.version,
-            lora_rank=self._lora_rank,
-            base_folder=base_folder,
+        self._engine = make_engine(  # before transformers is imported here: vLLM's core does so beside us
+            self._engine_settings, model, seed=self._seed, version=policy.version, lora_rank=self._lora_rank
+        )
+        self._tokens = ChatTokens.load(model)
+        self._shards = ShardWriter(
+            log=self._log,
+            producer=self._name,
+            tokens=self._tokens,
+            config_sha256=self._config_sha256,
+            code_version=self._code_version,
         )
         checksum = await self._engine.start(folder, policy.version)
         self._served.serve(self._engine, policy.version)
@@ -174,13 +177,44 @@ class RolloutWorker:
         """Look at the log again: let prompts start that it now leaves room for."""
         async with self._log_lock:
             await asyncio.to_thread(self._log.refresh)
+            if self._log.state.paused or not self._executor.used_up(self._served.version, self._num_accepted()):
+                await self._call_back()
             self._rebase()
 
     async def wait_for_work(self) -> None:
-        """Return once `collect` would have something to do. What `publish` could not load is tried again first."""
+        """Return once `collect` would have something to do; what `publish` could not load is tried again first. Where
+        the next policy is soon there its groups begin meanwhile."""
         if self._served.overdue is not None:
             await self.publish(self._served.overdue)
-        await self._executor.wait_for_work()
+        may_begin = True
+        while not self._executor.has_work:
+            if not (may_begin and await self._begin_ahead()):
+                await self._executor.wait_for_change()
+            elif not await self._served.released_within(AHEAD_PATIENCE * self._attempt_limits.attempt_timeout):
+                may_begin = False
+                async with self._log_lock:
+                    await self._call_back()
+
+    async def _begin_ahead(self) -> bool:
+        """Start the groups of the next policy while it is made, if that is short: the engine holds them back for it."""
+        steps, served, timeout = self._log.state.steps, self._served, self._attempt_limits.attempt_timeout
+        num_steps = self._limits.steps_per_update
+        if served.pin.locked() or not (steps and is_short(steps[-1].metrics, num_steps, attempt_timeout=timeout)):
+            return False
+        async with served.pin:
+            if not self._executor.waits_for_policy:
+                return False
+            await served.hold_for(served.version + num_steps)
+        await self.refresh()
+        return True
+
+    async def _call_back(self) -> None:
+        """Let groups that were started ahead wait for their turn again: the engine is needed. Holding the lock."""
+        if self._served.holds:
+            await self._executor.call_back()
+            released = self._served.release()
+            self._rebase()
+            await released
 
     async def wait_for_stragglers(self, version: int) -> None:
         """See `Executor.wait_for_stragglers`; what has finished is committed."""
@@ -193,7 +227,8 @@ class RolloutWorker:
 
     def report(self) -> str:
         """Where this worker stands, and where each of its asyncio tasks waits."""
-        return "\n".join([self._executor.report(), *waiting_tasks()])
+        held = f"the engine serves policy {self._served.version}, and keeps requests for the next" * self._served.holds
+        return "\n".join([self._executor.report(), *([held] if held else []), *waiting_tasks()])
 
     async def collect(self) -> Shard | None:
         """Produce and commit the next shard; null when nothing more can run before the next policy."""
@@ -201,7 +236,7 @@ class RolloutWorker:
         groups = await self._executor.prepare_batch()
         # Attempts begin where there is room for them, not with this call, which gets its turn after hundreds of them.
         begun = min((group.queued_at for group in groups), default=started)
-        started = min(started, max(begun, self._collected_at))
+        started = max(min(started, begun), self._collected_at)
         self._collected_at = time.time()
         return await self._commit_groups(groups, seconds=self._collected_at - started)
 
@@ -212,7 +247,9 @@ class RolloutWorker:
             while groups and shard is None:
                 shard_id = f"{self._log.state.step:06d}-{self._name}-{uuid.uuid4().hex[:8]}"
                 try:
-                    shard = await asyncio.to_thread(self._commit, shard_id, groups, self._sampling, seconds, False)
+                    shard = await asyncio.to_thread(
+                        self._shards.write, shard_id, groups, sampling=self._sampling, wall_seconds=seconds
+                    )
                 except Conflict:
                     # A producer that was given up for dead came back and committed some of these prompts first.
                     left = [group for group in groups if not self._is_committed(group)]
@@ -241,9 +278,16 @@ class RolloutWorker:
         return await self._admit_after(self._served.publish(policy))
 
     async def _admit_after(self, updating: Awaitable[WeightUpdate | None]) -> WeightUpdate | None:
-        """A new policy is room for more."""
-        update = await updating
+        """A new policy is room for more, and what was started ahead begins; without one it is called back."""
+        held, update = self._served.holds, None
+        try:
+            update = await updating
+        finally:
+            if update is None:
+                async with self._log_lock:
+                    await self._call_back()
         if update is not None:
+            self._collected_at = time.time() if held else self._collected_at
             await self.refresh()
         return update
 
@@ -276,11 +320,15 @@ class RolloutWorker:
     async def _evaluate(
         self, *, split: str, num_tasks: int, n_samples: int, temperature: float, max_concurrent: int
     ) -> Evaluation:
+        async with self._log_lock:
+            await self._call_back()
         version, sampling = self._served.version, dataclasses.replace(self._sampling, temperature=temperature)
 
         async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
             async with self._log_lock:
-                await asyncio.to_thread(self._commit, shard_id, groups, sampling, seconds, True)
+                await asyncio.to_thread(
+                    self._shards.write, shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True
+                )
 
         evaluation = await evaluate_tasks(
             itertools.islice(self._workflow.tasks(split), num_tasks),
@@ -336,12 +384,14 @@ class RolloutWorker:
         """Tell the executor what the log counts against it."""
         state = self._log.state
         elsewhere = sum(holder != self._name for holder in state.leased.values())
-        # Steps, not the version served here: between a step and its `publish` the step's groups stay accepted.
-        accepted = state.step * self._limits.batch_size + num_counted(state, self._rules)
         self._executor.paused = bool(state.paused)
         self._executor.set_version(
-            self._served.version, accepted=accepted, elsewhere=elsewhere, limits=self._limits_now()
+            self._served.next_version, accepted=self._num_accepted(), elsewhere=elsewhere, limits=self._limits_now()
         )
+
+    def _num_accepted(self) -> int:
+        """By the log. Of steps, not versions served here: between a step and `publish` its groups stay accepted."""
+        return self._log.state.step * self._limits.batch_size + num_counted(self._log.state, self._rules)
 
     def _limits_now(self) -> Limits:
         """The run's end as its newest session has it, and a fair share of what may be in flight at all: the first
@@ -362,30 +412,3 @@ class RolloutWorker:
         state = self._log.state
         known = state.groups.get(group.id)
         return group.position in state.positions or (known is not None and known.position == group.position)
-
-    def _commit(
-        self,
-        shard_id: str,
-        groups: list[RolloutGroup],
-        sampling: Sampling,
-        wall_seconds: float,
-        is_eval: bool,
-    ) -> Shard:
-        provenance = Provenance(
-            run_id=self._run_id,
-            shard_id=shard_id,
-            producer=self._name,
-            tokenizer_sha256=self._tokens.tokenizer_sha256,
-            chat_template_sha256=self._tokens.chat_template_sha256,
-            config_sha256=self._config_sha256,
-            code_version=self._code_version,
-        )
-        attempts = [trajectory for group in groups for trajectory in group.trajectories]
-        rewarding = sum(trajectory.reward_seconds for trajectory in attempts)
-        generating = sum(turn.generate_seconds for trajectory in attempts for turn in trajectory.turns)
-        # Attempts overlap, so their seconds only say in which proportion the wall-clock is to be split.
-        share = rewarding / (rewarding + generating) if attempts and rewarding + generating else 0.0
-        seconds = {"generate": wall_seconds * (1 - share), "reward": wall_seconds * share}
-        return commit_shard(
-            self._log, groups, provenance=provenance, sampling=sampling, is_eval=is_eval, seconds=seconds
-        )

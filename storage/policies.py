@@ -174,8 +174,10 @@ class PolicyReader:
         """
         try:
             folder = self._log.store.fetch_folder(policy.path, self._cache)
-            verify_folder(folder)
+            weights_sha256 = verify_folder(folder)
             if _only_weights(_read_seal(folder)) != DELTA_FILE:
+                if weights_sha256 != policy.weights_sha256:
+                    raise DigestMismatch(f"{folder} holds other weights than the log says policy {policy.version} has")
                 return folder
         except (FileNotFoundError, DigestMismatch) as error:
             if policy.anchor is None:

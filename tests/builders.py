@@ -63,6 +63,12 @@ class FreePrompts:
         return [self._order.at(position) for position in positions]
 
 
+async def wait_for_work(executor: Executor) -> None:
+    """Return once there is something to collect or room to start something, as a rollout worker does."""
+    while not executor.has_work:
+        await executor.wait_for_change()
+
+
 class MemoryStore:
     """An object store without a disk, for tests that write thousands of entries."""
 
@@ -231,11 +237,11 @@ def a_step(state: RunState, claim: Claim | None = None, *, attempt: str = "a", *
     )
 
 
-def a_log(store: Any = None, *, run_id: str = "run") -> RunLog:
+def a_log(store: Any = None, *, run_id: str = "run", base: Policy = BASE) -> RunLog:
     """A run with a session and its base policy: two entries."""
     log = create_run(store or MemoryStore(), run_id, {"seed": 0})
     log.append(Session(id="first", code_version="c0de"))
-    log.append(BASE)
+    log.append(base)
     return log
 
 

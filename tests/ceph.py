@@ -95,7 +95,7 @@ class Ceph:
         self._run("ceph", "osd", "crush", "add", "osd.0", "1", "host=here", "root=default")
         self._run("ceph-osd", "-i", "0", "--mkfs", "--osd-uuid", osd_id)
         self._daemon("ceph-osd", "-i", "0")
-        self._wait("the OSD", lambda: "1 up" in self._run("ceph", "osd", "stat"))
+        self._wait("the OSD", self._has_an_osd)
 
         self._daemon("radosgw", "-n", "client.rgw")
         self._wait("the gateway", self._answers)
@@ -202,6 +202,12 @@ mon_addr = 127.0.0.1:{monitor_port}
             if ended or time.monotonic() > deadline:
                 raise CephFailed(f"{what} did not come up in {START_SECONDS} s; ended: {ended}{self._logs()}")
             time.sleep(0.1)
+
+    def _has_an_osd(self) -> bool:
+        try:
+            return "1 up" in self._run("ceph", "osd", "stat")
+        except CephFailed:  # "problem getting command descriptions": a monitor that has just begun may say so
+            return False
 
     def _answers(self) -> bool:
         try:

@@ -67,7 +67,7 @@ ANSWERS = {
     Fault.DISK_FULL: (507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold."),
     Fault.REFUSE_CONDITION: (501, "NotImplemented", "A header you provided implies functionality not implemented."),
 }
-ABOUT_CONDITIONS = {Fault.IGNORE_CONDITION, Fault.REFUSE_CONDITION}
+ABOUT_CONDITIONS = {Fault.IGNORE_CONDITION, Fault.REFUSE_CONDITION, Fault.CONFLICT}
 NOT_FORWARDED = {"connection", "expect", "transfer-encoding", "content-length"}
 ALWAYS = 10**9
 

@@ -90,6 +90,11 @@ def hold_trainer_lock(uri: str, run_id: str, held: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def has_imported(module: str) -> bool:
+    """Whether this process has, without having been asked to."""
+    return module in sys.modules
+
+
 def _remember(barrier: Any) -> None:
     global _barrier
     _barrier = barrier

@@ -29,7 +29,7 @@ from storage.log_entries import Claim, Lease
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
 from storage.run_state import claimed_groups
 from storage.shard_codec import summarise
-from tests.builders import SAMPLING, a_log, a_shard, a_step
+from tests.builders import SAMPLING, a_log, a_shard, a_step, wait_for_work
 from trainers.staleness import lag_of_tokens, tokens_to_train
 
 T = TypeVar("T")
@@ -315,7 +315,7 @@ class _Simulation:
     async def _produce(self, executor: Executor) -> None:
         self._rebase()
         while True:
-            await executor.wait_for_work()
+            await wait_for_work(executor)
             self._commit(executor, await executor.prepare_batch())
 
     def _commit(self, executor: Executor, groups: Sequence[RolloutGroup]) -> None:

@@ -126,7 +126,7 @@ def test_only_workers_reach_past_the_records_into_the_store():
     }
     # A replay and a rescore start from what is committed, as the workers do.
     replaying = {"trainers/replay.py", "rollouts/rescoring.py"}
-    workers = {"rollouts/worker.py", "rollouts/served_policy.py", "trainers/worker.py"}
+    workers = {"rollouts/worker.py", "rollouts/served_policy.py", "rollouts/shard_writer.py", "trainers/worker.py"}
     assert reaching <= workers | replaying
 
 

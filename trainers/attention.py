@@ -15,10 +15,12 @@ transformers calls `packed_attention` by the name `PACKED_ATTENTION`; the layout
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -62,20 +64,28 @@ class Places:
 
 
 class Layout:
-    """Where a pack's tokens stand: end to end, or with sequences of similar length side by side."""
+    """Where a pack's tokens stand: end to end, or with sequences of similar length side by side.
 
-    def __init__(self, offsets_S: torch.Tensor, computed_T: torch.Tensor, *, device: torch.device) -> None:
-        """`computed_T` says which of the computed tokens each token of the pack is; both are on the host."""
+    It goes to the model as one object: FSDP moves tensors among a model's arguments to the GPU, and what is needed on
+    the host would be waited for to come back.
+    """
+
+    def __init__(self, lengths_S: torch.Tensor, computed_T: torch.Tensor | None, *, device: torch.device) -> None:
+        """`computed_T` says which of the computed tokens each token of the pack is; null: its own. Both on the host."""
         self._device = device
-        self._offsets = offsets_S.to(torch.int64)
-        self._computed_T = computed_T
-        self.offsets_S = offsets_S.to(device=device, dtype=torch.int32, non_blocking=True)
+        self.lengths_S = lengths_S
+        """Of the sequences, int64 on the host."""
+        ends_S = lengths_S.cumsum(0)
+        self._starts_S = ends_S - lengths_S
+        self._computed_T = torch.arange(int(ends_S[-1])) if computed_T is None else computed_T
+        self.computed_T = None if computed_T is None else computed_T.to(device, non_blocking=True)
+        """The computed token that each token is, on the device; null where no two are the same."""
+        self.offsets_S = torch.cat([ends_S.new_zeros(1), ends_S]).to(device, torch.int32, non_blocking=True)
         """Where each sequence starts and the last one ends, int32 on the device: flash attention's cu_seqlens."""
-        lengths = self._offsets.diff()
-        self.longest = int(lengths.max())
-        order = torch.argsort(lengths, descending=True, stable=True)
+        self.longest = int(self.lengths_S.max())
+        order = torch.argsort(self.lengths_S, descending=True, stable=True)
         self._order = order
-        self.batches = _batches(lengths[order].tolist())
+        self.batches = _batches(self.lengths_S[order].tolist())
         """The sequences by falling length, those of similar length padded to the longest of them."""
 
     @functools.cached_property
@@ -86,25 +96,27 @@ class Layout:
     @functools.cached_property
     def side_by_side(self) -> Places:
         """Batch after batch, each sequence padded behind its end."""
-        lengths = self._offsets.diff()[self._order]
+        lengths = self.lengths_S[self._order]
         padded = torch.tensor([batch.length for batch in self.batches for _ in range(batch.num_sequences)])
         within = position_ids(lengths)
-        token = torch.repeat_interleave(self._offsets[:-1][self._order], lengths) + within
+        token = torch.repeat_interleave(self._starts_S[self._order], lengths) + within
         place_T = torch.empty_like(token)
         place_T[token] = torch.repeat_interleave(padded.cumsum(0) - padded, lengths) + within
         return _places(self._computed_T, place_T, int(padded.sum()), self._device)
 
 
-def layout_of(offsets_S: torch.Tensor, *, device: torch.device, computed_T: torch.Tensor | None = None) -> Layout:
-    """The layout of a pack. Tensors on the host cost no wait for the GPU.
+def layout_of(
+    lengths: Sequence[int] | np.ndarray, *, device: torch.device, computed_T: torch.Tensor | None = None
+) -> Layout:
+    """The layout of a pack of sequences of these lengths.
 
-    With `computed_T` (see `trainers.packing.shared_tokens`) the model's inputs are the computed tokens alone.
-    Raises `ValueError` for offsets that do not start at 0 or hold an empty sequence.
+    With `computed_T` (`trainers.packing.shared_tokens`, on the host) what sequences begin with in common is computed
+    once. Raises `ValueError` without a sequence, and for an empty one.
     """
-    offsets = offsets_S.detach().cpu()
-    if offsets.numel() < 2 or int(offsets[0]) != 0 or int(offsets.diff().min()) < 1:
-        raise ValueError(f"offsets {offsets.tolist()}: they start at 0 and grow with every sequence")
-    return Layout(offsets, torch.arange(int(offsets[-1])) if computed_T is None else computed_T, device=device)
+    lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
+    if not len(lengths_S) or int(lengths_S.min()) < 1:
+        raise ValueError(f"lengths {lengths_S.tolist()}: a pack has a sequence, and a sequence a token")
+    return Layout(lengths_S, computed_T, device=device)
 
 
 def _batches(lengths: list[int]) -> tuple[Batch, ...]:
@@ -180,6 +192,7 @@ def packed_attention(
         from torch.nn.attention.varlen import varlen_attn
 
         query_THd, key_TGd, value_TGd = (_to_places(tensor, layout.end_to_end) for tensor in by_token)
+        grouped = {"enable_gqa": query_THd.shape[1] != key_TGd.shape[1]} if _asks_for_gqa(varlen_attn) else {}
         output_THd = varlen_attn(
             query_THd,
             key_TGd,
@@ -190,12 +203,18 @@ def packed_attention(
             layout.longest,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=query_THd.shape[1] != key_TGd.shape[1],
+            **grouped,
         )
         return _from_places(output_THd, layout.end_to_end)[None], None
     query_PHd, key_PGd, value_PGd = (_to_places(tensor, layout.side_by_side) for tensor in by_token)
     outputs = _batched_attention(query_PHd, key_PGd, value_PGd, layout.batches, scale=scaling, window=window)
     return _from_places(outputs, layout.side_by_side)[None], None
+
+
+@functools.cache
+def _asks_for_gqa(varlen_attn: Callable[..., Any]) -> bool:
+    """Torch before 2.12 lets query heads share keys without being told."""
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _has_flash_kernel(query_THd: torch.Tensor) -> bool:
@@ -225,6 +244,9 @@ def _batched_attention(
         batches, query_PHd.split(sizes), key_PGd.split(sizes), value_PGd.split(sizes), strict=True
     ):
         query, key, value = (part.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for part in parts)
+        num_sharing = query.shape[1] // key.shape[1]
+        if query.is_cuda and num_sharing > 1:  # of its exact kernels there only the one that makes the square shares
+            key, value = (part.repeat_interleave(num_sharing, dim=1) for part in (key, value))
         is_windowed = window is not None and window < batch.length
         output = scaled_dot_product_attention(
             query,

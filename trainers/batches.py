@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trainers.attention import Layout, layout_of
 from trainers.packing import distribute_groups, pack_groups, position_ids, shared_tokens
 from trainers.samples import Samples
 
@@ -21,7 +22,7 @@ from trainers.samples import Samples
 class Pack:
     """Several sequences end to end, on the device.
 
-    Every tensor but `offsets` and `positions` has shape [T], and stands at the position that predicts: what belongs to
+    Every tensor but `positions` has shape [T], and stands at the position that predicts: what belongs to
     a token is found one place before it. A row's last token is left out, for nothing is predicted from it; a row of
     one token keeps it, with mask 0.
     """
@@ -34,10 +35,8 @@ class Pack:
     position_ids: torch.Tensor
     sequences: torch.Tensor
     """Which sequence of the pack a token belongs to, int64."""
-    offsets: torch.Tensor
-    """Where each sequence starts and the last one ends, int32 of shape [S + 1]; on the host."""
-    computed: torch.Tensor | None
-    """Which computed token each one is, int64 on the host; null where no two are the same (`shared_tokens`)."""
+    layout: Layout
+    """Where the sequences stand, and which of their tokens are the same."""
     positions: torch.Tensor
     """Where a sampled token is predicted: prompts and tools need no logits. Shape [N]."""
     values: Mapping[str, torch.Tensor]
@@ -108,8 +107,7 @@ def build_pack(
         mask=shifted((np.zeros(len(samples.mask_T)) if mask_T is None else mask_T).astype(np.float32)),
         position_ids=position_ids(lengths).to(device),
         sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device),
-        offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
-        computed=shared_tokens(samples.input_ids_T[tokens], lengths),
+        layout=layout_of(lengths, device=device, computed_T=shared_tokens(samples.input_ids_T[tokens], lengths)),
         positions=torch.from_numpy(positions if len(positions) else np.zeros(1, np.int64)).to(device),
         values={name: shifted(values_T) for name, values_T in values.items()},
         tokens=tokens,

@@ -113,7 +113,8 @@ def load_state(
         owner.state.pop(parameter, None)
         copy_into(parameter, tensors[f"weight/{name}"])
         if f"exp_avg/{name}" in tensors:
-            state = {"step": tensors[f"step/{name}"]}
+            # On the parameter's device, where a fused optimizer reads it.
+            state = {"step": tensors[f"step/{name}"].to(parameter.device)}
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter)
                 copy_into(state[key], tensors[f"{key}/{name}"])

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainers.presets import Preset, with_preset
+from trainers.presets import Preset, under_preset, with_preset
 
 
 class Block(BaseModel):
@@ -97,7 +97,7 @@ class GaeAdvantage(Block):
     lam: float = Field(default=1.0, ge=0, le=1)
     """λ: 1 is the whole return, 0 one step."""
     whiten: bool = True
-    """Whiten the advantages over all trained tokens of the batch."""
+    """Whiten the advantages over all sampled tokens of the batch whose attempt has a reward."""
 
 
 class DistillAdvantage(Block):
@@ -328,6 +328,10 @@ class TrainSettings(Block):
     and engines have the others. It decides in which order numbers are added up, so the last digits depend on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU where there is one."""
+
+    def under_preset(self, preset: str) -> dict[str, Any]:
+        """These settings as a table, under another preset; see `trainers.presets.under_preset`."""
+        return under_preset(self.model_dump(), preset)
 
     @model_validator(mode="before")
     @classmethod

@@ -86,8 +86,7 @@ def assign_credit(
     )
     metrics = dict(per_attempt.metrics)
     if penalty_T is not None:
-        scored = reward_metrics(torch.from_numpy(scored_A), groups_A, reward_parts_B=parts_A)
-        metrics |= {name: scored[name] for name in ("reward", "reward_std") if name in scored}
+        metrics |= reward_metrics(torch.from_numpy(scored_A), groups_A, reward_parts_B=parts_A)
     returns_T = None
     known_T = ~np.isnan(samples.rewards_B)[token_row]
     match settings.advantage:

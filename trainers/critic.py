@@ -6,7 +6,7 @@ reward to expect before the next token is sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainers.attention import Layout
 from trainers.batches import Pack
 from trainers.config import TrainSettings
 from trainers.distributed import shard
@@ -38,12 +39,10 @@ class CriticModel(nn.Module):
         self,
         input_ids_T: torch.Tensor,
         position_ids_T: torch.Tensor,
-        offsets_S: torch.Tensor,
-        *,
-        computed_T: torch.Tensor | None = None,
+        layout: Layout,
     ) -> torch.Tensor:
         """Values, float32 of shape [T]."""
-        hidden_TD = self.policy.hidden(input_ids_T, position_ids_T, offsets_S, computed_T=computed_T)
+        hidden_TD = self.policy.hidden(input_ids_T, position_ids_T, layout)
         values: torch.Tensor = self.value_head(hidden_TD).sum(1)  # its only column; FSDP2 warns of views
         return values.float()
 
@@ -70,7 +69,7 @@ class Critic:
 
     def __call__(self, pack: Pack) -> torch.Tensor:
         """Values at predicting positions, shape [T]."""
-        values: torch.Tensor = self.model(pack.input_ids, pack.position_ids, pack.offsets, computed_T=pack.computed)
+        values: torch.Tensor = self.model(pack.input_ids, pack.position_ids, pack.layout)
         return values
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -96,11 +95,21 @@ class Critic:
         return output.sums
 
     def update(
-        self, max_grad_norm: float, *, sum_over_ranks: Callable[[np.ndarray], np.ndarray], num_updates: int
+        self,
+        max_grad_norm: float,
+        *,
+        sum_over_ranks: Callable[[np.ndarray], np.ndarray],
+        rows: Callable[[], Sequence[str]],
+        num_updates: int,
     ) -> dict[str, float]:
         """Clip the gradient and take one update. Raises `trainers.health.NonFinite` before anything is touched."""
         total, _ = clip_gradient(
-            self.model.named_parameters(), max_grad_norm, sum_over_ranks=sum_over_ranks, num_updates=num_updates
+            self.model.named_parameters(),
+            max_grad_norm,
+            sum_over_ranks=sum_over_ranks,
+            what="the critic's gradient",
+            rows=rows,
+            num_updates=num_updates,
         )
         self.optimizer.step()
         return {"critic_grad_norm": total}

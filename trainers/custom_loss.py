@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,11 @@ from storage.loading import load_object
 from trainers.losses import LossInputs, LossOutput
 
 LossFunction = Callable[..., LossOutput]
+
+_TAKEN = re.compile(
+    r"loss|tokens|approx_kl|entropy|reference_kl|off_policy_kl|ratio|ratio_squared|importance.*|value_.*"
+)
+"""Names of sums that the trainer adds to those of any loss."""
 
 
 @functools.cache
@@ -75,6 +81,8 @@ def _try(function: LossFunction, inputs: LossInputs, arguments: Mapping[str, Any
     wrong = [key for key, value in output.sums.items() if not isinstance(value, (int, float))]
     if wrong:
         raise ValueError(f"{named}: sums {wrong} are no numbers; write float(tensor)")
+    if taken := [key for key in output.sums if _TAKEN.fullmatch(key)]:
+        raise ValueError(f"{named}: sums {taken} have names that the trainer's own metrics have; give them others")
     return output.loss.item()
 
 

@@ -59,8 +59,10 @@ class NonFinite(Exception):
     def __init__(self, what: str, rows: Sequence[str], num_updates: int = 0) -> None:
         """`num_updates` optimizer updates of this step came before; 0: the weights are still the step's base policy."""
         named = ", ".join(rows[:_ROWS_NAMED]) + (f" and {len(rows) - _ROWS_NAMED} more" if rows[_ROWS_NAMED:] else "")
+        before = f" for it, nor are the {num_updates} updates before it in this step committed" if num_updates else ""
         super().__init__(
-            f"{what} is NaN or infinite at {named or 'no row in particular'}; the optimizer was not touched. Look at "
+            f"{what} is NaN or infinite at {named or 'no row in particular'}; the optimizer was not touched{before}. "
+            "Look at "
             "these attempts with `millrace traj show RUN ID`; if their tokens and rewards are sane, lower "
             'learning_rate or set train.dtype = "float32", and start the run again'
         )
@@ -79,15 +81,15 @@ class Gap:
     num_tokens: int
     """Tokens the policy being trained has sampled itself; the others differ for a good reason."""
     mean: float
-    """Of |Δ|, in nats."""
+    """Of |Δ| over these tokens, in nats."""
     p99: float
     """99 % of |Δ| are no larger; the upper edge of its bin."""
     k3: float
     """Mean of ρ − 1 − ln ρ with ρ = exp Δ, an estimate of KL(engine ‖ trainer) that is never negative."""
     mean_S: np.ndarray
-    """Mean |Δ| of each shard, NaN for one without such a token."""
+    """Mean of |Δ| times the weights of `gap_weights` for each shard, NaN for one of which no token was looked at."""
     tokens_S: np.ndarray
-    """How many of the tokens are of each shard."""
+    """How many tokens of each shard were looked at."""
 
     def metrics(self) -> dict[str, float]:
         """Nothing where there was nothing to compare."""
@@ -102,41 +104,52 @@ class Gap:
             raise GapTooLarge({shard_ids[shard]: float(self.mean_S[shard]) for shard in wrong}, max_gap)
 
 
+def gap_weights(versions_T: np.ndarray, mask_T: np.ndarray, shards_T: np.ndarray, *, base_version: int) -> np.ndarray:
+    """What of a token's |Δ| counts against `max_gap`; float32 [T], 0 where nothing was sampled.
+
+    All of it, where the policy being trained has sampled the token. Of shards without such a token, 1 / (1 + n) where
+    the policy of n versions before has: what n steps change is no gap, but an engine with other weights shows.
+    """
+    fresh_T = mask_T & (versions_T == base_version)
+    has_fresh_S = np.bincount(shards_T, weights=fresh_T) > 0
+    behind_T = np.maximum(0, base_version - versions_T)
+    return np.where(has_fresh_S[shards_T], fresh_T, mask_T / (1 + behind_T)).astype(np.float32)
+
+
 def measure_gap(
     logprobs_T: np.ndarray,
     sampled_T: np.ndarray,
-    counted_T: np.ndarray,
+    weights_T: np.ndarray,
     shards_T: np.ndarray,
     *,
     num_shards: int,
     sum_over_ranks: Reduce,
 ) -> Gap:
-    """Compare the trainer's log-probabilities with the engine's `sampled_T`, on the tokens this rank counts.
+    """Compare the trainer's log-probabilities, before any update of the step, with the engine's `sampled_T`.
 
-    `counted_T` is true where the policy being trained has sampled the token, before any update of the step;
-    `shards_T` numbers the shard a token is from. One collective. k3: http://joschu.net/blog/kl-approx.html
+    `weights_T` are those of `gap_weights`, `shards_T` numbers the shard a token is from. One collective.
+    k3: http://joschu.net/blog/kl-approx.html
     """
-    counted_T = counted_T.astype(bool)
-    delta_N = logprobs_T[counted_T].astype(np.float64) - sampled_T[counted_T]
-    shards_N, size_N = shards_T[counted_T].astype(np.int64), np.abs(delta_N)
+    looked_T = weights_T > 0
+    delta_N = logprobs_T[looked_T].astype(np.float64) - sampled_T[looked_T]
+    weights_N, shards_N = weights_T[looked_T], shards_T[looked_T].astype(np.int64)
+    size_N, fresh_N = np.abs(delta_N), weights_N == 1
     with np.errstate(over="ignore"):
-        k3_N = np.expm1(delta_N) - delta_N
-    bins = _bins(size_N)
-    tokens_S = np.bincount(shards_N, minlength=num_shards).astype(np.float64)
+        k3_N = np.expm1(delta_N[fresh_N]) - delta_N[fresh_N]
     parts = [
-        np.bincount(bins, minlength=len(_EDGES) + 1).astype(np.float64),
-        tokens_S,
-        np.bincount(shards_N, weights=size_N, minlength=num_shards),
-        np.array([k3_N.sum()]),
+        np.bincount(_bins(size_N[fresh_N]), minlength=len(_EDGES) + 1).astype(np.float64),
+        np.bincount(shards_N, minlength=num_shards).astype(np.float64),
+        np.bincount(shards_N, weights=size_N * weights_N, minlength=num_shards),
+        np.array([fresh_N.sum(), size_N[fresh_N].sum(), k3_N.sum()]),
     ]
     ends = np.cumsum([len(part) for part in parts])[:-1]
-    histogram, tokens_S, size_S, k3 = np.split(sum_over_ranks(np.concatenate(parts)), ends)
-    num_tokens = int(tokens_S.sum())
+    histogram, tokens_S, size_S, (num_fresh, size, k3) = np.split(sum_over_ranks(np.concatenate(parts)), ends)
+    num_tokens = int(num_fresh)
     return Gap(
         num_tokens=num_tokens,
-        mean=float(size_S.sum() / max(1, num_tokens)),
+        mean=float(size / max(1, num_tokens)),
         p99=_quantile(histogram, 0.99),
-        k3=float(k3[0] / max(1, num_tokens)),
+        k3=float(k3 / max(1, num_tokens)),
         mean_S=np.divide(size_S, tokens_S, out=np.full(num_shards, np.nan), where=tokens_S > 0),
         tokens_S=tokens_S,
     )
@@ -149,27 +162,26 @@ class GapMeter:
         self._num_shards = num_shards
         self._packs: list[tuple[Any, ...]] = []
 
-    def add(self, logprobs_T: Any, sampled_T: Any, counted_T: Any, shards_T: Any) -> None:
+    def add(self, logprobs_T: Any, sampled_T: Any, weights_T: Any, shards_T: Any) -> None:
         """One pack at predicting positions; tensors or arrays of shape [T], as for `measure_gap`."""
-        self._packs.append(tuple(_kept(values) for values in (logprobs_T, sampled_T, counted_T, shards_T)))
+        self._packs.append(tuple(_kept(values) for values in (logprobs_T, sampled_T, weights_T, shards_T)))
 
     def result(self, sum_over_ranks: Reduce) -> Gap:
         """Every rank must call it, also one that has added nothing."""
-        empty = (np.zeros(0), np.zeros(0), np.zeros(0, bool), np.zeros(0, np.int64))
+        empty = (np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
         columns = zip(empty, *(map(_fetched, pack) for pack in self._packs), strict=True)
         return measure_gap(
             *(np.concatenate(column) for column in columns), num_shards=self._num_shards, sum_over_ranks=sum_over_ranks
         )
 
 
-def rows_to_probe(shards_B: np.ndarray, fresh_B: np.ndarray, measured_B: np.ndarray) -> np.ndarray:
-    """A row of each shard that no measured row is from, but a fresh one: the shards a first mini-batch does not see.
+def rows_to_probe(shards_B: np.ndarray, counted_B: np.ndarray, measured_B: np.ndarray) -> np.ndarray:
+    """A row of each shard of which the first mini-batch has none, to go through the model without a gradient.
 
-    `fresh_B` is true for rows with a token that the policy being trained has sampled, `measured_B` for those of the
-    first mini-batch. The rows returned are to go through the model once more, without a gradient.
+    `counted_B` is true for rows with a token that `gap_weights` counts, `measured_B` for those of the first mini-batch.
     """
-    seen = np.unique(shards_B[measured_B & fresh_B])
-    waiting = np.flatnonzero(fresh_B & ~np.isin(shards_B, seen))
+    seen = np.unique(shards_B[measured_B & counted_B])
+    waiting = np.flatnonzero(counted_B & ~np.isin(shards_B, seen))
     _, first = np.unique(shards_B[waiting], return_index=True)
     return waiting[first]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
-from trainers.attention import PACKED_ATTENTION, layout_of
+from trainers.attention import PACKED_ATTENTION, Layout, layout_of
 from trainers.logprobs import TILE_BYTES, linear_logprobs
 
 if TYPE_CHECKING:
@@ -38,20 +38,18 @@ class PolicyModel(nn.Module):
         input_ids_T: torch.Tensor,
         targets_T: torch.Tensor,
         position_ids_T: torch.Tensor,
-        offsets_S: torch.Tensor,
+        layout: Layout,
         temperature: float,
         *,
         entropy_grad: bool = False,
         positions_N: torch.Tensor | None = None,
-        computed_T: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences stand end to end; `offsets_S` (int32 [S + 1]) says where; best on the host, see `layout_of`.
+        """Sequences stand end to end; `layout` (`trainers.attention.layout_of`) says where.
 
         With `positions_N`, both results are computed at these positions alone and are 0 elsewhere: prompts and what
-        is masked need no output matrix. The entropy has a gradient only with `entropy_grad`. With `computed_T`
-        (`trainers.packing.shared_tokens`, on the host) what sequences begin with in common is computed once.
+        is masked need no output matrix. The entropy has a gradient only with `entropy_grad`.
         """
-        hidden_TD = self.hidden(input_ids_T, position_ids_T, offsets_S, computed_T=computed_T, positions_N=positions_N)
+        hidden_TD = self.hidden(input_ids_T, position_ids_T, layout, positions_N=positions_N)
         if positions_N is not None:
             targets_T = targets_T.index_select(0, positions_N)
         logprobs, entropy = linear_logprobs(
@@ -72,21 +70,18 @@ class PolicyModel(nn.Module):
         self,
         input_ids_T: torch.Tensor,
         position_ids_T: torch.Tensor,
-        offsets_S: torch.Tensor,
+        layout: Layout,
         *,
-        computed_T: torch.Tensor | None = None,
         positions_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The last layer's normalised states, [T, D]: what the output matrix, or a critic's head, is applied to.
 
         With `positions_N` only those, [N, D].
         """
-        device = input_ids_T.device
-        layout = layout_of(offsets_S, device=device, computed_T=computed_T)
+        computed_T = layout.computed_T
         if computed_T is not None:
             first_U = layout.end_to_end.place_U
             input_ids_T, position_ids_T = input_ids_T.index_select(0, first_U), position_ids_T.index_select(0, first_U)
-            computed_T = computed_T.to(device, non_blocking=True)
             positions_N = computed_T if positions_N is None else computed_T.index_select(0, positions_N)
         states: torch.Tensor = self.causal_lm.model(
             input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, layout=layout
@@ -159,7 +154,7 @@ def _replace_attention(model: PolicyModel, folder: Path) -> None:
     positions = torch.cat([torch.arange(len(part)) for part in parts])
     targets = ids.roll(-1)
     try:
-        logprobs, entropy = model(ids, targets, positions, torch.tensor([0, 9, 14], dtype=torch.int32), 1.0)
+        logprobs, entropy = model(ids, targets, positions, layout_of([9, 5], device=ids.device), 1.0)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{refusal} {change} ({error})") from error
     log_p = expected.log_softmax(-1)

@@ -95,25 +95,21 @@ def clip_gradient(
     max_norm: float,
     *,
     sum_over_ranks: Callable[[np.ndarray], np.ndarray],
+    what: str = "the gradient",
     rows: Callable[[], Sequence[str]] = tuple,
     num_updates: int = 0,
 ) -> tuple[float, dict[str, float]]:
     """Scale a gradient down to `max_norm`; returns the norm it had, and those of its module groups.
 
-    Raises `NonFinite`, with all `rows` of the mini-batch, before anything is touched.
+    Raises `NonFinite` about `what`, with all `rows` of the mini-batch, before anything is touched.
     """
     named = list(parameters)
     by_group = grad_norms(named, sum_over_ranks=sum_over_ranks)
     total = math.hypot(*by_group.values())
-    check_finite(total, rows=rows() if not math.isfinite(total) else (), num_updates=num_updates)
+    if not math.isfinite(total):
+        raise NonFinite(what, rows(), num_updates)
     torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, torch.tensor(total))
     return total, by_group
-
-
-def check_finite(grad_norm: float, *, rows: Sequence[str] = (), num_updates: int = 0) -> None:
-    """Raise `NonFinite` for a gradient that would ruin weights and moments; `rows` are all of the mini-batch's."""
-    if not math.isfinite(grad_norm):
-        raise NonFinite("the gradient", rows, num_updates)
 
 
 class Ema:

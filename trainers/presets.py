@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 Preset = Literal["", "trl", "verl", "openrlhf"]
 
-# A list holds one block for each `kind` the system has conventions for; the first is the one it uses by itself.
+# A list holds one block for each `kind` the system has conventions for; a block without a kind is the first one.
 _TRL: dict[str, Any] = {
     "advantage": [
         {"kind": "grpo", "scale": "std", "ddof": 1, "eps": 1e-4, "singleton": "zero"},
@@ -37,7 +37,7 @@ _VERL: dict[str, Any] = {
         {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
     ],
     "aggregation": "token_mean",
-    "kl": {"estimator": "k3", "place": "loss", "clamp": 10.0},
+    "kl": {"estimator": "k3", "place": "loss", "clamp": 10.0, "weighted": False},
     "critic": {"clip": 0.5},
 }
 _OPENRLHF: dict[str, Any] = {
@@ -49,7 +49,7 @@ _OPENRLHF: dict[str, Any] = {
     ],
     "loss": [{"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}],
     "aggregation": "token_mean",
-    "kl": {"estimator": "k1", "place": "reward", "clamp": 10.0},
+    "kl": {"estimator": "k1", "place": "reward", "clamp": 10.0, "weighted": False},
     "critic": {"clip": 0.5},
 }
 _PRESETS: dict[str, dict[str, Any]] = {"trl": _TRL, "verl": _VERL, "openrlhf": _OPENRLHF}
@@ -71,11 +71,31 @@ def with_preset(table: dict[str, Any]) -> dict[str, Any]:
     return filled
 
 
+def under_preset(table: dict[str, Any], preset: str) -> dict[str, Any]:
+    """A whole `table`, in which nothing is silent, with a preset's conventions in place of its own values.
+
+    Kinds stay, and so does what the preset has no convention for.
+    """
+    changed = {**table, "preset": preset}
+    for name, convention in _PRESETS.get(preset, {}).items():
+        match table[name], convention:
+            case dict() as own, dict():
+                changed[name] = {**own, **convention}
+            case dict() as own, list():
+                changed[name] = {**own, **_of_kind(own["kind"], convention)}
+            case _:
+                changed[name] = convention
+    return changed
+
+
 def _filled(given: Any, convention: Any) -> Any:
     match given, convention:
         case dict(), dict():
             return {**convention, **given}
         case dict(), list():
-            kind = given.get("kind", convention[0]["kind"])
-            return {**next((block for block in convention if block["kind"] == kind), {}), **given}
+            return {**_of_kind(given.get("kind", convention[0]["kind"]), convention), **given}
     return given
+
+
+def _of_kind(kind: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    return next((block for block in blocks if block["kind"] == kind), {})

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from storage.adapters import check_adapters
-from storage.digests import DigestMismatch
+from storage.digests import DigestMismatch, verify_folder
 from storage.log_entries import Claim, Policy, Step
 from storage.object_store import open_store
 from storage.policies import PolicyReader
@@ -30,6 +30,7 @@ from storage.rewards import read_rewards, with_rewards
 from storage.run_log import RunLog
 from storage.runs import model_key, open_run
 from storage.shards import DamagedShard, read_shard
+from storage.starting import Startable
 from storage.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, save_policy, save_state
 from trainers.comparison import batch_sha256, compare_updates
@@ -60,13 +61,14 @@ class Retrainer:
     def _reference(self) -> Path | None:
         """The folder of the policy that `train.reference` names; none where it names none, or the base under adapters.
 
-        Raises `ValueError` for one with another tokenizer.
+        Raises `ValueError` for one with another tokenizer, `storage.digests.DigestMismatch` for an altered one.
         """
         match self._recipe.settings.reference:
             case ReferenceSettings(kind="base"):
                 return self._base_folder
             case ReferenceSettings(kind="model", model=model):
                 folder = self._fetch(model_key(model))
+                verify_folder(folder)
                 if tokenizer_sha256(folder) != self._base_tokenizer:
                     raise ValueError(
                         f"train.reference.model = {model!r} has another vocabulary than the run's base policy, so "
@@ -257,7 +259,7 @@ class Retrainer:
         return self._log.store.fetch_folder(path, self._cache)
 
 
-class ReplayWorker:
+class ReplayWorker(Startable):
     """Trains a plan's steps again, one call each. Call `start` first, `close` at the end."""
 
     def __init__(

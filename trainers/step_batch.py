@@ -14,6 +14,7 @@ import numpy as np
 from trainers.aggregation import aggregation_weights, top_entropy_mask
 from trainers.config import Recipe, TrainSettings
 from trainers.credit import Credit, Looked
+from trainers.health import gap_weights
 from trainers.samples import Samples
 
 
@@ -81,11 +82,12 @@ def step_batch(
     if settings.loss.kind == "sft":
         sampled_T = sampled_T & (samples.rewards_B >= settings.loss.min_reward)[token_row]
     trained_T = in_time_T & sampled_T & (credit.known_T | (settings.loss.kind == "sft"))
+    shards_T = np.zeros_like(token_row) if not len(samples.shards_B) else samples.shards_B[token_row]
     values: dict[str, np.ndarray] = {
         "sampled_logprobs": samples.logprobs_T,
         "advantages": credit.advantages_T,
-        "fresh": samples.mask_T & (samples.versions_T == base_version),
-        "shards": np.zeros_like(token_row) if not len(samples.shards_B) else samples.shards_B[token_row],
+        "gap_weights": gap_weights(samples.versions_T, samples.mask_T, shards_T, base_version=base_version),
+        "shards": shards_T,
     }
     if settings.decoupled is not None:
         values["versions"] = samples.versions_T

@@ -53,6 +53,7 @@ from trainers.step_batch import StepBatch, minibatches, step_batch
 
 REHEARSAL_SECONDS = 0.2
 _MADE_UP_TOKENS = 8
+_GAP = ("sampled_logprobs", "gap_weights", "shards")
 
 
 class Trainer:
@@ -248,8 +249,7 @@ class Trainer:
             if moves_policy:
                 output.loss.backward()
             if number == 0 and not pack.is_idle:
-                fresh = pack.values["fresh"]
-                meter.add(logprobs, inputs.sampled_logprobs, fresh, pack.values["shards"])
+                meter.add(logprobs, *(pack.values[name] for name in _GAP))
             finite.add(
                 pack.tokens,
                 mask_T=pack.mask,
@@ -279,7 +279,9 @@ class Trainer:
         """Clip the gradient and take one optimizer update; returns the norms before the clip."""
         norms = self._clip(names, number=number) if trains_policy else {}
         if self.critic is not None:
-            norms |= self.critic.update(self._settings.max_grad_norm, sum_over_ranks=self._sum, num_updates=number)
+            norms |= self.critic.update(
+                self._settings.max_grad_norm, sum_over_ranks=self._sum, rows=names, num_updates=number
+            )
         if trains_policy:
             self.optimizer.step()
         if self.ema is not None:
@@ -332,13 +334,13 @@ class Trainer:
         samples = batch.samples
         if not len(samples.shards_B):
             return
-        fresh_B = np.logical_or.reduceat(batch.values["fresh"], samples.offsets[:-1])
+        counted_B = np.maximum.reduceat(batch.values["gap_weights"], samples.offsets[:-1]) > 0
         measured_B = np.isin(np.arange(samples.num_rows), measured)
-        rows = rows_to_probe(samples.shards_B, fresh_B, measured_B)
+        rows = rows_to_probe(samples.shards_B, counted_B, measured_B)
         for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=batch.values) if len(rows) else ():
             logprobs, _ = self._forward(self.model, pack)
             if not pack.is_idle:
-                meter.add(logprobs, *(pack.values[name] for name in ("sampled_logprobs", "fresh", "shards")))
+                meter.add(logprobs, *(pack.values[name] for name in _GAP))
 
     def _forward(
         self, model: PolicyModel, pack: Pack, *, entropy_grad: bool = False
@@ -347,11 +349,10 @@ class Trainer:
             pack.input_ids,
             pack.targets,
             pack.position_ids,
-            pack.offsets,
+            pack.layout,
             self._recipe.temperature,
             entropy_grad=entropy_grad,
             positions_N=pack.positions,
-            computed_T=pack.computed,
         )
         return logprobs, entropy
 

@@ -25,6 +25,7 @@ from storage.policies import DELTA_FILE, DamagedDelta, PolicyWriter
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.runs import open_run
+from storage.starting import Startable
 from storage.weight_broadcast import Broadcast, send
 from trainers.config import Recipe
 from trainers.distributed import agreed, on_every_rank, on_first_rank, rank
@@ -35,7 +36,7 @@ from trainers.timing import time_budget
 logger = logging.getLogger("millrace.trainer")
 
 
-class TrainerWorker:
+class TrainerWorker(Startable):
     """Trains one run. Call `start` first."""
 
     def __init__(

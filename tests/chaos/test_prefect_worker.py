@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -20,6 +19,7 @@ from storage.run_state import RunState
 from tests.chaos.test_faults import LONG
 from tests.conftest import Home
 from tests.flows.test_control import Server
+from tests.prefect_api import ask
 
 FINAL = {"Completed", "Failed", "Crashed", "Cancelled", "TimedOut"}
 SECONDS_TO_NOTICE = 150.0
@@ -119,12 +119,12 @@ def test_a_server_that_starts_again_knows_whom_it_has_given_a_deployments_slot(
         service = _start_prefect(port, tmp_path, evaluates_triggers=False)
         try:
             _wait_until_up(service, "/api/health", tmp_path)
-            limits = httpx.Client(base_url=f"{service.url}/api/v2/concurrency_limits", timeout=30)
+            limits = f"{service.url}/api/v2/concurrency_limits"
             if not lease:
-                limits.post("/", json={"name": "deployment", "limit": 1}).raise_for_status()
-                asked = {"names": ["deployment"], "slots": 1, "mode": "concurrency"}
-                lease = limits.post("/increment-with-lease", json=asked).raise_for_status().json()["lease_id"]
-            assert limits.post(f"/leases/{lease}/renew", json={"lease_duration": 300}).status_code == 204
+                ask("POST", f"{limits}/", {"name": "deployment", "limit": 1})
+                slot = {"names": ["deployment"], "slots": 1, "mode": "concurrency"}
+                lease = ask("POST", f"{limits}/increment-with-lease", slot)["lease_id"]
+            ask("POST", f"{limits}/leases/{lease}/renew", {"lease_duration": 300})
         finally:
             _end(service)
 

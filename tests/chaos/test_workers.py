@@ -80,7 +80,7 @@ def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Pat
     batch_size, num_steps, run = 8, 4, "arithmetic"
     process = home.start(
         *("train", str(ARITHMETIC), f"model={base_model}", f"steps={num_steps}"),
-        *(f"batch_size={batch_size}", "n_samples=2", "evaluation.every=0"),
+        *(f"batch_size={batch_size}", "n_samples=2", "evaluation.every=0", "max_staleness=0"),
     )
 
     def loads_weights(state: RunState) -> bool:

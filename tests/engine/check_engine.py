@@ -99,6 +99,28 @@ async def running_requests_span_the_swap(bench: Bench, mode: UpdateMode, clear: 
     print(f"{mode}, cache {'cleared' if clear else 'kept'}: paused {update.paused_seconds:.3f} s")
 
 
+async def what_is_held_is_answered_by_the_next_policy(bench: Bench, mode: UpdateMode) -> None:
+    bench.engine.update_mode = mode
+    sampling = Sampling(max_tokens=8)
+    await bench.engine.hold()
+    requests = [asyncio.create_task(bench.generate(sampling)) for _ in range(4)]
+    given_up = asyncio.create_task(bench.generate(sampling))
+    while len(bench.engine.llm.output_processor.request_states) < 5:  # vLLM's front end has sent them
+        await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    await bench.load(bench.other)
+    for reply in await asyncio.gather(*requests):
+        assert set(reply.weight_versions) == {bench.version} and reply.held_seconds > 0
+        expected = logprobs_of(bench.serving, bench.prompt, reply.token_ids)
+        assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE)
+    await bench.engine.hold()
+    request = asyncio.create_task(bench.generate(sampling))
+    await bench.engine.release()
+    assert set((await request).weight_versions) == {bench.version}
+    await bench.assert_serving()
+
+
 async def the_prefix_cache_is_dropped_or_kept_as_the_setting_says(bench: Bench) -> None:
     """A cleared engine answers a repeated prompt as one that has never seen other weights."""
     bench.engine.update_mode = "keep"
@@ -351,6 +373,8 @@ async def check(base: Path, scratch: Path) -> None:
         await tokens_carry_version_and_logprob_at_any_temperature(bench)
         for mode, clear in itertools.product(("keep", "wait", "abort"), (True, False)):
             await running_requests_span_the_swap(bench, mode, clear)
+        for mode in ("keep", "wait", "abort"):
+            await what_is_held_is_answered_by_the_next_policy(bench, mode)
         await the_prefix_cache_is_dropped_or_kept_as_the_setting_says(bench)
         await weights_come_by_broadcast(bench)
         await equal_weights_have_equal_checksums_and_others_do_not(bench, first)

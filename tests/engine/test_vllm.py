@@ -36,7 +36,7 @@ def test_a_run_whose_trainer_broadcasts_its_policies(home: Home, base_model: Pat
 
 def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: Home, base_model: Path) -> None:
     arguments = ["train", str(ARITHMETIC), f"model={base_model}", "steps=4", "batch_size=8", "evaluation.num_tasks=16"]
-    arguments += ["train.checkpoint_every=2", "evaluation.every=2"]
+    arguments += ["train.checkpoint_every=2", "evaluation.every=2", "max_staleness=0"]
     process = home.start(*arguments)
     log = RunLog(LocalStore(home.path / "store"), "arithmetic")
     home.wait(process, lambda: log.refresh().step >= 1 and bool(log.state.evaluations))

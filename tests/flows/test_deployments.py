@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,14 +27,8 @@ from tests.conftest import PROJECT, Home
 from tests.prefect_api import ask
 
 
-def _post(url: str) -> Any:
-    request = urllib.request.Request(url, data=b"{}", headers={"content-type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)
-
-
 def test_the_form_has_flat_knobs_one_block_and_a_help_text_for_each(prefect_api: str) -> None:
-    deployments = {d["entrypoint"]: d for d in _post(f"{prefect_api}/deployments/filter")}
+    deployments = {d["entrypoint"]: d for d in ask("POST", f"{prefect_api}/deployments/filter", {})}
     training = deployments["flows.train_grpo.train_grpo"]
     assert len(deployments) == 5
     for entrypoint in deployments:

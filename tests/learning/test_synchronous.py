@@ -31,7 +31,7 @@ from storage.log_entries import ClaimedGroup, Lease
 from storage.records import RolloutGroup, RolloutTask, Sampling
 from storage.run_log import RunLog
 from storage.shards import read_shard
-from tests.builders import ATTEMPT_LIMITS, LIMITS
+from tests.builders import ATTEMPT_LIMITS, LIMITS, wait_for_work
 from tests.unit.trainers.builders import commit, new_run, recipe_of, tiny_model
 from trainers.checkpoint import save_policy
 from trainers.samples import COLUMNS, gather_samples
@@ -166,7 +166,7 @@ class _Pipeline:
         self._rebase()
         number = 0
         while True:
-            await self._executor.wait_for_work()
+            await wait_for_work(self._executor)
             groups: list[RolloutGroup] = await self._executor.prepare_batch()
             if groups:
                 number += 1

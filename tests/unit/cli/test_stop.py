@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -15,11 +16,11 @@ from cli.main import app
 from cli.stop import stop_run
 from storage.object_store import open_store
 from storage.run_log import RunLog
-from storage.runs import open_run, trainer_lock
+from storage.runs import RunBusy, open_run, trainer_lock
 from tasks import flow_runs
 
 _TRAINS = """
-import signal, sys
+import ctypes, signal, sys, threading
 from storage.object_store import open_store
 from storage.runs import open_run, trainer_lock
 
@@ -27,6 +28,11 @@ if sys.argv[2] == "deaf":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 with trainer_lock(open_run(open_store(sys.argv[1]), "run")):
     print("training", flush=True)
+    if sys.argv[2] == "threads":  # Ctrl-C ends its first thread; another goes on and holds the lock
+        threading.Thread(target=sys.stdin.read).start()
+        signal.signal(signal.SIGINT, lambda *_: ctypes.CDLL(None).pthread_exit(None))
+        while True:
+            signal.pause()
     sys.stdin.read()
 """
 
@@ -72,6 +78,15 @@ def test_a_process_that_does_not_listen_is_named_with_what_is_safe(log: RunLog) 
         with pytest.raises(ValueError, match=f"`kill -9 {process.pid}` loses nothing that was committed"):
             stop_run(log, seconds=0.2)
         assert process.poll() is None
+
+
+def test_a_process_whose_threads_go_on_has_not_ended(log: RunLog) -> None:
+    with _training(log, kind="threads") as process:
+        with pytest.raises(ValueError, match="has not ended within 2 s"):
+            stop_run(log, seconds=2)
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        with pytest.raises(RunBusy), trainer_lock(log):
+            pass
 
 
 _FLOW_RUN = "0b5e7a0e-6d3c-4c55-9a52-9d2b0e3a4f11"

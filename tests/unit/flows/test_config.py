@@ -16,7 +16,7 @@ from flows.config import (
     training_changes,
     with_training_changes,
 )
-from trainers.config import CispoLoss, CriticSettings
+from trainers.config import CispoLoss, ClipLoss, CriticSettings, GrpoAdvantage, TrainSettings
 
 _ROOT = Path(__file__).parents[3]
 
@@ -196,6 +196,27 @@ def test_a_replay_changes_settings_of_the_trainer_and_says_which() -> None:
     }
     assert changed.train.loss == CispoLoss(clip_low=0.1) and changed.n_samples == config.n_samples
     assert training_changes(config, with_training_changes(config, {})) == {}
+
+
+@pytest.mark.parametrize("run", ["", "trl", "verl", "openrlhf"])
+@pytest.mark.parametrize("preset", ["trl", "verl", "openrlhf"])
+def test_a_replay_under_a_preset_has_its_conventions_and_keeps_kinds_and_coefficients(run: str, preset: str) -> None:
+    table = {"preset": run, "advantage": "grpo", "loss": "clip", "kl": {"coefficient": 0.01, "place": "loss"}}
+    config = _config(train={**table, "reference": {"kind": "base"}})
+    changed = with_training_changes(config, {"train.preset": preset}).train
+    written = TrainSettings.model_validate(
+        {"preset": preset, "advantage": "grpo", "loss": "clip", "kl": {"coefficient": 0.01}}
+        | {"reference": {"kind": "base"}, "critic": {"clip": changed.critic.clip}}
+    )
+    assert changed == written
+
+
+def test_what_a_replay_says_beside_a_preset_counts_more() -> None:
+    config = _config(train={"preset": "trl", "loss": "cispo"})
+    changes = {"train.advantage.eps": 0.5, "train.loss": "clip", "train.preset": "verl"}
+    changed = with_training_changes(config, changes).train
+    assert changed.advantage == GrpoAdvantage(eps=0.5, singleton="reward")
+    assert changed.loss == ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
 
 
 def test_a_run_with_a_critic_is_replayed_without_one() -> None:

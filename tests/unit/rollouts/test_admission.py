@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.admission import BUSY, capacity, should_wait, stragglers
+from rollouts.admission import BUSY, capacity, is_short, should_wait, stragglers
 
 
 def _room(
@@ -121,3 +121,10 @@ def test_a_claim_waits_for_stragglers_while_the_engine_is_busy():
             should_wait(heads, version=1, running=running, max_concurrent=100, max_staleness=1, steps_per_update=1)
             is waits
         )
+
+
+def test_attempts_begin_ahead_of_steps_that_take_a_hundredth_of_their_time_at_most():
+    step = {"load_seconds": 0.5, "train_seconds": 1.0, "save_seconds": 0.5, "loss": 9.0}
+    assert is_short(step, 1, attempt_timeout=200.0) and not is_short(step, 1, attempt_timeout=199.0)
+    assert is_short(step, 3, attempt_timeout=600.0) and not is_short(step, 4, attempt_timeout=600.0)
+    assert not is_short({"train_seconds": 0.1}, 1, attempt_timeout=600.0), "nobody knows how long it took"

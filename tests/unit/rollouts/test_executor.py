@@ -20,7 +20,7 @@ from rollouts.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.scripted_engine import ScriptedEngine
 from rollouts.workflow import RolloutWorkflow, Score, workflow_context
 from storage.records import RolloutGroup, RolloutTask, Sampling
-from tests.builders import ATTEMPT_LIMITS, LIMITS, FreePrompts, a_policy_folder
+from tests.builders import ATTEMPT_LIMITS, LIMITS, FreePrompts, a_policy_folder, wait_for_work
 
 Play = Callable[[RolloutTask, Chat], Awaitable[Any]]
 
@@ -228,7 +228,7 @@ def test_synchronous_training_stops_at_a_batch_until_the_next_version(tokens: Ch
         executor.mark_committed(first)
         assert _positions(first) == [0, 1, 2, 3] and executor.room == 0
         assert await executor.prepare_batch() == []
-        waiting = asyncio.create_task(executor.wait_for_work())
+        waiting = asyncio.create_task(wait_for_work(executor))
         await asyncio.sleep(0.02)
         assert not waiting.done()
         executor.set_version(1, accepted=4)
@@ -518,7 +518,7 @@ def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens
         groups = await collecting
         assert not executor.in_flight() and executor.wanted == 0
         executor.mark_committed(groups)
-        waiting = asyncio.ensure_future(executor.wait_for_work())
+        waiting = asyncio.ensure_future(wait_for_work(executor))
         await asyncio.sleep(0.01)
         assert not waiting.done(), "a producer does not spin on prompts it may not start"
         executor.paused = False

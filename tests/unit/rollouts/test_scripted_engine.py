@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.engine import EngineError, WeightUpdate
+from rollouts.engine import EngineError, Generation, WeightUpdate
 from rollouts.scripted_engine import ScriptedEngine, random_reply
 from storage.records import Sampling
 from tests.builders import a_policy_folder
@@ -44,6 +44,29 @@ def test_a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(tmp_path: Pat
             await engine.load_policy(tmp_path / "nowhere", 4)
         reply = await engine.generate([2], sampling=Sampling(max_tokens=4), request_id="a")
         assert reply.weight_versions == [3] and reply.finish_reason == "stop"
+
+    asyncio.run(script())
+
+
+def test_what_it_holds_is_answered_by_the_next_policy_or_after_a_release(tmp_path: Path):
+    a_policy_folder(tmp_path / "policy")
+    engine = ScriptedEngine(lambda *_: [5, 1])
+
+    async def ask() -> asyncio.Task[Generation]:
+        request = asyncio.create_task(engine.generate([2], sampling=Sampling(max_tokens=4), request_id="a"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not request.done()
+        return request
+
+    async def script() -> None:
+        await engine.start(tmp_path / "policy", 3)
+        for version in (3, 4):
+            await engine.hold()
+            request = await ask()
+            await (engine.release() if version == 3 else engine.load_policy(tmp_path / "policy", 4))
+            reply = await request
+            assert reply.weight_versions == [version] * 2 and reply.held_seconds > 0
 
     asyncio.run(script())
 

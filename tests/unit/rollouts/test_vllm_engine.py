@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,6 @@ from rollouts.engine import EngineError, EngineUnusable, Generation, UpdateMode
 from rollouts.vllm_engine import TRIES, VllmEngine
 from storage.digests import seal_folder
 from storage.records import Sampling
-from tests.processes import num_new_pages
 from tests.unit.rollouts.fake_vllm import FakeVllm
 
 STEPS = ["pause_scheduler_async", "reload_policy", "compute_weight_checksums", "update_weight_version"]
@@ -35,10 +34,12 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
             "RequestOutputKind": SimpleNamespace(FINAL_ONLY=2),
             "SamplingParams": SimpleNamespace,
         },
+        "vllm.v1.engine": {"utils": SimpleNamespace(get_mp_context=None)},
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=FakeVllm)},
     }
     for name, members in fakes.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))
+    monkeypatch.setattr("rollouts.vllm_core.IMPORTED", [])
 
 
 class _Bench:
@@ -138,25 +139,6 @@ def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
     asyncio.run(main())
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
-def test_what_a_step_of_the_core_frees_is_there_for_its_next_one_and_for_no_other_process(
-    play: Any, monkeypatch: pytest.MonkeyPatch
-):
-    found: list[int] = []
-
-    def start(model: Path) -> FakeVllm:
-        found.append(num_new_pages())
-        return FakeVllm(model)
-
-    monkeypatch.setitem(
-        sys.modules,
-        "vllm.v1.engine.async_llm",
-        SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=start)),
-    )
-    play(lambda bench: bench.assert_serving(1))
-    assert found[0] < 8_000 < num_new_pages(), "of 16,384 pages, those the kernel had to give anew"
-
-
 def test_an_update_pauses_reloads_verifies_names_and_resumes(play: Any):
     async def script(bench: _Bench) -> None:
         request = await bench.request("a", steps=2)
@@ -183,6 +165,50 @@ def test_wait_changes_weights_when_nothing_is_in_flight(play: Any):
         await bench.assert_serving(2)
 
     play(script, "wait")
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_what_an_engine_holds_is_answered_by_the_next_policy(play: Any, mode: UpdateMode):
+    async def script(bench: _Bench) -> None:
+        await bench.engine.hold()
+        began = time.perf_counter()
+        request = await bench.request("a", steps=2)
+        assert not bench.vllm.parts[-1].tokens
+        bench.vllm.calls.clear()
+        held_for = time.perf_counter() - began
+        await bench.engine.load_policy(bench.policy(2), 2)
+        assert bench.vllm.calls == [*STEPS[1:], "resume_generation"], "it is paused already, and no request is aborted"
+        reply = await bench.finish(request)
+        assert reply.weight_versions == [2] * 6 and len(bench.vllm.parts) == 1
+        assert held_for <= reply.held_seconds <= time.perf_counter() - began
+        assert (await bench.finish(await bench.request("b"))).held_seconds == 0
+        await bench.engine.load_policy(bench.policy(3), 3)
+        assert bench.vllm.calls.count("pause_scheduler_async") == 1
+        await bench.assert_serving(3)
+
+    play(script, mode)
+
+
+def test_what_an_engine_holds_may_be_released_to_the_policy_it_serves(play: Any):
+    async def script(bench: _Bench) -> None:
+        await bench.engine.hold()
+        request = await bench.request("a", steps=2)
+        await bench.engine.release()
+        assert (await bench.finish(request)).weight_versions == [1] * 6
+
+    play(script)
+
+
+def test_a_policy_that_cannot_be_loaded_releases_what_the_engine_holds(play: Any):
+    async def script(bench: _Bench) -> None:
+        await bench.engine.hold()
+        request = await bench.request("a")
+        bench.vllm.faults["reload_policy"] = ["before"]
+        with pytest.raises(EngineError, match="policy 1 serves on"):
+            await bench.engine.load_policy(bench.policy(2), 2)
+        assert (await bench.finish(request)).weight_versions == [1] * 6
+
+    play(script)
 
 
 def test_abort_continues_each_request_from_the_tokens_it_has(play: Any):

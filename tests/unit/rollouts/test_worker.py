@@ -31,8 +31,9 @@ from storage.records import RolloutTask, Sampling
 from storage.run_state import Conflict
 from storage.runs import open_run
 from storage.shards import read_shard
+from storage.starting import NotStarted
 from tests import builders
-from tests.builders import ATTEMPT_LIMITS, a_broadcast, a_log, a_policy_folder, a_step, local_store
+from tests.builders import ATTEMPT_LIMITS, BASE, a_broadcast, a_log, a_policy_folder, a_step, local_store
 
 LIMITS = replace(builders.LIMITS, batch_size=3, total_groups=300, max_concurrent=8)
 
@@ -74,22 +75,24 @@ class _Run:
         self.folder = folder
         self.tokenizer = tokenizer
         self.store = local_store(folder)
-        self._put_policy("models/base", b"base")
-        self.log = a_log(self.store)
+        base = replace(BASE, weights_sha256=self._put_policy(BASE.path, b"base"))
+        self.log = a_log(self.store, base=base)
 
-    def _put_policy(self, path: str, weights: bytes) -> None:
+    def _put_policy(self, path: str, weights: bytes) -> str:
         source = self.folder / "made" / path
-        a_policy_folder(source, weights=weights, tokenizer=self.tokenizer)
+        digest = a_policy_folder(source, weights=weights, tokenizer=self.tokenizer)
         self.store.put_folder(source, path, last=DIGEST_FILE)
+        return digest
 
-    def train(self) -> Policy:
+    def train(self, batch_size: int = LIMITS.batch_size, **metrics: float) -> Policy:
         """Take a step on the first batch of accepted groups; returns its policy."""
         state = self.log.refresh()
         accepted = [group_id for group_id in state.pending if state.groups[group_id].accepted]
-        step: Step = a_step(state, trained=accepted[: LIMITS.batch_size])
-        self._put_policy(step.policy.path, f"weights of {step.policy.version}".encode())
-        self.log.append(step)
-        return step.policy
+        step: Step = a_step(state, trained=accepted[:batch_size])
+        digest = self._put_policy(step.policy.path, f"weights of {step.policy.version}".encode())
+        policy = replace(step.policy, weights_sha256=digest)
+        self.log.append(replace(step, policy=policy, metrics={**step.metrics, **metrics}))
+        return policy
 
     def train_delta(self) -> Policy:
         """As `train`, with weights of which one value changes, stored as a delta but for the first."""
@@ -149,6 +152,9 @@ class _Run:
             async with asyncio.timeout(60):
                 for worker in started:
                     await worker.start(version)
+                for worker in started if workers > 1 else []:
+                    await worker.join()
+                for worker in started:
                     await worker.refresh()
                 try:
                     return await script(*started)
@@ -207,6 +213,11 @@ def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is_count
     begun = min(read_shard(run.log, run.log.refresh().shards[shards[0].id])["queued_at"].to_pylist())
     assert worked(shards[0]) >= asked - begun > 0
     assert sum(map(worked, shards)) <= ended - began
+
+
+def test_a_worker_that_has_not_started_says_what_to_do(run: _Run):
+    with pytest.raises(NotStarted, match=r"RolloutWorker .* call start\(\) first"):
+        asyncio.run(run.worker().collect())
 
 
 def test_a_worker_closed_while_it_starts_has_nothing_to_say(run: _Run):
@@ -357,6 +368,167 @@ def test_two_workers_share_the_prompts_and_none_runs_twice(run: _Run):
     state = run.log.refresh()
     assert run.committed() == [0, 1, 2, 3, 4, 5] and state.counters()["submitted"] == 6
     assert not state.leased
+
+
+SHORT = {"load_seconds": 0.01, "train_seconds": 0.06, "save_seconds": 0.02}
+"""A step that takes less than a hundredth of what an attempt may take."""
+
+
+async def _collect_until(run: _Run, count: int, *workers: RolloutWorker) -> None:
+    while len(run.committed()) < count:
+        await asyncio.gather(*(worker.collect() for worker in workers))
+
+
+async def _begin_third_batch(run: _Run, worker: RolloutWorker, **seconds: float) -> asyncio.Task[Any]:
+    """Two batches are committed, one step is taken, and where that is short the engine holds the third batch; returns
+    the call that collects it."""
+    await _collect(worker)
+    await worker.publish(run.train(**{**SHORT, **seconds}))
+    await _collect(worker)
+    collecting = asyncio.create_task(_collect(worker))
+    while not seconds and "3 running" not in worker.report():
+        await asyncio.sleep(0)
+    for _ in range(100):  # they come as far as they may
+        await asyncio.sleep(0)
+    assert sorted(run.log.refresh().leased) == ([] if seconds else [6, 7, 8])
+    assert worker.progress() == 6 and not collecting.done()
+    return collecting
+
+
+async def _collect_third_batch(run: _Run, worker: RolloutWorker, collecting: asyncio.Task[Any]) -> None:
+    """With a shard or several; every token is of policy 2."""
+    await collecting
+    await _collect_until(run, 9, worker)
+    third = [group for group in run.log.state.groups.values() if group.position >= 6]
+    assert {(group.head_version, group.tail_version) for group in third} == {(2, 2)}
+
+
+def test_attempts_begin_while_a_short_step_is_taken_and_are_answered_by_its_policy(run: _Run):
+    async def script(worker: RolloutWorker) -> tuple[float, Shard]:
+        collecting = await _begin_third_batch(run, worker)
+        policy, released = run.train(), time.time()
+        await worker.publish(policy)
+        return released, await collecting
+
+    released, shard = run.play(script)
+    took = time.time() - released
+    assert sorted(group.position for group in shard.groups) == [6, 7, 8]
+    assert (shard.head_version, shard.tail_version) == (2, 2)
+    table = read_shard(run.log, shard)
+    assert max(table["queued_at"].to_pylist()) < released, "they began before their policy was there"
+    assert shard.seconds["generate"] + shard.seconds["reward"] <= took, "and nobody worked on them until it was"
+    turns = [turn for turns in table["turns"].to_pylist() for turn in turns]
+    assert max(turn["generate_seconds"] for turn in turns) <= took
+
+
+def test_attempts_do_not_begin_ahead_of_a_step_that_takes_long(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        collecting = await _begin_third_batch(run, worker, save_seconds=60.0)
+        await worker.publish(run.train())
+        await _collect_third_batch(run, worker, collecting)
+
+    run.play(script)
+
+
+def test_attempts_that_began_ahead_of_a_policy_that_does_not_come_are_called_back(
+    run: _Run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rollouts.worker.AHEAD_PATIENCE", 0.02)
+
+    async def script(worker: RolloutWorker) -> None:
+        collecting = await _begin_third_batch(run, worker)
+        while "0 running" not in worker.report():
+            await asyncio.sleep(0)
+        await worker.refresh()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert "0 running" in worker.report(), "once for a policy"
+        await worker.publish(run.train())
+        await _collect_third_batch(run, worker, collecting)
+
+    run.play(script)
+    assert not run.log.refresh().leased and run.log.state.counters()["submitted"] == 9
+
+
+async def _lose_a_shard(run: _Run, worker: RolloutWorker) -> None:
+    state = run.log.refresh()
+    newest = max(state.shards.values(), key=lambda shard: shard.head_version)
+    run.log.append(Quarantine(shard_id=newest.id, reason="cut off"))
+    await worker.refresh()
+
+
+async def _evaluate(run: _Run, worker: RolloutWorker) -> None:
+    assert (await worker.evaluate(**_HELD_OUT)).version == 1
+
+
+async def _pause(run: _Run, worker: RolloutWorker) -> None:
+    run.log.append(Pause(reason="lunch"))
+    await worker.refresh()
+    await worker.publish(run.train())
+    assert worker.progress() == 6
+    run.log.append(Resume(reason="back"))
+    await worker.refresh()
+
+
+async def _publish_damaged(run: _Run, worker: RolloutWorker) -> None:
+    policy = run.train()
+    run.store.put(f"{policy.path}/model.safetensors", b"other weights")
+    with pytest.raises(DigestMismatch):
+        await worker.publish(policy)
+    run.store.put(f"{policy.path}/model.safetensors", b"weights of 2")
+    assert worker.progress() == 6
+    await worker.publish(policy)
+
+
+@pytest.mark.parametrize("needs_the_engine", [_lose_a_shard, _evaluate, _pause, _publish_damaged])
+def test_what_began_ahead_makes_room_for_whoever_needs_the_engine_before(run: _Run, needs_the_engine: Any):
+    async def script(worker: RolloutWorker) -> None:
+        collecting = await _begin_third_batch(run, worker)
+        await needs_the_engine(run, worker)
+        if run.log.refresh().step < 2:
+            while len(run.committed()) < 6:  # what was lost is made again first
+                await collecting
+                collecting = asyncio.create_task(_collect(worker))
+            await worker.publish(run.train())
+        await _collect_third_batch(run, worker, collecting)
+
+    run.play(script)
+    assert not run.log.refresh().leased and run.log.state.counters()["submitted"] == 9
+
+
+def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Run):
+    limits = replace(LIMITS, batch_size=4)  # two prompts for each of two
+
+    async def produce(worker: RolloutWorker, other: RolloutWorker) -> None:
+        while True:
+            await _collect(worker)
+            await other.refresh()
+
+    async def until(*, committed: int, leased: int) -> None:
+        while len(run.committed()) < committed or len(run.log.state.leased) < leased:
+            await asyncio.sleep(0.001)
+
+    async def script(first: RolloutWorker, second: RolloutWorker) -> None:
+        producing = [asyncio.create_task(produce(*pair)) for pair in ((first, second), (second, first))]
+        for step in range(3):
+            await until(committed=4 * step + 4, leased=4 if step else 0)
+            assert not step or set(run.log.state.leased.values()) == {"rollout-0", "rollout-1"}
+            policy = run.train(limits.batch_size, **SHORT)
+            await asyncio.gather(first.publish(policy), second.publish(policy))
+        for task in producing:
+            task.cancel()
+        await asyncio.gather(*producing, return_exceptions=True)
+
+    rules = ClaimRules(batch_size=4, max_staleness=0, stale_policy="strict", min_usable=2)
+    run.play(script, workers=2, limits=limits, rules=rules)
+    committed = 0
+    for entry in run.log.entries:
+        match entry.body:
+            case Shard(groups=groups):
+                committed += len(groups)
+                assert len({group.head_version for group in groups}) == 1
+            case Lease(positions=positions):
+                assert committed >= 4 * (max(positions) // 4), "the batch before is committed"
 
 
 def test_a_paused_run_leases_nothing_until_it_goes_on(run: _Run):

@@ -193,6 +193,16 @@ def test_an_exchanged_anchor_is_refused(on_disk: _Trainer, tmp_path: Path):
         PolicyReader(on_disk.log, tmp_path / "cache").fetch(wrong)
 
 
+def test_an_exchanged_whole_policy_is_refused(on_disk: _Trainer, tmp_path: Path):
+    """Sealed, of another version, and not one that an error about a delta could be of."""
+    made = [on_disk.step() for _ in range(5)]
+    assert made[0].anchor is made[4].anchor is None
+    for path in (tmp_path / "store" / made[4].path).iterdir():
+        (tmp_path / "store" / made[0].path / path.name).write_bytes(path.read_bytes())
+    with pytest.raises(DigestMismatch, match="other weights than the log says policy 1 has"):
+        PolicyReader(on_disk.log, tmp_path / "cache").fetch(made[0])
+
+
 def test_whole_files_may_stand_where_a_delta_was(on_disk: _Trainer, tmp_path: Path):
     delta = [on_disk.step(), on_disk.step()][1]
     (tmp_path / "store" / delta.path / DELTA_FILE).write_bytes(b"broken")

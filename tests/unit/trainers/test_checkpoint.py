@@ -20,6 +20,7 @@ from tests.unit.trainers.builders import (
     trainer_of,
     weights,
 )
+from trainers.attention import layout_of
 from trainers.checkpoint import load_state, save_policy, save_state
 from trainers.packing import position_ids
 from trainers.samples import Samples
@@ -44,9 +45,8 @@ def test_a_policy_folder_loads_in_transformers_with_the_same_logprobs(
 
     ids, length = torch.tensor(_SEQUENCE), [len(_SEQUENCE)]
     with torch.no_grad():
-        expected, _ = trainer.model(
-            ids, ids.roll(-1), position_ids(length), torch.tensor([0, *length], dtype=torch.int32), 1.0
-        )
+        layout = layout_of(length, device=trainer.device)
+        expected, _ = trainer.model(ids, ids.roll(-1), position_ids(length), layout, 1.0)
         found = logprobs_alone(load_causal_lm(tmp_path / "policy"), _SEQUENCE)
         before = logprobs_alone(load_causal_lm(base), _SEQUENCE)
     torch.testing.assert_close(found, expected[:-1], atol=1e-6, rtol=0)

@@ -14,7 +14,6 @@ from tests.unit.trainers.builders import (
     Row,
     largest_difference,
     load_causal_lm,
-    random_rows,
     recipe_of,
     samples_of,
     take_step,
@@ -40,16 +39,6 @@ from trainers.trainer import Trainer
 _GAE = {"kind": "gae", "gamma": 0.9, "lam": 0.8}
 _CLIP = 0.05
 _SETTINGS = {"advantage": _GAE, "critic": {"learning_rate": 1e-3, "clip": _CLIP}}
-
-
-@pytest.fixture(scope="module")
-def rows(tiny_folder: Path) -> list[Row]:
-    return random_rows(tiny_folder)
-
-
-@pytest.fixture(scope="module")
-def samples(rows: list[Row]) -> Samples:
-    return samples_of(rows)
 
 
 def _values(trainer: Trainer, samples: Samples) -> np.ndarray:

@@ -6,6 +6,7 @@ import pytest
 
 from trainers.custom_loss import check_loss, load_loss
 from trainers.losses import clip_loss
+from trainers.objective import OFF_POLICY
 
 TOPR = '''
 """Tapered off-policy REINFORCE, https://arxiv.org/abs/2503.14286, token by token: failures fade with their ratio."""
@@ -98,6 +99,15 @@ def test_a_file_that_does_not_parse_says_where(tmp_path: Path) -> None:
 )
 def test_what_a_trial_of_five_tokens_shows_is_said_before_training(body: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
+        check_loss(_file(tmp_path, body) + ":f", {})
+
+
+@pytest.mark.parametrize("name", ["loss", "tokens", *OFF_POLICY, "entropy", "importance_squared", "value_error/of"])
+def test_a_sum_that_would_stand_in_for_one_of_the_trainers_is_an_error(name: str, tmp_path: Path) -> None:
+    body = (
+        f"def f(inputs):\n    return LossOutput(loss=(inputs.weights * inputs.logprobs).sum(), sums={{{name!r}: 1.0}})"
+    )
+    with pytest.raises(ValueError, match=f"sums \\['{name}'\\] have names that the trainer's own metrics have"):
         check_loss(_file(tmp_path, body) + ":f", {})
 
 

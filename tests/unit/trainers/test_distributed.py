@@ -11,6 +11,7 @@ import torch
 
 from tests.processes import num_new_pages
 from tests.unit.trainers.builders import largest_difference, random_rows, samples_of, take_step, trainer_of, weights
+from trainers.attention import layout_of
 from trainers.samples import Samples
 
 
@@ -22,11 +23,11 @@ def _in_shards(samples: Samples, shards_B: np.ndarray) -> Samples:
 
 def test_an_update_reaches_every_parameter_after_a_forward_pass_without_a_gradient(tiny_folder: Path):
     trainer = trainer_of(tiny_folder)
-    ids, offsets = torch.arange(1, 9), torch.tensor([0, 8], dtype=torch.int32)
+    ids, layout = torch.arange(1, 9), layout_of([8], device=trainer.device)
 
     def logprobs() -> torch.Tensor:
         with torch.no_grad():
-            return trainer.model(ids, ids.roll(-1), torch.arange(8), offsets, 1.0)[0].clone()
+            return trainer.model(ids, ids.roll(-1), torch.arange(8), layout, 1.0)[0].clone()
 
     before = logprobs()
     embedding = next(p for group in trainer.optimizer.param_groups for p in group["params"])

@@ -30,6 +30,7 @@ from trainers.health import (
     GapTooLarge,
     NonFinite,
     Reduce,
+    gap_weights,
     measure_gap,
     rows_to_probe,
 )
@@ -65,6 +66,7 @@ def test_a_gap_computed_by_hand() -> None:
     assert gap.num_tokens == 2 and gap.mean == pytest.approx(log2) and gap.k3 == pytest.approx(0.25)
     assert log2 <= gap.p99 <= 1.06 * log2
     np.testing.assert_allclose(gap.mean_S, [log2, log2, np.nan])
+    assert gap.tokens_S.tolist() == [1, 1, 0]
     assert gap.metrics() == {"engine_gap": gap.mean, "engine_gap_p99": gap.p99, "engine_gap_k3": gap.k3}
 
 
@@ -124,18 +126,30 @@ def test_a_gap_that_is_no_number_does_not_pass() -> None:
         gap.check(["a", "b", "c"], max_gap=1e9)
 
 
-def test_a_shard_without_a_token_of_this_policy_is_not_judged() -> None:
+def test_a_shard_without_a_counted_token_is_not_judged() -> None:
     gap = _measure(np.array([-9.0]), np.array([-1.0]), np.array([False]), np.array([0]))
     gap.check(["a", "b", "c"], max_gap=0.1)
     assert gap.num_tokens == 0 and gap.p99 == 0
 
 
-def test_one_fresh_row_stands_for_each_shard_that_the_first_mini_batch_lacks() -> None:
+def test_older_tokens_count_where_a_shard_has_no_others_and_less_with_each_step_in_between() -> None:
+    versions_T = np.array([3, 2, -1, 2, 0, 2])
+    mask_T = np.array([True, True, False, True, True, False])
+    weights_T = gap_weights(versions_T, mask_T, np.array([0, 0, 0, 1, 1, 1]), base_version=3)
+    assert weights_T.tolist() == [1, 0, 0, 0.5, 0.25, 0]
+    gap = _measure(np.full(6, -3.0), np.full(6, -1.0), weights_T, np.array([0, 0, 0, 1, 1, 1]))
+    assert gap.num_tokens == 1 and gap.mean == 2.0, "metrics are of the policy's own tokens"
+    np.testing.assert_allclose(gap.mean_S, [2.0, (1.0 + 0.5) / 2, np.nan])
+    with pytest.raises(GapTooLarge, match="shard b"):
+        gap.check(["a", "b", "c"], max_gap=0.7)
+
+
+def test_one_counted_row_stands_for_each_shard_that_the_first_mini_batch_lacks() -> None:
     shards_B = np.array([0, 0, 1, 1, 1, 2, 3])
-    fresh_B = np.array([True, True, False, True, True, False, True])
+    counted_B = np.array([True, True, False, True, True, False, True])
     measured_B = np.array([False, True, True, False, False, False, False])
-    assert rows_to_probe(shards_B, fresh_B, measured_B).tolist() == [3, 6]
-    assert rows_to_probe(shards_B, fresh_B, np.ones(7, bool)).tolist() == []
+    assert rows_to_probe(shards_B, counted_B, measured_B).tolist() == [3, 6]
+    assert rows_to_probe(shards_B, counted_B, np.ones(7, bool)).tolist() == []
 
 
 _OFFSETS = np.array([0, 3, 5, 9])
@@ -215,9 +229,14 @@ def test_a_shard_of_other_weights_trains_nothing(tiny_folder: Path, num_minibatc
     assert take_step(trainer, _two_shards(tiny_folder))["trained_groups"] == 4, "the same trainer goes on"
 
 
-def test_tokens_of_an_older_policy_are_not_compared(tiny_folder: Path) -> None:
-    metrics = take_step(trainer_of(tiny_folder), _two_shards(tiny_folder, noise=4.0), step=2, max_staleness=1)
+def test_tokens_of_an_older_policy_are_no_gap_unless_no_step_explains_them(tiny_folder: Path) -> None:
+    trainer, samples = trainer_of(tiny_folder), _two_shards(tiny_folder, noise=4.0)
+    metrics = take_step(trainer, samples, step=2, max_staleness=1)
     assert "engine_gap" not in metrics and metrics["off_policy_kl"] > 1
+    before = weights(trainer)
+    with pytest.raises(GapTooLarge) as caught:
+        take_step(trainer, samples, step=2, max_staleness=1, max_gap=1.0)
+    assert caught.value.reasons.keys() == {"b"} and not largest_difference(weights(trainer), before)
 
 
 def test_a_number_that_is_none_stops_before_the_optimizer_and_names_its_rows_alone(tmp_path: Path) -> None:

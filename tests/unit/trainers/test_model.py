@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from tests.unit.trainers.builders import load_causal_lm, logprobs_alone, tiny_model
+from trainers.attention import Layout, layout_of
 from trainers.distributed import full, start_process_group
 from trainers.model import PolicyModel, load_model
 from trainers.packing import position_ids, shared_tokens
@@ -30,17 +31,22 @@ from trainers.packing import position_ids, shared_tokens
 _SEQUENCES = [[4, 5, 6, 7, 8], [9], [10, 4], [11, 12, 13, 14, 15, 4, 5]]
 
 
-def _offsets(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    return torch.tensor([sum(map(len, sequences[:end])) for end in range(len(sequences) + 1)], dtype=torch.int32)
+def _layout(sequences: Sequence[Sequence[int]], computed_T: torch.Tensor | None = None) -> Layout:
+    return layout_of([len(sequence) for sequence in sequences], device=torch.device("cpu"), computed_T=computed_T)
 
 
 def _packed(
-    model: PolicyModel, *, temperature: float = 1.0, sequences: Sequence[list[int]] = _SEQUENCES, **options: Any
+    model: PolicyModel,
+    *,
+    temperature: float = 1.0,
+    sequences: Sequence[list[int]] = _SEQUENCES,
+    computed_T: torch.Tensor | None = None,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.tensor([token for sequence in sequences for token in sequence])
     targets = torch.cat([torch.tensor([*sequence[1:], 0]) for sequence in sequences])
     positions = position_ids([len(sequence) for sequence in sequences])
-    logprobs, entropy = model(ids, targets, positions, _offsets(sequences), temperature, **options)
+    logprobs, entropy = model(ids, targets, positions, _layout(sequences, computed_T), temperature, **options)
     assert logprobs.shape == entropy.shape == ids.shape
     return logprobs, entropy
 
@@ -211,7 +217,7 @@ def test_with_checkpointing_a_layer_runs_again_in_the_backward_pass(tiny_folder:
 def test_the_hidden_states_are_what_the_output_matrix_is_applied_to(tiny_folder: Path) -> None:
     model, reference = load_model(tiny_folder), load_causal_lm(tiny_folder)
     with torch.no_grad():
-        hidden = model.hidden(torch.tensor(_SEQUENCES[3]), position_ids([7]), _offsets([_SEQUENCES[3]]))
+        hidden = model.hidden(torch.tensor(_SEQUENCES[3]), position_ids([7]), _layout([_SEQUENCES[3]]))
         logits = reference(torch.tensor([_SEQUENCES[3]])).logits[0]
         torch.testing.assert_close(hidden @ model.causal_lm.get_output_embeddings().weight.T, logits)
 

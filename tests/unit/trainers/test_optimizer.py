@@ -16,7 +16,7 @@ from tests.unit.trainers.builders import tiny_model
 from trainers.distributed import full, shard, start_process_group
 from trainers.health import NonFinite
 from trainers.model import PolicyModel, load_model
-from trainers.optimizer import Ema, Schedule, check_finite, grad_norms, learning_rate, make_optimizer, module_group
+from trainers.optimizer import Ema, Schedule, clip_gradient, grad_norms, learning_rate, make_optimizer, module_group
 
 
 def _sharded(folder: Path) -> PolicyModel:
@@ -113,11 +113,21 @@ def test_a_group_without_a_gradient_has_norm_zero(tiny_folder: Path) -> None:
 
 
 def test_a_gradient_that_is_no_number_is_refused_with_the_rows() -> None:
-    check_finite(1.5)
-    for norm in (math.nan, math.inf):
-        with pytest.raises(NonFinite, match=r"the gradient is NaN or infinite at 0.a/1 \(shard s\)") as caught:
-            check_finite(norm, rows=["0.a/1 (shard s)"], num_updates=1)
+    weight = nn.Parameter(torch.ones(2))
+    for value in (math.nan, math.inf):
+        weight.grad = torch.tensor([1.0, value])
+        with pytest.raises(NonFinite, match=r"the critic's gradient is NaN or infinite at 0.a/1 \(shard s\)") as caught:
+            clip_gradient(
+                [("weight", weight)],
+                1.0,
+                sum_over_ranks=lambda sums: sums,
+                what="the critic's gradient",
+                rows=lambda: ["0.a/1 (shard s)"],
+                num_updates=1,
+            )
         assert caught.value.num_updates == 1
+        assert "not touched for it, nor are the 1 updates before it in this step committed" in str(caught.value)
+        assert float(weight.grad[0]) == 1.0
 
 
 def test_the_optimizer_decays_every_weight_and_divides_by_its_moments() -> None:

@@ -31,16 +31,6 @@ _CAP = 1.25
 _NO_STD = {"kind": "grpo", "scale": "none"}
 
 
-@pytest.fixture(scope="module")
-def rows(tiny_folder: Path) -> list[Row]:
-    return random_rows(tiny_folder)
-
-
-@pytest.fixture(scope="module")
-def samples(rows: list[Row]) -> Samples:
-    return samples_of(rows)
-
-
 def _reference_loss(
     folder: Path, rows: list[Row], *, temperature: float = 1.0, correct: bool = False
 ) -> tuple[float, dict[str, torch.Tensor]]:

@@ -15,7 +15,6 @@ from tests.unit.trainers.builders import (
     Row,
     largest_difference,
     new_run,
-    random_rows,
     recipe_of,
     samples_of,
     take_step,
@@ -35,11 +34,6 @@ _EVERY_KIND: list[dict[str, Any]] = [
     {"advantage": "gae"},
     {"lora": {"rank": 4}},
 ]
-
-
-@pytest.fixture(scope="module")
-def rows(tiny_folder: Path) -> list[Row]:
-    return random_rows(tiny_folder)
 
 
 def _named(rows: list[Row], *, shards: int = 1) -> Samples:

@@ -15,7 +15,6 @@ from tests.unit.trainers.builders import (
     gradients,
     largest_difference,
     load_causal_lm,
-    random_rows,
     recipe_of,
     samples_of,
     take_step,
@@ -40,16 +39,6 @@ from trainers.trainer import Trainer
 
 _CAP = 1.25
 _MAX_TOKENS = 8  # of every recipe here
-
-
-@pytest.fixture(scope="module")
-def rows(tiny_folder: Path) -> list[Row]:
-    return random_rows(tiny_folder)
-
-
-@pytest.fixture(scope="module")
-def samples(rows: list[Row]) -> Samples:
-    return samples_of(rows)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +191,16 @@ def test_adapters_switched_off_are_the_same_reference_as_a_frozen_copy(tiny_fold
         found.append((take_step(trainer, samples, step=2, max_staleness=9), gradients(trainer)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6) and found[0][0]["reference_kl"] > 1e-4
     assert largest_difference(found[0][1], found[1][1]) < 1e-7
+
+
+def test_metrics_of_rewards_are_of_the_scores_and_not_of_what_kl_takes_off(tiny_folder: Path, rows: list[Row]) -> None:
+    kl = {"coefficient": 0.1, "estimator": "k1", "place": "reward"}
+    trainer = trainer_of(tiny_folder, kl=kl, reference={"kind": "base"})
+    take_step(trainer, samples_of(rows))  # now the policy is not its reference
+    alike = samples_of([dataclasses.replace(row, reward=0.5) for row in rows])
+    metrics = take_step(trainer, alike, step=2, max_staleness=9)
+    assert (metrics["reward"], metrics["reward_std"], metrics["fraction_groups_without_signal"]) == (0.5, 0, 1)
+    assert metrics["grad_norm"] > 0, "attempts that KL charges differently are worth differently"
 
 
 def test_only_the_adapters_move(tiny_folder: Path, samples: Samples) -> None:

@@ -21,6 +21,7 @@ from storage.policies import DELTA_FILE, DamagedDelta, PolicyReader
 from storage.run_log import RunLog
 from storage.run_state import Conflict
 from storage.shards import DamagedShard
+from storage.starting import NotStarted
 from storage.weight_broadcast import receive
 from tests.builders import a_broadcast
 from tests.unit.trainers.builders import (
@@ -83,8 +84,10 @@ def _train_steps(worker: TrainerWorker, log: RunLog, count: int) -> list[Step]:
 
 def test_a_step_is_committed_with_its_policy_and_digests(log: RunLog, tmp_path: Path) -> None:
     worker = _worker(log, tmp_path)
-    assert worker.start() == 0
     claim = _claim(log)
+    with pytest.raises(NotStarted, match=r"TrainerWorker .* call start\(\) first"):
+        _train(worker, claim)
+    assert worker.start() == 0
     step = _train(worker, claim)
 
     state = log.refresh()

@@ -1,0 +1,82 @@
+"""What a step needs stands where it is needed: on the device, or on the host, and never on the wrong one.
+
+A machine without a GPU shows it with torch's `meta` device, which refuses operands of two devices as a GPU does; with
+a GPU, whole steps are taken there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.utils import _to_kwargs
+
+from tests.unit.trainers.builders import take_step, trainer_of, weights
+from trainers import attention
+from trainers.batches import build_pack
+from trainers.checkpoint import load_state, save_state
+from trainers.critic import CriticModel
+from trainers.model import load_model
+from trainers.samples import Samples
+
+_META = torch.device("meta")
+
+
+def _pack_on_meta(samples: Samples) -> Any:
+    pack = build_pack(samples, np.arange(samples.num_rows), mask_T=samples.mask_T, values={}, device=_META)
+    assert pack.layout.computed_T is not None, "attempts share their prompt"
+    return pack
+
+
+@pytest.mark.parametrize("has_flash_kernel", [False, True])
+@pytest.mark.parametrize("kind", ["policy", "critic"])
+def test_a_forward_and_a_backward_pass_mix_no_devices(
+    tiny_folder: Path, samples: Samples, kind: str, has_flash_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And torch's own kernel takes what it is given: its checks of arguments run on `meta`, too."""
+    pack = _pack_on_meta(samples)
+    model = load_model(tiny_folder, dtype=torch.bfloat16, activation_checkpointing=True).to(_META)
+    monkeypatch.setattr(attention, "_has_flash_kernel", lambda query: has_flash_kernel)
+    if kind == "policy":
+        named = {"positions_N": pack.positions, "entropy_grad": True}
+        arguments = (pack.input_ids, pack.targets, pack.position_ids, pack.layout, 1.0)
+        parts = model
+    else:
+        named, arguments = {}, (pack.input_ids, pack.position_ids, pack.layout)
+        parts = CriticModel(model).to(_META)
+    # As FSDP does to a model on a GPU before its forward: what is a tensor goes to the device.
+    (moved,), (moved_named,) = _to_kwargs(arguments, named, _META, False)
+    found = parts(*moved, **moved_named)
+    total = sum(output.sum() for output in (found if isinstance(found, tuple) else (found,)))
+    assert total.device == _META
+    total.backward()
+    assert all(p.grad is not None and p.grad.device == _META for p in parts.parameters() if p.requires_grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dtype": "bfloat16"}, {"offload_optimizer": True}, {"advantage": "gae"}, {"compile": True}],
+    ids=str,
+)
+def test_a_step_on_a_gpu_is_that_of_the_cpu_and_goes_on_after_a_resume(
+    tiny_folder: Path, samples: Samples, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    on_cpu = trainer_of(tiny_folder, device="cpu", **{k: v for k, v in settings.items() if k == "advantage"})
+    expected = take_step(on_cpu, samples)
+    trainer = trainer_of(tiny_folder, device="cuda", **settings)
+    found = take_step(trainer, samples)
+    tolerance = 5e-2 if settings.get("dtype") == "bfloat16" else 1e-3
+    for name in ("loss", "entropy", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance)
+    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=1, critic=trainer.critic)
+    take_step(trainer, samples, step=2, max_staleness=9)
+    resumed = trainer_of(tiny_folder, device="cuda", **settings)
+    assert load_state(resumed.model, resumed.optimizer, tmp_path / "state", critic=resumed.critic) == 1
+    take_step(resumed, samples, step=2, max_staleness=9)
+    for name, weight in weights(resumed).items():
+        torch.testing.assert_close(weight, weights(trainer)[name], rtol=1e-4, atol=1e-5)
