@@ -83,7 +83,7 @@ class Executor:
         self._ready: deque[Prompt] = deque()
         self._called_back: list[Prompt] = []
         self._leasing: asyncio.Task[None] | None = None
-        self._running: dict[asyncio.Task[None], _Running] = {}
+        self._running: dict[asyncio.Task[RolloutGroup], _Running] = {}
         self._finished: list[RolloutGroup] = []
         self._finished_bytes = 0
         self._oldest_finished = 0.0
@@ -143,7 +143,7 @@ class Executor:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        self._called_back += [each.prompt for task, each in running.items() if task.cancelled()]
+        self._called_back += [each.prompt for task, each in running.items() if task.cancelled() and not each.given_up]
 
     @property
     def wanted(self) -> int:
@@ -306,8 +306,9 @@ class Executor:
             return
         while self._ready and self.room > 0:
             prompt = self._ready.popleft()
-            task = asyncio.create_task(self._run(prompt))
+            task = asyncio.create_task(self._play(prompt))
             self._running[task] = _Running(prompt=prompt, version=self._version, started=_now())
+            task.add_done_callback(self._end)
         if self.wanted and self._leasing is None:
             self._leasing = asyncio.create_task(self._lease_more())
 
@@ -322,22 +323,18 @@ class Executor:
             self._admit()
         self._changed.set()
 
-    async def _run(self, prompt: Prompt) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        try:
-            self._take(prompt, await self._play(prompt))
-        except asyncio.CancelledError:
-            reason = self._running[task].given_up
-            if not reason:
-                raise
-            task.uncancel()
-            self._take(prompt, self._cancelled(prompt, reason))
-        except Exception as error:  # noqa: BLE001 - a bug in the workflow: prepare_batch raises it to the caller
-            self._failure = error
-        finally:
-            self._running.pop(task, None)
-            self._changed.set()
+    def _end(self, task: asyncio.Task[RolloutGroup]) -> None:
+        """Called when a group's task is over, also one that was cancelled before it began."""
+        running = self._running.pop(task)
+        if not task.cancelled():
+            error = task.exception()
+            if error is None:
+                self._take(running.prompt, task.result())
+            else:
+                self._failure = error  # a bug in the workflow: prepare_batch raises it to the caller
+        elif running.given_up:
+            self._take(running.prompt, self._cancelled(running.prompt, running.given_up))
+        self._changed.set()
 
     async def _play(self, prompt: Prompt) -> RolloutGroup:
         return await self._player.group(

@@ -375,6 +375,35 @@ def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens
     _Bench(tokens, play, max_staleness=1, batch_size=3).play(script)
 
 
+async def _admit_groups_that_have_not_begun(executor: Executor) -> None:
+    executor.set_version(0, accepted=0)
+    while not executor.in_flight():
+        await asyncio.sleep(0)
+    # A group's task begins in the loop's next turn.
+
+
+def test_a_group_that_has_not_begun_is_given_up_as_one_that_has(tokens: ChatTokens):
+    async def script(executor: Executor) -> None:
+        await _admit_groups_that_have_not_begun(executor)
+        executor.set_version(2, accepted=0)
+        groups = await executor.prepare_batch()
+        assert {group.reject_reason for group in groups[:4]} == {"cancelled: 2 updates behind, bound 1"}
+        assert executor.in_flight().count(0) == 0
+
+    _Bench(tokens, max_staleness=1).play(script)
+
+
+def test_groups_that_have_not_begun_are_called_back_as_those_that_have(tokens: ChatTokens):
+    async def script(executor: Executor) -> None:
+        await _admit_groups_that_have_not_begun(executor)
+        await executor.call_back()
+        assert executor.in_flight() == []
+        executor.set_version(1, accepted=0)
+        assert _positions(await executor.prepare_batch()) == [0, 1, 2, 3]
+
+    _Bench(tokens).play(script)
+
+
 def test_a_data_set_smaller_than_a_batch_goes_round(tokens: ChatTokens):
     groups = _Bench(tokens, num_tasks=3).one_batch()
     assert _positions(groups) == [0, 1, 2, 3]
