@@ -7,6 +7,8 @@ Tokens that stand after the same tokens have the same states: the model computes
 and only here they are copied to each sequence they belong to (Prefix Grouper, https://arxiv.org/abs/2506.05433).
 
     CUDA, half precision   one variable-length flash attention kernel (torch.nn.attention.varlen)
+    … of long sequences,   cuDNN's kernel for each sequence, its length rounded up: on Hopper GPUs and later almost
+      from Hopper on       twice as fast
     anything else          sequences of similar length side by side, padded to the longest: one exact SDPA per length
 
 transformers calls `packed_attention` by the name `PACKED_ATTENTION`; the layout comes to it as a keyword argument.
@@ -17,11 +19,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -31,6 +35,11 @@ PACKED_ATTENTION = "millrace_packed"
 
 _SHORTEST_TO_LONGEST = 0.75
 """Sequences of at least this share of the longest stand in one batch with it: padding wastes at most a quarter."""
+_LONG, _GRAIN = 1024, 128
+"""From this mean length on, sequences on a GPU stand one by one. cuDNN plans its work anew for each new length, which
+takes it milliseconds: so that few are new, lengths are rounded up to multiples."""
+_HALF = (torch.bfloat16, torch.float16)
+_FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _NOT_HONOURED = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention's formula."""
 
@@ -49,12 +58,12 @@ class Places:
 
     take_P: torch.Tensor
     """The computed token at each place; 0 where there is none."""
-    is_empty_P: torch.Tensor
-    """True at places without a token."""
+    empty_E: torch.Tensor
+    """The places without a token."""
     place_U: torch.Tensor
     """The place at which each computed token's result is read: its first."""
-    is_read_P: torch.Tensor
-    """True at those places."""
+    unread_E: torch.Tensor
+    """The others."""
     copies_P: torch.Tensor
     """The places that hold a token, those of one token after the other, in order of `take_P`."""
     first_copy_U: torch.Tensor
@@ -85,8 +94,10 @@ class Layout:
         self.longest = int(self.lengths_S.max())
         order = torch.argsort(self.lengths_S, descending=True, stable=True)
         self._order = order
-        self.batches = _batches(self.lengths_S[order].tolist())
-        """The sequences by falling length, those of similar length padded to the longest of them."""
+        by_length = self.lengths_S[order].tolist()
+        self.is_one_by_one = device.type == "cuda" and int(ends_S[-1]) >= _LONG * len(lengths_S)
+        self.batches = _one_by_one(by_length) if self.is_one_by_one else _batches(by_length)
+        """The sequences by falling length: those of similar length padded to the longest of them, or each by itself."""
 
     @functools.cached_property
     def end_to_end(self) -> Places:
@@ -133,6 +144,10 @@ def _batches(lengths: list[int]) -> tuple[Batch, ...]:
     return tuple(batches)
 
 
+def _one_by_one(lengths: list[int]) -> tuple[Batch, ...]:
+    return tuple(Batch(num_sequences=1, length=-(-length // _GRAIN) * _GRAIN) for length in lengths)
+
+
 def _places(computed_T: torch.Tensor, place_T: torch.Tensor, num_places: int, device: torch.device) -> Places:
     take_P = torch.zeros(num_places, dtype=torch.int64)
     take_P[place_T] = computed_T
@@ -143,14 +158,14 @@ def _places(computed_T: torch.Tensor, place_T: torch.Tensor, num_places: int, de
     first_copy_U = torch.cat([torch.zeros(1, dtype=torch.int64), counts_U.cumsum(0)])
     copies_P = place_T[by_token]
     place_U = copies_P[first_copy_U[:-1]]
-    is_read_P = torch.zeros(num_places, dtype=torch.bool)
-    is_read_P[place_U] = True
+    is_unread_P = torch.ones(num_places, dtype=torch.bool)
+    is_unread_P[place_U] = False
     is_identity = num_places == len(place_U) and bool((take_P == torch.arange(num_places)).all())
     on_device = {
         "take_P": take_P,
-        "is_empty_P": is_empty_P,
+        "empty_E": is_empty_P.nonzero()[:, 0],
         "place_U": place_U,
-        "is_read_P": is_read_P,
+        "unread_E": is_unread_P.nonzero()[:, 0],
         "copies_P": copies_P,
         "first_copy_U": first_copy_U,
     }
@@ -188,7 +203,8 @@ def packed_attention(
         raise ValueError(f"{type(module).__name__} needs {what}, which packed attention does not have")
     window = sliding_window if sliding_window is not None and sliding_window < layout.longest else None
     by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    if _has_flash_kernel(by_token[0]):
+    has_flash = _has_flash_kernel(by_token[0])
+    if has_flash and not (layout.is_one_by_one and window is None and _is_hopper_or_later(by_token[0])):
         from torch.nn.attention.varlen import varlen_attn
 
         query_THd, key_TGd, value_TGd = (_to_places(tensor, layout.end_to_end) for tensor in by_token)
@@ -207,7 +223,8 @@ def packed_attention(
         )
         return _from_places(output_THd, layout.end_to_end)[None], None
     query_PHd, key_PGd, value_PGd = (_to_places(tensor, layout.side_by_side) for tensor in by_token)
-    outputs = _batched_attention(query_PHd, key_PGd, value_PGd, layout.batches, scale=scaling, window=window)
+    with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if has_flash else nullcontext():
+        outputs = _batched_attention(query_PHd, key_PGd, value_PGd, layout.batches, scale=scaling, window=window)
     return _from_places(outputs, layout.side_by_side)[None], None
 
 
@@ -221,11 +238,15 @@ def _has_flash_kernel(query_THd: torch.Tensor) -> bool:
     width = query_THd.shape[-1]
     return (
         query_THd.is_cuda
-        and query_THd.dtype in (torch.bfloat16, torch.float16)
+        and query_THd.dtype in _HALF
         and width % 8 == 0
         and width <= 256
         and torch.cuda.get_device_capability(query_THd.device) >= (8, 0)
     )
+
+
+def _is_hopper_or_later(query_THd: torch.Tensor) -> bool:
+    return torch.cuda.get_device_capability(query_THd.device) >= (9, 0)
 
 
 def _batched_attention(
@@ -245,7 +266,8 @@ def _batched_attention(
     ):
         query, key, value = (part.unflatten(0, (batch.num_sequences, batch.length)).transpose(1, 2) for part in parts)
         num_sharing = query.shape[1] // key.shape[1]
-        if query.is_cuda and num_sharing > 1:  # of its exact kernels there only the one that makes the square shares
+        if query.is_cuda and num_sharing > 1 and query.dtype not in _HALF:
+            # Of the kernels for the others only the one that makes the square lets query heads share keys.
             key, value = (part.repeat_interleave(num_sharing, dim=1) for part in (key, value))
         is_windowed = window is not None and window < batch.length
         output = scaled_dot_product_attention(
@@ -281,7 +303,7 @@ class _ToPlaces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_U: torch.Tensor, places: Places) -> torch.Tensor:
         ctx.places = places
-        return _placed(values_U, places.take_P, places.is_empty_P)
+        return _placed(values_U, places.take_P, places.empty_E)
 
     @staticmethod
     def backward(ctx: Any, gradient_P: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -304,11 +326,11 @@ class _FromPlaces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_U: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _placed(gradient_U, ctx.places.take_P, ~ctx.places.is_read_P), None
+        return _placed(gradient_U, ctx.places.take_P, ctx.places.unread_E), None
 
 
-def _placed(values_U: torch.Tensor, take_P: torch.Tensor, is_zero_P: torch.Tensor) -> torch.Tensor:
-    return values_U.index_select(0, take_P).masked_fill_(is_zero_P[:, None, None], 0)
+def _placed(values_U: torch.Tensor, take_P: torch.Tensor, zero_E: torch.Tensor) -> torch.Tensor:
+    return values_U.index_select(0, take_P).index_fill_(0, zero_E, 0)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

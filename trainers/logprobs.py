@@ -25,6 +25,8 @@ TILE_BYTES = 512 * 2**20
 """Default bound on the temporaries of one slice: its logits and what is computed from them."""
 _KEEP_BYTES = 32 * 2**20
 """Logits up to this size are kept for the backward pass: recomputing them would only cost time."""
+_NARROWEST = 128
+"""Least width of a slice."""
 
 
 def linear_logprobs(
@@ -51,8 +53,9 @@ def linear_logprobs(
     num_tokens, vocabulary = len(hidden_TD), len(output_VD)
     if num_tokens * vocabulary * 4 <= min(_KEEP_BYTES, tile_bytes):
         return _logprobs_of_logits(hidden_TD @ output_VD.T, targets_T, temperature, entropy_grad=entropy_grad)
-    num_slices = math.ceil(num_tokens * vocabulary * _bytes_per_logit(hidden_TD.dtype) / tile_bytes)
-    width = max(min(64, vocabulary), math.ceil(vocabulary / num_slices))
+    widest = tile_bytes // (num_tokens * _bytes_per_logit(hidden_TD.dtype, compile=compile))
+    # A power of two: GPUs multiply matrices of odd widths at a third of their speed, and few widths are few compilations.
+    width = vocabulary if widest >= vocabulary else min(vocabulary, max(_NARROWEST, 1 << max(0, widest.bit_length() - 1)))
     logprobs_T, entropy_T = _LinearLogprobs.apply(
         hidden_TD, output_VD, targets_T, temperature, entropy_grad, width, compile
     )
@@ -85,8 +88,9 @@ class _LinearLogprobs(torch.autograd.Function):
         compile: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fold = _compiled(_fold_slice) if compile else _fold_slice
-        zeros_T = torch.zeros(len(hidden_TD), dtype=_softmax_dtype(hidden_TD.dtype), device=hidden_TD.device)
-        sums = (torch.full_like(zeros_T, -math.inf), zeros_T, zeros_T, zeros_T)
+        numbers = {"dtype": _softmax_dtype(hidden_TD.dtype), "device": hidden_TD.device}
+        # Four tensors: with one of them twice the first slice would be compiled by itself.
+        sums = tuple(torch.full((len(hidden_TD),), value, **numbers) for value in (-math.inf, 0.0, 0.0, 0.0))
         for start, output_WD in _slices(output_VD, width):
             sums = fold(_logits(hidden_TD, output_WD, temperature), targets_T - start, *sums)
         top_T, total_T, moment_T, target_T = sums
@@ -200,11 +204,19 @@ def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _bytes_per_logit(dtype: torch.dtype) -> int:
-    """What one logit of a slice needs at the worst moment: itself and three steps of its gradient."""
-    return dtype.itemsize + 3 * _softmax_dtype(dtype).itemsize
+def _bytes_per_logit(dtype: torch.dtype, *, compile: bool) -> int:
+    """What one logit of a slice needs at the worst moment: itself and three steps of its gradient; fused, only the
+    last of them."""
+    return 2 * dtype.itemsize if compile else dtype.itemsize + 3 * _softmax_dtype(dtype).itemsize
 
 
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+    """Compiled for any number of tokens and one width: a kernel that knows it reads several numbers at a time."""
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(logits_TW: torch.Tensor, *others: Any) -> Any:
+        torch._dynamo.mark_static(logits_TW, 1)
+        return compiled(logits_TW, *others)
+
+    return call
