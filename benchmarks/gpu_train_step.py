@@ -5,14 +5,16 @@ transformers ≥ 5 and numpy runs it: of this repository it needs `trainers/` al
 settings.
 
     python benchmarks/gpu_train_step.py [--shape 0.6B] [--shape 1.7B] [--tokens 16384] [--tokens 65536]
-        [--tokens-per-microbatch 16384] [--no-compile] [--checkpointing] [--profile] [--peak-tflops 989] [--json FILE]
+        [--sequences many] [--sequences one] [--tokens-per-microbatch 16384] [--no-compile] [--checkpointing]
+        [--profile] [--peak-tflops 989] [--json FILE]
     python benchmarks/gpu_train_step.py --device cpu --tiny         proves on any machine that it runs
 
 It has not been run on a GPU yet, so no numbers of it stand in docs/.
 
 The step: log-probabilities of the policy as it is (a forward pass without gradient), then, pack after pack, forward,
-clipped loss averaged over all tokens, backward; clip to norm 1; fused AdamW. Sequences of 1,024 to 4,096 tokens stand
-end to end, and every token is trained, which is the most the output matrix can be asked for.
+clipped loss averaged over all tokens, backward; clip to norm 1; fused AdamW. Every token is trained, which is the most
+the output matrix can be asked for. `many` sequences of 1,024 to 4,096 tokens stand end to end in packs, or `one`
+sequence is as long as the step, and one pack.
 
 Precision: the model's parameters are bfloat16, and so are its activations; softmax, loss and norms of states are
 float32. Float32 master weights beside it hold what AdamW updates, with float32 moments; each pack's bfloat16
@@ -42,6 +44,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import platform
 import resource
@@ -133,6 +136,11 @@ class Step:
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, self.masters)
         return {"loss": float(loss), "grad_norm": float(norm)}
+
+    def forget(self) -> None:
+        """Drop the gradients of a step that was cut off."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def _forward(self, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs_T, entropy_T = self.model(pack.input_ids, pack.targets, pack.position_ids, pack.layout, 1.0)
@@ -262,6 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=[name for name in SHAPES if name != "tiny"])
     parser.add_argument("--tokens", action="append", type=int)
+    parser.add_argument("--sequences", action="append", choices=["many", "one"], help="default: both")
     parser.add_argument("--tokens-per-microbatch", type=int)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -281,19 +290,32 @@ def main() -> None:
     shapes = ["tiny"] if arguments.tiny else arguments.shape or ["0.6B", "1.7B"]
     tokens = arguments.tokens or ([512, 2048] if arguments.tiny else [16_384, 65_536])
     budget = arguments.tokens_per_microbatch or (1024 if arguments.tiny else 16_384)
-    lengths = {"shortest": 64, "longest": 256} if arguments.tiny else {"shortest": SHORTEST, "longest": LONGEST}
+    shortest, longest = (64, 256) if arguments.tiny else (SHORTEST, LONGEST)
     rows = []
-    print(f"{'shape':8}{'tokens':>9}{'packs':>7}{'tokens/s':>12}{'MFU':>9}{'seconds':>10}{'peak GB':>10}{'loss':>12}")
+    heads = {"tokens": 9, "packs": 7, "tokens/s": 11, "MFU": 9, "seconds": 9, "peak GB": 9, "loss": 10}
+    print(f"{'shape':6} sequences" + "".join(f"{name:>{width}}" for name, width in heads.items()))
     for shape in shapes:
         step = Step(make_model(shape, device, compile=compile, checkpointing=arguments.checkpointing))
         vocabulary = step.model.causal_lm.config.vocab_size
-        for count in tokens:
-            packs = make_packs(tokens=count, budget=budget, vocabulary=vocabulary, device=device, **lengths)
-            row = measure(step, packs, device=device, steps=arguments.steps, peak_flops=arguments.peak_tflops * 1e12)
-            rows.append({"shape": shape, **row})
+        for sequences, count in itertools.product(arguments.sequences or ["many", "one"], tokens):
+            sizes = {"budget": budget, "shortest": shortest, "longest": longest}
+            if sequences == "one":
+                sizes = dict.fromkeys(sizes, count)
+            packs = make_packs(tokens=count, vocabulary=vocabulary, device=device, **sizes)
+            try:
+                row = measure(
+                    step, packs, device=device, steps=arguments.steps, peak_flops=arguments.peak_tflops * 1e12
+                )
+            except torch.OutOfMemoryError:
+                step.forget()
+                print(
+                    f"{shape:6}{sequences:>10}{count:9,}{len(packs):7}  does not fit: try --checkpointing", flush=True
+                )
+                continue
+            rows.append({"shape": shape, "sequences": sequences, **row})
             print(
-                f"{shape:8}{count:9,}{row['packs']:7}{row['tokens_per_second']:12,.0f}{row['mfu']:9.2%}"
-                f"{row['seconds']:10.3f}{row['peak_bytes'] / 1e9:10.2f}{row['loss']:12.5f}",
+                f"{shape:6}{sequences:>10}{count:9,}{row['packs']:7}{row['tokens_per_second']:11,.0f}{row['mfu']:9.2%}"
+                f"{row['seconds']:9.3f}{row['peak_bytes'] / 1e9:9.2f}{row['loss']:10.5f}",
                 flush=True,
             )
             if arguments.profile:

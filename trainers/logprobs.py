@@ -54,8 +54,8 @@ def linear_logprobs(
     if num_tokens * vocabulary * 4 <= min(_KEEP_BYTES, tile_bytes):
         return _logprobs_of_logits(hidden_TD @ output_VD.T, targets_T, temperature, entropy_grad=entropy_grad)
     widest = tile_bytes // (num_tokens * _bytes_per_logit(hidden_TD.dtype, compile=compile))
-    # A power of two: GPUs multiply matrices of odd widths at a third of their speed, and few widths are few compilations.
-    width = vocabulary if widest >= vocabulary else min(vocabulary, max(_NARROWEST, 1 << max(0, widest.bit_length() - 1)))
+    # A power of two: GPUs multiply matrices of odd widths at a third of their speed, and each width is compiled anew.
+    width = vocabulary if widest >= vocabulary else max(_NARROWEST, 2 ** (max(widest, 1).bit_length() - 1))
     logprobs_T, entropy_T = _LinearLogprobs.apply(
         hidden_TD, output_VD, targets_T, temperature, entropy_grad, width, compile
     )

@@ -33,12 +33,13 @@ def test_a_tiny_step_runs_with_torch_and_transformers_alone(tmp_path: Path, opti
     done = _run("--device", "cpu", "--tiny", "--steps", "1", "--tokens", "512", "--json", str(out), *options)
     assert done.returncode == 0, done.stderr[-2000:]
     numbers = json.loads(out.read_text())
-    [run] = numbers["runs"]
+    run, of_one_sequence = numbers["runs"]
     # 2 layers: 4 linear maps of attention (64 × 64 twice, 64 × 32 twice) and 3 of 64 × 128; a tied matrix of 512 × 64.
     linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 512 * 64
     assert run["flops"] >= 8 * linear * 512
     assert run["flops"] <= 8 * linear * 512 + 4 * 2 * (2 * 2 * 32 * 256 * 512)  # no sequence is longer than 256
     assert run["tokens"] == 512 and run["grad_norm"] > 0
+    assert of_one_sequence["flops"] == 8 * linear * 512 + 4 * 2 * (2 * 2 * 32 * 512 * 512)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

@@ -110,11 +110,15 @@ def test_the_kernel_of_gpus_is_asked_for_what_the_definition_says(
 @pytest.mark.parametrize("lengths", [[100, 1, 300, 77], [1500, 1030, 2048, 1]], ids=["short", "long"])
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("window", [None, 50])
-def test_kernels_of_a_gpu_compute_the_definition(lengths: list[int], groups: int, window: int | None) -> None:
+def test_kernels_of_a_gpu_compute_the_definition(
+    lengths: list[int], groups: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_LONG", 1024)
     tensors = _query_key_value(lengths, heads=4, groups=groups, width=64)
     on_gpu = [tensor.detach().to("cuda", torch.bfloat16).requires_grad_() for tensor in tensors]
     rounded = [tensor.detach().double().cpu().requires_grad_() for tensor in on_gpu]
     layout = layout_of(lengths, device=torch.device("cuda"))
+    assert layout.is_one_by_one == (max(lengths) > 1024)
     found = packed_attention(torch.nn.Module(), *on_gpu, None, scaling=0.3, sliding_window=window, layout=layout)[0]
     expected = _by_definition(lengths, rounded, window=window)
     upstream = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
