@@ -42,11 +42,14 @@ def pytest_configure() -> None:
 
 
 class ServersInTurn(LoadScopeScheduling):
-    """Tests that start servers and runs come one after another; the others beside them, file by file."""
+    """Tests that start servers and runs wait most of their time: they come one after another, in two rows, beside the
+    others, file by file."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        return file if file.startswith(("tests/unit/", "tests/golden/")) else "servers"
+        if file.startswith(("tests/unit/", "tests/golden/")):
+            return file
+        return "faults and stores" if file.startswith(("tests/chaos/", "tests/integration/")) else "runs"
 
 
 @pytest.hookimpl(optionalhook=True)
