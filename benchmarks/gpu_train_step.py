@@ -34,8 +34,8 @@ backward pass, layers under `--checkpointing`) is not counted. MFU = FLOPs / sec
 Defaults, and why. Packs of 16k tokens fill the GPU's matrix units, and their activations (0.6B: about 1.2 MB a token;
 1.7B: 2.1 MB) fit in 80 GB without computing layers again, which would cost a quarter of the step; so 64k tokens are
 four packs. Larger packs want `--checkpointing`. `--compile` is on: without it, norms, rotary embeddings and what is
-done to 152k logits per token are dozens of passes over memory, about as long as the multiplications. Logits are made
-in slices of at most 2 GiB: the fewer the slices, the less often the gradient of the states is read and written.
+done to 152k logits per token are dozens of passes over memory, about as long as the multiplications. Logits may
+take 10 GiB: half of it holds those of a pack of 16k tokens, and the backward pass need not compute them again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
 }
 SHORTEST, LONGEST = 1024, 4096
-TILE_BYTES = 2 * 2**30
+LOGITS_GIB = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,9 +166,12 @@ def make_model(shape: str, device: torch.device, *, compile: bool, checkpointing
         with torch.device(device):
             Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
         model = load_model(
-            Path(folder), dtype=torch.bfloat16, compile=compile, activation_checkpointing=checkpointing
+            Path(folder),
+            dtype=torch.bfloat16,
+            compile=compile,
+            logits_gib=LOGITS_GIB,
+            activation_checkpointing=checkpointing,
         ).to(device)
-    model.tile_bytes = TILE_BYTES
     return model
 
 
@@ -291,7 +294,18 @@ def main() -> None:
     tokens = arguments.tokens or ([512, 2048] if arguments.tiny else [16_384, 65_536])
     budget = arguments.tokens_per_microbatch or (1024 if arguments.tiny else 16_384)
     shortest, longest = (64, 256) if arguments.tiny else (SHORTEST, LONGEST)
-    rows = []
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "device": str(device)}
+    if device.type == "cuda":
+        machine["gpu"] = torch.cuda.get_device_name()
+    rows: list[dict[str, Any]] = []
+    results = {
+        "machine": machine,
+        "peak_tflops": arguments.peak_tflops,
+        "compile": compile,
+        "checkpointing": arguments.checkpointing,
+        "tokens_per_microbatch": budget,
+        "runs": rows,
+    }
     heads = {"tokens": 9, "packs": 7, "tokens/s": 11, "MFU": 9, "seconds": 9, "peak GB": 9, "loss": 10}
     print(f"{'shape':6} sequences" + "".join(f"{name:>{width}}" for name, width in heads.items()))
     for shape in shapes:
@@ -318,27 +332,15 @@ def main() -> None:
                 f"{row['seconds']:9.3f}{row['peak_bytes'] / 1e9:9.2f}{row['loss']:10.5f}",
                 flush=True,
             )
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1) + "\n")
             if arguments.profile:
-                print(profiled(functools.partial(step, packs), device=device))
+                print(profiled(functools.partial(step, packs), device=device), flush=True)
         del step
         gc.collect()  # a compiled layer refers to itself
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "device": str(device)}
-    if device.type == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name()
-    results = {
-        "machine": machine,
-        "peak_tflops": arguments.peak_tflops,
-        "compile": compile,
-        "checkpointing": arguments.checkpointing,
-        "tokens_per_microbatch": budget,
-        "runs": rows,
-    }
-    text = json.dumps(results, indent=1)
-    print(text)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+    print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -207,7 +207,8 @@ def packed_attention(
         what = ", ".join(changed) or ("dropout" if dropout else "a mask, or attention that is not causal")
         raise ValueError(f"{type(module).__name__} needs {what}, which packed attention does not have")
     window = sliding_window if sliding_window is not None and sliding_window < layout.longest else None
-    by_token = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    # Views both ways: the gradient of an index, as in tensor[0], is a copy.
+    by_token = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     has_flash = _has_flash_kernel(by_token[0])
     if has_flash and not (layout.is_one_by_one and window is None and _is_hopper_or_later(by_token[0])):
         from torch.nn.attention.varlen import varlen_attn

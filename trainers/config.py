@@ -318,6 +318,9 @@ class TrainSettings(Block):
     """Keep the optimizer's moments in host memory; for GPUs."""
     compile: bool = False
     """torch.compile every layer; pays on GPUs for steps of the same shapes."""
+    logits_gib: float = Field(default=0.5, gt=0)
+    """Memory for the logits of a pack, GiB. Where all of them, of type `dtype`, fit into half of it, they are kept for
+    the backward pass rather than computed again."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Save optimizer and random state every this many steps; a resume re-trains the steps since then
     from their recorded shards."""

@@ -3,7 +3,8 @@
 In: hidden states, the output matrix, target ids. Out: log p(target) and the entropy, per token.
 
 The vocabulary is cut into slices. The forward pass folds each slice's logits into running sums (an online softmax);
-the backward pass computes them once more, turns them into their own gradient and multiplies that away:
+the backward pass computes them once more, unless there is room to keep them, turns them into their own gradient and
+multiplies that away:
 
     logits of a slice ─▶ softmax − one-hot ─┬─▶ · output matrix    added to the hidden states' gradient
                                             └─▶ · hidden states    written once: these rows of the matrix's gradient
@@ -44,7 +45,8 @@ def linear_logprobs(
     Float32, or float64 for float64 inputs; the softmax is taken in that type whatever type the matrices have.
     `temperature` must be the one the tokens were sampled at: the engine's logprobs are taken after it. The entropy has
     a gradient only with `entropy_grad`. `tile_bytes` bounds temporary memory beside the two gradients, and changes
-    nothing else; `compile` fuses what is done to a slice's logits into one kernel (torch.compile).
+    nothing else: where all logits fit into half of it they are kept for the backward pass. `compile` fuses what is done
+    to a slice's logits into one kernel (torch.compile).
 
     Raises `ValueError` for a temperature that is not positive: a greedy reply has no probabilities to train on.
     """
@@ -53,11 +55,12 @@ def linear_logprobs(
     num_tokens, vocabulary = len(hidden_TD), len(output_VD)
     if num_tokens * vocabulary * 4 <= min(_KEEP_BYTES, tile_bytes):
         return _logprobs_of_logits(hidden_TD @ output_VD.T, targets_T, temperature, entropy_grad=entropy_grad)
-    widest = tile_bytes // (num_tokens * _bytes_per_logit(hidden_TD.dtype, compile=compile))
+    keeps = 2 * num_tokens * vocabulary * hidden_TD.dtype.itemsize <= tile_bytes
+    widest = tile_bytes // (1 + keeps) // (num_tokens * _bytes_per_logit(hidden_TD.dtype, compile=compile))
     # A power of two: GPUs multiply matrices of odd widths at a third of their speed, and each width is compiled anew.
     width = vocabulary if widest >= vocabulary else max(_NARROWEST, 2 ** (max(widest, 1).bit_length() - 1))
     logprobs_T, entropy_T = _LinearLogprobs.apply(
-        hidden_TD, output_VD, targets_T, temperature, entropy_grad, width, compile
+        hidden_TD, output_VD, targets_T, temperature, entropy_grad, width, keeps, compile
     )
     return logprobs_T, entropy_T
 
@@ -85,18 +88,23 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         entropy_grad: bool,
         width: int,
+        keeps: bool,
         compile: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         fold = _compiled(_fold_slice) if compile else _fold_slice
         numbers = {"dtype": _softmax_dtype(hidden_TD.dtype), "device": hidden_TD.device}
         # Four tensors: with one of them twice the first slice would be compiled by itself.
         sums = tuple(torch.full((len(hidden_TD),), value, **numbers) for value in (-math.inf, 0.0, 0.0, 0.0))
+        kept = []
         for start, output_WD in _slices(output_VD, width):
-            sums = fold(_logits(hidden_TD, output_WD, temperature), targets_T - start, *sums)
+            logits_TW = _logits(hidden_TD, output_WD, temperature)
+            sums = fold(logits_TW, targets_T - start, *sums)
+            if keeps:
+                kept.append(logits_TW)
         top_T, total_T, moment_T, target_T = sums
         log_total_T = total_T.log()
         logprobs_T, entropy_T = target_T - top_T - log_total_T, log_total_T - moment_T / total_T
-        ctx.save_for_backward(hidden_TD, output_VD, targets_T, top_T + log_total_T, entropy_T)
+        ctx.save_for_backward(hidden_TD, output_VD, targets_T, top_T + log_total_T, entropy_T, *kept)
         ctx.arguments = temperature, entropy_grad, width, compile
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
@@ -107,15 +115,15 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_T: torch.Tensor, grad_entropy_T: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden_TD, output_VD, targets_T, log_sum_T, entropy_T = ctx.saved_tensors
+        hidden_TD, output_VD, targets_T, log_sum_T, entropy_T, *kept = ctx.saved_tensors
         temperature, entropy_grad, width, compile = ctx.arguments
         turn = _compiled(_turn_into_gradient) if compile else _turn_into_gradient
         wants_hidden, wants_output = ctx.needs_input_grad[:2]
         grad_hidden_TD = torch.zeros_like(hidden_TD, dtype=log_sum_T.dtype) if wants_hidden else None
         grad_output_VD = torch.empty_like(output_VD) if wants_output else None
-        for start, output_WD in _slices(output_VD, width):
+        for number, (start, output_WD) in enumerate(_slices(output_VD, width)):
             gradient_TW = turn(
-                _logits(hidden_TD, output_WD, temperature),
+                kept[number] if kept else _logits(hidden_TD, output_WD, temperature),
                 targets_T - start,
                 log_sum_T,
                 entropy_T,
@@ -131,7 +139,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 torch.mm(gradient_TW.T, hidden_TD, out=grad_output_VD[start : start + len(output_WD)])
         if grad_hidden_TD is not None:
             grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
-        return grad_hidden_TD, grad_output_VD, None, None, None, None, None
+        return grad_hidden_TD, grad_output_VD, None, None, None, None, None, None
 
 
 def _slices(output_VD: torch.Tensor, width: int) -> list[tuple[int, torch.Tensor]]:

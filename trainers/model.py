@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from trainers.attention import PACKED_ATTENTION, Layout, layout_of
-from trainers.logprobs import TILE_BYTES, linear_logprobs
+from trainers.logprobs import linear_logprobs
 
 if TYPE_CHECKING:
     from trainers.config import LoraSettings
@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 class PolicyModel(nn.Module):
     """A causal LM whose forward returns (logprobs, entropy) of given targets, each of shape [T]."""
 
-    tile_bytes = TILE_BYTES
-    """Bound on temporary memory for logits."""
-
-    def __init__(self, causal_lm: nn.Module, *, compile: bool = False) -> None:
+    def __init__(self, causal_lm: nn.Module, *, logits_gib: float = 0.5, compile: bool = False) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self._tile_bytes = int(logits_gib * 2**30)
         self._compile = compile
 
     def forward(
@@ -58,7 +56,7 @@ class PolicyModel(nn.Module):
             targets_T,
             temperature=temperature,
             entropy_grad=entropy_grad,
-            tile_bytes=self.tile_bytes,
+            tile_bytes=self._tile_bytes,
             compile=self._compile,
         )
         if positions_N is None:
@@ -86,7 +84,8 @@ class PolicyModel(nn.Module):
         states: torch.Tensor = self.causal_lm.model(
             input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, layout=layout
         ).last_hidden_state
-        return states[0] if positions_N is None else states[0].index_select(0, positions_N)
+        states_TD = states.squeeze(0)
+        return states_TD if positions_N is None else states_TD.index_select(0, positions_N)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -102,6 +101,7 @@ def load_model(
     lora: LoraSettings | None = None,
     activation_checkpointing: bool = False,
     compile: bool = False,
+    logits_gib: float = 0.5,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> PolicyModel:
@@ -111,6 +111,7 @@ def load_model(
 
     `activation_checkpointing` keeps only each layer's input and computes the layer again in the backward pass;
     `compile` compiles every layer. Neither changes names of parameters, and both work under a later `fully_shard`.
+    `logits_gib` bounds what a pack's logits take at a time.
     With `lora`, only adapters on the layers are trained; `seed` draws their first values.
 
     Raises `OSError` or `ValueError` when the folder is no HF model, and `ValueError` for an architecture without
@@ -120,7 +121,7 @@ def load_model(
     if not hasattr(getattr(causal_lm, "model", None), "layers"):
         raise ValueError(f"{folder}: {type(causal_lm).__name__} has no decoder layers under .model.layers")
     causal_lm.config.use_cache = False
-    model = PolicyModel(causal_lm, compile=compile)
+    model = PolicyModel(causal_lm, logits_gib=logits_gib, compile=compile)
     _replace_attention(model, folder)
     if lora is not None:
         from trainers.lora import add_adapters

@@ -194,6 +194,7 @@ class Trainer:
             lora=settings.lora,
             activation_checkpointing=settings.activation_checkpointing,
             compile=settings.compile,
+            logits_gib=settings.logits_gib,
             seed=self._recipe.seed,
         )
         shard(

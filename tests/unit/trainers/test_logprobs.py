@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.logprobs import _compiled, linear_logprobs
+from trainers import logprobs as logprobs_module
+from trainers.logprobs import _compiled, _logits, linear_logprobs
 
 _ALL_AT_ONCE = 2**40
 
@@ -85,6 +87,27 @@ def test_slicing_changes_nothing(num_tokens: int, vocabulary: int, tile_bytes: i
     gradients = [torch.autograd.grad((lp * 2 - h).sum(), [hidden, output]) for lp, h in results]
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(("tile_bytes", "num_products"), [(2 * 11 * 150 * 8, 2), (2 * 11 * 150 * 8 - 1, 4)])
+def test_where_half_of_the_memory_holds_all_logits_they_are_computed_once(
+    tile_bytes: int, num_products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, output, targets = _inputs()
+    expected = linear_logprobs(hidden, output, targets, temperature=0.9)[0]
+    monkeypatch.setattr(logprobs_module, "_KEEP_BYTES", 0)
+    products = []
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        products.append(len(arguments[1]))
+        return _logits(*arguments)
+
+    monkeypatch.setattr(logprobs_module, "_logits", counted)
+    found = linear_logprobs(hidden, output, targets, temperature=0.9, tile_bytes=tile_bytes)[0]
+    gradients = [torch.autograd.grad((logprobs**2).sum(), [hidden, output]) for logprobs in (found, expected)]
+    for one, other in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    assert products == [128, 22] * (num_products // 2)
 
 
 def test_logits_of_a_thousand_neither_overflow_nor_lose_the_target() -> None:
