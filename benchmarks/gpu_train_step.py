@@ -9,8 +9,6 @@ settings.
         [--profile] [--peak-tflops 989] [--json FILE]
     python benchmarks/gpu_train_step.py --device cpu --tiny         proves on any machine that it runs
 
-It has not been run on a GPU yet, so no numbers of it stand in docs/.
-
 The step: log-probabilities of the policy as it is (a forward pass without gradient), then, pack after pack, forward,
 clipped loss averaged over all tokens, backward; clip to norm 1; fused AdamW. Every token is trained, which is the most
 the output matrix can be asked for. `many` sequences of 1,024 to 4,096 tokens stand end to end in packs, or `one`
