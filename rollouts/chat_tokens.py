@@ -14,6 +14,8 @@ from typing import Any
 from storage.digests import sha256_of, sha256_of_json
 from storage.records import Message
 
+_QWEN = {("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2Tokenizer")}
+"""Types of models, with the tokenizer that AutoTokenizer makes for them."""
 _STAND_IN = "STANDIN"
 """A reply whose end is looked for in the rendered text."""
 
@@ -37,9 +39,7 @@ class ChatTokens:
     @classmethod
     def load(cls, folder: Path) -> ChatTokens:
         """Read the tokenizer of a model folder."""
-        from transformers import AutoTokenizer
-
-        return cls(AutoTokenizer.from_pretrained(str(folder)))
+        return cls(_tokenizer_class(folder).from_pretrained(str(folder)))
 
     def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """Ids of a conversation that ends where the policy is to speak; `tools` in OpenAI's function format.
@@ -102,3 +102,21 @@ class ChatTokens:
     def _ids(self, text: str) -> list[int]:
         """A piece of a rendered conversation that starts at its beginning or before a special token."""
         return [int(i) for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The class AutoTokenizer would choose. To import that one takes ten seconds of a slow CPU, with every part of
+    transformers that generates; where there is no choice it is spared."""
+    config, own = (_json(folder / name) for name in ("config.json", "tokenizer_config.json"))
+    name = str(own.get("tokenizer_class")).removesuffix("Fast")
+    if "auto_map" not in own and (config.get("model_type"), name) in _QWEN:
+        from transformers import Qwen2Tokenizer
+
+        return Qwen2Tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text())) if path.exists() else {}

@@ -42,8 +42,8 @@ def pytest_configure() -> None:
 
 
 class ServersInTurn(LoadScopeScheduling):
-    """Tests that start servers and runs wait most of their time: they come one after another, in two rows, beside the
-    others, file by file."""
+    """Tests that start servers and runs come one after another, in two rows; behind the row that ends first the others,
+    file by file. Machines of two cores have no time for more at once."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]

@@ -69,6 +69,7 @@ def series() -> list[Fault]:
     if not LONG:
         elsewhere = {Fault.KILL_EVERYTHING, Fault.KILL_DRIVER}  # test_kill.py
         elsewhere |= {Fault.KILL_WORKER, Fault.FREEZE_WORKER}  # test_workers.py
+        elsewhere |= {Fault.READ_ONLY_STORE}  # ends a run as FULL_STORE does
         return [fault for fault in Fault if fault not in elsewhere]
     draw = random.Random(SEED)
     return [draw.choice(list(Fault)) for _ in range(LONG)]

@@ -6,10 +6,15 @@ The templates here are short ones in the style of Qwen2.5, Qwen3, Llama 3 and Mi
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from rollouts.chat import Chat
 from rollouts.chat_tokens import ChatTokens
@@ -17,6 +22,7 @@ from rollouts.scripted_engine import ScriptedEngine
 from rollouts.tool_parsing import ToolParser
 from rollouts.tools import tool
 from storage.records import Message, Sampling
+from trainers.warmup import character_tokenizer
 
 QWEN2 = """
 {%- if tools %}<|im_start|>system
@@ -281,3 +287,20 @@ def _chat(
         request_id="0.task/0",
         tool_parser=ToolParser(parser, tokens.tokenizer),
     )
+
+
+@pytest.mark.parametrize(("model_type", "is_spared"), [("qwen2", True), ("qwen3", True), ("llama", False)])
+def test_the_tokenizer_is_autotokenizers_choice_and_where_there_is_none_its_import_is_spared(
+    model_type: str, is_spared: bool, tmp_path: Path
+) -> None:
+    tokenizer = character_tokenizer(set("0123456789+="))
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    code = (
+        "import sys; from pathlib import Path; from rollouts.chat_tokens import ChatTokens\n"
+        f"found = ChatTokens.load(Path({str(tmp_path)!r})).tokenizer\n"
+        "print(type(found).__name__, found.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    chosen = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert said.split("\n")[-2] == f"{type(chosen).__name__} {chosen.encode('12+7=')} {not is_spared}"
