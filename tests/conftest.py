@@ -104,7 +104,7 @@ class Home:
             cwd=PROJECT,
         )
 
-    def run(self, *arguments: str, check: bool = True, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, check: bool = True, timeout: float = 900) -> subprocess.CompletedProcess[str]:
         """Run `millrace …` to its end."""
         done = subprocess.run(
             [str(MILLRACE), *arguments],

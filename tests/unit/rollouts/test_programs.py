@@ -101,10 +101,13 @@ def test_what_is_preloaded_is_imported_once_and_each_program_has_its_own(
 
 
 def test_a_launcher_that_dies_takes_its_programs_with_it_and_the_next_has_another(tmp_path: Path):
-    text = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nsignal.pause()"
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    text = f"import os, signal\nopen({str(gate)!r}).close()\nos.kill(os.getppid(), signal.SIGKILL)\nsignal.pause()"
 
     async def twice(launcher: Launcher) -> tuple[int, str, str]:
         program = await launcher.start(_script(tmp_path, text), dict(os.environ))
+        await asyncio.to_thread(gate.write_text, "")  # opened once the program does so
         assert program.stdout is not None
         assert await program.stdout.read() == b"", "its output ends with it"
         with pytest.raises(LauncherEnded, match="has ended"):
