@@ -55,7 +55,7 @@ def linear_logprobs(
     num_tokens, vocabulary = len(hidden_TD), len(output_VD)
     if num_tokens * vocabulary * 4 <= min(_KEEP_BYTES, tile_bytes):
         return _logprobs_of_logits(hidden_TD @ output_VD.T, targets_T, temperature, entropy_grad=entropy_grad)
-    keeps = 2 * num_tokens * vocabulary * hidden_TD.dtype.itemsize <= tile_bytes
+    keeps = torch.is_grad_enabled() and 2 * num_tokens * vocabulary * hidden_TD.dtype.itemsize <= tile_bytes
     widest = tile_bytes // (1 + keeps) // (num_tokens * _bytes_per_logit(hidden_TD.dtype, compile=compile))
     # A power of two: GPUs multiply matrices of odd widths at a third of their speed, and each width is compiled anew.
     width = vocabulary if widest >= vocabulary else max(_NARROWEST, 2 ** (max(widest, 1).bit_length() - 1))
