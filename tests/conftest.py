@@ -49,7 +49,7 @@ class ServersInTurn(LoadScopeScheduling):
         file = nodeid.split("::")[0]
         if file.startswith(("tests/unit/", "tests/golden/")):
             return file
-        return "faults and stores" if file.startswith(("tests/chaos/", "tests/integration/")) else "runs"
+        return "runs" if file.startswith(("tests/engine/", "tests/flows/")) else "faults, stores and the like"
 
 
 @pytest.hookimpl(optionalhook=True)
