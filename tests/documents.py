@@ -189,6 +189,8 @@ COVERED_BY = {
     "python -m benchmarks.staleness": "needs minutes of an idle machine; what it simulates: "
     "tests/unit/rollouts/test_simulation.py::test_no_token_over_the_bound_is_trained",
     "python -m benchmarks.learning_curve search-agent *": f"needs the run that is drawn; of another: {_QUICK}",
+    "python benchmarks/gpu_train_step.py": "needs a GPU; on CPUs, a tiny model:"
+    " tests/unit/benchmarks/test_gpu_train_step.py::test_a_tiny_step_runs_with_torch_and_transformers_alone",
     "python -m benchmarks.*": _TINY,
     "python -m examples.search_agent.prepare_hotpotqa *": "needs a data set; of two questions in its layout: "
     "tests/unit/examples/search_agent/test_prepare.py::test_hotpotqa_becomes_a_folder_the_agent_reads",
