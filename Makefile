@@ -33,24 +33,27 @@ PIP_INSTALL := .venv/bin/python -m pip install --no-deps --no-input --disable-pi
 .ONESHELL:
 .SHELLFLAGS := -euc
 .DEFAULT_GOAL := help
-.PHONY: help train test lint chaos audit audit-if-reachable up down lock clean FORCE
+.PHONY: help train test test-all lint chaos audit audit-if-reachable up down lock clean FORCE
 
 help: ## this list
 	@echo "Millrace: make TARGET [VARIABLE=value ...]"
-	awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-6s %s\n", $$1, $$2 }' Makefile
+	awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-8s %s\n", $$1, $$2 }' Makefile
 
 train: $(INSTALLED) ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="more arguments"
 	.venv/bin/millrace train $(RUNFILE) $(ARGS)
 
-test: $(INSTALLED) ## run the tests: ARGS="-k name" or any other pytest arguments
+test: $(INSTALLED) ## run the tests but those marked slow: ARGS="-k name" or any other pytest arguments
 	.venv/bin/python -m pytest $(ARGS)
+
+test-all: $(INSTALLED) ## run the slow ones too, twice as long: more faults, deployments, benchmarks in small
+	.venv/bin/python -m pytest -m '' $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
 chaos: $(INSTALLED) ## faults by the hundred at one run: FAULTS=200 SEED=1
-	MILLRACE_CHAOS_FAULTS=$(FAULTS) MILLRACE_CHAOS_SEED=$(SEED) .venv/bin/python -m pytest tests/chaos $(ARGS)
+	MILLRACE_CHAOS_FAULTS=$(FAULTS) MILLRACE_CHAOS_SEED=$(SEED) .venv/bin/python -m pytest tests/chaos -m '' $(ARGS)
 
 audit: $(INSTALLED) ## look up known vulnerabilities of every package in the lock (needs pypi.org)
 	[ -x .venv/audit/bin/pip-audit ] || { .venv/bin/python -m venv .venv/audit; .venv/audit/bin/pip install -q pip-audit; }

@@ -151,6 +151,7 @@ _TINY = f"needs minutes of an idle machine; in seconds: {_UNIT}a_benchmark_runs_
 _DRY = f"needs minutes of vLLM; up to its start: {_UNIT}every_training_passes_its_dry_run"
 COVERED_BY = {
     "make lint": ".ci/run",
+    "make test-all": "needs one or two hours; .ci/run runs all but the slow ones",
     "make audit": ".ci/run, where pypi.org can be reached",
     "make chaos": "tests/chaos/test_faults.py::test_every_fault_has_its_outcome_and_none_changes_the_weights",
     "make lock*": "needs uv, two package indexes and many minutes, and changes the lock",

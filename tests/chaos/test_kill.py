@@ -17,7 +17,7 @@ from storage.run_log import RunLog
 from storage.run_state import RunState
 from tests.conftest import SCRIPTED, Home
 
-KILLS = 40 if os.environ.get("MILLRACE_CHAOS_FAULTS") else 5  # `make chaos`; test_faults.py kills as often again
+KILLS = 40 if os.environ.get("MILLRACE_CHAOS_FAULTS") else 3  # `make chaos`; test_faults.py kills as often again
 STEPS = 4 * KILLS  # more than so many lives last
 
 
@@ -68,6 +68,7 @@ def test_kill_after_kill_loses_nothing_and_changes_nothing(home: Home, base_mode
     assert killed.live.weights_sha256 == undisturbed.live.weights_sha256
 
 
+@pytest.mark.slow
 def test_a_stopped_run_leaves_no_process_and_goes_on_as_if_nothing_had_happened(home: Home, base_model: Path) -> None:
     arguments = ["train", str(SCRIPTED), f"model={base_model}", "evaluation.every=0"]
     home.run(*arguments, "run=whole", "steps=8")

@@ -97,6 +97,7 @@ def cluster(home: Home) -> Iterator[_Cluster]:
         cluster.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_lost_node_costs_its_workers_and_nothing_that_was_committed(
     home: Home, base_model: Path, cluster: _Cluster

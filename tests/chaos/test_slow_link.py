@@ -88,6 +88,7 @@ class _SlowRelay:
             thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_producer_behind_a_slow_link_that_is_cut_comes_back_and_nothing_is_lost(
     home: Home, base_model: Path, tmp_path: Path, link: str, moto: dict[str, str], bucket: str

@@ -85,7 +85,6 @@ def check(uri: str, state: RunState) -> None:
     assert min(counters[name] for name in OUTCOMES) > 0, "every outcome was to be seen"
 
 
-@pytest.mark.slow
 def test_200_kills_over_several_producers_and_a_trainer_lose_nothing(tmp_path: Path):
     uri = (tmp_path / "store").as_uri()
     check(uri, weather(uri, kills=200, longest_pause=0.2, environment={}))

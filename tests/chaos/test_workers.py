@@ -64,6 +64,7 @@ def test_attempts_that_never_come_back_end_by_their_own_deadline(home: Home, bas
     assert "step 1 has nothing to train" in done.stderr and "16 timeout" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_worker_whose_loop_hangs_ends_the_run_with_a_report(home: Home, base_model: Path) -> None:
     stuck = ["workflow=tests.chaos.stuck:Blocks", "rollout.attempt_timeout=4", "rollout.stall_timeout=5"]
     done = home.run("train", str(SCRIPTED), f"model={base_model}", "evaluation.every=0", *stuck, check=False)
@@ -138,6 +139,7 @@ def _stop_while(
             member.resume()
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_loads_a_policy_ends_the_run_and_the_same_command_goes_on(
     home: Home, base_model: Path
 ) -> None:
@@ -158,6 +160,7 @@ def test_an_engine_that_never_loads_a_policy_ends_the_run_and_the_same_command_g
     assert before.groups.keys() <= state.groups.keys() and state.steps[:2] == before.steps[:2]
 
 
+@pytest.mark.slow
 def test_a_reward_that_never_comes_costs_its_attempt_alone(home: Home, base_model: Path) -> None:
     timeout, num_steps = 8, 2
     home.run(

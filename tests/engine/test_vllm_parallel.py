@@ -10,7 +10,7 @@ from examples.arithmetic import Arithmetic
 from tests.engine.processes import run_checks
 from trainers.warmup import make_base_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_an_engine_of_two_parts_in_a_process_of_its_own(tmp_path: Path) -> None:

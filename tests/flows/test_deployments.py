@@ -43,6 +43,7 @@ def test_the_form_has_flat_knobs_one_block_and_a_help_text_for_each(prefect_api:
     assert [schedule["active"] for schedule in training["schedules"]] == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on(
     prefect_api: str, services_home: Path, base_model: Path, tmp_path: Path

@@ -131,7 +131,6 @@ def checkout(tmp_path: Path, base_model: Path) -> Iterator[Checkout]:
     checkout.close()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_quick_start_of_readme_works_from_top_to_bottom(checkout: Checkout, prefect_api: str) -> None:
     """Typed as it stands, in a checkout whose example is small: what is long is the learning, `tests/learning` has it.

@@ -160,6 +160,7 @@ asyncio.run(evaluate(run="scripted", gate_score=float(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 def test_somebody_is_told_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails(
     notifying: Home, inbox: Inbox, base_model: Path
 ) -> None:

@@ -92,6 +92,7 @@ def _wait_until(done: Callable[[], bool], what: str, *, seconds: float = 200) ->
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_servers_that_are_away_for_a_third_of_a_run_know_everything_afterwards(
     tmp_path: Path, control_plane: ControlPlane, base_model: Path

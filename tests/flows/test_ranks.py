@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from storage.digests import verify_folder
@@ -42,6 +43,7 @@ def _logs(home: Home) -> str:
     return "\n".join(file.read_text() for file in home.path.glob("logs/*/*.log"))
 
 
+@pytest.mark.slow
 def test_where_a_rank_is_killed_in_a_step_new_ranks_take_the_step(home: Home, base_model: Path) -> None:
     num_steps = 30  # enough that the trainer is still at it when it is looked for
     arguments = ["train", str(SCRIPTED), f"model={base_model}", "train.num_ranks=2", "train.device=cpu"]

@@ -17,6 +17,7 @@ def _run(home: Home, base_model: Path, *arguments: str) -> RunState:
     return open_run(LocalStore(home.path / "store"), "scripted").state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fallback", ["skip_step", "masked"])
 def test_a_run_whose_every_group_is_filtered_ends(home: Home, base_model: Path, fallback: str) -> None:
     dull = ["workflow=tests.flows.dull:Dull", "rollout.drop_uniform_groups=true", "rollout.max_attempts=1"]
@@ -28,6 +29,7 @@ def test_a_run_whose_every_group_is_filtered_ends(home: Home, base_model: Path, 
     assert all(group.reject_reason == "uniform reward 1" for group in state.groups.values())
 
 
+@pytest.mark.slow
 def test_a_run_that_may_not_go_on_without_a_group_says_why(home: Home, base_model: Path) -> None:
     dull = ["workflow=tests.flows.dull:Dull", "rollout.drop_uniform_groups=true", "rollout.max_attempts=1"]
     done = home.run("train", str(SCRIPTED), f"model={base_model}", *dull, "evaluation.every=0", check=False)

@@ -21,8 +21,6 @@ from tests.builders import SAMPLING, a_group, a_log, provenance
 from tests.ceph import USER, Ceph, CephFailed, ceph_server
 from tests.unit.storage.test_s3 import *  # noqa: F403
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture  # type: ignore[no-redef]
 def server(ceph: Ceph) -> dict[str, str]:

@@ -7,8 +7,6 @@ import pytest
 from tests.ceph import Ceph
 from tests.unit.storage.test_s3_faults import *  # noqa: F403
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture  # type: ignore[no-redef]
 def server(ceph: Ceph) -> dict[str, str]:
