@@ -23,6 +23,9 @@ from storage.shards import DamagedShard, read_shard
 
 READ_AHEAD = 2 * max(4, os.cpu_count() or 1)
 """Shards read at once: on S3 a query waits for answers rather than for the processor."""
+WHOLE_BYTES = 2**20
+"""A shard of no more is fetched by one request: its columns take dozens, each of which lasts longer than the rest of
+the file."""
 
 ROWS_SCHEMA = SCHEMA.append(pa.field("shard_id", pa.string()))
 _FLAT_COLUMNS = [field.name for field in ROWS_SCHEMA if not pa.types.is_nested(field.type)]
@@ -105,7 +108,9 @@ class ShardRows(ds.FileSystemDataset):
 
     def _columns_of(self, shard: Shard, names: list[str]) -> pa.Table:
         """What stands in the file, in bounds. The digest is not looked at: that would take the whole file."""
-        with self._log.store.open_input(self._log.shard_key(shard.id)) as source:
+        key = self._log.shard_key(shard.id)
+        is_small = shard.num_bytes <= WHOLE_BYTES
+        with pa.BufferReader(self._log.store.get(key)) if is_small else self._log.store.open_input(key) as source:
             schema = pa.ipc.open_file(source).schema
             check_schema(schema, name=shard.id)
             fields = [schema.get_field_index(name) for name in names]

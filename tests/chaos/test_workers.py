@@ -37,6 +37,7 @@ def _wait_for_shards(home: Home, run: str, process: subprocess.Popen[str], produ
     home.wait(process, lambda: producers <= {shard.producer for shard in _state(home, run).shards.values()})
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_changes_nothing(home: Home, base_model: Path) -> None:
     arguments = ["train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0"]
     home.run(*arguments, "run=alone")
@@ -55,6 +56,7 @@ def test_a_killed_worker_is_replaced_and_changes_nothing(home: Home, base_model:
     assert state.live.weights_sha256 == alone.live.weights_sha256
 
 
+@pytest.mark.slow
 def test_attempts_that_never_come_back_end_by_their_own_deadline(home: Home, base_model: Path) -> None:
     stuck = ["workflow=tests.chaos.stuck:Waits", "rollout.attempt_timeout=0.5", "rollout.max_attempts=1"]
     done = home.run(

@@ -93,6 +93,7 @@ def test_a_killed_evaluation_leaves_no_score_and_the_next_one_is_whole(trained: 
     assert log.state.counters()["submitted"] == log.state.counters()["trained"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", ["Broken"], indirect=True)
 def test_an_evaluation_in_which_every_attempt_fails_is_an_error(trained: Home) -> None:
     done = trained.run("eval", "scripted", check=False)

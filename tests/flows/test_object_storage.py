@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from storage.object_store import open_store
 from storage.runs import open_run
 from tests.conftest import SCRIPTED, Home
 
 
+@pytest.mark.slow
 def test_a_run_in_a_bucket_trains_and_resumes(
     home: Home, base_model: Path, bucket: str, server: dict[str, str]
 ) -> None:

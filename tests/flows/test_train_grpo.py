@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from storage.log_entries import Alias
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
@@ -105,6 +107,7 @@ def test_runs_that_overlap_training_and_rollouts_stay_within_the_bound(home: Hom
     assert log.state.counters()["trained"] == 32
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_is_quarantined_and_its_prompts_run_again(home: Home, base_model: Path) -> None:
     home.run("train", str(SCRIPTED), f"model={base_model}", "steps=2")
     log = _log(home)

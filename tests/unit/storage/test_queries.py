@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import aiobotocore.client
 import pyarrow as pa
 import pytest
 import s3fs
@@ -357,6 +358,23 @@ def test_over_s3_a_query_fetches_little_of_a_large_shard(bucket: str, monkeypatc
     monkeypatch.setattr(s3fs.S3File, "_fetch_range", counted)
     assert _rows(open_queries(log), "SELECT avg(reward) FROM trajectories") == [(1.0,)]
     assert 0 < sum(fetched) < shard.num_bytes / 10
+
+
+def test_over_s3_a_query_asks_once_for_a_small_shard(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    log = _a_run(open_store(f"s3://{bucket}/prefix"))
+    sql = "SELECT id, reward, prompt, reply FROM trajectories ORDER BY id"
+    expected = _rows(open_queries(log, verify=True), sql)
+    queries = open_queries(log)
+    asked: list[str] = []
+
+    def counted(self: Any, operation: str, parameters: dict[str, Any]) -> Any:
+        asked.append(operation)
+        return original(self, operation, parameters)
+
+    original = aiobotocore.client.AioBaseClient._make_api_call
+    monkeypatch.setattr(aiobotocore.client.AioBaseClient, "_make_api_call", counted)
+    assert _rows(queries, sql) == expected
+    assert asked == ["GetObject"] * 3
 
 
 def test_chosen_shards_alone_are_looked_at(store: ObjectStore):
