@@ -114,7 +114,7 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             services["prefect"] = _start_prefect(services["prefect"].port, logs, evaluates_triggers=True)
             _wait_until_up(services["prefect"], "/api/health", logs)
             worker = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
-            settings = {"PREFECT_WORKER_QUERY_SECONDS": "2", "PREFECT_WORKER_HEARTBEAT_SECONDS": "10"}
+            settings = {"PREFECT_WORKER_QUERY_SECONDS": "5", "PREFECT_WORKER_HEARTBEAT_SECONDS": "10"}
             services["worker"] = _start("worker", worker, logs, extra={**api, **settings})
         _wait_until_up(services["mlflow"], "/health", logs)
     except BaseException:
