@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs
 
-from storage.digests import sha256_of
+from storage.digests import DigestMismatch, sha256_of
 from storage.log_entries import Shard
 from storage.object_store import StoreError
 from storage.run_log import RunLog
@@ -98,7 +98,7 @@ class ShardRows(ds.FileSystemDataset):
         except DamagedShard as error:
             self._left_out[shard.id] = error.reason
             return None
-        except BadShard as error:
+        except (BadShard, DigestMismatch) as error:
             self._left_out[shard.id] = str(error)
             return None
         except (pa.ArrowException, OSError):
@@ -107,7 +107,7 @@ class ShardRows(ds.FileSystemDataset):
         return table.append_column("shard_id", pa.repeat(pa.scalar(shard.id), len(table)))
 
     def _columns_of(self, shard: Shard, names: list[str]) -> pa.Table:
-        """What stands in the file, in bounds. The digest is not looked at: that would take the whole file."""
+        """What stands in the file, in bounds. The log's digest is not looked at: that takes the whole file."""
         key = self._log.shard_key(shard.id)
         is_small = shard.num_bytes <= WHOLE_BYTES
         with pa.BufferReader(self._log.store.get(key)) if is_small else self._log.store.open_input(key) as source:
@@ -125,6 +125,8 @@ class ShardRows(ds.FileSystemDataset):
             data = self._log.store.get(self._log.shard_key(shard.id))
         except FileNotFoundError:
             return "the file is missing"
+        except DigestMismatch as error:
+            return str(error)
         if sha256_of(data) == shard.sha256:
             raise StoreError(
                 f"store {self._log.store.uri}: shard {shard.id} could not be read at first; run this again"

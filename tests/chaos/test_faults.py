@@ -68,8 +68,7 @@ class Fault(enum.Enum):
 def series() -> list[Fault]:
     """Faults in the order they come."""
     if not LONG:
-        elsewhere = {Fault.KILL_EVERYTHING, Fault.KILL_DRIVER}  # test_kill.py
-        elsewhere |= {Fault.FREEZE_WORKER}  # test_workers.py
+        elsewhere = {Fault.KILL_EVERYTHING, Fault.KILL_DRIVER, Fault.FREEZE_WORKER}  # test_kill.py, test_workers.py
         elsewhere |= {Fault.FREEZE_TRAINER, Fault.KILL_NODE, Fault.READ_ONLY_STORE}  # each costs a life: `make chaos`
         return sorted(set(Fault) - elsewhere, key=lambda fault: (fault.status is not None, list(Fault).index(fault)))
     draw = random.Random(SEED)

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pytest
 import s3fs
 
+from storage import query_shards
 from storage.digests import sha256_of
 from storage.log_entries import Evaluation, Quarantine, Rescore, Retire, Shard
 from storage.object_store import LocalStore, ObjectStore, StoreError, open_store
@@ -33,6 +34,7 @@ from tests.builders import (
     local_store,
     provenance,
 )
+from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
 
 
 @pytest.fixture
@@ -271,6 +273,20 @@ def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int):
     verified = open_queries(log, verify=True)
     assert set(_rows(verified, "SELECT DISTINCT shard_id FROM shard_rows")) == {("s1",), ("e0",)}
     assert "sha256" in verified.left_out["s0"]
+
+
+@pytest.mark.parametrize("whole_bytes", [query_shards.WHOLE_BYTES, 0])
+def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
+    bucket: str, server: dict[str, str], monkeypatch: pytest.MonkeyPatch, whole_bytes: int
+):
+    monkeypatch.setattr(query_shards, "WHOLE_BYTES", whole_bytes)
+    with FaultyS3(server).running() as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.variables["AWS_ENDPOINT_URL"])
+        log = _a_run(open_store(f"s3://{bucket}/prefix"))
+        proxy.fail(Fault.DAMAGE, method="GET", part="/shards/s1", times=ALWAYS)
+        queries = open_queries(log)
+        assert set(_rows(queries, "SELECT DISTINCT shard_id FROM shard_rows")) == {("s0",), ("e0",)}
+    assert "is not what was written there" in queries.left_out["s1"]
 
 
 def test_verified_queries_notice_what_breaks_no_column(any_store: ObjectStore):
