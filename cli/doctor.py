@@ -22,7 +22,8 @@ from rich.markup import escape
 
 from flows.config import RunConfig
 from infra.environment import home, store_uri, tracking_uri
-from infra.services import free_port, running_services
+from infra.ports import free_port
+from infra.services import running_services
 from storage.redaction import without_secrets
 
 PROJECT = Path(__file__).resolve().parent.parent

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
+
+from infra.ports import free_port
 
 POOL = "local"
 GPU_QUEUE = "gpu"
@@ -141,19 +142,6 @@ def num_gpus() -> int:
         return 0
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     return 0 if listed.returncode else len(listed.stdout.splitlines())
-
-
-def free_port(preferred: int) -> int:
-    """`preferred` if nobody listens there, else one the kernel picks."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise ServiceFailed("no free TCP port on 127.0.0.1")
 
 
 def _recorded_services(home: Path) -> dict[str, Service]:

@@ -14,12 +14,12 @@ import inspect
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from infra.ports import free_port
 from infra.structured_logs import CALL, json_handler, logs_are_json
 from storage.redaction import redact_logs
 
@@ -43,9 +43,7 @@ class Host:
     def rendezvous(self) -> tuple[str, int]:
         import ray
 
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return ray.util.get_node_ip_address(), free.getsockname()[1]
+        return ray.util.get_node_ip_address(), free_port(host="")
 
     def prepare(self, environment: dict[str, str]) -> None:
         os.environ.update(environment)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from infra.ports import free_port
 from rollouts.attempts import AttemptLimits
 from rollouts.executor import Executor, Limits
 from rollouts.prompts import Prompt, PromptOrder
@@ -276,12 +276,9 @@ def local_store(folder: Path) -> LocalStore:
 
 def a_broadcast(policy: Policy, *, num_receivers: int = 1) -> Broadcast:
     """By gloo, within this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     return Broadcast(
         host="127.0.0.1",
-        port=port,
+        port=free_port(),
         backend="gloo",
         version=policy.version,
         weights_sha256=policy.weights_sha256,

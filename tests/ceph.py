@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from infra.services import free_port
+from infra.ports import free_port
 from tests import apt
 
 PACKAGE_OF = {
@@ -66,7 +66,7 @@ class Ceph:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = free_port(0)
+        self.port = free_port()
         self.variables = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": f"AK{secrets.token_hex(8).upper()}",
@@ -78,7 +78,7 @@ class Ceph:
 
     def start(self) -> None:
         """Start the daemons one after another and make the user."""
-        monitor_port = free_port(0)
+        monitor_port = free_port()
         cluster_id = str(uuid.uuid4())
         for name in ("mon", "osd", "rgw", "run"):
             (self.folder / name).mkdir()

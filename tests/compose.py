@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from infra.services import free_port
+from infra.ports import free_port
 
 PROJECT = Path(__file__).resolve().parent.parent
 COMPOSE = PROJECT / "infra" / "compose.yaml"
@@ -70,7 +70,7 @@ class Composition:
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         for port in ("prefect:4200", "mlflow:5000", "worker:8080"):
-            self.addresses[port] = f"127.0.0.1:{free_port(0)}"
+            self.addresses[port] = f"127.0.0.1:{free_port()}"
 
     def url(self, address: str) -> str:
         """Where a service of the file, such as `prefect:4200`, answers here."""

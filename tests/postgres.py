@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from infra.services import free_port
+from infra.ports import free_port
 from tests import apt
 
 USER = "millrace"
@@ -70,7 +70,7 @@ class Postgres:
     """One cluster and its server."""
 
     def __init__(self, programs: Path, folder: Path) -> None:
-        self.port = free_port(0)
+        self.port = free_port()
         self.password = secrets.token_hex(24)
         self._programs = programs
         self._folder = folder

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from infra.services import _end, _start_prefect, _wait_until_up, free_port, running_services
+from infra.ports import free_port
+from infra.services import _end, _start_prefect, _wait_until_up, running_services
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
 from storage.run_state import RunState
@@ -114,7 +115,7 @@ def test_a_server_that_starts_again_knows_whom_it_has_given_a_deployments_slot(
 ) -> None:
     """Else a flow run that has outlived worker and server ends itself when it renews the slot, within four minutes."""
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path))
-    port, lease = free_port(0), ""
+    port, lease = free_port(), ""
     for _ in range(2):
         service = _start_prefect(port, tmp_path, evaluates_triggers=False)
         try:

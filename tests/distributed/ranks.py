@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from infra.ports import free_port
 
 _ROOT = Path(__file__).parents[2]
 _SECONDS = 240.0
@@ -55,10 +56,8 @@ def fork_ranks(main: Callable[[int], None], *, groups: Sequence[int]) -> None:
 
     children = []
     for number, num_ranks in enumerate(groups):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        shared = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        shared = {"WORLD_SIZE": num_ranks, "LOCAL_RANK": 0, **address}
         for rank in range(num_ranks):
             child = os.fork()
             if child == 0:

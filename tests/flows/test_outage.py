@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from infra.services import free_port
+from infra.ports import free_port
 from storage.log_entries import Registration, Release
 from storage.object_store import LocalStore
 from storage.run_log import RunLog
@@ -33,8 +33,8 @@ class ControlPlane:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.prefect = f"http://127.0.0.1:{free_port(0)}"
-        self.mlflow = f"http://127.0.0.1:{free_port(0)}"
+        self.prefect = f"http://127.0.0.1:{free_port()}"
+        self.mlflow = f"http://127.0.0.1:{free_port()}"
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:

@@ -21,7 +21,7 @@ from cli.main import app
 from examples.search_agent import world
 from examples.search_agent.dataset import Problem, write_dataset
 from examples.search_agent.passages import Passage
-from infra.services import free_port
+from infra.ports import free_port
 from tests.conftest import SCRIPTED
 from tests.documents import (
     COVERED_BY,
@@ -82,7 +82,7 @@ def test_a_corpus_is_made_indexed_and_served_as_its_page_says(tmp_path: Path) ->
     try:
         for line in asked:
             if " serve " in line:
-                port = str(free_port(0))
+                port = str(free_port())
                 line = re.sub(r"--port \d+", f"--port {port}", line)
                 servers.append(subprocess.Popen(shlex.split(line), cwd=tmp_path, env=environment))
                 deadline = time.monotonic() + PATIENCE
