@@ -22,7 +22,7 @@ from rich.markup import escape
 
 from flows.config import RunConfig
 from infra.environment import home, store_uri, tracking_uri
-from infra.ports import free_port
+from infra.ports import somebody_listens
 from infra.services import running_services
 from storage.redaction import without_secrets
 
@@ -133,7 +133,7 @@ def check_ports() -> Finding:
     running = running_services(home())
     if running:
         return Finding(good=True, text="services are up: " + ", ".join(f"{s.name} {s.url}" for s in running.values()))
-    taken = [port for port in (4200, 5000) if free_port(port) != port]
+    taken = [port for port in (4200, 5000) if somebody_listens(port)]
     return Finding(good=True, text=f"{taken} taken, `make up` will use others" if taken else "4200 and 5000 are free")
 
 

@@ -16,7 +16,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,7 @@ import pytest
 import yaml
 
 from infra.environment import TELEMETRY_OFF
+from infra.ports import somebody_listens
 from infra.services import GPU_QUEUE, GPU_RUNS, NOTIFY
 from tests.compose import COMPOSE, PROJECT, image_environment, interpolate
 
@@ -405,7 +405,7 @@ def test_a_container_joins_the_ray_cluster_it_is_given_as_a_node_that_offers_not
         with open(tmp_path / "head.log", "wb") as log:
             head = subprocess.Popen([*start, *small], env=environment, stdout=log, stderr=log)
         deadline = time.monotonic() + 60
-        while not _listens(port):
+        while not somebody_listens(port):
             assert head.poll() is None and time.monotonic() < deadline, (tmp_path / "head.log").read_text()
             time.sleep(0.1)  # polling a port: nothing would wake us
         done = subprocess.run(
@@ -424,11 +424,6 @@ def test_a_container_joins_the_ray_cluster_it_is_given_as_a_node_that_offers_not
                 process.kill()
         psutil.wait_procs(ours, timeout=10)
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _marked(process: psutil.Process, mark: str) -> bool:

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
 from infra import ports
-from infra.ports import free_port
+from infra.ports import free_port, somebody_listens
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept(monkeypatch) -> None:
-    monkeypatch.setattr(ports, "_KEPT", [])
+def nothing_kept(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(ports, "_KEPT", kept := [])
+    yield
+    for stack in kept:
+        stack.close()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
@@ -27,8 +33,20 @@ def test_a_rendezvous_may_listen_there_and_no_other_program_is_given_it(host) ->
 def test_the_preferred_port_is_taken_unless_somebody_listens_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
-        assert free_port(taken) != taken
-    assert free_port(taken) == taken
+        assert free_port(taken) != taken and somebody_listens(taken)
+    assert free_port(taken) == taken and not somebody_listens(taken)
+
+
+def test_of_two_that_start_together_only_one_is_given_the_preferred_port() -> None:
+    """As two services on one machine, each of which listens ten seconds later."""
+    preferred = free_port()
+    ports._KEPT.pop().close()
+    code = f"from infra.ports import free_port; print(free_port({preferred}), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert int(other.stdout.readline()) == preferred != free_port(preferred)
+        other.stdin.close()
+    assert free_port(preferred) == preferred, "it has ended and listens no more"
 
 
 def test_only_the_latest_ports_are_kept() -> None:
