@@ -91,8 +91,7 @@ def test_a_start_that_breaks_half_way_leaves_no_daemon(ceph: Ceph, tmp_path: Pat
 
     class Breaking(Ceph):
         def start(self) -> None:
-            with socket.socket() as taken:
-                taken.bind(("127.0.0.1", self.port))
+            with socket.create_server(("127.0.0.1", self.port)):
                 try:
                     super().start()
                 finally:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
@@ -30,17 +31,20 @@ def test_a_rendezvous_may_listen_there_and_no_other_program_is_given_it(host) ->
     assert store.port == port and store.get("key") == b"value"
 
 
-def test_the_preferred_port_is_taken_unless_somebody_listens_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        taken = server.getsockname()[1]
-        assert free_port(taken) != taken and somebody_listens(taken)
-    assert free_port(taken) == taken and not somebody_listens(taken)
+@pytest.fixture
+def preferred() -> int:
+    """None of those that the kernel gives to connections."""
+    return 20_000 + secrets.randbelow(10_000)
 
 
-def test_of_two_that_start_together_only_one_is_given_the_preferred_port() -> None:
+def test_the_preferred_port_is_taken_unless_somebody_listens_there(preferred: int) -> None:
+    with socket.create_server(("127.0.0.1", preferred)):
+        assert free_port(preferred) != preferred and somebody_listens(preferred)
+    assert free_port(preferred) == preferred and not somebody_listens(preferred)
+
+
+def test_of_two_that_start_together_only_one_is_given_the_preferred_port(preferred: int) -> None:
     """As two services on one machine, each of which listens ten seconds later."""
-    preferred = free_port()
-    ports._KEPT.pop().close()
     code = f"from infra.ports import free_port; print(free_port({preferred}), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdin is not None and other.stdout is not None
