@@ -226,8 +226,8 @@ def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None, verif
 
     With `shard_ids` they hold those shards alone, and `steps` and `evaluations` stay empty: however long the run is,
     no other part of its log is looked at. With `verify` every shard is read whole and its digest compared with the
-    log's; without it, of all but small shards only the columns that are asked for are read, and only damage that breaks
-    them is noticed.
+    log's; without it that holds for shards up to 1 MiB, and of a larger one only the columns that are asked for are
+    read, and only damage that breaks them is noticed.
     """
     if shard_ids is not None:
         return Queries(log, [log.state.shards[shard_id] for shard_id in shard_ids], [], verify=verify)

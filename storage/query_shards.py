@@ -107,10 +107,12 @@ class ShardRows(ds.FileSystemDataset):
         return table.append_column("shard_id", pa.repeat(pa.scalar(shard.id), len(table)))
 
     def _columns_of(self, shard: Shard, names: list[str]) -> pa.Table:
-        """What stands in the file, in bounds. The log's digest is not looked at: that takes the whole file."""
-        key = self._log.shard_key(shard.id)
-        is_small = shard.num_bytes <= WHOLE_BYTES
-        with pa.BufferReader(self._log.store.get(key)) if is_small else self._log.store.open_input(key) as source:
+        """What stands in the file, in bounds; of a file that is fetched whole the digest is compared first."""
+        store, key = self._log.store, self._log.shard_key(shard.id)
+        whole = store.get(key) if shard.num_bytes <= WHOLE_BYTES else None
+        if whole is not None and sha256_of(whole) != shard.sha256:
+            raise DamagedShard(shard.id, _other_bytes(shard, len(whole)), key)
+        with store.open_input(key) if whole is None else pa.BufferReader(whole) as source:
             schema = pa.ipc.open_file(source).schema
             check_schema(schema, name=shard.id)
             fields = [schema.get_field_index(name) for name in names]
@@ -131,7 +133,11 @@ class ShardRows(ds.FileSystemDataset):
             raise StoreError(
                 f"store {self._log.store.uri}: shard {shard.id} could not be read at first; run this again"
             )
-        return f"its sha256 differs from the log's ({len(data)} of {shard.num_bytes} bytes)"
+        return _other_bytes(shard, len(data))
+
+
+def _other_bytes(shard: Shard, num_bytes: int) -> str:
+    return f"its sha256 differs from the log's ({num_bytes} of {shard.num_bytes} bytes)"
 
 
 def _narrowed(table: pa.Table | None, columns: list[str], mask: ds.Expression | None) -> list[pa.RecordBatch]:

@@ -259,8 +259,9 @@ def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(any_store
 
 
 @pytest.mark.parametrize("place", range(0, 96, 8))
-def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int):
+def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, monkeypatch: pytest.MonkeyPatch):
     """DuckDB follows the offsets it is given, over the end of a buffer if need be."""
+    monkeypatch.setattr(query_shards, "WHOLE_BYTES", 0)
     log = _a_run(store)
     path = store.root / log.shard_key("s0")
     data = bytearray(path.read_bytes())
@@ -289,12 +290,21 @@ def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
     assert "is not what was written there" in queries.left_out["s1"]
 
 
-def test_verified_queries_notice_what_breaks_no_column(any_store: ObjectStore):
+def test_verified_queries_notice_what_breaks_no_column(any_store: ObjectStore, monkeypatch: pytest.MonkeyPatch):
     log = _a_run(any_store)
     other = encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING)
     any_store.put(log.shard_key("s1"), other)
+    monkeypatch.setattr(query_shards, "WHOLE_BYTES", 0)
     assert ("0.task8/0",) in _rows(open_queries(log), "SELECT id FROM trajectories")
     queries = open_queries(log, verify=True)
+    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
+    assert "sha256" in queries.left_out["s1"]
+
+
+def test_a_small_shard_is_always_compared_with_the_logs_digest(any_store: ObjectStore):
+    log = _a_run(any_store)
+    any_store.put(log.shard_key("s1"), encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING))
+    queries = open_queries(log)
     assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
     assert "sha256" in queries.left_out["s1"]
 
