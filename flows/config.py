@@ -114,6 +114,16 @@ class RunConfig(Settings):
                 f"rollout.min_usable = {self.rollout.min_usable} is above n_samples = {self.n_samples}: "
                 "no group could ever be trained; lower it"
             )
+        if self.train.schedule != "constant" and self.steps > self.train.decay_steps:
+            problems.append(
+                f"steps = {self.steps} is above train.decay_steps = {self.train.decay_steps}, after which the learning "
+                "rate is 0 and nothing is learnt; raise train.decay_steps"
+            )
+        if self.train.advantage.kind == "gae" and self.train.critic.warmup_steps >= self.steps:
+            problems.append(
+                f"train.critic.warmup_steps = {self.train.critic.warmup_steps} leaves none of steps = {self.steps} to "
+                "train the policy; lower it"
+            )
         if self.train.num_minibatches > self.batch_size:
             problems.append(
                 f"train.num_minibatches = {self.train.num_minibatches} is above batch_size = {self.batch_size}: "

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import time
@@ -33,7 +32,7 @@ from rollouts.vllm_core import CoreStart
 from rollouts.vllm_lora import adapter_arguments, check_applied, slot_request
 from rollouts.vllm_worker import results
 from storage.adapters import ADAPTER_WEIGHTS, has_adapter
-from storage.digests import DIGEST_FILE, sha256_of_json
+from storage.digests import read_seal, sha256_of_json
 from storage.records import Sampling
 from storage.weight_broadcast import Broadcast
 
@@ -57,7 +56,7 @@ class _Weights:
 
 
 def _weights_in(folder: Path, version: int) -> _Weights:
-    return _Weights(version=version, digest=_weights_digest(folder), fetch=lambda: folder)
+    return _Weights(version=version, digest=read_seal(folder).weights_sha256, fetch=lambda: folder)
 
 
 class VllmEngine:
@@ -389,8 +388,3 @@ def _expand(spans: Any, length: int) -> list[int]:
     if covered != length:
         raise EngineError(f"the engine stamped {covered} of {length} tokens with a weight version")
     return versions
-
-
-def _weights_digest(folder: Path) -> str:
-    """From the folder's seal, which the worker has verified before."""
-    return str(json.loads((folder / DIGEST_FILE).read_text())["weights_sha256"])

@@ -147,7 +147,17 @@ def _positions(gaps: np.ndarray) -> np.ndarray:
 
 
 def _open(file: Path, *, mode: Any = "r") -> _Weights:
-    """Map a safetensors file. The format: 8 bytes with the header's length, the header as JSON, the tensors."""
+    """Map a safetensors file. The format: 8 bytes with the header's length, the header as JSON, the tensors.
+
+    Raises `storage.digests.DigestMismatch` for a file that is none.
+    """
+    try:
+        return _mapped(file, mode=mode)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DigestMismatch(f"{file} is no safetensors file: {error}") from error
+
+
+def _mapped(file: Path, *, mode: Any) -> _Weights:
     content = np.memmap(file, dtype=np.uint8, mode=mode)
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
     header = content[:start].tobytes()

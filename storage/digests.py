@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,20 +44,41 @@ def seal_folder(folder: Path) -> str:
     return weights
 
 
+@dataclass(frozen=True)
+class Seal:
+    """What `digest.json` says about the folder it is in."""
+
+    weights_sha256: str
+    """Of the safetensors files."""
+    files: dict[str, str]
+    """Name → hex sha256."""
+
+
+def read_seal(folder: Path) -> Seal:
+    """A folder's seal. Raises `DigestMismatch` when it is missing (a half-written folder) or unreadable."""
+    file = folder / DIGEST_FILE
+    try:
+        content = json.loads(file.read_bytes())
+        return Seal(
+            str(content["weights_sha256"]), {str(name): str(digest) for name, digest in content["files"].items()}
+        )
+    except FileNotFoundError:
+        raise DigestMismatch(f"{folder} has no {DIGEST_FILE}: it was never finished") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DigestMismatch(f"{file} is damaged: {error}") from error
+
+
 def verify_folder(folder: Path) -> str:
     """Check every file of a sealed folder; returns the weights digest.
 
-    Raises `DigestMismatch` when the seal is missing (a half-written folder) or a file differs.
+    Raises `DigestMismatch` when the seal is missing (a half-written folder) or damaged, or a file differs.
     """
-    seal = folder / DIGEST_FILE
-    if not seal.exists():
-        raise DigestMismatch(f"{folder} has no {DIGEST_FILE}: it was never finished")
-    content = json.loads(seal.read_text())
-    for name, digest in content["files"].items():
+    seal = read_seal(folder)
+    for name, digest in seal.files.items():
         path = folder / name
         if not path.exists() or sha256_of_file(path) != digest:
             raise DigestMismatch(f"{path} differs from its digest in {DIGEST_FILE}")
-    return str(content["weights_sha256"])
+    return seal.weights_sha256
 
 
 def _payload(folder: Path) -> list[Path]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -25,10 +24,18 @@ import uuid
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from storage.deltas import apply_delta, read_about, write_delta
-from storage.digests import DIGEST_FILE, WEIGHTS_FILE, DigestMismatch, seal_folder, sha256_of, verify_folder
+from storage.digests import (
+    DIGEST_FILE,
+    WEIGHTS_FILE,
+    DigestMismatch,
+    Seal,
+    read_seal,
+    seal_folder,
+    sha256_of,
+    verify_folder,
+)
 from storage.log_entries import Policy
 from storage.object_store import reserved_bytes, room_for
 from storage.run_log import RunLog
@@ -104,22 +111,23 @@ class PolicyWriter:
 
     def _write_delta(self, folder: Path, anchor: Policy, target: Path) -> float | None:
         """Make a sealed folder with the delta; returns the changed share of the weights, null where there is none."""
+        seal = read_seal(folder)
         try:
             anchor_folder = self._fetch_anchor(anchor)
-        except (FileNotFoundError, DigestMismatch) as error:
+            anchor_seal = read_seal(anchor_folder)
+            weights, anchor_weights = _only_weights(seal), _only_weights(anchor_seal)
+            if weights is None or anchor_weights is None or _beside(seal) != _beside(anchor_seal):
+                return None
+            difference = write_delta(
+                folder / WEIGHTS_FILE,
+                anchor_folder / WEIGHTS_FILE,
+                target / DELTA_FILE,
+                most_bytes=int((folder / WEIGHTS_FILE).stat().st_size * LARGEST_DELTA),
+                about={"anchor_sha256": anchor.weights_sha256, "weights_sha256": seal.weights_sha256},
+            )
+        except (FileNotFoundError, DigestMismatch) as error:  # also of one that was there before
             logger.warning("the next policy is written whole, because its anchor cannot be read: %s", error)
             return None
-        seal, anchor_seal = _read_seal(folder), _read_seal(anchor_folder)
-        weights, anchor_weights = _only_weights(seal), _only_weights(anchor_seal)
-        if weights is None or anchor_weights is None or _beside(seal) != _beside(anchor_seal):
-            return None
-        difference = write_delta(
-            folder / WEIGHTS_FILE,
-            anchor_folder / WEIGHTS_FILE,
-            target / DELTA_FILE,
-            most_bytes=int((folder / WEIGHTS_FILE).stat().st_size * LARGEST_DELTA),
-            about={"anchor_sha256": anchor.weights_sha256, "weights_sha256": seal["weights_sha256"]},
-        )
         if difference is None:
             return None
         seal_folder(target)
@@ -167,15 +175,24 @@ class PolicyReader:
         return ""
 
     def fetch(self, policy: Policy) -> Path:
-        """A local folder in HF layout, verified; of a delta the log must know the anchor.
+        """A local folder in HF layout, verified; of a delta the log must know the anchor. What the cache has of a
+        remote store is fetched again where it is damaged.
 
         Raises `DamagedDelta` where the policy is one and it or its anchor is not what the log says, else
         `FileNotFoundError` and `storage.digests.DigestMismatch`.
         """
         try:
+            return self._fetch(policy)
+        except DigestMismatch:
+            if not self._forget_damaged_copies(policy):
+                raise
+            return self._fetch(policy)
+
+    def _fetch(self, policy: Policy) -> Path:
+        try:
             folder = self._log.store.fetch_folder(policy.path, self._cache)
             weights_sha256 = verify_folder(folder)
-            if _only_weights(_read_seal(folder)) != DELTA_FILE:
+            if _only_weights(read_seal(folder)) != DELTA_FILE:
                 if weights_sha256 != policy.weights_sha256:
                     raise DigestMismatch(f"{folder} holds other weights than the log says policy {policy.version} has")
                 return folder
@@ -184,6 +201,24 @@ class PolicyReader:
                 raise
             raise self._damaged(policy, error) from error
         return self._whole(policy, folder)
+
+    def _forget_damaged_copies(self, policy: Policy) -> bool:
+        """Remove copies of the policy's files, or its anchor's, that are not what they were; true where there were
+        any."""
+        store, anchor = self._log.store, self._log.state.policies.get(policy.anchor) if policy.anchor else None
+        forgotten = False
+        for path in [policy.path, *([anchor.path] if anchor else [])]:
+            if store.open_local(path) is not None:
+                continue  # the store's own file
+            with contextlib.suppress(FileNotFoundError):
+                folder = store.fetch_folder(path, self._cache)
+                try:
+                    verify_folder(folder)
+                except DigestMismatch as error:
+                    logger.warning("a copy in the cache is damaged and fetched again: %s", error)
+                    _remove(folder)
+                    forgotten = True
+        return forgotten
 
     def _whole(self, policy: Policy, delta_folder: Path) -> Path:
         target = self._cache / "whole" / sha256_of(self._log.store.uri.encode())[:16] / policy.path
@@ -207,7 +242,7 @@ class PolicyReader:
         anchor_folder = self._log.store.fetch_folder(anchor.path, self._cache)
         if (expected := read_about(delta)["anchor_sha256"]) != anchor.weights_sha256:
             raise DigestMismatch(f"{delta} is against weights {expected}, not those of policy {anchor.version}")
-        seal = _read_seal(anchor_folder)
+        seal = read_seal(anchor_folder)
         what, remedy = f"the cache folder {self._cache}", "Delete it (what is needed is made again)"
         with room_for(_size(anchor_folder), target, reserve=reserved_bytes(), what=what, remedy=remedy):
             made = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
@@ -215,11 +250,11 @@ class PolicyReader:
             while not self._hold(made):  # another process took it for one that was given up
                 made.mkdir(exist_ok=True)
             try:
-                for name in seal["files"].keys() - {WEIGHTS_FILE}:
+                for name in seal.files.keys() - {WEIGHTS_FILE}:
                     shutil.copyfile(anchor_folder / name, made / name)
                 apply_delta(anchor_folder / WEIGHTS_FILE, delta, made / WEIGHTS_FILE)
                 # One reading tells: where anchor and delta were right, so is what was made of them.
-                if seal_folder(made) != policy.weights_sha256 or _beside(_read_seal(made)) != _beside(seal):
+                if seal_folder(made) != policy.weights_sha256 or _beside(read_seal(made)) != _beside(seal):
                     verify_folder(anchor_folder)
                     raise DigestMismatch(f"{delta} does not give the weights of policy {policy.version}")
                 try:
@@ -285,20 +320,15 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def _read_seal(folder: Path) -> dict[str, Any]:
-    seal: dict[str, Any] = json.loads((folder / DIGEST_FILE).read_text())
-    return seal
-
-
-def _only_weights(seal: dict[str, Any]) -> str | None:
+def _only_weights(seal: Seal) -> str | None:
     """Which of the two files a sealed folder has; null for weights in several files, or in others."""
-    names = [name for name in seal["files"] if name.endswith(".safetensors")]
+    names = [name for name in seal.files if name.endswith(".safetensors")]
     return names[0] if names in ([WEIGHTS_FILE], [DELTA_FILE]) else None
 
 
-def _beside(seal: dict[str, Any]) -> dict[str, str]:
+def _beside(seal: Seal) -> dict[str, str]:
     """Digests of the files beside the weights: configuration, tokenizer."""
-    return {name: digest for name, digest in seal["files"].items() if not name.endswith(".safetensors")}
+    return {name: digest for name, digest in seal.files.items() if not name.endswith(".safetensors")}
 
 
 def _size(folder: Path) -> int:

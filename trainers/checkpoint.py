@@ -22,11 +22,27 @@ from trainers.distributed import copy_into, full, num_ranks
 from trainers.lora import has_adapters, read_adapter, saved_name, write_adapter
 from trainers.model import PolicyModel
 from trainers.optimizer import Ema
+from trainers.stored import stored_names, stored_weights
 
 logger = logging.getLogger("millrace.trainer")
 
 _CRITIC = "critic."
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", "digest.json", "model.safetensors.index.json")
+_INDEX = "model.safetensors.index.json"
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", DIGEST_FILE, _INDEX)
+
+
+def refuse_other_names(model: PolicyModel, base_folder: Path) -> None:
+    """Raise `ValueError` for a model that computes with other tensors than its files hold, as of fused experts.
+
+    Its policies would be files that neither vLLM nor an older transformers loads as it loads the base model.
+    """
+    other = set() if has_adapters(model) else _named_weights(model).keys() - stored_names(base_folder)
+    if other:
+        raise ValueError(
+            f"{base_folder}: {type(model.causal_lm).__name__} stores its weights under other names than it computes "
+            f"with ({min(other)} is not in its files), so its policies could not be served; train adapters "
+            "(train.lora), or use a model without experts"
+        )
 
 
 def save_policy(model: PolicyModel, base_folder: Path, folder: Path | None, *, dtype: torch.dtype) -> str:
@@ -146,8 +162,8 @@ def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
         raise ValueError("no moving average was kept; train with train.ema, such as 0.99")
     file = ADAPTER_WEIGHTS if has_adapter(policy_folder) else WEIGHTS_FILE
     saved_as = {saved_name(name): tensor for name, tensor in average.items()}
-    policy = load_file(str(policy_folder / file))
-    shutil.copytree(policy_folder, folder, ignore=shutil.ignore_patterns(DIGEST_FILE))
+    policy = stored_weights(policy_folder)
+    shutil.copytree(policy_folder, folder, ignore=shutil.ignore_patterns(DIGEST_FILE, "*.safetensors", _INDEX))
     weights = {name: saved_as[name].to(tensor.dtype).contiguous() for name, tensor in policy.items()}
     save_file(weights, str(folder / file), metadata={"format": "pt"})
     return seal_folder(folder)
@@ -162,7 +178,7 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
     if has_adapters(model):
         read_adapter(model.causal_lm, folder)
         return
-    tensors = load_file(str(folder / WEIGHTS_FILE))
+    tensors = stored_weights(folder)
     for name, parameter in _named_weights(model).items():
         copy_into(parameter, tensors[name].to(parameter.dtype))
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainers.presets import Preset, under_preset, with_preset
+from trainers.presets import Preset, conventions_for, under_preset, with_preset
 
 
 class Block(BaseModel):
@@ -341,6 +341,9 @@ class TrainSettings(Block):
     def _spelt_out(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
+        kl = values.get("kl")
+        if isinstance(kl, dict) and kl and "coefficient" not in kl and not values.get("reference"):
+            raise ValueError("train.kl without a coefficient and without a train.reference does nothing; set both")
         blocks = {name: {"kind": values[name]} for name in ("advantage", "loss") if isinstance(values.get(name), str)}
         return with_preset({**values, **blocks})
 
@@ -357,16 +360,21 @@ class TrainSettings(Block):
         unused = self.loss.kind == "sft" or advantage.kind in ("distill", "pass_at_k") or _per_reward(advantage)
         if in_reward and unused:
             problems.append('kl.place = "reward" does nothing for this loss and advantage; set kl.place = "loss"')
-        if self.critic != CriticSettings() and advantage.kind != "gae" and not self.preset:
+        silent = [CriticSettings(), *(CriticSettings(**convention) for convention in conventions_for("critic"))]
+        if self.critic not in silent and advantage.kind != "gae":
             problems.append('train.critic is for advantage.kind = "gae"; leave it out')
+        if self.loss.kind == "sft" and advantage.kind in ("gae", "distill"):
+            what = "a critic" if advantage.kind == "gae" else "a teacher"
+            problems.append(f'loss.kind = "sft" has no use for {what}; leave train.advantage out, or train.loss')
         if self.advantage.kind == "distill" and self.reference.kind != "model":
             problems.append('advantage.kind = "distill" needs a teacher: set train.reference.kind = "model" and .model')
         if (self.reference.kind == "model") != bool(self.reference.model):
             problems.append('train.reference.model and train.reference.kind = "model" go together; set both or neither')
         if self.reference.kind == "lora_off" and self.lora is None:
             problems.append('train.reference.kind = "lora_off" needs train.lora; without adapters use "base"')
-        if self.schedule != "constant" and self.decay_steps <= self.warmup_steps:
-            problems.append(f'schedule = "{self.schedule}" needs decay_steps above warmup_steps = {self.warmup_steps}')
+        if self.schedule != "constant" and self.decay_steps <= max(1, self.warmup_steps):
+            least = max(1, self.warmup_steps)  # a decay over a single step would train it with 0
+            problems.append(f'schedule = "{self.schedule}" needs decay_steps above {least}, the end of the warm-up')
         if self.schedule == "constant" and self.decay_steps:
             problems.append('decay_steps without a decay: set schedule = "linear" or "cosine"')
         if self.decoupled is not None and self.loss.kind in ("sft", "sapo"):

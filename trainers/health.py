@@ -98,8 +98,12 @@ class Gap:
         return {"engine_gap": self.mean, "engine_gap_p99": self.p99, "engine_gap_k3": self.k3}
 
     def check(self, shard_ids: Sequence[str], *, max_gap: float) -> None:
-        """Raise `GapTooLarge` naming the shards whose mean is above `max_gap`, or is no number."""
-        wrong = np.flatnonzero((self.tokens_S > 0) & ~(self.mean_S <= max_gap))
+        """Raise `GapTooLarge` naming the shards whose mean is above `max_gap`, `NonFinite` where one is no number:
+        what the engine says is finite (`trainers.refusals`), so the trainer's own weights are ruined."""
+        looked_S = self.tokens_S > 0
+        if len(ruined := np.flatnonzero(looked_S & ~np.isfinite(self.mean_S))):
+            raise NonFinite("a log-probability by the trainer", [f"shard {shard_ids[shard]}" for shard in ruined])
+        wrong = np.flatnonzero(looked_S & (self.mean_S > max_gap))
         if len(wrong):
             raise GapTooLarge({shard_ids[shard]: float(self.mean_S[shard]) for shard in wrong}, max_gap)
 

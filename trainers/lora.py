@@ -26,6 +26,7 @@ from torch import nn
 from storage.adapters import ADAPTER_WEIGHTS, has_adapter
 from storage.digests import DIGEST_FILE, seal_folder
 from trainers.distributed import copy_into, full
+from trainers.stored import stored_dtype
 
 _SAVED_PREFIX = "base_model.model."  # peft's name of the model around the model
 _NAME = "default"  # of the only adapter
@@ -154,15 +155,14 @@ def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
 def merge_adapter(base_folder: Path, adapter_folder: Path, folder: Path) -> str:
     """Write the base model with W + (alpha / rank) · B A in the place of W as a sealed folder in HF layout.
 
-    Merged in float32 and stored in the base model's type, tokenizer beside it; returns the weights digest.
+    Merged in float32 and stored in the type of the base's weights, tokenizer beside it; returns the weights digest.
     """
     from peft import PeftModel
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    dtype = AutoConfig.from_pretrained(str(base_folder)).dtype or torch.float32
     model = AutoModelForCausalLM.from_pretrained(str(base_folder), dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, str(adapter_folder)).merge_and_unload(safe_merge=True)
-    merged.to(dtype).save_pretrained(folder)
+    merged.to(stored_dtype(base_folder)).save_pretrained(folder)
     for file in base_folder.iterdir():
         beside = file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json")
         if beside and file.name != DIGEST_FILE and not (folder / file.name).exists():

@@ -144,6 +144,8 @@ def _replace_attention(model: PolicyModel, folder: Path) -> None:
     """
     causal_lm, refusal = model.causal_lm, f"{folder}: {type(model.causal_lm).__name__}"
     change = "is trained wrongly by packing; use a model of the Llama, Qwen2 or Qwen3 architecture"
+    if what := _unseen_in_a_trial(causal_lm):
+        raise ValueError(f"{refusal} {what}; it {change}")
     # More tokens than a short sliding window would let one see; any ids do.
     vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
     ids = torch.arange(1, 15) % vocabulary
@@ -163,3 +165,17 @@ def _replace_attention(model: PolicyModel, folder: Path) -> None:
     gap = (logprobs - log_p.gather(1, targets[:, None])[:, 0]).abs().max()
     if not gap < tolerance:
         raise ValueError(f"{refusal}: log-probabilities of a pack are {gap:.2g} nats off; it {change}")
+
+
+def _unseen_in_a_trial(causal_lm: nn.Module) -> str:
+    """What a few tokens do not show: it matters for long rows, or once the weights have grown. Empty: nothing."""
+    config = causal_lm.config
+    if getattr(config, "final_logit_softcapping", None):
+        return "caps its logits (final_logit_softcapping)"
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        return "has a bias on its output matrix"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]  # or one a layer type
+    if found := {"dynamic", "longrope"}.intersection(kinds):
+        return f"rotates positions by the longest row of a pack (rope_type {found.pop()!r})"
+    return ""

@@ -88,6 +88,11 @@ def under_preset(table: dict[str, Any], preset: str) -> dict[str, Any]:
     return changed
 
 
+def conventions_for(name: str) -> list[dict[str, Any]]:
+    """What each preset says about a block that has no kinds, such as `critic`."""
+    return [preset[name] for preset in _PRESETS.values() if name in preset]
+
+
 def _filled(given: Any, convention: Any) -> Any:
     match given, convention:
         case dict(), dict():

@@ -32,12 +32,13 @@ from storage.runs import model_key, open_run
 from storage.shards import DamagedShard, read_shard
 from storage.starting import Startable
 from storage.turn_metrics import turn_metrics
-from trainers.checkpoint import load_state, load_weights, save_policy, save_state
+from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_policy, save_state
 from trainers.comparison import batch_sha256, compare_updates
 from trainers.config import Recipe, ReferenceSettings
 from trainers.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
 from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
 from trainers.samples import COLUMNS, Samples, gather_samples
+from trainers.stored import stored_dtype
 from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")
@@ -47,7 +48,8 @@ class Retrainer:
     """A run's trainer, fed with the groups its log says were claimed."""
 
     def __init__(self, log: RunLog, recipe: Recipe, *, cache: Path) -> None:
-        """Start from the base policy. Raises `storage.digests.DigestMismatch` where its folder is altered."""
+        """Start from the base policy. Raises `storage.digests.DigestMismatch` where its folder is altered, and
+        `ValueError` for a model that cannot be trained or written."""
         torch.manual_seed(recipe.seed)
         self._log = log
         self._recipe = recipe
@@ -56,7 +58,8 @@ class Retrainer:
         self._base_folder = self._policies.fetch(log.state.policies[0])
         self._base_tokenizer = tokenizer_sha256(self._base_folder)
         self.trainer = Trainer(self._base_folder, recipe, reference=self._reference())
-        self._dtype = _stored_dtype(self._base_folder)
+        self._dtype = stored_dtype(self._base_folder)
+        refuse_other_names(self.trainer.model, self._base_folder)
 
     def _reference(self) -> Path | None:
         """The folder of the policy that `train.reference` names; none where it names none, or the base under adapters.
@@ -372,14 +375,3 @@ class ReplayWorker(Startable):
         if recorded.version in self._log.state.retired_policies:
             return None, None
         return compare_updates(folder, self._retrainer.fetch_policy(recorded), start=self._scratch / "start")
-
-
-def _stored_dtype(folder: Path) -> torch.dtype:
-    """The type the base model's weights are stored in; later policies keep it."""
-    from safetensors import safe_open
-
-    file = next(iter(sorted(folder.glob("*.safetensors"))))
-    with safe_open(str(file), framework="pt") as weights:
-        dtype = weights.get_tensor(next(iter(weights.keys()))).dtype
-    assert isinstance(dtype, torch.dtype)
-    return dtype

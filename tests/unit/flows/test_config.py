@@ -98,6 +98,25 @@ def test_several_settings_that_do_not_fit_together_come_at_once() -> None:
         ({"seed": -1}, "seed = -1: Input should be greater than or equal to 0"),
         ({"learning_rate": 0}, "learning_rate = 0: Input should be greater than 0"),
         (
+            {"steps": 6, "train": {"schedule": "linear", "decay_steps": 5}},
+            "steps = 6 is above train.decay_steps = 5, after which the learning rate is 0",
+        ),
+        ({"train": {"schedule": "cosine", "decay_steps": 1}}, 'schedule = "cosine" needs decay_steps above 1'),
+        (
+            {"steps": 3, "train": {"advantage": "gae", "critic": {"warmup_steps": 3}}},
+            "train.critic.warmup_steps = 3 leaves none of steps = 3 to train the policy",
+        ),
+        ({"train": {"advantage": "gae", "loss": "sft"}}, 'loss.kind = "sft" has no use for a critic'),
+        (
+            {"train": {"advantage": "distill", "loss": "sft", "reference": {"kind": "model", "model": "m"}}},
+            'loss.kind = "sft" has no use for a teacher',
+        ),
+        (
+            {"train": {"preset": "verl", "critic": {"learning_rate": 1e-3}}},
+            'train.critic is for advantage.kind = "gae"',
+        ),
+        ({"train": {"kl": {"estimator": "k1"}}}, "train.kl without a coefficient and without a train.reference does"),
+        (
             {"train": {"advantage": {"kind": "grpo", "scale": "sdt"}}},
             "train.advantage.scale = 'sdt': Input should be 'std', 'batch' or 'none'",
         ),

@@ -10,6 +10,7 @@ import pytest
 from storage.digests import (
     DIGEST_FILE,
     DigestMismatch,
+    read_seal,
     seal_folder,
     sha256_of,
     sha256_of_file,
@@ -37,6 +38,17 @@ def test_a_folder_without_its_seal_was_never_finished(tmp_path: Path):
     (tmp_path / "policy" / DIGEST_FILE).unlink()
     with pytest.raises(DigestMismatch, match="never finished"):
         verify_folder(tmp_path / "policy")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"weights_sha256": "', b"\xff\xfe", b"[]", b'{"files": {}}', b'{"files": 1}']
+)
+def test_a_damaged_seal_is_damage(tmp_path: Path, content: bytes):
+    a_policy_folder(tmp_path / "policy")
+    (tmp_path / "policy" / DIGEST_FILE).write_bytes(content)
+    for read in (read_seal, verify_folder):
+        with pytest.raises(DigestMismatch, match=f"{DIGEST_FILE} is damaged"):
+            read(tmp_path / "policy")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -217,6 +218,35 @@ def test_an_unreadable_anchor_makes_the_next_policy_whole(on_disk: _Trainer, tmp
     on_disk.writer = PolicyWriter(on_disk.log, tmp_path / "cache", anchor_every=4)
     assert on_disk.step().anchor is None
     assert "written whole, because its anchor cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("damage", ["gone", "seal", "header"])
+def test_an_anchor_that_is_lost_while_the_trainer_runs_makes_the_next_policy_whole(
+    on_disk: _Trainer, tmp_path: Path, damage: str
+):
+    folder = tmp_path / "store" / on_disk.step().path
+    if damage == "gone":
+        shutil.rmtree(folder)
+    else:
+        (folder / {"seal": DIGEST_FILE, "header": WEIGHTS_FILE}[damage]).write_bytes(b"broken")
+    whole, delta = on_disk.step(), on_disk.step()
+    assert (whole.anchor, delta.anchor) == (None, 2)
+    made = PolicyReader(on_disk.log, tmp_path / "cache").fetch(delta)
+    assert _files(made) == on_disk.files(delta)
+
+
+@pytest.mark.parametrize("file", [DELTA_FILE, WEIGHTS_FILE, DIGEST_FILE])
+def test_a_damaged_copy_in_the_cache_is_fetched_again(bucket: str, tmp_path: Path, file: str):
+    trainer = _Trainer(a_log(open_store(f"s3://{bucket}/x")), tmp_path)
+    anchor, delta = trainer.step(), trainer.step()
+    cache = tmp_path / "cache"
+    PolicyReader(trainer.log, cache).fetch(delta)
+    shutil.rmtree(cache / "whole")
+    [copy, *others] = [path for path in cache.rglob(file) if file != DELTA_FILE or path.parent.name == "2-a"]
+    for path in (copy, *others):
+        _flip(path)
+    for policy in (delta, anchor):
+        assert _files(PolicyReader(trainer.log, cache).fetch(policy)) == trainer.files(policy)
 
 
 def test_what_was_made_once_is_used_again_and_a_damaged_copy_made_anew(on_disk: _Trainer, tmp_path: Path):

@@ -1,14 +1,15 @@
 """What is saved loads elsewhere, and a resumed optimizer takes the very step an uninterrupted one takes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from storage.digests import DIGEST_FILE, DigestMismatch, verify_folder
+from storage.digests import DIGEST_FILE, DigestMismatch, seal_folder, verify_folder
 from tests.unit.trainers.builders import (
     largest_difference,
     load_causal_lm,
@@ -21,7 +22,8 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from trainers.attention import layout_of
-from trainers.checkpoint import load_state, save_policy, save_state
+from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_average, save_policy, save_state
+from trainers.model import load_model
 from trainers.packing import position_ids
 from trainers.samples import Samples
 
@@ -62,6 +64,35 @@ def test_a_saved_policy_holds_exactly_the_base_models_tensors(tmp_path: Path, ti
     save_policy(trainer.model, tiny_folder, tmp_path / "policy", dtype=torch.float32)
     base, saved = load_causal_lm(tiny_folder).state_dict(), load_causal_lm(tmp_path / "policy").state_dict()
     assert largest_difference(base, saved) == 0
+
+
+def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
+    tmp_path: Path, tiny_folder: Path, samples: Samples
+) -> None:
+    shutil.copytree(tiny_folder, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors", DIGEST_FILE))
+    load_causal_lm(tiny_folder).save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) > 1
+    seal_folder(tmp_path / "base")
+    trainer = trainer_of(tmp_path / "base", ema=0.5)
+    refuse_other_names(trainer.model, tmp_path / "base")
+    before = weights(trainer)
+    take_step(trainer, samples)
+    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=1, ema=trainer.ema)
+    load_weights(trainer.model, tmp_path / "base")
+    assert largest_difference(before, weights(trainer)) == 0
+    digest = save_average(tmp_path / "state", tmp_path / "base", tmp_path / "average")
+    assert verify_folder(tmp_path / "average") == digest
+    averaged, base = load_causal_lm(tmp_path / "average").state_dict(), load_causal_lm(tiny_folder).state_dict()
+    assert averaged.keys() == base.keys() and largest_difference(averaged, base) > 0
+
+
+def test_a_model_whose_policies_would_have_other_tensors_than_its_files_is_refused(tmp_path: Path) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 6, "vocab_size": 40}
+    config = Qwen3MoeConfig(**sizes, **experts, num_attention_heads=4, num_key_value_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"Qwen3MoeForCausalLM stores its weights under other names .*experts"):
+        refuse_other_names(load_model(tmp_path), tmp_path)
 
 
 def test_equal_weights_have_equal_digests_and_others_do_not(

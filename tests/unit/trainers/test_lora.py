@@ -255,6 +255,8 @@ def test_merged_it_is_one_model_with_the_same_logprobs(tmp_path: Path, tied: boo
 
 def test_merged_it_keeps_the_base_models_type(tmp_path: Path, tiny_folder: Path) -> None:
     load_causal_lm(tiny_folder).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    config_file = tmp_path / "base" / "config.json"
+    config_file.write_text(json.dumps({k: v for k, v in json.loads(config_file.read_text()).items() if k != "dtype"}))
     policy = _written(_trained(tmp_path / "base"), tmp_path / "policy")
     merge_adapter(tmp_path / "base", policy, tmp_path / "merged")
     tensors = load_file(str(tmp_path / "merged" / "model.safetensors"))

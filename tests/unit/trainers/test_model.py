@@ -16,7 +16,9 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
     LlamaConfig,
+    PhiConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -245,7 +247,8 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_another_attention_is_refused_with_what_to_use(tmp_path: Path) -> None:
-    config = Gemma2Config(**{**_SIZES, "pad_token_id": 0}, head_dim=6, attn_logit_softcapping=2.0)
+    sizes = {**_SIZES, "pad_token_id": 0}
+    config = Gemma2Config(**sizes, head_dim=6, attn_logit_softcapping=2.0, final_logit_softcapping=None)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="Gemma2ForCausalLM .* Qwen3 architecture .*softcap"):
         load_model(tmp_path)
@@ -253,13 +256,44 @@ def test_a_model_of_another_attention_is_refused_with_what_to_use(tmp_path: Path
 
 def test_a_model_that_does_more_than_multiply_by_its_output_matrix_is_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    causal_lm = AutoModelForCausalLM.from_config(
-        Gemma2Config(
-            **{**_SIZES, "pad_token_id": 0}, head_dim=6, attn_logit_softcapping=None, final_logit_softcapping=1.0
-        )
-    )
-    causal_lm.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(GraniteConfig(**_SIZES, logits_scaling=8.0)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="nats off"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        (
+            Gemma2Config(
+                **{**_SIZES, "pad_token_id": 0}, head_dim=6, attn_logit_softcapping=None, final_logit_softcapping=30.0
+            ),
+            "caps its logits",
+        ),
+        (PhiConfig(**_SIZES), "bias on its output matrix"),
+        (LlamaConfig(**_SIZES, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}), "dynamic"),
+        (
+            LlamaConfig(
+                **_SIZES,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "short_factor": [1.0] * 3,
+                    "long_factor": [4.0] * 3,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                    "rope_theta": 1e4,
+                },
+            ),
+            "longrope",
+        ),
+    ],
+    ids=["soft cap", "bias", "dynamic", "longrope"],
+)
+def test_what_a_few_tokens_of_a_new_model_do_not_show_is_refused_by_name(
+    tmp_path: Path, config: PreTrainedConfig, what: str
+) -> None:
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"{what}.* use a model of the Llama"):
         load_model(tmp_path)
 
 

@@ -69,7 +69,8 @@ def test_what_the_run_file_says_counts_more(preset: str) -> None:
         advantage={"kind": "grpo", "eps": 0.5},
         loss={"kind": "clip", "clip_high": 0.28},
         aggregation="constant",
-        kl={"clamp": 3.0},
+        kl={"clamp": 3.0, "coefficient": 0.1},
+        reference={"kind": "base"},
     )
     assert settings.advantage.kind == "grpo" and settings.advantage.eps == 0.5
     assert settings.loss.kind == "clip" and (settings.loss.clip_low, settings.loss.clip_high) == (0.2, 0.28)

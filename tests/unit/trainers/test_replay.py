@@ -264,11 +264,12 @@ def test_a_state_of_another_step_than_the_log_says_is_refused(log: RunLog, tmp_p
         _replay(log, tmp_path, 4, 4)
 
 
-def test_a_damaged_state_is_passed_over_for_an_earlier_one(log: RunLog, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", ["state.safetensors", DIGEST_FILE])
+def test_a_damaged_state_is_passed_over_for_an_earlier_one(log: RunLog, tmp_path: Path, damaged: str) -> None:
     assert isinstance(log.store, LocalStore)
     state_path = log.state.steps[2].state_path
     assert state_path is not None
-    file = log.store.root / state_path / "state.safetensors"
+    file = log.store.root / state_path / damaged
     file.write_bytes(file.read_bytes()[:-1] + b"?")
     [step] = _replay(log, tmp_path, 4, 4, resumed_from=0)
     assert step.identical

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from storage.claims import ClaimRules, Fallback, next_claim
-from storage.digests import seal_folder, verify_folder
+from storage.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.log_entries import Claim, Step
 from storage.object_store import LocalStore, open_store
 from storage.policies import DELTA_FILE, DamagedDelta, PolicyReader
@@ -485,11 +485,14 @@ def test_where_nearly_all_weights_change_every_policy_is_whole(log: RunLog, tmp_
     assert [step.policy.anchor for step in _train_steps(worker, log, 3)] == [None, None, None]
 
 
-def test_a_resume_writes_a_damaged_newest_policy_whole(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damaged", [DELTA_FILE, DIGEST_FILE])
+def test_a_resume_writes_a_damaged_newest_policy_whole(
+    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, damaged: str
+) -> None:
     worker = _worker(log, tmp_path, learning_rate=1e-9)
     worker.start()
     policy = _train_steps(worker, log, 2)[1].policy
-    (tmp_path / "store" / policy.path / DELTA_FILE).write_bytes(b"broken")
+    (tmp_path / "store" / policy.path / damaged).write_bytes(b"broken")
     with pytest.raises(DamagedDelta):
         PolicyReader(log, tmp_path / "reader").fetch(policy)
 
