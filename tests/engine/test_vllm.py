@@ -59,4 +59,4 @@ def test_a_killed_run_continues_on_the_real_engine_and_leaves_no_process(home: H
     # The policy that an engine starts with is read from the store.
     assert {alias.transfer for alias in _aliases(log) if alias.version} >= {"gloo"}
     # The engine computes what the trainer computes: the gap is rounding, not another policy.
-    assert all(step.metrics["engine_gap"] < 1e-3 for step in state.steps)
+    assert all(step.metrics["engine_gap"] <= 1e-4 for step in state.steps)
