@@ -108,7 +108,13 @@ _SCENARIOS = {
     "critic": Scenario(settings={"tokens_per_microbatch": 24, "advantage": {"kind": "gae"}}),
     "lora": Scenario(settings={"tokens_per_microbatch": 24, "lora": {"rank": 4}}),
 }
-_PLAIN = {"tokens_per_microbatch": 24, "weight_decay": 0.1}
+_RESUMED: dict[str, object] = {
+    "tokens_per_microbatch": 24,
+    "weight_decay": 0.1,
+    "schedule": "linear",
+    "decay_steps": 4,
+    "ema": 0.5,
+}
 
 
 def _samples(folder: Path, scenario: Scenario | None = None) -> Samples:
@@ -127,16 +133,16 @@ def _run_scenarios(folder: Path, results: Path) -> None:
 
 def _resume(folder: Path, results: Path, state: Path) -> None:
     """Step 2 from a saved step 1."""
-    trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_PLAIN)
-    assert load_state(trainer.model, trainer.optimizer, state) == 1
+    trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_RESUMED)
+    assert load_state(trainer.model, trainer.optimizer, state, ema=trainer.ema) == 1
     _write(trainer, [take_step(trainer, _samples(folder), step=2, max_staleness=1)], results / "resumed")
 
 
 def _first_step(folder: Path, state: Path) -> Trainer:
     """Step 1, saved."""
-    trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_PLAIN)
+    trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_RESUMED)
     take_step(trainer, _samples(folder))
-    save_state(trainer.model, trainer.optimizer, state, step=1)
+    save_state(trainer.model, trainer.optimizer, state, step=1, ema=trainer.ema)
     return trainer
 
 
@@ -145,11 +151,13 @@ def _write(trainer: Trainer, metrics: list[dict[str, float]], path: Path) -> Non
     save_file(weights(trainer), str(path / "weights.safetensors"))
     save_file(gradients(trainer), str(path / "gradients.safetensors"))
     (path / "metrics.json").write_text(json.dumps(metrics))
+    if trainer.ema is not None:
+        save_file(trainer.ema.state_tensors(), str(path / "average.safetensors"))
 
 
 def _rank_main(folder: Path) -> None:
     """What each of the ranks does. Collecting a whole tensor needs all of them, so all of them write."""
-    trainer = trainer_of(folder / "model", **_PLAIN)  # starts the process group
+    trainer = trainer_of(folder / "model", **_RESUMED)  # starts the process group
     results = folder / f"{dist.get_world_size()}-ranks" / str(dist.get_rank())
     del trainer
     _run_scenarios(folder, results)
@@ -207,6 +215,16 @@ def _assert_same_step(one: Path, many: Path) -> None:
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
+def _assert_same_average(one: Path, many: Path) -> None:
+    """Equal but for rounding, which is far less than how far the average is behind the weights."""
+    averages = [load_file(folder / "average.safetensors") for folder in (one, many)]
+    now = {f"ema/{name}": tensor for name, tensor in load_file(one / "weights.safetensors").items()}
+    behind = torch.cat([(averages[0][name] - now[name]).abs().flatten() for name in averages[0]])
+    apart = torch.cat([(averages[0][name] - averages[1][name]).abs().flatten() for name in averages[0]])
+    assert behind.mean() > 0.1 * _LEARNING_RATE
+    assert apart.mean() < 0.02 * behind.mean()
+
+
 @pytest.mark.parametrize("num_ranks", _NUM_RANKS)
 @pytest.mark.parametrize("scenario", _SCENARIOS)
 def test_many_ranks_take_the_step_one_rank_takes(folder: Path, scenario: str, num_ranks: int) -> None:
@@ -235,7 +253,9 @@ def test_all_ranks_hold_the_same_policy_and_metrics(folder: Path, num_ranks: int
 
 @pytest.mark.parametrize("num_ranks", _NUM_RANKS)
 def test_a_state_saved_at_one_rank_resumes_at_many(folder: Path, num_ranks: int) -> None:
-    _assert_same_step(folder / "one" / "resumed", folder / f"{num_ranks}-ranks" / "0" / "resumed")
+    one, many = folder / "one" / "resumed", folder / f"{num_ranks}-ranks" / "0" / "resumed"
+    _assert_same_step(one, many)
+    _assert_same_average(one, many)
 
 
 @pytest.mark.parametrize("num_ranks", _NUM_RANKS)
@@ -245,6 +265,7 @@ def test_a_state_saved_at_many_ranks_resumes_at_one_and_says_how_exactly(
     with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
         _resume(folder, tmp_path, folder / f"{num_ranks}-ranks" / "0" / "state")
     _assert_same_step(folder / "one" / "resumed", tmp_path / "resumed")
+    _assert_same_average(folder / "one" / "resumed", tmp_path / "resumed")
     assert f"saved by {num_ranks} rank(s) and 1 go on" in caplog.text and "not bit for bit" in caplog.text
 
 
