@@ -378,7 +378,8 @@ class TrainSettings(Block):
         if self.schedule == "constant" and self.decay_steps:
             problems.append('decay_steps without a decay: set schedule = "linear" or "cosine"')
         if self.decoupled is not None and self.loss.kind in ("sft", "sapo"):
-            problems.append(f"loss.kind = {self.loss.kind!r} has no proximal policy; leave train.decoupled out")
+            what = 'train.decoupled and stale_policy = "correct"'
+            problems.append(f"loss.kind = {self.loss.kind!r} has no proximal policy; leave {what} out")
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -75,7 +75,8 @@ def assign_credit(
     parts_A = {name: torch.from_numpy(part[first_row]) for name, part in samples.reward_parts_B.items()}
     rewards_A = scored_A.copy()
     if penalty_T is not None and settings.advantage.kind != "gae":
-        rewards_A -= np.bincount(token_attempt, weights=penalty_T, minlength=len(first_row))
+        charges_A = np.bincount(token_attempt, weights=penalty_T, minlength=len(first_row))
+        rewards_A -= _same_for_the_same(charges_A, samples)
     per_attempt = advantages_of(
         settings.advantage,
         torch.from_numpy(rewards_A),
@@ -125,3 +126,18 @@ def _penalty(samples: Samples, settings: TrainSettings, looked: Looked) -> np.nd
     tensors = (torch.tensor(a) for a in (samples.logprobs_T, looked.reference_T, samples.mask_T))
     estimate_T = kl_estimate(*tensors, estimator=kl.estimator, clamp=kl.clamp)
     return kl.coefficient * estimate_T.double().numpy()
+
+
+def _same_for_the_same(charges_A: np.ndarray, samples: Samples) -> np.ndarray:
+    """Attempts of a group with the very same tokens, from the same policies, are charged the mean of what each was.
+
+    Their log-probabilities differ by the engine's rounding, which a group of equal scores would take for its signal.
+    """
+    said_A: list[list[bytes]] = [[] for _ in charges_A]
+    for row, attempt in enumerate(samples.attempts_B):
+        tokens = slice(samples.offsets[row], samples.offsets[row + 1])
+        arrays = (samples.input_ids_T[tokens], samples.mask_T[tokens], samples.versions_T[tokens])
+        said_A[attempt] += [int(samples.groups_B[row]).to_bytes(8, "little"), *(array.tobytes() for array in arrays)]
+    numbers: dict[tuple[bytes, ...], int] = {}
+    kind_A = np.array([numbers.setdefault(tuple(said), len(numbers)) for said in said_A])
+    return (np.bincount(kind_A, weights=charges_A) / np.bincount(kind_A))[kind_A]

@@ -36,8 +36,9 @@ def loglinear_proximal(
     value; for a token the proximal policy sampled itself α = 0 from then on. Where v_θ = v_sampled both policies are
     the proximal one, and the trainer's own value is taken. As in AReaL's `prox_logp_method = "loglinear"`.
     """
-    gap_T = current_version - versions_T.to(logprobs_T.dtype)
-    alpha_T = torch.where(gap_T > 0, (gap_T - (current_version - proximal_version)) / gap_T, 1).clamp(0, 1)
+    # Whole numbers are exact, and the small difference is taken before it meets them.
+    behind_T, ahead = (proximal_version - versions_T).to(logprobs_T.dtype), current_version - proximal_version
+    alpha_T = torch.where(behind_T + ahead > 0, behind_T / (behind_T + ahead), 1).clamp(0, 1)
     # lerp is exact at both ends
     return torch.lerp(sampled_logprobs_T, logprobs_T.detach(), alpha_T)
 

@@ -114,6 +114,11 @@ def moved_by_advantages_alone(settings: TrainSettings) -> bool:
     return multiple and not (with_kl or settings.entropy_bonus or isinstance(settings.advantage, GaeAdvantage))
 
 
+def needs_entropy_grad(settings: TrainSettings) -> bool:
+    """Whether the objective may move the entropy: with a bonus, or in a loss of the user's."""
+    return settings.entropy_bonus > 0 or isinstance(settings.loss, CustomLoss)
+
+
 def policy_loss(inputs: LossInputs, loss: Loss) -> LossOutput:
     """The loss that `train.loss` names."""
     match loss:
@@ -137,10 +142,10 @@ def off_policy_sums(inputs: LossInputs) -> dict[str, float]:
 
     k3 = ρ − 1 − ln ρ, http://joschu.net/blog/kl-approx.html
     """
-    log_ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.sampled_logprobs, 0)
+    log_ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.sampled_logprobs, 0).double()  # ρ² is large
     ratio_T = log_ratio_T.exp() * inputs.mask
     k3_T = (log_ratio_T.expm1() - log_ratio_T) * inputs.mask
-    sums = torch.stack([k3_T.sum(), ratio_T.sum(), ratio_T.square().sum()]).double().tolist()
+    sums = torch.stack([k3_T.sum(), ratio_T.sum(), ratio_T.square().sum()]).tolist()
     return dict(zip(OFF_POLICY, sums, strict=True))
 
 

@@ -60,15 +60,19 @@ def pack_groups(lengths: np.ndarray, groups: np.ndarray, *, budget: int) -> list
     return [sorted(row for part in pack for row in parts[part]) for pack in packs]
 
 
+_LEVEL = 1.01
+"""Of the mean: ranks that have no more are as good as even."""
+
+
 def distribute_groups(token_counts_G: Sequence[int] | np.ndarray, num_ranks: int) -> list[list[int]]:
     """Whole groups to ranks, with about as many tokens on each; a list of groups per rank, in ascending order.
 
     The largest differencing method (Karmarkar and Karp 1982): partial divisions are joined, those of the largest
-    spread first, the fullest rank of one with the emptiest of the other. Deterministic; with fewer groups
-    than ranks some ranks get none.
+    spread first, the fullest rank of one with the emptiest of the other. Then the fullest rank gives groups away, or
+    exchanges them, while that helps. Deterministic; with fewer groups than ranks some ranks get none.
 
     >>> distribute_groups([8, 7, 6, 5, 4], 2)
-    [[1, 3, 4], [0, 2]]
+    [[2, 3, 4], [0, 1]]
     """
     # A division: its spread, negative for the heap; a tie-breaker; then (tokens, groups) per rank, the fullest first.
     divisions: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
@@ -83,7 +87,34 @@ def distribute_groups(token_counts_G: Sequence[int] | np.ndarray, num_ranks: int
         joined.sort(key=lambda share: (-share[0], share[1]))
         heapq.heappush(divisions, (joined[-1][0] - joined[0][0], number, joined))
         number += 1
-    return [sorted(groups) for _, groups in divisions[0][2]] if divisions else [[] for _ in range(num_ranks)]
+    if not divisions:
+        return [[] for _ in range(num_ranks)]
+    return _levelled([sorted(groups) for _, groups in divisions[0][2]], [int(count) for count in token_counts_G])
+
+
+def _levelled(shares: list[list[int]], token_counts_G: Sequence[int]) -> list[list[int]]:
+    """The same shares after the moves and exchanges between the fullest and another that even them out most."""
+    loads = [sum(token_counts_G[group] for group in share) for share in shares]
+    for _ in token_counts_G:
+        full = loads.index(max(loads))
+        if loads[full] * len(loads) <= _LEVEL * sum(loads):
+            break
+        best = loads[full], -1, -1, -1
+        for other, share in enumerate(shares):
+            for give in shares[full]:
+                for take in (-1, *share):
+                    moved = token_counts_G[give] - (token_counts_G[take] if take >= 0 else 0)
+                    best = min(best, (max(loads[full] - moved, loads[other] + moved), other, give, take))
+        _, other, give, take = best
+        if other < 0:
+            break
+        for source, target, group in ((full, other, give), (other, full, take)):
+            if group >= 0:
+                shares[source].remove(group)
+                shares[target].append(group)
+                loads[source] -= token_counts_G[group]
+                loads[target] += token_counts_G[group]
+    return [sorted(share) for share in shares]
 
 
 def position_ids(lengths: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Tensor:

@@ -33,12 +33,13 @@ def tokens_to_train(
 def staleness_metrics(
     lag_T: np.ndarray, mask_T: np.ndarray, trained_T: np.ndarray, *, max_staleness: float
 ) -> dict[str, float]:
-    """Mean, maximum and histogram of the sampled tokens' lag, and the share of them that was masked."""
+    """Mean, maximum and histogram of the sampled tokens' lag, and the share of them that was masked. Without any of
+    them there is no mean."""
     bound, lags = math.ceil(max_staleness), lag_T[mask_T]
     counts = np.bincount(lags.clip(0, bound + 1), minlength=bound + 2) / max(1, len(lags))
     names = [*(f"staleness_share_{lag}" for lag in range(bound + 1)), "staleness_share_over"]
     return {
-        "staleness_mean": float(lags.mean()),
+        **({"staleness_mean": float(lags.mean())} if len(lags) else {}),
         "staleness_max": float(lag_T.max()),
         **dict(zip(names, counts.tolist(), strict=True)),
         "masked_stale_fraction": float(1 - trained_T.sum() / max(1, mask_T.sum())),

@@ -42,6 +42,7 @@ from trainers.objective import (
     loss_inputs,
     mean_metrics,
     moved_by_advantages_alone,
+    needs_entropy_grad,
     objective,
     off_policy_sums,
 )
@@ -241,7 +242,7 @@ class Trainer:
         for pack, has_signal in self._packs_by_signal(batch, rows, values):
             moves_policy = trains_policy and has_signal
             with torch.set_grad_enabled(moves_policy):
-                logprobs, entropy = self._forward(self.model, pack, entropy_grad=settings.entropy_bonus > 0)
+                logprobs, entropy = self._forward(self.model, pack, entropy_grad=needs_entropy_grad(settings))
             version = batch.base_version + number / num_updates
             inputs, sums = loss_inputs(
                 pack, logprobs, entropy, settings, base_version=batch.base_version, version=version
@@ -257,6 +258,7 @@ class Trainer:
                 loss=output.loss,
                 logprobs=logprobs,
                 sampled=inputs.sampled_logprobs,
+                ratio=(logprobs.detach() - inputs.sampled_logprobs).exp(),
                 advantages=inputs.advantages,
             )
             sums |= {"loss": float(output.loss.detach()), "tokens": float(pack.mask.sum())}

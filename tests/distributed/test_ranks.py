@@ -102,6 +102,31 @@ _SCENARIOS = {
         },
         rows=_only_one_group_has_rewards,
     ),
+    "sapo": Scenario(
+        settings={
+            "tokens_per_microbatch": 24,
+            "loss": {"kind": "sapo"},
+            "aggregation": "constant",
+            "advantage": {"kind": "leave_one_out"},
+        },
+    ),
+    "cispo_under_loglinear_masks": Scenario(
+        settings={
+            "tokens_per_microbatch": 24,
+            "loss": {"kind": "cispo"},
+            "aggregation": "sequence_mean",
+            "decoupled": {"proximal": "loglinear", "correction": "sequence_mask"},
+        },
+    ),
+    "kl_in_the_reward": Scenario(
+        settings={
+            "tokens_per_microbatch": 24,
+            "loss": {"kind": "clip", "dual_clip": 3.0},
+            "advantage": {"kind": "opo"},
+            "kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"},
+            "reference": {"kind": "base"},
+        },
+    ),
     "critic_of_masked_ranks": Scenario(
         settings={"tokens_per_microbatch": 24, "advantage": {"kind": "gae"}}, rows=_only_one_group_has_rewards
     ),

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.trainers.builders import gradients, largest_difference, random_rows, samples_of, take_step, trainer_of
 from trainers.custom_loss import check_loss, load_loss
 from trainers.losses import clip_loss
 from trainers.objective import OFF_POLICY
@@ -102,7 +103,11 @@ def test_what_a_trial_of_five_tokens_shows_is_said_before_training(body: str, me
         check_loss(_file(tmp_path, body) + ":f", {})
 
 
-@pytest.mark.parametrize("name", ["loss", "tokens", *OFF_POLICY, "entropy", "importance_squared", "value_error/of"])
+_TAKEN = ["loss", "tokens", *OFF_POLICY, "entropy", "importance_squared", "value_error/of"]
+_TAKEN += ["reward", "grad_norm/mlp", "learning_rate", "effective_sample_size", "staleness_mean", "trained_rows"]
+
+
+@pytest.mark.parametrize("name", _TAKEN)
 def test_a_sum_that_would_stand_in_for_one_of_the_trainers_is_an_error(name: str, tmp_path: Path) -> None:
     body = (
         f"def f(inputs):\n    return LossOutput(loss=(inputs.weights * inputs.logprobs).sum(), sums={{{name!r}: 1.0}})"
@@ -123,3 +128,23 @@ def test_a_loss_that_needs_the_reference_passes_where_there_is_one(tmp_path: Pat
         "    return LossOutput(loss=(inputs.weights * inputs.mask * kl).sum(), sums={})"
     )
     check_loss(_file(tmp_path, body) + ":f", {}, with_reference=True)
+
+
+def test_the_entropy_in_a_custom_loss_has_the_gradient_of_the_bonus(tmp_path: Path, tiny_folder: Path) -> None:
+    body = """
+def f(inputs):
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    token = inputs.importance * ratio * inputs.advantages + 0.3 * inputs.entropy
+    return LossOutput(loss=-(inputs.weights * inputs.mask * token).sum(), sums={})
+"""
+    path = _file(tmp_path, body) + ":f"
+    check_loss(path, {})
+    samples = samples_of(random_rows(tiny_folder))
+    built_in = {"loss": {"kind": "clip", "clip_low": 1.0, "clip_high": 1e6}, "entropy_bonus": 0.3}
+    trainers = [trainer_of(tiny_folder, loss={"kind": "custom", "path": path}), trainer_of(tiny_folder, **built_in)]
+    losses = [take_step(trainer, samples)["loss"] for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert largest_difference(*map(gradients, trainers)) < 1e-6
+    without = trainer_of(tiny_folder, loss=built_in["loss"])
+    take_step(without, samples)
+    assert largest_difference(gradients(without), gradients(trainers[1])) > 1e-4

@@ -45,6 +45,15 @@ def test_loglinear_of_a_token_the_proximal_policy_sampled_is_what_it_was_sampled
     assert torch.equal(proximal, sampled)
 
 
+@pytest.mark.parametrize("proximal", [10, 1000, 100_000])
+def test_loglinear_is_as_exact_in_float32_after_many_versions(proximal: int) -> None:
+    sampled, current = torch.tensor([-2.0, -2.0, -2.0]), torch.tensor([-1.0, -1.0, -1.0])
+    versions = torch.tensor([proximal, proximal - 1, proximal - 3], dtype=torch.int32)
+    found = loglinear_proximal(current, sampled, versions, proximal_version=proximal, current_version=proximal + 1 / 3)
+    torch.testing.assert_close(found, torch.tensor([-2.0, -2 + 1 / (4 / 3), -2 + 3 / (10 / 3)]), rtol=1e-4, atol=0)
+    assert found[0] == -2
+
+
 def test_loglinear_is_exact_where_the_policy_moves_in_a_straight_line() -> None:
     # Each version and each half of a step moves a token's log-probability by the same amount.
     pace = np.linspace(-0.1, 0.1, 21)

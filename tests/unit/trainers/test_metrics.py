@@ -32,6 +32,7 @@ def _documented() -> re.Pattern[str]:
         {"loss": {"kind": "sapo"}, "top_entropy_fraction": 0.5},
         {"loss": {"kind": "sft", "min_reward": 0.0}},
         {"advantage": {"kind": "gae"}},
+        {"kl": {"coefficient": 0.1, "weighted": True}, "reference": {"kind": "base"}, "ema": 0.9},
     ],
     ids=str,
 )

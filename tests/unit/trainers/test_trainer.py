@@ -23,6 +23,7 @@ from tests.unit.trainers.builders import (
 )
 from trainers.batches import Pack
 from trainers.credit import Looked, assign_credit
+from trainers.health import NonFinite
 from trainers.model import PolicyModel
 from trainers.objective import moved_by_advantages_alone
 from trainers.samples import Samples
@@ -154,6 +155,57 @@ def test_a_row_that_begins_with_a_sampled_token_learns_nothing_from_the_row_befo
     found = [take_step(trainer, bare) for trainer in (apart, together)]
     assert found[0]["trained_tokens"] == found[1]["trained_tokens"] == bare.mask_T.sum() - bare.num_rows
     assert largest_difference(gradients(apart), gradients(together)) < 1e-6
+
+
+def test_tokens_of_equal_entropy_are_chosen_alike_in_any_pack(tiny_folder: Path) -> None:
+    for seed in (5, 11):  # in whose packs of 16 and 4096 tokens the quantile used to cut through a tie
+        samples = samples_of(random_rows(tiny_folder, num_groups=3, attempts=12, seed=seed))
+        found = []
+        for budget in (16, 24, 64, 4096):
+            trainer = trainer_of(tiny_folder, tokens_per_microbatch=budget, top_entropy_fraction=0.1)
+            loss = take_step(trainer, samples)["loss"]
+            found.append((loss, gradients(trainer)))
+        for loss, gradient in found[1:]:
+            assert loss == pytest.approx(found[0][0], abs=1e-6)
+            assert largest_difference(gradient, found[0][1]) < 1e-5
+
+
+@pytest.mark.parametrize("loss", [{"kind": "cispo"}, {"kind": "clip", "dual_clip": 3.0}, {"kind": "clip"}], ids=str)
+def test_a_ratio_that_overflows_stops_the_step_under_every_loss(
+    tiny_folder: Path, rows: list[Row], loss: dict[str, object]
+) -> None:
+    rows = [
+        dataclasses.replace(row, logprobs=[-120.0, *row.logprobs[1:]]) if i == 1 else row for i, row in enumerate(rows)
+    ]
+    trainer = trainer_of(tiny_folder, loss=loss)
+    before = weights(trainer)
+    with pytest.raises(NonFinite, match="the optimizer was not touched"):
+        take_step(trainer, samples_of(rows))
+    assert largest_difference(before, weights(trainer)) == 0
+
+
+@pytest.mark.parametrize("preset", ["", "verl", "openrlhf"])
+def test_equal_attempts_are_charged_alike_whatever_the_engine_rounds(
+    tiny_folder: Path, rows: list[Row], preset: str
+) -> None:
+    draw = np.random.default_rng(0)
+    same = [dataclasses.replace(rows[0], attempt=attempt, reward=1.0) for attempt in range(4)]
+    same = [
+        dataclasses.replace(row, logprobs=(np.array(row.logprobs) - draw.uniform(0, 0.01)).tolist()) for row in same
+    ]
+    others = [dataclasses.replace(row, group=row.group + 1) for row in rows]
+    samples = samples_of(same + others)
+    settings = recipe_of(
+        preset=preset,
+        advantage={"kind": "grpo"},
+        kl={"coefficient": 0.05, "place": "reward", "estimator": "k1", "weighted": False},
+        reference={"kind": "base"},
+    ).settings
+    reference_T = np.where(samples.mask_T, -1.0, 0.0).astype(np.float32)
+    credit = assign_credit(samples, settings, Looked(reference_T=reference_T), reward_weights={})
+    is_same_T = np.arange(len(samples.mask_T)) < samples.offsets[4]
+    assert not credit.advantages_T[is_same_T].any()
+    assert credit.advantages_T[~is_same_T & samples.mask_T].any()
 
 
 def test_the_order_of_groups_in_the_claim_does_not_matter(tiny_folder: Path, rows: list[Row], samples: Samples) -> None:
