@@ -19,13 +19,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from rollouts.attempts import AttemptLimits, Player
-from rollouts.chat import Chat
-from rollouts.chat_tokens import ChatTokens
-from rollouts.executor import Executor, Limits
-from rollouts.prompts import Prompt, PromptOrder
-from rollouts.scoring import RewardPool
-from rollouts.scripted_engine import ScriptedEngine
+from rollouts.chat.chat import Chat
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.attempts import AttemptLimits, Player
+from rollouts.production.executor import Executor, Limits
+from rollouts.production.prompts import Prompt, PromptOrder
+from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import RolloutWorkflow, Score
 from storage.records import RolloutTask, Sampling
 
@@ -120,7 +120,7 @@ async def measure(tokens: ChatTokens) -> Figures:
 
 def main() -> None:
     """Measure, print, and write JSON where a path is given."""
-    from trainers.warmup import character_tokenizer
+    from trainers.model.warmup import character_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         character_tokenizer(set("0123456789")).save_pretrained(folder)

@@ -61,11 +61,11 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # started as a file, not as a module
 
-from trainers.aggregation import aggregation_weights  # noqa: E402
-from trainers.attention import Layout, layout_of  # noqa: E402
-from trainers.losses import LossInputs, clip_loss  # noqa: E402
-from trainers.model import PolicyModel, load_model  # noqa: E402
-from trainers.packing import position_ids  # noqa: E402
+from trainers.data.packing import position_ids  # noqa: E402
+from trainers.model.attention import Layout, layout_of  # noqa: E402
+from trainers.model.model import PolicyModel, load_model  # noqa: E402
+from trainers.objective.aggregation import aggregation_weights  # noqa: E402
+from trainers.objective.losses import LossInputs, clip_loss  # noqa: E402
 
 SHAPES: dict[str, dict[str, int]] = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},

@@ -12,12 +12,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cli.status import run_status
+from cli.operate.status import run_status
 from infra.environment import store_uri
-from storage.log_entries import Evaluation, Step
-from storage.object_store import open_store
-from storage.run_log import RunLog
-from storage.runs import open_run
+from storage.log.entries import Evaluation, Step
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.opening import open_store
 
 TOOL_CALLS = "tool_calls_per_attempt"
 

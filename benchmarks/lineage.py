@@ -28,15 +28,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.run_log import write_run
-from storage.digests import DIGEST_FILE, seal_folder
-from storage.lineage import find_version, policy_lineage, prompt_lineage, trajectory_lineage
-from storage.log_entries import Claim, ClaimedGroup, Policy, Registration, Step
-from storage.object_store import ObjectStore, open_store
+from storage.log.entries import Claim, ClaimedGroup, Policy, Registration, Step
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.digests import DIGEST_FILE, seal_folder
+from storage.objects.object_store import ObjectStore
+from storage.objects.opening import open_store
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
-from storage.run_log import RunLog
-from storage.runs import open_run
-from storage.shard_codec import Provenance
-from storage.shards import commit_shard
+from storage.shards.codec import Provenance
+from storage.shards.shards import commit_shard
+from storage.views.lineage import find_version, policy_lineage, prompt_lineage, trajectory_lineage
 
 RUN = "big"
 GROUPS, ATTEMPTS, TOKENS = 64, 8, 200

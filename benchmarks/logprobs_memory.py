@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from trainers.logprobs import linear_logprobs
+from trainers.model.logprobs import linear_logprobs
 
 SMALL_VOCABULARIES = (96, 512)
 

@@ -35,9 +35,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from storage.log_entries import LogEntry, Step
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
+from storage.log.entries import LogEntry, Step
+from storage.log.run_log import RunLog
+from storage.objects.object_store import LocalStore
 
 ROOT = Path(__file__).parents[1]
 RUN = "orchestration"
@@ -93,7 +93,7 @@ def make_model(folder: Path) -> None:
     """The smallest there is; in a process of its own, so that this one stays light."""
     make = (
         "import sys; from pathlib import Path; from examples.arithmetic import Arithmetic; "
-        "from trainers.warmup import make_base_model; "
+        "from trainers.model.warmup import make_base_model; "
         "make_base_model(Path(sys.argv[1]), Arithmetic().demonstrations(200, seed=0), hidden_size=32, num_layers=2, "
         "target_loss=0.1, num_steps=2, batch_size=16, learning_rate=1e-3, seed=0)"
     )

@@ -32,12 +32,12 @@ from rich.table import Table
 
 from benchmarks.orchestration import make_model
 from examples.arithmetic import Arithmetic
-from rollouts.chat import Chat
+from rollouts.chat.chat import Chat
 from rollouts.workflow import Score
-from storage.log_entries import LogEntry, Release, Shard
-from storage.object_store import LocalStore
+from storage.log.entries import LogEntry, Release, Shard
+from storage.log.run_log import RunLog
+from storage.objects.object_store import LocalStore
 from storage.records import RolloutTask
-from storage.run_log import RunLog
 
 ROOT = Path(__file__).parents[1]
 RUN = "producers"

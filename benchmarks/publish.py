@@ -30,11 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
-from storage.digests import seal_folder, verify_folder
-from storage.log_entries import Policy, Session
-from storage.object_store import ObjectStore, open_store
-from storage.policies import PolicyReader, PolicyWriter
-from storage.runs import create_run
+from storage.log.entries import Policy, Session
+from storage.log.runs import create_run
+from storage.objects.digests import seal_folder, verify_folder
+from storage.objects.object_store import ObjectStore
+from storage.objects.opening import open_store
+from storage.policies.policies import PolicyReader, PolicyWriter
 
 WIDTH = 1024
 

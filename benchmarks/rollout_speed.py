@@ -33,21 +33,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rollouts.attempts import AttemptLimits, Player
-from rollouts.chat import Chat
-from rollouts.chat_tokens import ChatTokens
-from rollouts.engine import UpdateMode, WeightUpdate
-from rollouts.executor import Executor, Limits
-from rollouts.prompts import Prompt, PromptOrder
-from rollouts.scoring import RewardPool
-from rollouts.vllm_engine import VllmEngine
+from rollouts.chat.chat import Chat
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.engine import UpdateMode, WeightUpdate
+from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.production.attempts import AttemptLimits, Player
+from rollouts.production.executor import Executor, Limits
+from rollouts.production.prompts import Prompt, PromptOrder
+from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import RolloutWorkflow, Score
-from storage.log_entries import Shard
-from storage.object_store import open_store
+from storage.log.entries import Shard
+from storage.log.runs import create_run
+from storage.objects.opening import open_store
 from storage.records import Message, RolloutTask, Sampling
-from storage.runs import create_run
-from storage.shard_codec import Provenance
-from storage.shards import commit_shard
+from storage.shards.codec import Provenance
+from storage.shards.shards import commit_shard
 
 ATTEMPTS = 8
 ROUND = 48
@@ -217,7 +217,7 @@ def _speed(num_tokens: int, started: tuple[float, float]) -> dict[str, float]:
 
 def make_policies(folder: Path, *, hidden_size: int, num_layers: int) -> list[Path]:
     """Two random models of one architecture, with a tokenizer of ASCII characters."""
-    from trainers.warmup import make_base_model
+    from trainers.model.warmup import make_base_model
 
     said = [Message(role="user", content="?"), Message(role="assistant", content=CHARACTERS, is_completion=True)]
     policies = [folder / f"policy{seed}" for seed in range(2)]

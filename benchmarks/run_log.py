@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from storage.log_entries import (
+from storage.log.entries import (
     Alias,
     Claim,
     ClaimedGroup,
@@ -34,9 +34,10 @@ from storage.log_entries import (
     Shard,
     Step,
 )
-from storage.object_store import LocalStore, ObjectStore, open_store
-from storage.run_log import RunLog
-from storage.runs import create_run
+from storage.log.run_log import RunLog
+from storage.log.runs import create_run
+from storage.objects.object_store import LocalStore, ObjectStore
+from storage.objects.opening import open_store
 
 GROUPS, ATTEMPTS = 5, 8
 

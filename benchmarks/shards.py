@@ -38,15 +38,15 @@ from rich.table import Table
 
 from benchmarks.run_log import delete_run
 from benchmarks.trajectories import ATTEMPTS, make_groups, moved, plain_rows
-from storage.log_entries import ClaimedGroup
-from storage.object_store import open_store
+from storage.log.entries import ClaimedGroup
+from storage.log.run_log import RunLog
+from storage.log.runs import create_run
+from storage.objects.opening import open_store
 from storage.records import RolloutGroup, Sampling
-from storage.run_log import RunLog
-from storage.runs import create_run
-from storage.shard_codec import Provenance, shard_table
-from storage.shard_schema import flat
-from storage.shards import commit_shard, read_shard
-from trainers.samples import COLUMNS, gather_samples
+from storage.shards.codec import Provenance, shard_table
+from storage.shards.schema import flat
+from storage.shards.shards import commit_shard, read_shard
+from trainers.data.samples import COLUMNS, gather_samples
 
 REPETITIONS = 7
 TOKEN_COLUMNS = {"input_ids": np.int32, "loss_mask": np.bool_, "logprobs": np.float32, "weight_versions": np.int32}

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from benchmarks.trainer_workloads import model_folder, random_groups, recipe_of, samples_of, shard_tables
 from storage.records import RolloutGroup
-from trainers.samples import gather_samples
+from trainers.data.samples import gather_samples
 from trainers.trainer import Trainer
 
 TOKENS = (1024, 4096, 16_384, 65_536)

@@ -46,7 +46,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trainer_workloads import LEARNING_RATE, groups_of_w, model_folder, recipe_of, samples_of
-from trainers.samples import Samples
+from trainers.data.samples import Samples
 
 PaddedTo = Literal["step", "micro-batch"]
 OUR_TOKENS = 1024

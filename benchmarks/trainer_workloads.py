@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from storage.log_entries import ClaimedGroup
+from settings.train import Recipe, TrainSettings
+from storage.log.entries import ClaimedGroup
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
-from storage.shard_codec import Provenance, shard_table
-from trainers.config import Recipe, TrainSettings
-from trainers.samples import COLUMNS, Samples, gather_samples
+from storage.shards.codec import Provenance, shard_table
+from trainers.data.samples import COLUMNS, Samples, gather_samples
 
 VOCABULARY = 64
 LEARNING_RATE = 1e-6

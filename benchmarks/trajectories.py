@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.log_entries import to_json
+from storage.log.entries import to_json
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
 
 ATTEMPTS = 8

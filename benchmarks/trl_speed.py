@@ -39,10 +39,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trl_workloads import WORKLOADS, Workload
-from storage.log_entries import Alias, Step
-from storage.object_store import open_store
-from storage.runs import open_run
-from storage.shards import read_shard
+from storage.log.entries import Alias, Step
+from storage.log.runs import open_run
+from storage.objects.opening import open_store
+from storage.shards.shards import read_shard
 
 ROOT = Path(__file__).parents[1]
 LOOK_SECONDS = 0.5

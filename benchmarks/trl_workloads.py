@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.arithmetic import Arithmetic
-from rollouts.chat import Chat
+from rollouts.chat.chat import Chat
 from rollouts.workflow import RolloutWorkflow, Score
 from storage.records import RolloutTask
 
@@ -123,7 +123,7 @@ def reward_of(workload: Workload, reply: str, answer: str) -> float:
     """What Millrace's workflow computes, for TRL."""
     if workload is W:
         return share_of_vowels(reply)
-    from rollouts.rewards import exact
+    from rollouts.rewards.answers import exact
 
     return exact(reply, answer)
 
@@ -133,8 +133,8 @@ def make_model(workload: Workload, folder: Path) -> None:
     if workload is W:
         _random_model(folder)
         return
-    from trainers.config import WarmupSettings
-    from trainers.warmup import make_base_model
+    from settings.warmup import WarmupSettings
+    from trainers.model.warmup import make_base_model
 
     demonstrations = Arithmetic().demonstrations(50_000, 0)
     make_base_model(folder, demonstrations, seed=0, **WarmupSettings().model_dump())
@@ -145,8 +145,8 @@ def _random_model(folder: Path) -> None:
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    from storage.digests import seal_folder
-    from trainers.warmup import character_tokenizer
+    from storage.objects.digests import seal_folder
+    from trainers.model.warmup import character_tokenizer
 
     torch.manual_seed(0)
     tokenizer = character_tokenizer(set(CHARACTERS))

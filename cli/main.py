@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from cli.arguments import EvalOption, JsonOption, StoreOption, open_named
-from cli.errors import explained
-from cli.operations import operations
-from cli.traj_commands import traj
+from cli.operate.operations import operations
+from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named
+from cli.terminal.errors import explained
+from cli.traj.traj_commands import traj
 from infra.environment import prepare_environment
 
 app = typer.Typer(
@@ -54,12 +54,12 @@ def train(
     """Train the run a file describes; continues it where it stands."""
     with explained():
         if not dry_run:
-            from cli.training import train_run
+            from cli.run.training import train_run
 
             train_run(run_file, parse_overrides(overrides))
             return
-        from cli.dry_run import dry_run as derive
-        from cli.dry_run import print_dry_run
+        from cli.run.dry_run import dry_run as derive
+        from cli.run.dry_run import print_dry_run
 
         values = derive(run_file, parse_overrides(overrides))
         if as_json:
@@ -79,13 +79,13 @@ def status(
 ) -> None:
     """A run in numbers, read from its log alone."""
     with explained():
-        from cli.status import print_status, run_status
+        from cli.operate.status import print_status, run_status
 
         if follow and as_json:
             raise ValueError("--json prints the status once: leave out --follow, or --json")
         log = open_named(run, store)
         if follow:
-            from cli.live_status import follow_run
+            from cli.operate.live_status import follow_run
 
             follow_run(log, Console(highlight=False))
             return
@@ -109,7 +109,7 @@ def evaluate(
 ) -> None:
     """Score one policy version on held-out tasks, on an engine of its own: avg@n, pass@k, failures."""
     with explained():
-        from cli.evaluate import evaluate_run, print_evaluation
+        from cli.run.evaluate import evaluate_run, print_evaluation
 
         wanted = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
         console = Console(highlight=False, stderr=as_json)
@@ -128,10 +128,26 @@ def once(
 ) -> None:
     """Attempt a run's first prompts once with its live policy and show everything; nothing is committed."""
     with explained():
-        from cli.rollout import print_groups, rollout_once
+        from cli.run.rollout import print_groups, rollout_once
 
         console = Console(highlight=False)
         print_groups(rollout_once(open_named(run, store), num_prompts=n, console=console), console)
+
+
+@app.command()
+def produce(
+    run: str,
+    name: Annotated[str, typer.Option(help="What its workers are called in the log; by default as this machine.")] = "",
+    shards: Annotated[int, typer.Option(min=0, help="End after so many shards; 0: when the run has its steps.")] = 0,
+    patience: Annotated[float, typer.Option(help="Seconds without anything new in the run before this ends.")] = 3600.0,
+    store: StoreOption = "",
+) -> None:
+    """Make rollouts for a run that is trained on another machine; any number of these may come and go."""
+    with explained():
+        from cli.run.rollout import produce_for
+
+        console = Console(highlight=False)
+        produce_for(run, store=store, name=name, shards=shards, patience=patience, console=console)
 
 
 @app.command()
@@ -150,7 +166,7 @@ def lineage(
 ) -> None:
     """What made a policy: step, shards, prompts, code. Or which policies a trajectory influenced."""
     with explained():
-        from cli.lineage import show_lineage
+        from cli.operate.lineage import show_lineage
 
         answer = show_lineage(
             target,
@@ -187,8 +203,8 @@ def gc(
     A policy is also kept while it is the base model, live, has an alias or the best score.
     """
     with explained():
-        from cli.housekeeping import collect
-        from storage.retention_rules import make_rules
+        from cli.operate.housekeeping import collect
+        from storage.retention.rules import make_rules
 
         rules = make_rules(keep_last=keep_last, keep_every=keep_every, older_than=older_than, max_size=max_size)
         collect(
@@ -226,7 +242,7 @@ def replay(
 ) -> None:
     """Train recorded steps again without generating: to the same weights, or to see what one change does."""
     with explained():
-        from cli.replay import print_replay, replay_run, span_of
+        from cli.run.replay import print_replay, replay_run, span_of
 
         flags = {"learning_rate": lr, "train.advantage": advantage, "train.loss": loss}
         changes = parse_overrides(overrides) | {key: value for key, value in flags.items() if value is not None}
@@ -254,7 +270,7 @@ def rescore(
 ) -> None:
     """Compute new rewards for recorded attempts, beside the recorded ones; nothing is overwritten."""
     with explained():
-        from cli.rescore import print_rescored, rescore_run, rescored_json
+        from cli.run.rescore import print_rescored, rescore_run, rescored_json
 
         log, console = open_named(run, store), Console(highlight=False, stderr=as_json)
         result = rescore_run(
@@ -282,7 +298,7 @@ def export(
 ) -> None:
     """Write a policy as a folder that transformers, peft, vLLM and others load: whole weights, or adapters."""
     with explained():
-        from cli.export import export_policy, print_exported
+        from cli.operate.export import export_policy, print_exported
 
         exported = export_policy(open_named(run, store), to, version=version, merge=merge, average=average)
         if as_json:
@@ -302,7 +318,7 @@ def index(
 ) -> None:
     """Bring a run's search index up to date with its shards."""
     with explained():
-        from cli.search import build_index
+        from cli.traj.search import build_index
 
         build_index(open_named(run, store), embedding=embedding, rebuild=rebuild, console=Console(highlight=False))
 
@@ -315,7 +331,7 @@ def report(
 ) -> None:
     """Write one web page about a run, that opens from disk: curves, time, staleness, groups, prompts."""
     with explained():
-        from cli.report import write_report
+        from cli.report.report import write_report
 
         typer.echo(write_report(open_named(run, store), out).as_uri())
 
@@ -324,8 +340,8 @@ def report(
 def doctor(run_file: Annotated[Path | None, typer.Argument(help="Check this run file's places too.")] = None) -> None:
     """Check that everything a run needs is here, and say how to fix what is not."""
     with explained():
-        from cli.doctor import diagnose
-        from flows.config import load_run_file
+        from cli.operate.doctor import diagnose
+        from settings.run_file import load_run_file
 
         config = load_run_file(run_file) if run_file else None
         if not diagnose(config, Console(highlight=False)):
@@ -336,7 +352,7 @@ def doctor(run_file: Annotated[Path | None, typer.Argument(help="Check this run 
 def up() -> None:
     """Start Prefect, MLflow and a worker on this machine, and deploy prefect.yaml."""
     with explained():
-        from cli.services import up as start
+        from cli.operate.services import up as start
 
         start(Console(highlight=False))
 
@@ -344,7 +360,7 @@ def up() -> None:
 @app.command()
 def down() -> None:
     """Stop what `millrace up` started."""
-    from cli.services import down as stop
+    from cli.operate.services import down as stop
 
     stop(Console(highlight=False))
 

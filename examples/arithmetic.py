@@ -8,9 +8,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rollouts.chat import Chat
-from rollouts.rewards import exact
-from rollouts.scoring import score
+from rollouts.chat.chat import Chat
+from rollouts.rewards.answers import exact
+from rollouts.rewards.scoring import score
 from rollouts.workflow import RolloutWorkflow, Score
 from storage.records import Message, RolloutTask
 

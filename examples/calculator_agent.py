@@ -12,10 +12,10 @@ import random
 import re
 from collections.abc import Sequence
 
-from rollouts.chat import Chat
-from rollouts.rewards import exact
-from rollouts.scoring import score
-from rollouts.tools import tool
+from rollouts.chat.chat import Chat
+from rollouts.chat.tools import tool
+from rollouts.rewards.answers import exact
+from rollouts.rewards.scoring import score
 from rollouts.workflow import RolloutWorkflow, Score
 from storage.records import Message, RolloutTask
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollouts.chat import Chat
-from rollouts.datasets import read_dataset
-from rollouts.rewards import gsm8k
-from rollouts.scoring import score
+from rollouts.chat.chat import Chat
+from rollouts.environments.datasets import read_dataset
+from rollouts.rewards.answers import gsm8k
+from rollouts.rewards.scoring import score
 from rollouts.workflow import RolloutWorkflow, Score
 from storage.records import Message, RolloutTask
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rollouts.environments import Environment, EnvironmentWorkflow, Observation
+from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation
 from storage.records import Message, RolloutTask
 
 HELD_OUT = 200

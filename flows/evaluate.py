@@ -11,8 +11,8 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, make_config
 from flows.train_grpo import start_engine
+from settings.run_file import RunConfig, make_config
 from tasks.evaluation import check_split, look_up_policy, raise_if_failed, warn_of_greedy_attempts
 from tasks.gate import try_gate
 from tasks.rollout import evaluate_policy

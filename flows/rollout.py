@@ -15,8 +15,8 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, make_config
 from flows.train_grpo import produce, start_engine
+from settings.run_file import RunConfig, make_config
 from tasks.producers import follow, look_up_run, producer_name, wait_for_policy
 from tasks.session import producing_session
 from tasks.workers import join

@@ -22,11 +22,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows.config import RunConfig, Settings, default_values, make_config
-from tasks.announcements import announce
+from settings.run_file import RunConfig, Settings, default_values, make_config
 from tasks.base_model import provide_base_model, provide_reference
 from tasks.control import listening, resumed
 from tasks.gate import try_gate
+from tasks.prefect.announcements import announce
 from tasks.preflight import check_run
 from tasks.rollout import evaluate_policy, produce_until_death
 from tasks.session import RunSession, training_session

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
-from storage.redaction import redact_logs
+from settings.redaction import redact_logs
 
 TELEMETRY_OFF = {
     "DO_NOT_TRACK": "1",

@@ -5,7 +5,7 @@ In: import paths of plain classes and their arguments. Out: `Hosted`, whose `cal
 `infra.worker_process` know that Ray exists.
 
     async with Fleet(log_folder=…) as fleet:
-        worker = await fleet.host("rollout-0", "rollouts.worker:RolloutWorker", arguments={...})
+        worker = await fleet.host("rollout-0", "rollouts.production.worker:RolloutWorker", arguments={...})
         shard = await worker.call("collect")
         trainer = await fleet.host_group("trainer-0", "trainers.worker:TrainerWorker", arguments={...}, num_ranks=4)
         step = await trainer.call("train_step", claim)      # on all ranks; the result is rank 0's

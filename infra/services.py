@@ -29,7 +29,7 @@ GPU_QUEUE = "gpu"
 """Queue of the deployments that use GPUs. A run takes all that its process sees, so on a machine with GPUs one at a
 time runs from here."""
 GPU_RUNS = "MILLRACE_GPU_RUNS"
-"""Environment variable of `python -m tasks.flow_runs`: how many that is."""
+"""Environment variable of `python -m tasks.prefect.flow_runs`: how many that is."""
 NOTIFY = "MILLRACE_NOTIFY"
 """Another one: who is told of failures. It may hold a token, so no service and no flow run inherits it."""
 
@@ -110,7 +110,7 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], project, logs, api)
             _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], project, logs, api)
             limit = {GPU_RUNS: os.environ.get(GPU_RUNS, "1")} if num_gpus() else {}
-            _run(["-m", "tasks.flow_runs"], project, logs, {**api, **limit})
+            _run(["-m", "tasks.prefect.flow_runs"], project, logs, {**api, **limit})
             _end(services["prefect"])
             services["prefect"] = _start_prefect(services["prefect"].port, logs, evaluates_triggers=True)
             _wait_until_up(services["prefect"], "/api/health", logs)

@@ -21,7 +21,7 @@ from typing import Any
 
 from infra.ports import free_port
 from infra.structured_logs import CALL, json_handler, logs_are_json
-from storage.redaction import redact_logs
+from settings.redaction import redact_logs
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STUCK_SECONDS = 120.0

@@ -10,8 +10,12 @@ import contextvars
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollouts.chat import Chat
+from rollouts.chat.chat import Chat
 from storage.records import Message, RolloutGroup, RolloutTask, Trajectory
+
+
+class WrongWorkflow(TypeError):
+    """The workflow returned something other than one `Score`."""
 
 
 @dataclass(frozen=True, kw_only=True)

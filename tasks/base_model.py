@@ -14,13 +14,14 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from storage.digests import DIGEST_FILE, sha256_of_json, verify_folder
-from storage.loading import load_object
-from storage.log_entries import Policy
-from storage.object_store import ObjectStore, open_store
-from storage.runs import model_key
+from infra.user_code import load_object
+from storage.log.entries import Policy
+from storage.log.runs import model_key
+from storage.objects.digests import DIGEST_FILE, sha256_of_json, verify_folder
+from storage.objects.object_store import ObjectStore
+from storage.objects.opening import open_store
 from tasks.session import RunSession
-from trainers.fetch import fetch_model
+from trainers.model.fetch import fetch_model
 
 logger = logging.getLogger("millrace.base_model")
 
@@ -74,7 +75,7 @@ async def _stored(session: RunSession, model: str) -> str:
 
 def make_model(*, store: str, key: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]) -> None:
     """Warm up a model on the workflow's demonstrations and put it into the store. Runs in a process of its own."""
-    from trainers.warmup import make_base_model
+    from trainers.model.warmup import make_base_model
 
     demonstrations = load_object(workflow)(dataset or None).demonstrations(DEMONSTRATIONS, seed)
     with tempfile.TemporaryDirectory() as scratch:

@@ -24,9 +24,9 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause as PrefectPause
 from prefect.states import Paused, Running, State
 
-from storage.log_entries import Pause, Resume
-from tasks.announcements import announce
-from tasks.artifacts import RunPage
+from storage.log.entries import Pause, Resume
+from tasks.prefect.announcements import announce
+from tasks.prefect.artifacts import RunPage
 from tasks.session import RunSession
 from tasks.workers import ROLLOUT_ALIAS, refresh_workers
 
@@ -146,7 +146,7 @@ async def listening(session: RunSession, *, steps: int, platform: Platform | Non
         await listener.look()
         body = asyncio.current_task()
         assert body is not None
-        page = RunPage(session, steps=steps)
+        page = RunPage(session.log, steps=steps, tracking=session.tracking, mlflow_run=lambda: session.mlflow_run)
         listening_on = asyncio.create_task(_listen(listener, page, body))
         try:
             yield

@@ -9,11 +9,11 @@ import logging
 from typing import Any
 
 from infra.environment import store_uri
-from rollouts.evaluation import failure_of
-from storage.loading import load_object
-from storage.log_entries import Evaluation
-from storage.object_store import open_store
-from storage.runs import find_policy, open_run, run_config
+from infra.user_code import load_object
+from rollouts.production.evaluation import failure_of
+from storage.log.entries import Evaluation
+from storage.log.runs import find_policy, open_run, run_config
+from storage.objects.opening import open_store
 
 logger = logging.getLogger("millrace.evaluation")
 

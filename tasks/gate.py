@@ -1,16 +1,16 @@
 """The gate between an evaluation and the alias `champion`: one decision, by code, for whoever evaluates.
 
 In: a session and an evaluation. Out: the alias moved in the log; or a warning and an event that say why not, and a
-notification of that event where somebody has asked for one (`tasks/notifications.py`).
+notification of that event where somebody has asked for one (`tasks/prefect/notifications.py`).
 """
 
 from __future__ import annotations
 
 import logging
 
-from storage.log_entries import Evaluation
-from storage.promotion import CHAMPION, NotPromoted, pass_gate
-from tasks.announcements import announce
+from storage.log.entries import Evaluation
+from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
+from tasks.prefect.announcements import announce
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.gate")

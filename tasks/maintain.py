@@ -13,9 +13,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.environment import prepare_environment, store_uri
-from storage.object_store import open_store
-from storage.retention import RunReport, collect_garbage
-from storage.retention_rules import make_rules
+from storage.objects.opening import open_store
+from storage.retention.retention import RunReport, collect_garbage
+from storage.retention.rules import make_rules
 
 logger = logging.getLogger("millrace.maintain")
 

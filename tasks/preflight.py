@@ -8,11 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from infra.environment import store_uri
-from rollouts.tool_parsing import check_tool_parser
+from infra.user_code import load_object
+from rollouts.chat.tool_parsing import check_tool_parser
 from rollouts.workflow import RolloutWorkflow
-from storage.loading import load_object
-from storage.object_store import StoreError, open_store, probe
-from trainers.config import CustomLoss, Loss, TrainSettings
+from settings.loss import CustomLoss, Loss
+from settings.train import TrainSettings
+from storage.objects.object_store import StoreError
+from storage.objects.opening import open_store, probe
 
 
 def check_run(
@@ -29,7 +31,7 @@ def check_run(
 
     Returns the workflow.
 
-    Raises `ValueError`, or `storage.object_store.StoreError`, for the first thing that will not work.
+    Raises `ValueError`, or `storage.objects.object_store.StoreError`, for the first thing that will not work.
     """
     workflow_class = load_object(workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, RolloutWorkflow)):
@@ -58,7 +60,7 @@ def check_run(
 def check_loss(loss: Loss, *, with_reference: bool) -> None:
     """Raise `ValueError` for a custom loss that cannot be imported, or that fails on a trial of five tokens."""
     if isinstance(loss, CustomLoss):
-        from trainers import custom_loss
+        from trainers.objective import custom_loss
 
         custom_loss.check_loss(loss.path, loss.arguments, with_reference=with_reference)
 

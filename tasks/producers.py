@@ -16,12 +16,13 @@ import time
 from typing import Any
 
 from infra.environment import store_uri
-from storage.loading import source_sha256
-from storage.log_entries import Policy, Shard
-from storage.object_store import StoreError, open_store
-from storage.producers import check_name
-from storage.run_state import RunState
-from storage.runs import open_run, run_config
+from infra.user_code import source_sha256
+from storage.log.entries import Policy, Shard
+from storage.log.producers import check_name
+from storage.log.run_state import RunState
+from storage.log.runs import open_run, run_config
+from storage.objects.object_store import StoreError
+from storage.objects.opening import open_store
 from tasks.session import RunSession
 from tasks.workers import ROLLOUT_ALIAS, load_policy, refresh_workers
 

@@ -15,12 +15,12 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.environment import store_uri
-from storage.log_entries import to_json
-from storage.object_store import open_store
-from storage.replay import Replay, ReplayedStep, ReplayPlan, plan_replay
-from storage.runs import open_run, run_config
+from settings.train import Recipe
+from storage.log.entries import to_json
+from storage.log.replay_plan import Replay, ReplayedStep, ReplayPlan, plan_replay
+from storage.log.runs import open_run, run_config
+from storage.objects.opening import open_store
 from tasks.session import RunSession, code_version
-from trainers.config import Recipe
 
 logger = logging.getLogger("millrace.replay")
 
@@ -30,8 +30,8 @@ def check_replay(
 ) -> tuple[ReplayPlan, dict[str, Any]]:
     """What will be trained again, and the run's configuration.
 
-    Raises `storage.replay.CannotReplay`, `ValueError` for a `save` that exists, `FileNotFoundError` for an unknown
-    run, all before anything heavy starts.
+    Raises `storage.log.replay_plan.CannotReplay`, `ValueError` for a `save` that exists, `FileNotFoundError` for an
+    unknown run, all before anything heavy starts.
     """
     log = open_run(open_store(store_uri(store)), run)
     if save and Path(save).exists():
@@ -46,7 +46,8 @@ async def start_replay(
 ) -> int:
     """Load the nearest saved state before the span; returns its step, 0 for the base policy.
 
-    Raises `storage.replay.CannotReplay` when retention took what the plan needs before this session could hold it off.
+    Raises `storage.log.replay_plan.CannotReplay` when retention took what the plan needs before this session could hold
+    it off.
     """
     plan = plan_replay(session.log.refresh(), run=session.log.run_id, first=plan.first, last=plan.last, rewards=rewards)
     arguments = {
@@ -106,7 +107,7 @@ def describe_replay(
     rewards: str,
     start_identical: bool,
 ) -> dict[str, Any]:
-    """A `storage.replay.Replay` as plain JSON; numbers that are none become null."""
+    """A `storage.log.replay_plan.Replay` as plain JSON; numbers that are none become null."""
     made_by = session.log.state.steps[plan.last - 1].session_id
     recorded_code = next((s.code_version for s in session.log.state.sessions if s.id == made_by), "unknown")
     replay = Replay(

@@ -13,9 +13,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
 from infra.fleet import WorkerDied
-from rollouts.config import EvaluationSettings
-from rollouts.evaluation import failure_of
-from storage.log_entries import Evaluation, Shard
+from rollouts.production.evaluation import failure_of
+from settings.evaluation import EvaluationSettings
+from storage.log.entries import Evaluation, Shard
 from tasks.session import REPLACEMENTS, RunSession
 from tasks.workers import leave, refresh_workers
 

@@ -24,17 +24,17 @@ from infra.environment import home, prepare_environment, store_uri, tracking_uri
 from infra.fleet import Fleet, Hosted, HostedGroup
 from infra.memory import PeakMemory
 from infra.structured_logs import log_driver, logs_are_json
-from rollouts.config import WeightTransfer
-from storage.loading import source_sha256
-from storage.log_entries import Session
-from storage.object_store import open_store
-from storage.producers import Lookout
-from storage.retention import reading
-from storage.run_log import RunLog
-from storage.runs import create_run, open_run, trainer_lock
-from storage.system_metrics import SystemMetrics
-from tasks.outages import say_outages_once
-from trainers.config import Recipe, TrainSettings
+from infra.user_code import source_sha256
+from settings.engine import WeightTransfer
+from settings.train import Recipe, TrainSettings
+from storage.log.entries import Session
+from storage.log.producers import Lookout
+from storage.log.run_log import RunLog
+from storage.log.runs import create_run, open_run, trainer_lock
+from storage.objects.opening import open_store
+from storage.retention.retention import reading
+from storage.tracking.system_metrics import SystemMetrics
+from tasks.prefect.outages import say_outages_once
 
 logger = logging.getLogger("millrace.session")
 
@@ -149,10 +149,10 @@ async def training_session(
 ) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and start the fleet, for `num_workers` engines and the trainer.
 
-    `defaults` as in `storage.runs.create_run`.
+    `defaults` as in `storage.log.runs.create_run`.
 
-    Raises `storage.runs.RunExists`, `storage.runs.RunBusy`, `storage.object_store.StoreError`, and `ValueError` for
-    too few GPUs, before anything heavy starts.
+    Raises `storage.log.runs.RunExists`, `storage.log.runs.RunBusy`, `storage.objects.object_store.StoreError`, and
+    `ValueError` for too few GPUs, before anything heavy starts.
     """
     prepare_environment()
     say_outages_once(os.environ.get("PREFECT_API_URL", "its address in this process"))

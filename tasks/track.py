@@ -16,11 +16,11 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from storage.log_entries import Registration
-from storage.redaction import without_secrets
-from storage.registry import Registry, RegistryUnavailable
-from storage.run_log import RunLog
-from storage.runs import is_training, teller_lock
+from settings.redaction import without_secrets
+from storage.log.entries import Registration
+from storage.log.run_log import RunLog
+from storage.log.runs import is_training, teller_lock
+from storage.tracking.registry import Registry, RegistryUnavailable
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.track")

@@ -17,14 +17,14 @@ from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from infra.fleet import WorkerDied
-from rollouts.config import RolloutSettings
-from storage.claims import ClaimRules, next_claim
-from storage.log_entries import Claim, Quarantine, Step
-from storage.shards import DamagedShard
+from settings.rollout import RolloutSettings
+from settings.train import Recipe, TrainSettings
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.entries import Claim, Quarantine, Step
+from storage.shards.shards import DamagedShard
 from tasks.session import RunSession
 from tasks.watchdog import Stalled, num_finished, where_everybody_stands
 from tasks.workers import refresh_workers, release_silent, wait_for_stragglers
-from trainers.config import Recipe, TrainSettings
 from trainers.health import GapTooLarge, NonFinite
 from trainers.refusals import RefusedShards
 from trainers.timing import split_wait
@@ -88,7 +88,7 @@ async def next_batch(
 
     With `pace`, groups that are running and that this step's policy would push over the bound are waited for, as long
     as their engines have other work too.
-    Raises `storage.claims.NothingAccepted`, and `Stalled` after `stall_timeout` seconds in which no group finished.
+    Raises `storage.log.claims.NothingAccepted`, and `Stalled` after `stall_timeout` seconds in which no group finished.
     """
     log, started = session.log, time.perf_counter()
     # Where the trainer masks or corrects old tokens no group is lost, and waiting would only cost.

@@ -9,17 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollouts.attempts import AttemptLimits
-from rollouts.config import EngineSettings, RewardSettings, RolloutSettings, SamplingSettings
-from rollouts.executor import Limits
-from storage.digests import sha256_of_json
-from storage.loading import absolute_path
+from infra.user_code import absolute_path
+from rollouts.production.attempts import AttemptLimits
+from rollouts.production.executor import Limits
+from settings.engine import EngineSettings
+from settings.reward import RewardSettings
+from settings.rollout import RolloutSettings
+from settings.sampling import SamplingSettings
+from settings.train import TrainSettings
+from storage.log.run_log import RunLog
+from storage.log.runs import run_config
+from storage.objects.digests import sha256_of_json
 from storage.records import Sampling
-from storage.run_log import RunLog
-from storage.runs import run_config
 from tasks.session import code_version
 from tasks.train import claim_rules
-from trainers.config import TrainSettings
 
 
 def worker_arguments(
@@ -39,7 +42,7 @@ def worker_arguments(
     steps: int,
     seed: int,
 ) -> dict[str, Any]:
-    """The arguments of `rollouts.worker.RolloutWorker`, all but its name."""
+    """The arguments of `rollouts.production.worker.RolloutWorker`, all but its name."""
     limits = Limits(
         n_samples=n_samples,
         batch_size=batch_size,

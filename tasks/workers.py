@@ -17,14 +17,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
 from infra.fleet import WorkerDied
-from rollouts.config import EngineSettings
-from rollouts.engine import WeightUpdate
-from storage.log_entries import Alias, Policy
-from storage.policies import PolicyReader
-from storage.producers import withdraw
-from storage.weight_broadcast import Broadcast
+from infra.weight_broadcast import Broadcast
+from rollouts.engines.engine import WeightUpdate
+from settings.engine import EngineSettings
+from settings.train import TrainSettings
+from storage.log.entries import Alias, Policy
+from storage.log.producers import withdraw
+from storage.policies.policies import PolicyReader
 from tasks.session import REPLACEMENTS, RunSession
-from trainers.config import TrainSettings
 
 logger = logging.getLogger("millrace.workers")
 
@@ -42,7 +42,7 @@ async def start_rollout_worker(
     """
     logger.info("starting the inference engine of %s", name)
     arguments = {**arguments, "name": name, "outside": session.outside}
-    worker = await session.host(name, "rollouts.worker:RolloutWorker", arguments=arguments)
+    worker = await session.host(name, "rollouts.production.worker:RolloutWorker", arguments=arguments)
     checksum: str = await worker.call("start", version)
     return checksum
 

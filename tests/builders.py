@@ -14,18 +14,18 @@ from typing import Any
 import pyarrow as pa
 
 from infra.ports import free_port
-from rollouts.attempts import AttemptLimits
-from rollouts.executor import Executor, Limits
-from rollouts.prompts import Prompt, PromptOrder
-from storage.digests import seal_folder
-from storage.log_entries import Claim, ClaimedGroup, GroupSummary, Policy, Session, Shard, Step
-from storage.object_store import LocalStore, StoredFile
+from infra.weight_broadcast import Broadcast
+from rollouts.production.attempts import AttemptLimits
+from rollouts.production.executor import Executor, Limits
+from rollouts.production.prompts import Prompt, PromptOrder
+from storage.log.entries import Claim, ClaimedGroup, GroupSummary, Policy, Session, Shard, Step
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
+from storage.log.runs import create_run
+from storage.objects.digests import seal_folder
+from storage.objects.object_store import LocalStore, StoredFile
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
-from storage.run_log import RunLog
-from storage.run_state import RunState
-from storage.runs import create_run
-from storage.shard_codec import Provenance, summarise
-from storage.weight_broadcast import Broadcast
+from storage.shards.codec import Provenance, summarise
 
 LIMITS = Limits(
     n_samples=2,

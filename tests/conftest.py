@@ -61,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ServersInTur
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An arithmetic base model after two supervised steps: the right shape, and knowing nothing."""
     from examples.arithmetic import Arithmetic
-    from trainers.warmup import make_base_model
+    from trainers.model.warmup import make_base_model
 
     folder = tmp_path_factory.mktemp("base") / "tiny"
     make_base_model(

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from storage.object_store import open_store
-from storage.run_log import RunLog
-from storage.runs import RunBusy, open_run, trainer_lock
-from storage.shards import commit_shard
+from storage.log.run_log import RunLog
+from storage.log.runs import RunBusy, open_run, trainer_lock
+from storage.objects.opening import open_store
+from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, provenance
 
 _barrier: Any = None

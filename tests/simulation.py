@@ -21,16 +21,16 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from rollouts.attempts import Player
-from rollouts.executor import Executor, Limits
-from rollouts.prompts import Prompt, PromptOrder
-from storage.claims import ClaimRules, Fallback, StalePolicy, next_claim, num_counted
-from storage.log_entries import Claim, Lease
+from rollouts.production.attempts import Player
+from rollouts.production.executor import Executor, Limits
+from rollouts.production.prompts import Prompt, PromptOrder
+from storage.log.claims import ClaimRules, Fallback, StalePolicy, next_claim, num_counted
+from storage.log.entries import Claim, Lease
+from storage.log.run_state import claimed_groups
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
-from storage.run_state import claimed_groups
-from storage.shard_codec import summarise
+from storage.shards.codec import summarise
 from tests.builders import SAMPLING, a_log, a_shard, a_step, wait_for_work
-from trainers.staleness import lag_of_tokens, tokens_to_train
+from trainers.data.staleness import lag_of_tokens, tokens_to_train
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class _Meter:
 
 
 class _SimulatedPlayer:
-    """Stands in for `rollouts.attempts.Player`: a group lasts as long as its longest attempt."""
+    """Stands in for `rollouts.production.attempts.Player`: a group lasts as long as its longest attempt."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario

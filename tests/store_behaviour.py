@@ -12,13 +12,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from storage.digests import DIGEST_FILE, sha256_of, verify_folder
-from storage.log_entries import Session
-from storage.object_store import ObjectStore, StoreError, StoreFull, open_store, probe
-from storage.run_log import RunLog
-from storage.run_state import Conflict
-from storage.runs import RunBusy, open_run, trainer_lock
-from storage.shards import DamagedShard, commit_shard, read_shard
+from storage.log.entries import Session
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict
+from storage.log.runs import RunBusy, open_run, trainer_lock
+from storage.objects.digests import DIGEST_FILE, sha256_of, verify_folder
+from storage.objects.object_store import ObjectStore, StoreError, StoreFull
+from storage.objects.opening import open_store, probe
+from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, a_shard, a_step, a_summary, provenance
 from tests.processes import commit_shards, race_for_keys, run_together, write_in_turns
 

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from storage.adapters import ADAPTER_WEIGHTS, has_adapter
-from storage.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder, verify_folder
+from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder, verify_folder
+from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.critic import Critic
-from trainers.distributed import copy_into, full, num_ranks
-from trainers.lora import has_adapters, read_adapter, saved_name, write_adapter
-from trainers.model import PolicyModel
+from trainers.model.distributed import copy_into, full, num_ranks
+from trainers.model.lora import has_adapters, read_adapter, saved_name, write_adapter
+from trainers.model.model import PolicyModel
+from trainers.model.stored import stored_names, stored_weights
 from trainers.optimizer import Ema
-from trainers.stored import stored_names, stored_weights
 
 logger = logging.getLogger("millrace.trainer")
 
@@ -112,8 +112,8 @@ def load_state(
 
     A critic that the state does not know stays new.
 
-    Raises `storage.digests.DigestMismatch` for a half-written or altered folder, `ValueError` for a state of other
-    trained weights.
+    Raises `storage.objects.digests.DigestMismatch` for a half-written or altered folder, `ValueError` for a state of
+    other trained weights.
     """
     verify_folder(folder)
     tensors = load_file(str(folder / "state.safetensors"))
@@ -153,7 +153,7 @@ def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
     """Write the moving average of the weights that a saved state holds as a policy folder; returns its digest.
 
     Stored in the types of `policy_folder`, whose other files are copied. Raises `ValueError` for a state without an
-    average, and `storage.digests.DigestMismatch` for an altered one.
+    average, and `storage.objects.digests.DigestMismatch` for an altered one.
     """
     verify_folder(state_folder)
     tensors = load_file(str(state_folder / "state.safetensors"))
@@ -172,7 +172,7 @@ def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
 def load_weights(model: PolicyModel, folder: Path) -> None:
     """Put a policy folder's weights into the model, leaving the optimizer alone.
 
-    Raises `storage.digests.DigestMismatch` for a half-written or altered folder.
+    Raises `storage.objects.digests.DigestMismatch` for a half-written or altered folder.
     """
     verify_folder(folder)
     if has_adapters(model):

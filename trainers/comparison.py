@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from storage.adapters import ADAPTER_WEIGHTS, has_adapter
-from storage.digests import WEIGHTS_FILE
-from storage.log_entries import Claim, to_json
-from trainers.samples import Samples
+from storage.log.entries import Claim, to_json
+from storage.objects.digests import WEIGHTS_FILE
+from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
+from trainers.data.samples import Samples
 
 
 def batch_sha256(claim: Claim, samples: Samples) -> str:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainers.attention import Layout
-from trainers.batches import Pack
-from trainers.config import TrainSettings
-from trainers.distributed import shard
-from trainers.losses import value_loss
-from trainers.model import PolicyModel, load_model
+from settings.train import TrainSettings
+from trainers.model.attention import Layout
+from trainers.model.batches import Pack
+from trainers.model.distributed import shard
+from trainers.model.model import PolicyModel, load_model
+from trainers.objective.losses import value_loss
 from trainers.optimizer import clip_gradient, make_optimizer
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from storage.promotion import GAP
+from storage.log.promotion import GAP
 from trainers.refusals import RefusedShards
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainers.distributed import copy_into, full
 from trainers.health import NonFinite
+from trainers.model.distributed import copy_into, full
 
 Schedule = Literal["constant", "linear", "cosine"]
 

@@ -4,9 +4,9 @@
     samples ─┬▶ refuse_shards (before each step)           RefusedShards: quarantine, their prompts run again
              └▶ refuse_long_rows (before each step)        ValueError: the run stops
 
-A model whose attention cannot be packed is refused where it is loaded (`trainers/model.py`), rewards that are all null
-or lack a named part where advantages are taken (`trainers/advantages.py`), a loss of the user's by its trial
-(`trainers/custom_loss.py`), and shards whose engine disagrees with the trainer by `trainers/health.py`.
+A model whose attention cannot be packed is refused where it is loaded (`trainers/model/model.py`), rewards that are all
+null or lack a named part where advantages are taken (`trainers/objective/advantages.py`), a loss of the user's by its
+trial (`trainers/objective/custom_loss.py`), and shards whose engine disagrees with the trainer by `trainers/health.py`.
 
 In: settings and arrays, no weights. Out: nothing, or an error that names the thing and what to change.
 """
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from storage.digests import sha256_of_json
-from trainers.config import TrainSettings
+from settings.train import TrainSettings
+from storage.objects.digests import sha256_of_json
 
 
 class RefusedShards(Exception):

@@ -20,25 +20,25 @@ from pathlib import Path
 
 import torch
 
-from storage.adapters import check_adapters
-from storage.digests import DigestMismatch, verify_folder
-from storage.log_entries import Claim, Policy, Step
-from storage.object_store import open_store
-from storage.policies import PolicyReader
-from storage.replay import CannotReplay, ReplayedStep, ReplayPlan, later_start, saved_steps
-from storage.rewards import read_rewards, with_rewards
-from storage.run_log import RunLog
-from storage.runs import model_key, open_run
-from storage.shards import DamagedShard, read_shard
-from storage.starting import Startable
-from storage.turn_metrics import turn_metrics
+from infra.starting import Startable
+from settings.train import Recipe, ReferenceSettings
+from storage.log.entries import Claim, Policy, Step
+from storage.log.replay_plan import CannotReplay, ReplayedStep, ReplayPlan, later_start, saved_steps
+from storage.log.run_log import RunLog
+from storage.log.runs import model_key, open_run
+from storage.objects.digests import DigestMismatch, verify_folder
+from storage.objects.opening import open_store
+from storage.policies.adapters import check_adapters
+from storage.policies.policies import PolicyReader
+from storage.shards.rescored_rewards import read_rewards, with_rewards
+from storage.shards.shards import DamagedShard, read_shard
+from storage.shards.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_policy, save_state
 from trainers.comparison import batch_sha256, compare_updates
-from trainers.config import Recipe, ReferenceSettings
-from trainers.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
+from trainers.data.samples import COLUMNS, Samples, gather_samples
+from trainers.model.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
+from trainers.model.stored import stored_dtype
 from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
-from trainers.samples import COLUMNS, Samples, gather_samples
-from trainers.stored import stored_dtype
 from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")
@@ -48,7 +48,7 @@ class Retrainer:
     """A run's trainer, fed with the groups its log says were claimed."""
 
     def __init__(self, log: RunLog, recipe: Recipe, *, cache: Path) -> None:
-        """Start from the base policy. Raises `storage.digests.DigestMismatch` where its folder is altered, and
+        """Start from the base policy. Raises `storage.objects.digests.DigestMismatch` where its folder is altered, and
         `ValueError` for a model that cannot be trained or written."""
         torch.manual_seed(recipe.seed)
         self._log = log
@@ -64,7 +64,7 @@ class Retrainer:
     def _reference(self) -> Path | None:
         """The folder of the policy that `train.reference` names; none where it names none, or the base under adapters.
 
-        Raises `ValueError` for one with another tokenizer, `storage.digests.DigestMismatch` for an altered one.
+        Raises `ValueError` for one with another tokenizer, `storage.objects.digests.DigestMismatch` for an altered one.
         """
         match self._recipe.settings.reference:
             case ReferenceSettings(kind="base"):
@@ -101,8 +101,8 @@ class Retrainer:
 
         With `judge`, for a claim the log does not know yet, raises `trainers.refusals.RefusedShards` for shards that
         this run's policy cannot have sampled, and `ValueError` for a row that does not fit into a forward pass.
-        Raises `storage.shards.DamagedShard` and `storage.rewards.DamagedRewards`, and on several ranks
-        `trainers.distributed.RanksDiffer` where they have read different rows.
+        Raises `storage.shards.shards.DamagedShard` and `storage.shards.rescored_rewards.DamagedRewards`, and on several
+        ranks `trainers.model.distributed.RanksDiffer` where they have read different rows.
         """
         if claim.fallback:
             return None
@@ -190,7 +190,8 @@ class Retrainer:
     def settle(self, step: Step) -> bool:
         """True when the weights are those `step` made; if not, take the recorded ones.
 
-        Raises `FileNotFoundError` where those are gone, `storage.digests.DigestMismatch` where they are altered.
+        Raises `FileNotFoundError` where those are gone, `storage.objects.digests.DigestMismatch` where they are
+        altered.
         """
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             digest = self.save_policy(Path(scratch) / "policy")
@@ -212,7 +213,7 @@ class Retrainer:
     def fetch_policy(self, policy: Policy) -> Path:
         """A local folder with a recorded policy, verified and whole.
 
-        Raises `FileNotFoundError`, `storage.digests.DigestMismatch`.
+        Raises `FileNotFoundError`, `storage.objects.digests.DigestMismatch`.
         """
         return self._policies.fetch(policy)
 
@@ -299,8 +300,8 @@ class ReplayWorker(Startable):
         """Train a step before the span, as it was recorded. The last of them says whether its weights are the
         recorded ones; the others say True.
 
-        Raises `storage.replay.CannotReplay` when its shards are damaged, or when the span needs its recorded weights
-        and they are gone.
+        Raises `storage.log.replay_plan.CannotReplay` when its shards are damaged, or when the span needs its recorded
+        weights and they are gone.
         """
         recorded = self._log.state.steps[step - 1]
         self._train(recorded, rewards="")
@@ -321,7 +322,8 @@ class ReplayWorker(Startable):
     def retrain(self, step: int) -> ReplayedStep:
         """Train a step of the span and compare its weights with the recorded ones.
 
-        Raises `storage.replay.CannotReplay` when its shards are damaged, `storage.rewards.DamagedRewards`.
+        Raises `storage.log.replay_plan.CannotReplay` when its shards are damaged,
+        `storage.shards.rescored_rewards.DamagedRewards`.
         """
         recorded = self._log.state.steps[step - 1]
         metrics = self._train(recorded, rewards=self._rewards)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainers.aggregation import aggregation_weights, top_entropy_mask
-from trainers.config import Recipe, TrainSettings
-from trainers.credit import Credit, Looked
+from settings.train import Recipe, TrainSettings
+from trainers.data.samples import Samples
 from trainers.health import gap_weights
-from trainers.samples import Samples
+from trainers.objective.aggregation import aggregation_weights, top_entropy_mask
+from trainers.objective.credit import Credit, Looked
 
 
 @dataclass(frozen=True, kw_only=True)

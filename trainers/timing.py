@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from storage.log_entries import Shard
+from storage.log.entries import Shard
 
 PRODUCING = ("generate", "reward", "commit")
 """What a producer does for a shard."""

@@ -22,11 +22,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainers.batches import Pack, packs_of
-from trainers.config import Recipe, TrainSettings
-from trainers.credit import Looked, assign_credit
+from settings.train import Recipe, TrainSettings
 from trainers.critic import Critic
-from trainers.distributed import (
+from trainers.data.samples import Samples
+from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
+from trainers.health import FiniteCheck, GapMeter, NonFinite, rows_to_probe
+from trainers.model.batches import Pack, packs_of
+from trainers.model.distributed import (
     choose_device,
     keep_freed_memory,
     shard,
@@ -34,10 +36,10 @@ from trainers.distributed import (
     sum_array_over_ranks,
     sum_over_ranks,
 )
-from trainers.health import FiniteCheck, GapMeter, NonFinite, rows_to_probe
-from trainers.lora import without_adapters
-from trainers.model import PolicyModel, load_model
-from trainers.objective import (
+from trainers.model.lora import without_adapters
+from trainers.model.model import PolicyModel, load_model
+from trainers.objective.credit import Looked, assign_credit
+from trainers.objective.objective import (
     OFF_POLICY,
     loss_inputs,
     mean_metrics,
@@ -48,8 +50,6 @@ from trainers.objective import (
 )
 from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
-from trainers.samples import Samples
-from trainers.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
 from trainers.step_batch import StepBatch, minibatches, step_batch
 
 REHEARSAL_SECONDS = 0.2

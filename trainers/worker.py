@@ -18,17 +18,17 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
-from storage.digests import DIGEST_FILE, WEIGHTS_FILE
-from storage.log_entries import Claim, Policy, Step
-from storage.object_store import open_store
-from storage.policies import DELTA_FILE, DamagedDelta, PolicyWriter
-from storage.run_log import RunLog
-from storage.run_state import Conflict
-from storage.runs import open_run
-from storage.starting import Startable
-from storage.weight_broadcast import Broadcast, send
-from trainers.config import Recipe
-from trainers.distributed import agreed, on_every_rank, on_first_rank, rank
+from infra.starting import Startable
+from infra.weight_broadcast import Broadcast, send
+from settings.train import Recipe
+from storage.log.entries import Claim, Policy, Step
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict
+from storage.log.runs import open_run
+from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE
+from storage.objects.opening import open_store
+from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
+from trainers.model.distributed import agreed, on_every_rank, on_first_rank, rank
 from trainers.refusals import RefusedShards
 from trainers.replay import Retrainer
 from trainers.timing import time_budget
@@ -80,9 +80,9 @@ class TrainerWorker(Startable):
     ) -> Step:
         """Train on a claim, publish the policy's files and commit the step.
 
-        Raises `storage.shards.DamagedShard` and `trainers.refusals.RefusedShards` before any weight changes,
-        `storage.run_state.Conflict` when another trainer committed this step, or one before it, first. Called again for
-        a step this session has committed, it returns that step.
+        Raises `storage.shards.shards.DamagedShard` and `trainers.refusals.RefusedShards` before any weight changes,
+        `storage.log.run_state.Conflict` when another trainer committed this step, or one before it, first. Called again
+        for a step this session has committed, it returns that step.
         """
         started = time.perf_counter()
         to_do = agreed(on_every_rank(lambda: self._to_do(claim, session_id)), what=f"work to do for step {claim.step}")
@@ -128,7 +128,7 @@ class TrainerWorker(Startable):
     def _mend_newest(self) -> None:
         """Write the newest policy whole where it is a damaged delta: its weights are here, made anew.
 
-        Raises `storage.policies.DamagedDelta` where they are others than those recorded.
+        Raises `storage.policies.policies.DamagedDelta` where they are others than those recorded.
         """
         live = self._live()
         damage = on_first_rank(lambda: self._retrainer.damage_of(live))

@@ -24,9 +24,9 @@ from typing import ClassVar
 from examples.search_agent.passages import Passage
 from examples.search_agent.rewards import answer_parts
 from examples.search_agent.services import Services, connect, read_settings
-from rollouts.chat import Chat
-from rollouts.datasets import read_dataset
-from rollouts.tools import Tool, ToolUnavailable, tool
+from rollouts.chat.chat import Chat
+from rollouts.chat.tools import Tool, ToolUnavailable, tool
+from rollouts.environments.datasets import read_dataset
 from rollouts.workflow import RolloutWorkflow, Score
 from storage.records import Message, RolloutTask
 

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from examples.search_agent.agent import SearchAgent
 from examples.search_agent.services import read_settings
 from examples.search_agent.world_agent import WorldAgent
-from rollouts.agents import AgentFailed, CommandWorkflow
-from rollouts.tools import ToolUnavailable
+from rollouts.chat.tools import ToolUnavailable
+from rollouts.environments.agents import AgentFailed, CommandWorkflow
 from rollouts.workflow import Score
 from storage.records import Message, RolloutTask
 

@@ -30,8 +30,8 @@ from examples.search_agent.local_search import LocalSearch
 from examples.search_agent.passages import Passage, read_passages
 from examples.search_agent.refine_client import RefineClient
 from examples.search_agent.search_client import BadQuery, SearchClient
-from rollouts.judge import RUBRIC, Judge
-from rollouts.tools import ToolUnavailable
+from rollouts.chat.tools import ToolUnavailable
+from rollouts.rewards.judge import RUBRIC, Judge
 
 
 class Searcher(Protocol):
@@ -63,7 +63,7 @@ class RefineSettings(_Table):
 
 
 class JudgeSettings(_Table):
-    """A model that judges answers; see `rollouts.judge.Judge`."""
+    """A model that judges answers; see `rollouts.rewards.judge.Judge`."""
 
     base_url: str
     model: str

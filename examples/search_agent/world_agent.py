@@ -25,7 +25,7 @@ from examples.search_agent.local_search import LocalSearch
 from examples.search_agent.passages import read_passages
 from examples.search_agent.services import Services
 from examples.search_agent.world import Question, World, split_questions
-from rollouts.tools import Tool
+from rollouts.chat.tools import Tool
 from storage.records import Message, RolloutTask
 
 ENTITIES, QUESTIONS, HELD_OUT = 300, 1200, 200

@@ -14,15 +14,16 @@ import random
 import time
 from types import SimpleNamespace
 
-import storage.run_log
-from storage.claims import ClaimRules, next_claim
-from storage.log_entries import Policy, Quarantine, Step
-from storage.object_store import ObjectStore, open_store
+import storage.log.run_log
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.entries import Policy, Quarantine, Step
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict, RunState
+from storage.log.runs import open_run, trainer_lock
+from storage.objects.object_store import ObjectStore
+from storage.objects.opening import open_store
 from storage.records import RolloutGroup
-from storage.run_log import RunLog
-from storage.run_state import Conflict, RunState
-from storage.runs import open_run, trainer_lock
-from storage.shards import DamagedShard, commit_shard, read_shard
+from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, provenance
 
 BATCH = 3
@@ -114,7 +115,7 @@ def _start(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> tup
     os.environ.update(environment)
     draw = random.Random(seed)
     skew = draw.uniform(-3, 3) * 86400
-    storage.run_log.time = SimpleNamespace(time=lambda: time.time() + skew)  # type: ignore[assignment]
+    storage.log.run_log.time = SimpleNamespace(time=lambda: time.time() + skew)  # type: ignore[assignment]
     return draw, open_run(open_store(uri), run_id)
 
 

@@ -7,11 +7,11 @@ import signal
 import time
 from pathlib import Path
 
-import rollouts.scripted_engine
-from rollouts.chat import Chat
-from rollouts.engine import WeightUpdate
-from rollouts.scoring import score
-from rollouts.scripted_engine import ScriptedEngine
+import rollouts.engines.scripted_engine
+from rollouts.chat.chat import Chat
+from rollouts.engines.engine import WeightUpdate
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.rewards.scoring import score
 from rollouts.workflow import Score, workflow_context
 from storage.records import RolloutTask
 from tests.flows.guesses import Guesses, parity
@@ -64,4 +64,4 @@ class LoadsForEver(Guesses):
 
     def __init__(self, dataset: str | None) -> None:
         super().__init__(dataset)
-        rollouts.scripted_engine.ScriptedEngine = StuckEngine  # type: ignore[misc]
+        rollouts.engines.scripted_engine.ScriptedEngine = StuckEngine  # type: ignore[misc]

@@ -21,9 +21,9 @@ import boto3
 import psutil
 import pytest
 
-from storage.object_store import open_store
-from storage.run_log import RunLog
-from storage.run_state import RunState
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
+from storage.objects.opening import open_store
 from tests.conftest import SCRIPTED, Home
 from tests.faulty_s3 import ALWAYS, FaultyS3
 from tests.faulty_s3 import Fault as StoreFault

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.run_state import RunState
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
+from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
 
 KILLS = 40 if os.environ.get("MILLRACE_CHAOS_FAULTS") else 3  # `make chaos`; test_faults.py kills as often again

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.log_entries import Join, Release
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
+from storage.log.entries import Join, Release
+from storage.log.run_log import RunLog
+from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
 
 STEPS = 250  # more than pass until the run is paused

@@ -14,9 +14,9 @@ import pytest
 
 from infra.ports import free_port
 from infra.services import _end, _start_prefect, _wait_until_up, running_services
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.run_state import RunState
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
+from storage.objects.object_store import LocalStore
 from tests.chaos.test_faults import LONG
 from tests.conftest import Home
 from tests.flows.test_control import Server

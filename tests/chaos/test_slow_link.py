@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from storage.log_entries import Join, Release
-from storage.object_store import open_store
-from storage.run_log import RunLog
+from storage.log.entries import Join, Release
+from storage.log.run_log import RunLog
+from storage.objects.opening import open_store
 from tests.conftest import MILLRACE, PROJECT, SCRIPTED, Home
 from tests.flows.meetings import GO
 

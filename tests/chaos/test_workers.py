@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.log_entries import Shard
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.run_state import RunState
-from storage.shards import read_shard
+from storage.log.entries import Shard
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
+from storage.objects.object_store import LocalStore
+from storage.shards.shards import read_shard
 from tests.chaos.test_faults import LONG
 from tests.conftest import PROJECT, SCRIPTED, Home
 

@@ -36,8 +36,8 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from trainers.checkpoint import load_state, save_policy, save_state
-from trainers.packing import pack_rows
-from trainers.samples import Samples
+from trainers.data.packing import pack_rows
+from trainers.data.samples import Samples
 from trainers.trainer import Trainer
 
 _LEARNING_RATE = 1e-4

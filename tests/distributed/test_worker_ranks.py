@@ -20,13 +20,13 @@ from unittest.mock import patch
 import pytest
 from safetensors.torch import load_file
 
-from storage.claims import ClaimRules, next_claim
-from storage.log_entries import Claim, Step
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.runs import open_run
-from storage.shards import DamagedShard
-from storage.weight_broadcast import Broadcast, receive, send
+from infra.weight_broadcast import Broadcast, receive, send
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.entries import Claim, Step
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.object_store import LocalStore
+from storage.shards.shards import DamagedShard
 from tests.builders import a_broadcast
 from tests.distributed.ranks import Ranks, fork_ranks
 from tests.unit.trainers.builders import (
@@ -39,8 +39,8 @@ from tests.unit.trainers.builders import (
     tiny_model,
 )
 from trainers import replay
-from trainers.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
-from trainers.samples import Samples, gather_samples
+from trainers.data.samples import Samples, gather_samples
+from trainers.model.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
 from trainers.worker import TrainerWorker
 
 _GROUPS = {"one": 1, "another": 1, "two": 2}

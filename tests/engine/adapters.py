@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from storage.adapters import ADAPTER_WEIGHTS, has_adapter
-from storage.digests import seal_folder
-from trainers.lora import adapter_weights, add_adapters, read_adapter, write_adapter
+from storage.objects.digests import seal_folder
+from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
+from trainers.model.lora import adapter_weights, add_adapters, read_adapter, write_adapter
 
 RANK, ALPHA = 4, 12.0
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from examples.arithmetic import Arithmetic
-from rollouts.attempts import Player
-from rollouts.chat_tokens import ChatTokens
-from rollouts.engine import EngineError, EngineUnusable, Generation, WeightUpdate
-from rollouts.scoring import RewardPool
-from rollouts.vllm_engine import VllmEngine
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.engine import EngineError, EngineUnusable, Generation, WeightUpdate
+from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.production.attempts import Player
+from rollouts.rewards.scoring import RewardPool
 from storage.records import Message, Sampling
 from tests.builders import ATTEMPT_LIMITS
 from tests.engine.policies import a_policy, logprobs_by_version, logprobs_of

@@ -20,12 +20,12 @@ from typing import Any
 import psutil
 import pytest
 
-from rollouts.engine import EngineError, EngineUnusable, UpdateMode, WeightUpdate
-from rollouts.vllm_engine import TRIES
-from storage.digests import WEIGHTS_FILE, verify_folder
-from storage.log_entries import Policy
+from infra.weight_broadcast import Broadcast, send
+from rollouts.engines.engine import EngineError, EngineUnusable, UpdateMode, WeightUpdate
+from rollouts.engines.vllm_engine import TRIES
+from storage.log.entries import Policy
+from storage.objects.digests import WEIGHTS_FILE, verify_folder
 from storage.records import RolloutTask, Sampling
-from storage.weight_broadcast import Broadcast, send
 from tests.builders import a_broadcast
 from tests.engine.bench import LONG, MOMENT, TOLERANCE, Bench
 from tests.engine.policies import a_policy, logprobs_of, logprobs_with_kept_cache, spoilt

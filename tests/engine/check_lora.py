@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollouts.chat_tokens import ChatTokens
-from rollouts.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
-from rollouts.vllm_engine import VllmEngine
-from rollouts.vllm_lora import check_applied
-from storage.digests import verify_folder
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
+from rollouts.engines.vllm_engine import VllmEngine
+from rollouts.engines.vllm_lora import check_applied
+from storage.objects.digests import verify_folder
 from storage.records import Message, Sampling
 from tests.engine.adapters import RANK, an_adapter, logprobs_of, spoilt_adapter
 from tests.engine.policies import a_policy

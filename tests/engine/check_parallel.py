@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollouts.engine import EngineError, Generation
-from rollouts.vllm_engine import VllmEngine
+from rollouts.engines.engine import EngineError, Generation
+from rollouts.engines.vllm_engine import VllmEngine
 from storage.records import Sampling
 from tests.engine.bench import Bench
 from tests.engine.check_engine import (

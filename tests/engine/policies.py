@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from storage.digests import seal_folder
+from storage.objects.digests import seal_folder
 
 WEIGHTS = "model.safetensors"
 

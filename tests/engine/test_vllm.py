@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from storage.log_entries import Alias
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
+from storage.log.entries import Alias
+from storage.log.run_log import RunLog
+from storage.objects.object_store import LocalStore
 from tests.conftest import PROJECT, Home
 from tests.engine.processes import run_checks
 

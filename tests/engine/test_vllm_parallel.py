@@ -8,7 +8,7 @@ import pytest
 
 from examples.arithmetic import Arithmetic
 from tests.engine.processes import run_checks
-from trainers.warmup import make_base_model
+from trainers.model.warmup import make_base_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 

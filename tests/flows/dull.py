@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollouts.chat import Chat
+from rollouts.chat.chat import Chat
 from rollouts.workflow import Score
 from storage.records import RolloutTask
 from tests.flows.guesses import Guesses

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from examples.arithmetic import Arithmetic
-from rollouts.chat import Chat
-from rollouts.scoring import score
+from rollouts.chat.chat import Chat
+from rollouts.rewards.scoring import score
 from rollouts.workflow import Score
 from storage.records import RolloutTask
 

@@ -10,12 +10,12 @@ import functools
 from collections.abc import Callable
 
 from infra.environment import home, store_uri
-from rollouts.chat import Chat
+from rollouts.chat.chat import Chat
 from rollouts.workflow import Score, workflow_context
-from storage.object_store import open_store
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.opening import open_store
 from storage.records import RolloutTask
-from storage.run_log import RunLog
-from storage.runs import open_run
 from tests.flows.guesses import Guesses
 
 RUN = "scripted"

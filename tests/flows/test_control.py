@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from storage.log_entries import Pause, Resume, Step
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.runs import is_training, open_run
+from storage.log.entries import Pause, Resume, Step
+from storage.log.run_log import RunLog
+from storage.log.runs import is_training, open_run
+from storage.objects.object_store import LocalStore
 from tests.conftest import Home
 from tests.prefect_api import PATIENCE, ask
 

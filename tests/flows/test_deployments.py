@@ -17,11 +17,11 @@ import pytest
 import yaml
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from storage.digests import verify_folder
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.runs import open_run
-from tasks.flow_runs import limit_gpu_runs
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.digests import verify_folder
+from storage.objects.object_store import LocalStore
+from tasks.prefect.flow_runs import limit_gpu_runs
 from tests.compose import Composition
 from tests.conftest import PROJECT, Home
 from tests.prefect_api import ask

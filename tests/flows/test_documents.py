@@ -23,8 +23,8 @@ import yaml
 from typer.testing import CliRunner
 
 from cli.main import app
-from storage.object_store import LocalStore
-from storage.runs import open_run
+from storage.log.runs import open_run
+from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
 from tests.documents import PROJECT, QUICK_START, README, about_a_run, block, shown
 from tests.prefect_api import ask
@@ -147,7 +147,9 @@ def test_the_quick_start_of_readme_works_from_top_to_bottom(checkout: Checkout, 
     assert [line.split("#")[0].strip() for line in shown_next] == [
         line.split("#")[0].strip() for line in said[said.index("next:\n") :].splitlines()[1:] if line.strip()
     ]
-    with patch.dict(checkout.environment, {"ARGS": "tests/unit/storage/test_digests.py -n0"}):  # as `make` lists it
+    with patch.dict(
+        checkout.environment, {"ARGS": "tests/unit/storage/objects/test_digests.py -n0"}
+    ):  # as `make` lists it
         assert "passed" in checkout.type(test)
     checkout.type("python -m benchmarks.learning_curve arithmetic docs/arithmetic.png")
 
@@ -238,7 +240,7 @@ def _stands_for(copy: Path) -> dict[str, str]:
         "12": "5",
         "20": "6",
         "8": "5",
-        "my/file.py:f": "rollouts.rewards:exact",
+        "my/file.py:f": "rollouts.rewards.answers:exact",
         "f": "exact",
         "my/embed.py:embed": f"{embedding}:embed",
         "pairs.parquet": str(copy / "pairs.parquet"),
@@ -260,7 +262,7 @@ def test_what_the_documents_do_with_workers_works_on_a_finished_run(copy: Path, 
     """Replays and a rollout; each is a process of its own, as it is for a reader."""
     asked, stands_for = about_a_run(on_workers=True), _stands_for(copy)
     assert len(asked) > 5
-    _run(["rescore", RUN, "--reward", "rollouts.rewards:exact"])  # `--rewards` reads them
+    _run(["rescore", RUN, "--reward", "rollouts.rewards.answers:exact"])  # `--rewards` reads them
     home = Home(copy, finished.environment["PREFECT_API_URL"])
     stands_for["out"] = str(copy / "out")
     for words in dict.fromkeys(tuple(stands_for.get(word, word) for word in words[1:]) for words in asked):

@@ -21,13 +21,13 @@ import pytest
 from prefect.blocks.system import Secret
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from storage.log_entries import Evaluation, Step
-from storage.object_store import LocalStore
+from storage.log.entries import Evaluation, Step
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.object_store import LocalStore
 from storage.records import NOT_SAMPLED
-from storage.run_log import RunLog
-from storage.runs import open_run
-from storage.shards import read_shard
-from tasks.notifications import failure_automations
+from storage.shards.shards import read_shard
+from tasks.prefect.notifications import failure_automations
 from tests.conftest import PROJECT, SCRIPTED, Home
 from tests.flows.meetings import GO
 from tests.prefect_api import ask
@@ -154,7 +154,7 @@ _EVALUATE = """
 import asyncio, sys
 from infra.environment import prepare_environment
 prepare_environment()
-from cli.services import use_running_services
+from cli.operate.services import use_running_services
 use_running_services()
 from flows.evaluate import evaluate
 asyncio.run(evaluate(run="scripted", gate_score=float(sys.argv[1])))

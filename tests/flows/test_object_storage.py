@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from storage.object_store import open_store
-from storage.runs import open_run
+from storage.log.runs import open_run
+from storage.objects.opening import open_store
 from tests.conftest import SCRIPTED, Home
 
 

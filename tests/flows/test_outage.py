@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from infra.ports import free_port
-from storage.log_entries import Registration, Release
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
+from storage.log.entries import Registration, Release
+from storage.log.run_log import RunLog
+from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
 from tests.flows.meetings import GO, RUN
 from tests.prefect_api import ask

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.log_entries import Join, Release
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
+from storage.log.entries import Join, Release
+from storage.log.run_log import RunLog
+from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
 from tests.flows.meetings import GO
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from storage.digests import verify_folder
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.runs import open_run
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.digests import verify_folder
+from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
 
 PATIENCE = 200.0  # seconds

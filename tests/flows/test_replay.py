@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from storage.digests import verify_folder
-from storage.loading import source_sha256
-from storage.object_store import LocalStore
-from storage.rewards import read_rewards
-from storage.run_log import RunLog
-from storage.runs import open_run
-from storage.shards import read_shard
+from infra.user_code import source_sha256
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.digests import verify_folder
+from storage.objects.object_store import LocalStore
+from storage.shards.rescored_rewards import read_rewards
+from storage.shards.shards import read_shard
 from tests.conftest import Home
 
 

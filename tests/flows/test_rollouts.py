@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.object_store import LocalStore
-from storage.run_state import RunState
-from storage.runs import open_run
+from storage.log.run_state import RunState
+from storage.log.runs import open_run
+from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
 
 

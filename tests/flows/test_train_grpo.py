@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from storage.log_entries import Alias
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.runs import open_run
-from storage.shards import read_shard
+from storage.log.entries import Alias
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.object_store import LocalStore
+from storage.shards.shards import read_shard
 from tests.conftest import SCRIPTED, Home
 
 
@@ -127,8 +127,8 @@ def test_a_damaged_shard_is_quarantined_and_its_prompts_run_again(home: Home, ba
 def _commit_one_more_shard(home: Home) -> str:
     """Copy the last training shard's rows under the next four prompts."""
     from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
-    from storage.shard_codec import Provenance
-    from storage.shards import commit_shard
+    from storage.shards.codec import Provenance
+    from storage.shards.shards import commit_shard
 
     log = _log(home)
     groups = []
@@ -163,7 +163,7 @@ def _commit_one_more_shard(home: Home) -> str:
 
 
 def test_two_trainers_of_one_run_the_second_is_refused(home: Home, base_model: Path) -> None:
-    from storage.runs import trainer_lock
+    from storage.log.runs import trainer_lock
 
     home.run("train", str(SCRIPTED), f"model={base_model}", "steps=1")
     with trainer_lock(_log(home)):

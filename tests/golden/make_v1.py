@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, ToolCall, Trajectory, Turn
-from storage.shard_codec import Provenance, encode_shard
+from storage.shards.codec import Provenance, encode_shard
 
 FILE = Path(__file__).parent / "v1.arrow"
 

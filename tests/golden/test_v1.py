@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from storage.log_entries import ClaimedGroup
-from storage.shard_codec import decode_shard
-from storage.shard_schema import NewerSchema, content_sha256
+from storage.log.entries import ClaimedGroup
+from storage.shards.codec import decode_shard
+from storage.shards.schema import NewerSchema, content_sha256
 from tests.golden.make_v1 import make
-from trainers.samples import gather_samples
+from trainers.data.samples import gather_samples
 
 FOLDER = Path(__file__).parent
 EXPECTED = json.loads((FOLDER / "v1.json").read_text())

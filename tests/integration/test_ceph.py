@@ -10,10 +10,11 @@ from pathlib import Path
 import boto3
 import pytest
 
-from storage.object_store import ObjectStore, StoreError, StoreFull, open_store, probe
-from storage.runs import open_run
-from storage.s3_store import S3Store
-from storage.shards import commit_shard
+from storage.log.runs import open_run
+from storage.objects.object_store import ObjectStore, StoreError, StoreFull
+from storage.objects.opening import open_store, probe
+from storage.objects.s3_store import S3Store
+from storage.shards.shards import commit_shard
 from tests import apt
 from tests import ceph as ceph_node
 from tests.apt import CannotInstall
@@ -115,6 +116,6 @@ def test_what_is_missing_is_said_where_it_cannot_be_installed(monkeypatch: pytes
 
 def test_a_store_is_read_by_a_process_that_has_only_the_environment(store: ObjectStore):
     store.put("key", b"written here")
-    code = f"from storage.object_store import open_store; print(open_store({store.uri!r}).get('key'))"
+    code = f"from storage.objects.opening import open_store; print(open_store({store.uri!r}).get('key'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "b'written here'", done.stderr

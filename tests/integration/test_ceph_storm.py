@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from storage.object_store import open_store
-from storage.run_log import RunLog
+from storage.log.run_log import RunLog
+from storage.objects.opening import open_store
 from tests.builders import a_log
 from tests.ceph import Ceph
 from tests.chaos.test_storm import check, weather

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from storage.object_store import open_store
-from storage.runs import open_run
+from storage.log.runs import open_run
+from storage.objects.opening import open_store
 from tests.apt import CannotInstall
 from tests.ceph import Ceph
 from tests.compose import COMPOSE, PROJECT, Composition

@@ -17,16 +17,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from storage.claims import ClaimRules, next_claim
-from storage.digests import DIGEST_FILE
-from storage.log_entries import Step
-from storage.policies import PolicyReader
+from settings.train import Recipe
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.entries import Step
+from storage.log.replay_plan import ReplayedStep, plan_replay
+from storage.log.run_log import RunLog
+from storage.log.runs import model_key
+from storage.objects.digests import DIGEST_FILE
+from storage.policies.policies import PolicyReader
 from storage.records import RolloutGroup
-from storage.replay import ReplayedStep, plan_replay
-from storage.run_log import RunLog
-from storage.runs import model_key
 from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
-from trainers.config import Recipe
 from trainers.replay import ReplayWorker
 from trainers.worker import TrainerWorker
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from storage.claims import ClaimRules, next_claim
-from storage.log_entries import Step
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.entries import Step
+from storage.log.run_log import RunLog
 from storage.records import RolloutGroup
-from storage.run_log import RunLog
 from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
 from trainers.worker import TrainerWorker
 

@@ -18,23 +18,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollouts.attempts import Player
-from rollouts.chat import Chat
-from rollouts.chat_tokens import ChatTokens
-from rollouts.executor import Executor
-from rollouts.prompts import Prompt, PromptOrder
-from rollouts.scoring import RewardPool
-from rollouts.scripted_engine import ScriptedEngine
+from rollouts.chat.chat import Chat
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.attempts import Player
+from rollouts.production.executor import Executor
+from rollouts.production.prompts import Prompt, PromptOrder
+from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import RolloutWorkflow, Score
-from storage.claims import ClaimRules, next_claim
-from storage.log_entries import ClaimedGroup, Lease
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.entries import ClaimedGroup, Lease
+from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, RolloutTask, Sampling
-from storage.run_log import RunLog
-from storage.shards import read_shard
+from storage.shards.shards import read_shard
 from tests.builders import ATTEMPT_LIMITS, LIMITS, wait_for_work
 from tests.unit.trainers.builders import commit, new_run, recipe_of, tiny_model
 from trainers.checkpoint import save_policy
-from trainers.samples import COLUMNS, gather_samples
+from trainers.data.samples import COLUMNS, gather_samples
 from trainers.trainer import Trainer
 from trainers.worker import TrainerWorker
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from benchmarks.orchestration import SKIPPED, Sample, report
-from storage.log_entries import LogEntry
+from storage.log.entries import LogEntry
 from tests.builders import a_log, a_step
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.producers import rate
-from storage.log_entries import LogEntry
+from storage.log.entries import LogEntry
 from tests.builders import a_shard, a_summary
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.object_store import LocalStore
-from storage.run_log import RunLog
-from storage.runs import create_run
+from storage.log.run_log import RunLog
+from storage.log.runs import create_run
+from storage.objects.object_store import LocalStore
 from tests.builders import BASE
 
 

@@ -19,16 +19,26 @@ def test_the_example_in_readme_is_the_example() -> None:
     assert len(example.splitlines()) <= 60
 
 
-def test_every_file_is_in_the_tree_of_readme_and_every_line_of_it_is_a_file() -> None:
-    readme = (PROJECT / "README.md").read_text()
-    tree = readme[readme.index("## The tree") :].split("```")[1]
+def test_every_file_is_in_the_tree_and_every_line_of_it_is_a_file() -> None:
+    tree = (PROJECT / "docs/tree.md").read_text().split("```")[1]
     folder, listed = "", set()
     for line in tree.splitlines():
         if match := re.match(r"^([\w/]+)/\s", line):
             folder = match[1] + "/"
         elif match := re.match(r"^  ([\w.-]+)\s", line):
             listed.add(folder + match[1])
-    folders = ["cli", "examples", "flows", "infra", "rollouts", "storage", "tasks", "trainers", "benchmarks"]
+    folders = [
+        "cli",
+        "examples",
+        "flows",
+        "infra",
+        "rollouts",
+        "settings",
+        "storage",
+        "tasks",
+        "trainers",
+        "benchmarks",
+    ]
     files = {
         str(path.relative_to(PROJECT))
         for name in folders
@@ -59,7 +69,7 @@ def _alarms() -> list[str]:
 
 
 def _sources() -> list[str]:
-    folders = ["cli", "flows", "infra", "rollouts", "storage", "tasks", "trainers"]
+    folders = ["cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers"]
     return [path.read_text() for folder in folders for path in (PROJECT / folder).rglob("*.py")]
 
 

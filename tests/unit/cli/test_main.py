@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cli.errors import MENDABLE_ELSEWHERE, mendable_types
 from cli.main import app, parse_overrides
-from cli.status import print_status, run_status
-from storage.log_entries import Evaluation, LogEntry, Policy, Session
-from storage.object_store import LocalStore
-from storage.runs import create_run
+from cli.operate.status import print_status, run_status
+from cli.terminal.errors import MENDABLE_ELSEWHERE, mendable_types
+from storage.log.entries import Evaluation, LogEntry, Policy, Session
+from storage.log.runs import create_run
+from storage.objects.object_store import LocalStore
 
 PROJECT = Path(__file__).resolve().parents[3]
 
@@ -69,7 +69,7 @@ def test_bad_input_is_one_sentence_before_anything_starts(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["rescore", "run", "--reward", "rollouts.rewards:exact", "--processes", "-1"],
+        ["rescore", "run", "--reward", "rollouts.rewards.answers:exact", "--processes", "-1"],
         ["eval", "run", "--num-tasks", "0"],
         ["eval", "run", "--n-samples", "0"],
         ["eval", "run", "--version", "-1"],

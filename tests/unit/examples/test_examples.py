@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from flows.config import default_values, load_run_file
-from rollouts.chat import Chat, Reply
-from rollouts.chat_tokens import ChatTokens
-from rollouts.scoring import RewardPool, set_reward_pool
-from rollouts.scripted_engine import ScriptedEngine
-from rollouts.tool_parsing import ToolParser
+from infra.user_code import load_object
+from rollouts.chat.chat import Chat, Reply
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tool_parsing import ToolParser
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.rewards.scoring import RewardPool, set_reward_pool
 from rollouts.workflow import RolloutWorkflow, Score
-from storage.loading import load_object
+from settings.run_file import default_values, load_run_file
+from storage.log.runs import create_run
 from storage.records import Message, RolloutTask, Sampling
-from storage.runs import create_run
 from tests.builders import MemoryStore
-from trainers.warmup import character_tokenizer
+from trainers.model.warmup import character_tokenizer
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
 _RUN_FILES = sorted([*_EXAMPLES.glob("*.toml"), *_EXAMPLES.glob("search_agent/*.toml")])

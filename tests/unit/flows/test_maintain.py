@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from storage.claims import ClaimRules, next_claim
-from storage.object_store import LocalStore
-from storage.retention import reading
-from storage.run_log import RunLog
-from storage.runs import open_run
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.object_store import LocalStore
+from storage.retention.retention import reading
 from tasks.maintain import collect_from_runs
 from tests.unit.trainers.builders import commit, group_of, new_run, random_rows, recipe_of, tiny_model
 from trainers.worker import TrainerWorker

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from storage.object_store import LocalStore, StoreError
+from settings.loss import ClipLoss, CustomLoss
+from storage.objects.object_store import LocalStore, StoreError
 from tasks import preflight
-from trainers.config import ClipLoss, CustomLoss
 
 
 class Forgetful(LocalStore):

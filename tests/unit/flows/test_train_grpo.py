@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flows import train_grpo
-from flows.config import default_values, make_config
-from storage.log_entries import Evaluation
+from settings.run_file import default_values, make_config
+from storage.log.entries import Evaluation
 from tasks.session import RunSession
 from tests.builders import a_log
 

@@ -151,7 +151,7 @@ def test_compose_gives_the_address_of_notifications_to_the_service_that_stores_i
 
 def test_compose_limits_flow_runs_where_it_gives_the_worker_gpus():
     deploy = yaml.safe_load(COMPOSE.read_text())["services"]["deploy"]
-    assert GPU_RUNS not in deploy["environment"] and "python -m tasks.flow_runs" in deploy["command"][-1]
+    assert GPU_RUNS not in deploy["environment"] and "python -m tasks.prefect.flow_runs" in deploy["command"][-1]
     over = yaml.safe_load((INFRA / "compose.gpu.yaml").read_text())["services"]
     assert over["worker"]["deploy"]["resources"]["reservations"]["devices"]
     assert over["deploy"]["environment"] == {GPU_RUNS: "1"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from cli.exporter import _GAUGES
+from cli.operate.exporter import _GAUGES
 from tests.conftest import PROJECT
 
 FOLDER = PROJECT / "infra" / "monitoring"

@@ -81,7 +81,7 @@ class Talker:
 def test_a_hosted_worker_names_the_run_itself_and_the_step_it_works_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from storage.log_entries import Claim
+    from storage.log.entries import Claim
 
     monkeypatch.setenv("MILLRACE_LOG_FORMAT", "json")
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.chat_tokens import ChatTokens
+from rollouts.chat.chat_tokens import ChatTokens
 
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tokenizer of digits, `+` and `=`; making it imports torch, so it is made once."""
-    from trainers.warmup import character_tokenizer
+    from trainers.model.warmup import character_tokenizer
 
     folder = tmp_path_factory.mktemp("tokenizer")
     character_tokenizer(set("0123456789+=")).save_pretrained(folder)
@@ -29,6 +29,6 @@ def tokens(tokenizer_folder: Path) -> ChatTokens:
 @pytest.fixture(scope="session")
 def text_tokens() -> ChatTokens:
     """One token per printable character, and the same special ones."""
-    from trainers.warmup import character_tokenizer
+    from trainers.model.warmup import character_tokenizer
 
     return ChatTokens(character_tokenizer(set(string.printable)))

@@ -6,8 +6,8 @@ import os
 import socket
 from pathlib import Path
 
-from rollouts.sandboxed_tools import sandboxed
-from rollouts.tools import ToolUnavailable, tool
+from rollouts.chat.tools import ToolUnavailable, tool
+from rollouts.sandbox.sandboxed_tools import sandboxed
 
 LOADED = Path(__file__).read_text()[:3]
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from rollouts.agent_endpoint import AgentEndpoint, Session
-from rollouts.chat import Chat
-from rollouts.chat_tokens import ChatTokens
-from rollouts.scripted_engine import ScriptedEngine
-from rollouts.tool_parsing import CallRequest, ParsedReply
+from rollouts.chat.chat import Chat
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tool_parsing import CallRequest, ParsedReply
+from rollouts.endpoint.agent_endpoint import AgentEndpoint, Session
+from rollouts.engines.scripted_engine import ScriptedEngine
 from storage.records import Sampling
 
 ADD = {

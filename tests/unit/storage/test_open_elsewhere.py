@@ -13,7 +13,7 @@ import pyarrow.dataset
 import pytest
 
 from storage.records import ToolCall
-from storage.shards import commit_shard
+from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_trajectory, a_turn, local_store, provenance
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "v1.arrow"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from storage.log_entries import ENTRY_KINDS, Claim, Policy, Shard, Step, from_json, to_json
+from storage.log.entries import ENTRY_KINDS, Claim, Policy, Shard, Step, from_json, to_json
 from storage.records import TRAINABLE_STATUSES, RolloutGroup, RolloutTask, Sampling, Trajectory
 from tests.builders import a_group, a_shard, a_summary, a_trajectory, a_turn
 

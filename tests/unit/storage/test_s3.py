@@ -12,12 +12,13 @@ from pathlib import Path
 import boto3
 import pytest
 
-from storage.digests import DIGEST_FILE
-from storage.log_entries import Session
-from storage.object_store import MIN_FREE_VARIABLE, ObjectStore, StoreError, StoreFull, open_store, probe
-from storage.run_log import RunLog
-from storage.s3_store import MOST_CONDITIONAL_BYTES, S3Store
-from storage.shards import commit_shard, read_shard
+from storage.log.entries import Session
+from storage.log.run_log import RunLog
+from storage.objects.digests import DIGEST_FILE
+from storage.objects.object_store import MIN_FREE_VARIABLE, ObjectStore, StoreError, StoreFull
+from storage.objects.opening import open_store, probe
+from storage.objects.s3_store import MOST_CONDITIONAL_BYTES, S3Store
+from storage.shards.shards import commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, provenance
 from tests.store_behaviour import *  # noqa: F403
 

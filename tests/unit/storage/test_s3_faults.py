@@ -14,14 +14,15 @@ import pyarrow as pa
 import pytest
 from botocore.retries.standard import ExponentialBackoff
 
-from storage.digests import DIGEST_FILE, verify_folder
-from storage.log_entries import Session
-from storage.object_store import ConditionRefused, StoreError, StoreFull, open_store, probe
-from storage.run_log import RunLog
-from storage.run_state import Conflict
-from storage.runs import open_run
-from storage.s3_store import S3Store
-from storage.shards import DamagedShard, commit_shard, read_shard
+from storage.log.entries import Session
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict
+from storage.log.runs import open_run
+from storage.objects.digests import DIGEST_FILE, verify_folder
+from storage.objects.object_store import ConditionRefused, StoreError, StoreFull
+from storage.objects.opening import open_store, probe
+from storage.objects.s3_store import S3Store
+from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tasks.preflight import check_run
 from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, a_shard, a_summary, provenance
 from tests.faulty_s3 import ALWAYS, Fault, FaultyS3

@@ -10,8 +10,8 @@ import pytest
 from prefect.exceptions import Pause as PrefectPause
 from prefect.states import Cancelling, Paused, Running, State, Suspended
 
-from storage.claims import ClaimRules
-from storage.log_entries import Pause, Resume
+from storage.log.claims import ClaimRules
+from storage.log.entries import Pause, Resume
 from tasks import control, train
 from tasks.control import Listener, listening, resumed
 from tasks.session import RunSession

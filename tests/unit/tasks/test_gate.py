@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from storage.log_entries import Evaluation
-from storage.promotion import CHAMPION, promote
+from storage.log.entries import Evaluation
+from storage.log.promotion import CHAMPION, promote
 from tasks.gate import try_gate
 from tasks.session import RunSession
 from tests.builders import a_log, a_shard, a_step, a_summary

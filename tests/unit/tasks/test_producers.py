@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from storage.log_entries import Alias, Session
-from storage.run_log import RunLog
-from storage.run_state import RunState
+from storage.log.entries import Alias, Session
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
 from tasks import producers
 from tasks.producers import follow, producer_name, wait_for_policy
 from tasks.session import RunSession

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from storage.log_entries import Retire
-from storage.replay import CannotReplay, plan_replay
+from storage.log.entries import Retire
+from storage.log.replay_plan import CannotReplay, plan_replay
 from tasks.replay import start_replay
 from tasks.session import RunSession
 from tests.builders import a_log, a_shard, a_step, a_summary

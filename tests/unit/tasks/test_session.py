@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from settings.train import TrainSettings
 from tasks.session import RunSession
 from tests.builders import a_log
-from trainers.config import TrainSettings
 
 
 class _Fleet:

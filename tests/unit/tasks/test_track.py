@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from storage.log_entries import Alias, Registration
-from storage.registry import RegistryUnavailable
-from storage.run_log import RunLog
-from storage.runs import trainer_lock
+from storage.log.entries import Alias, Registration
+from storage.log.run_log import RunLog
+from storage.log.runs import trainer_lock
+from storage.tracking.registry import RegistryUnavailable
 from tasks import track
 from tasks.session import RunSession
 from tests.builders import a_log

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from storage.log_entries import Claim
-from storage.run_log import RunLog
+from storage.log.entries import Claim
+from storage.log.run_log import RunLog
 from tasks import train
 from tasks.session import RunSession
 from tasks.train import EveryClaimRefused

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import make_config
-from rollouts.config import RolloutSettings
+from settings.rollout import RolloutSettings
+from settings.run_file import make_config
 from tasks.session import code_version
 from tasks.worker_arguments import worker_arguments
 from tests.builders import a_log

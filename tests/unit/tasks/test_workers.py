@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from infra.fleet import WorkerDied
-from rollouts.config import EvaluationSettings
-from rollouts.engine import WeightUpdate
-from storage.log_entries import Evaluation, Join, Lease, Policy
-from storage.policies import DamagedDelta, PolicyReader
-from storage.producers import Lookout, give_sign
+from rollouts.engines.engine import WeightUpdate
+from settings.evaluation import EvaluationSettings
+from storage.log.entries import Evaluation, Join, Lease, Policy
+from storage.log.producers import Lookout, give_sign
+from storage.policies.policies import DamagedDelta, PolicyReader
 from tasks.rollout import evaluate_policy
 from tasks.session import REPLACEMENTS, RunSession
 from tasks.workers import leave, mark_served, newest_is_served, publish_policy, release_silent, replace, take_part

@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from storage.digests import DIGEST_FILE, seal_folder, verify_folder
-from storage.log_entries import Policy, Shard
-from storage.object_store import LocalStore
+from settings.train import Recipe, TrainSettings
+from storage.log.entries import Policy, Shard
+from storage.log.run_log import RunLog
+from storage.log.runs import create_run
+from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
+from storage.objects.object_store import LocalStore
 from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
-from storage.run_log import RunLog
-from storage.runs import create_run
-from storage.shard_codec import Provenance
-from storage.shards import commit_shard
-from trainers.config import Recipe, TrainSettings
-from trainers.distributed import full
-from trainers.samples import Samples
+from storage.shards.codec import Provenance
+from storage.shards.shards import commit_shard
+from trainers.data.samples import Samples
+from trainers.model.distributed import full
+from trainers.model.warmup import character_tokenizer
 from trainers.trainer import Trainer
-from trainers.warmup import character_tokenizer
 
 CHARACTERS = "0123456789+="
 NO_CLIPPING = 1e9

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.trainers.builders import Row, random_rows, samples_of, tiny_model
-from trainers.samples import Samples
+from trainers.data.samples import Samples
 
 
 @pytest.fixture(scope="session")

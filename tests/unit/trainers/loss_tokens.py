@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from trainers.losses import LossInputs, LossOutput
+from trainers.objective.losses import LossInputs, LossOutput
 
 Arrays = dict[str, np.ndarray]
 

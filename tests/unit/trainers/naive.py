@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tests.unit.trainers.builders import Row, gradients, largest_difference, load_causal_lm, weights
-from trainers.distributed import full
+from trainers.model.distributed import full
 from trainers.trainer import Trainer
 
 PREFIX = "causal_lm."

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from settings.train import Recipe, TrainSettings
 from tests.unit.trainers.builders import (
     NO_CLIPPING,
     Row,
@@ -30,9 +31,8 @@ from tests.unit.trainers.builders import (
     tiny_model,
     weights,
 )
-from trainers.config import Recipe, TrainSettings
-from trainers.distributed import shard
-from trainers.model import PolicyModel, load_model
+from trainers.model.distributed import shard
+from trainers.model.model import PolicyModel, load_model
 from trainers.trainer import Trainer
 
 if TYPE_CHECKING:

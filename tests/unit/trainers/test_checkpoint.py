@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from storage.digests import DIGEST_FILE, DigestMismatch, seal_folder, verify_folder
+from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder, verify_folder
 from tests.unit.trainers.builders import (
     largest_difference,
     load_causal_lm,
@@ -21,11 +21,11 @@ from tests.unit.trainers.builders import (
     trainer_of,
     weights,
 )
-from trainers.attention import layout_of
 from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_average, save_policy, save_state
-from trainers.model import load_model
-from trainers.packing import position_ids
-from trainers.samples import Samples
+from trainers.data.packing import position_ids
+from trainers.data.samples import Samples
+from trainers.model.attention import layout_of
+from trainers.model.model import load_model
 
 _SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from storage.log_entries import Claim
+from storage.log.entries import Claim
 from tests.unit.trainers.builders import random_rows, samples_of
 from trainers.comparison import batch_sha256, compare_updates
 

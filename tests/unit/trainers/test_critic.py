@@ -31,9 +31,9 @@ from tests.unit.trainers.naive import (
     surrogate,
 )
 from trainers.checkpoint import load_state, save_state
-from trainers.credit import Credit, Looked, assign_credit
-from trainers.distributed import copy_into, full
-from trainers.samples import Samples
+from trainers.data.samples import Samples
+from trainers.model.distributed import copy_into, full
+from trainers.objective.credit import Credit, Looked, assign_credit
 from trainers.trainer import Trainer
 
 _GAE = {"kind": "gae", "gamma": 0.9, "lam": 0.8}

@@ -15,12 +15,12 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 from tests.unit.trainers.builders import take_step, trainer_of, weights
-from trainers import attention
-from trainers.batches import build_pack
 from trainers.checkpoint import load_state, save_state
 from trainers.critic import CriticModel
-from trainers.model import load_model
-from trainers.samples import Samples
+from trainers.data.samples import Samples
+from trainers.model import attention
+from trainers.model.batches import build_pack
+from trainers.model.model import load_model
 
 _META = torch.device("meta")
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.promotion import GAP
+from storage.log.promotion import GAP
 from tests.unit.trainers.builders import (
     largest_difference,
     random_rows,
@@ -23,7 +23,7 @@ from tests.unit.trainers.builders import (
     trainer_of,
     weights,
 )
-from trainers.distributed import copy_into, full
+from trainers.data.samples import Samples
 from trainers.health import (
     FiniteCheck,
     Gap,
@@ -35,7 +35,7 @@ from trainers.health import (
     measure_gap,
     rows_to_probe,
 )
-from trainers.samples import Samples
+from trainers.model.distributed import copy_into, full
 from trainers.trainer import Trainer
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from settings.train import TrainSettings
 from tests.unit.trainers.loss_tokens import Arrays, arrays, inputs_of
-from trainers.aggregation import aggregation_weights, top_entropy_mask
-from trainers.config import TrainSettings
-from trainers.divergence import kl_estimate
-from trainers.importance import importance_weights
-from trainers.objective import objective
+from trainers.objective.aggregation import aggregation_weights, top_entropy_mask
+from trainers.objective.divergence import kl_estimate
+from trainers.objective.importance import importance_weights
+from trainers.objective.objective import objective
 
 LENGTHS = [7, 1, 12, 5, 20, 9]
 MAX_TOKENS = 24

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.unit.trainers.builders import tiny_model
-from trainers.distributed import full, shard, start_process_group
 from trainers.health import NonFinite
-from trainers.model import PolicyModel, load_model
+from trainers.model.distributed import full, shard, start_process_group
+from trainers.model.model import PolicyModel, load_model
 from trainers.optimizer import Ema, Schedule, clip_gradient, grad_norms, learning_rate, make_optimizer, module_group
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from rollouts.chat_tokens import ChatTokens
+from rollouts.chat.chat_tokens import ChatTokens
+from settings.train import TrainSettings
 from tests.unit.trainers.builders import tiny_model
-from trainers.config import TrainSettings
 from trainers.refusals import (
     RefusedShards,
     refuse_long_rows,

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from storage.claims import ClaimRules, Fallback, next_claim
-from storage.digests import DIGEST_FILE, seal_folder, verify_folder
-from storage.log_entries import Rescore, Retire, Step
-from storage.object_store import LocalStore
-from storage.replay import CannotReplay, ReplayedStep, plan_replay
-from storage.rewards import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
-from storage.run_log import RunLog
-from storage.shards import read_shard
+from settings.train import Recipe
+from storage.log.claims import ClaimRules, Fallback, next_claim
+from storage.log.entries import Rescore, Retire, Step
+from storage.log.replay_plan import CannotReplay, ReplayedStep, plan_replay
+from storage.log.run_log import RunLog
+from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
+from storage.objects.object_store import LocalStore
+from storage.shards.rescored_rewards import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
+from storage.shards.shards import read_shard
 from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows, recipe_of
-from trainers.config import Recipe
 from trainers.replay import ReplayWorker
 from trainers.worker import TrainerWorker
 

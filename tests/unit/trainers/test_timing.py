@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.log_entries import Shard
+from storage.log.entries import Shard
 from tests.builders import a_shard
 from trainers.timing import PHASES, PRODUCING, split_wait, time_budget
 

@@ -21,12 +21,12 @@ from tests.unit.trainers.builders import (
     trainer_of,
     weights,
 )
-from trainers.batches import Pack
-from trainers.credit import Looked, assign_credit
+from trainers.data.samples import Samples
 from trainers.health import NonFinite
-from trainers.model import PolicyModel
-from trainers.objective import moved_by_advantages_alone
-from trainers.samples import Samples
+from trainers.model.batches import Pack
+from trainers.model.model import PolicyModel
+from trainers.objective.credit import Looked, assign_credit
+from trainers.objective.objective import moved_by_advantages_alone
 
 _CAP = 1.25
 _NO_STD = {"kind": "grpo", "scale": "none"}

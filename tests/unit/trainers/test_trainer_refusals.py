@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from storage.digests import DIGEST_FILE, seal_folder
-from storage.runs import model_key
+from storage.log.runs import model_key
+from storage.objects.digests import DIGEST_FILE, seal_folder
 from tests.unit.trainers.builders import (
     Row,
     largest_difference,
@@ -22,11 +22,11 @@ from tests.unit.trainers.builders import (
     trainer_of,
 )
 from tests.unit.trainers.naive import everything
+from trainers.data.samples import Samples
 from trainers.health import GapTooLarge, NonFinite
+from trainers.model.warmup import character_tokenizer
 from trainers.replay import Retrainer
-from trainers.samples import Samples
 from trainers.trainer import Trainer
-from trainers.warmup import character_tokenizer
 
 _EVERY_KIND: list[dict[str, Any]] = [
     {},

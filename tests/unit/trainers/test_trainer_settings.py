@@ -33,7 +33,7 @@ from tests.unit.trainers.naive import (
     surrogate,
 )
 from trainers.checkpoint import load_state, save_state
-from trainers.samples import Samples
+from trainers.data.samples import Samples
 from trainers.step_batch import minibatches
 from trainers.trainer import Trainer
 
@@ -282,7 +282,7 @@ def test_distillation_judges_every_token_by_what_the_teacher_thinks_of_it(
 
 _CUSTOM = """
 import torch
-from trainers.losses import LossInputs, LossOutput
+from trainers.objective.losses import LossInputs, LossOutput
 
 def mine(inputs: LossInputs, low: float, high: float) -> LossOutput:
     ratio = torch.where(inputs.mask > 0, inputs.logprobs - inputs.old_logprobs, 0).exp()

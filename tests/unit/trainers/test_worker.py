@@ -13,16 +13,17 @@ from pytest import LogCaptureFixture
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from storage.claims import ClaimRules, Fallback, next_claim
-from storage.digests import DIGEST_FILE, seal_folder, verify_folder
-from storage.log_entries import Claim, Step
-from storage.object_store import LocalStore, open_store
-from storage.policies import DELTA_FILE, DamagedDelta, PolicyReader
-from storage.run_log import RunLog
-from storage.run_state import Conflict
-from storage.shards import DamagedShard
-from storage.starting import NotStarted
-from storage.weight_broadcast import receive
+from infra.starting import NotStarted
+from infra.weight_broadcast import receive
+from storage.log.claims import ClaimRules, Fallback, next_claim
+from storage.log.entries import Claim, Step
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict
+from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
+from storage.objects.object_store import LocalStore
+from storage.objects.opening import open_store
+from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyReader
+from storage.shards.shards import DamagedShard
 from tests.builders import a_broadcast
 from tests.unit.trainers.builders import (
     commit,
@@ -34,8 +35,8 @@ from tests.unit.trainers.builders import (
     recipe_of,
     weights,
 )
-from trainers.distributed import full
 from trainers.health import GapTooLarge
+from trainers.model.distributed import full
 from trainers.timing import PHASES
 from trainers.worker import TrainerWorker
 
@@ -123,7 +124,7 @@ def test_the_newest_policy_can_be_broadcast(log: RunLog, tmp_path: Path, caplog:
 def test_a_broadcast_without_receivers_is_a_warning(
     log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage.weight_broadcast.SECONDS", 1.0)
+    monkeypatch.setattr("infra.weight_broadcast.SECONDS", 1.0)
     worker = _worker(log, tmp_path, sends=True)
     worker.start()
     worker.send_policy(a_broadcast(_train(worker, _claim(log)).policy))

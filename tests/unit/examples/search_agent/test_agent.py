@@ -23,21 +23,21 @@ from examples.search_agent.search_client import BadQuery, SearchUnavailable
 from examples.search_agent.services import Services, connect, read_settings
 from examples.search_agent.world import main as write_world
 from examples.search_agent.world_agent import MISTAKES, WorldAgent
-from flows.config import default_values, load_run_file
-from rollouts.attempts import Player
-from rollouts.chat import Chat, Reply
-from rollouts.chat_tokens import ChatTokens
-from rollouts.reward_shaping import weighted_sum
-from rollouts.scoring import RewardFailed, RewardPool
-from rollouts.scripted_engine import ScriptedEngine
-from rollouts.tool_parsing import check_tool_parser
+from infra.user_code import load_object
+from rollouts.chat.chat import Chat, Reply
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tool_parsing import check_tool_parser
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.attempts import Player
+from rollouts.rewards.reward_shaping import weighted_sum
+from rollouts.rewards.scoring import RewardFailed, RewardPool
 from rollouts.workflow import Score
-from storage.loading import load_object
+from settings.run_file import default_values, load_run_file
+from storage.log.runs import create_run
 from storage.records import Message, RolloutTask, Sampling, Trajectory
-from storage.runs import create_run
 from tests.builders import ATTEMPT_LIMITS, MemoryStore
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
-from trainers.warmup import character_tokenizer
+from trainers.model.warmup import character_tokenizer
 
 _FOLDER = Path(__file__).parents[4] / "examples" / "search_agent"
 _PASSAGES = [

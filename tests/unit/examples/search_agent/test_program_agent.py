@@ -21,19 +21,19 @@ from examples.search_agent.passages import Passage
 from examples.search_agent.program_agent import ProgramAgent, WorldProgram
 from examples.search_agent.world import main as write_world
 from examples.search_agent.world_agent import WorldAgent
-from flows.config import load_run_file
-from rollouts.agent_endpoint import close_agent_endpoint
-from rollouts.attempts import Player
-from rollouts.chat_tokens import ChatTokens
-from rollouts.scoring import RewardPool
+from infra.user_code import load_object
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.endpoint.agent_endpoint import close_agent_endpoint
+from rollouts.production.attempts import Player
+from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import RolloutWorkflow
-from storage.loading import load_object
+from settings.run_file import load_run_file
 from storage.records import RolloutGroup, RolloutTask, Sampling
-from storage.shard_codec import decode_shard, encode_shard
+from storage.shards.codec import decode_shard, encode_shard
 from tests.builders import ATTEMPT_LIMITS, provenance
 from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
-from trainers.warmup import character_tokenizer
+from trainers.model.warmup import character_tokenizer
 
 _PASSAGES = [
     Passage(id="1", title="Ada", text="Ada works for Bob."),

@@ -26,15 +26,15 @@ from examples.search_agent.index import build_index
 from examples.search_agent.passages import Passage
 from examples.search_agent.search_client import SearchClient
 from examples.search_agent.services import Services
-from rollouts.attempts import Player
-from rollouts.chat_tokens import ChatTokens
-from rollouts.scoring import RewardPool
-from rollouts.scripted_engine import ScriptedEngine
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.attempts import Player
+from rollouts.rewards.scoring import RewardPool
 from storage.records import RolloutGroup, Sampling
 from tests.builders import ATTEMPT_LIMITS
 from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
 from tests.unit.rollouts.scripted_text import Brackets
-from trainers.warmup import character_tokenizer
+from trainers.model.warmup import character_tokenizer
 
 _ROOT = Path(__file__).parents[4]
 _PASSAGES = [

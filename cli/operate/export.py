@@ -1,0 +1,105 @@
+"""`millrace export`: a policy as a folder that other tools load.
+
+In: a run, a version, a folder that does not exist. Out: that folder, sealed, and what it is.
+
+    whole weights (or base) ─────────▶ HF layout: transformers, vLLM, lm-eval
+    adapters ─────────▶ peft's format: PeftModel.from_pretrained(base, folder)
+        └── --merge ──▶ HF layout: W + (alpha / rank) · B A in the place of W
+    --average: the same with the moving average of the weights (train.ema), from the state saved with that step
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from infra.environment import home
+from storage.log.entries import Step
+from storage.log.replay_plan import is_saved
+from storage.log.run_log import RunLog
+from storage.log.runs import find_policy
+from storage.objects.digests import verify_folder
+from storage.policies.adapters import has_adapter
+from storage.policies.policies import PolicyReader
+
+
+def export_policy(
+    log: RunLog, to: Path, *, version: int | None, merge: bool = False, average: bool = False
+) -> dict[str, Any]:
+    """Write policy `version`, the newest where it is null, into the folder `to`, which appears whole or not at all.
+
+    With `average`, the moving average of the weights up to that version; the newest is that of the last saved state.
+    Returns what was written. Raises `ValueError` for a version the run does not have (any more), for a folder that
+    exists or cannot be made, for `merge` where there is nothing to merge and for `average` where none was kept;
+    `FileNotFoundError` and `storage.objects.digests.DigestMismatch` where the policy's files are gone or altered.
+    """
+    if to.exists():
+        raise ValueError(f"{to} is there already; remove it, or choose another folder")
+    if not to.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {to.absolute().parent}; make it first")
+    state_path = ""
+    if average:
+        step = _saved_step(log, version)
+        state_path, version = step.state_path or "", step.policy.version
+    policy = find_policy(log, version)
+    policies = PolicyReader(log, home() / "cache")
+    folder = policies.fetch(policy)
+    adapters = has_adapter(folder)
+    if merge and not adapters:
+        raise ValueError(f"policy {policy.version} of run {log.run_id!r} has no adapters to merge; leave --merge out")
+    with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.absolute().parent) as scratch:
+        made = Path(scratch) / "content"
+        if average:
+            from trainers.checkpoint import save_average
+
+            saved = log.store.fetch_folder(state_path, home() / "cache")
+            save_average(saved, folder, averaged := Path(scratch) / "average")
+            folder = averaged
+        if merge:
+            from trainers.model.lora import merge_adapter
+
+            merge_adapter(policies.fetch(log.state.policies[0]), folder, made)
+        else:
+            shutil.copytree(folder, made)
+        digest = verify_folder(made)
+        os.rename(made, to)
+    return {
+        "run": log.run_id,
+        "version": policy.version,
+        "policy_sha256": policy.weights_sha256,
+        "weights_sha256": digest,
+        "kind": "merged" if merge else "adapter" if adapters else "whole",
+        "is_average": average,
+        "folder": str(to.absolute()),
+        "base": f"{log.store.uri}/{log.state.policies[0].path}" if adapters and not merge else "",
+    }
+
+
+def _saved_step(log: RunLog, version: int | None) -> Step:
+    """The step that made policy `version`, the last one where it is null, whose optimizer state is there."""
+    state = log.state
+    saved = {step.policy.version: step for step in state.steps if is_saved(state, step)}
+    if not saved or version not in {None, *saved}:
+        kept = f"there are those of versions {', '.join(map(str, saved))}" if saved else "there is none"
+        wanted = "" if version is None else f" of policy {version}"
+        raise ValueError(f"run {log.run_id!r} has no saved optimizer state{wanted}, which holds the average; {kept}")
+    return saved[max(saved) if version is None else version]
+
+
+def print_exported(exported: dict[str, Any], console: Console) -> None:
+    """The same for people."""
+    what = {"merged": "adapters merged into the base model", "adapter": "adapters", "whole": "a whole model"}
+    average = ", moving average" if exported["is_average"] else ""
+    console.print(
+        f"policy {exported['version']} of run {escape(exported['run'])}, {what[exported['kind']]}{average}: "
+        f"[bold]{escape(exported['folder'])}[/], weights {exported['weights_sha256'][:12]}",
+        soft_wrap=True,
+    )
+    if exported["base"]:
+        console.print(f"they belong on {escape(exported['base'])}; --merge makes one model of both", soft_wrap=True)

@@ -1,0 +1,137 @@
+"""`millrace exporter`: runs as Prometheus metrics, read from their logs at every scrape.
+
+In: a store. Out: gauges with the label `run`, in Prometheus' text format. Nothing in a worker or a trainer is asked, so
+the numbers are there for dead runs too, and an exporter that is down loses none.
+
+    millrace_training                         1 while a process of this machine trains the run
+    millrace_steps, millrace_policy_version   optimizer steps done, newest policy
+    millrace_groups{outcome}                  prompt groups: submitted = trained + filtered + stale + … + pending
+    millrace_shards, millrace_quarantined_shards, millrace_trajectories
+    millrace_phase_seconds{phase}             of the last round: generate, reward, commit, wait, load, train, save, …
+    millrace_step_metric{metric}              the last step's other metrics, by their names in docs/metrics.md
+    millrace_score{split}                     newest held-out score
+    millrace_champion_version                 where there is one
+    millrace_last_entry_timestamp_seconds, millrace_last_step_timestamp_seconds
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from rich.console import Console
+
+from storage.log.entries import Step
+from storage.log.promotion import CHAMPION
+from storage.log.run_log import RunLog
+from storage.log.run_state import LogDamaged
+from storage.log.runs import is_training
+from storage.objects.object_store import ObjectStore, StoreError
+
+logger = logging.getLogger("millrace.exporter")
+
+_SECONDS = "_seconds"
+_GAUGES = {
+    "training": "1 while a process of this machine trains the run.",
+    "steps": "Optimizer steps done.",
+    "policy_version": "Newest policy.",
+    "groups": "Prompt groups by outcome.",
+    "trajectories": "Training attempts in committed shards.",
+    "shards": "Committed shards.",
+    "quarantined_shards": "Shards that must not be trained.",
+    "phase_seconds": "Wall-clock of the last round by phase; all but `round` and `rollout` add up to it.",
+    "step_metric": "Metrics of the last step, docs/metrics.md.",
+    "score": "Newest held-out score by split.",
+    "champion_version": "Policy with the alias champion.",
+    "last_entry_timestamp_seconds": "When the log grew last.",
+    "last_step_timestamp_seconds": "When the last step was committed.",
+}
+_LABELS = {"groups": "outcome", "phase_seconds": "phase", "step_metric": "metric", "score": "split"}
+
+
+class RunCollector(Collector):
+    """Folds what is new in each run's log when it is asked. A log that cannot be read is left out and named."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._logs: dict[str, RunLog] = {}
+        self._asking = threading.Lock()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Every gauge with the values of every run."""
+        families = {
+            name: GaugeMetricFamily(
+                f"millrace_{name}", text, labels=["run", *([_LABELS[name]] if name in _LABELS else [])]
+            )
+            for name, text in _GAUGES.items()
+        }
+        with self._asking:
+            for log in self._refreshed():
+                for name, label, value in _values(log):
+                    families[name].add_metric([log.run_id, *([label] if label else [])], value)
+        yield from families.values()
+
+    def _refreshed(self) -> Iterator[RunLog]:
+        for run_id in self._store.names("runs"):
+            log = self._logs.get(run_id)
+            try:
+                if log is None:
+                    if not self._store.exists(f"runs/{run_id}/run.json"):
+                        continue
+                    log = RunLog(self._store, run_id)
+                log.refresh()
+            except (StoreError, LogDamaged, OSError) as error:
+                logger.warning("run %s is left out: %s", run_id, error)
+                continue
+            self._logs[run_id] = log
+            yield log
+
+
+def _values(log: RunLog) -> Iterator[tuple[str, str, float]]:
+    """Name, label or nothing, and value."""
+    state = log.state
+    yield "training", "", float(is_training(log))
+    yield "steps", "", state.step
+    yield "trajectories", "", state.num_trajectories
+    yield "shards", "", len(state.shards)
+    if state.live is not None:
+        yield "policy_version", "", state.newest_version
+    counts = state.counters()
+    yield "quarantined_shards", "", counts.pop("quarantined")
+    for outcome, count in counts.items():
+        yield "groups", outcome, count
+    for evaluation in {e.split: e for e in sorted(state.evaluations, key=lambda e: e.version) if not e.failed}.values():
+        yield "score", evaluation.split, evaluation.score
+    if CHAMPION in state.aliases:
+        yield "champion_version", "", state.aliases[CHAMPION].version
+    for name, value in (state.steps[-1].metrics if state.steps else {}).items():
+        is_phase = name.endswith(_SECONDS)
+        yield "phase_seconds" if is_phase else "step_metric", name.removesuffix(_SECONDS) if is_phase else name, value
+    if log.entries:
+        yield "last_entry_timestamp_seconds", "", log.entries[-1].written_at
+    if state.steps:  # else the search would go through the whole log, at every scrape
+        last_step = next(entry for entry in reversed(log.entries) if isinstance(entry.body, Step))
+        yield "last_step_timestamp_seconds", "", last_step.written_at
+
+
+def serve(store: ObjectStore, *, host: str, port: int, console: Console) -> None:
+    """Listen until interrupted. Raises `ValueError` where the port is taken or the address is none of this machine."""
+    registry = CollectorRegistry()
+    registry.register(RunCollector(store))
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from error
+    console.print(
+        f"http://{host}:{server.server_port}/metrics has the runs of {store.uri}; Ctrl-C ends it", soft_wrap=True
+    )
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        server.shutdown()

@@ -1,0 +1,210 @@
+"""`millrace lineage`: what made a policy, and what became of a trajectory, on the terminal.
+
+In: `MODEL@VERSION`, `MODEL@ALIAS`, or a run with a policy version, trajectory or prompt. Out: text, or JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cli.terminal.formatting import counted, held_out, number, ranges, versions_of
+from infra.environment import home, store_uri, tracking_uri
+from infra.services import running_services
+from storage.log.entries import to_json
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.opening import open_store
+from storage.retention.retention import reading
+from storage.views.lineage import (
+    AttemptFacts,
+    GroupLineage,
+    PolicyLineage,
+    ShardUse,
+    find_version,
+    policy_lineage,
+    prompt_lineage,
+    trajectory_lineage,
+)
+
+_GROUPS_SHOWN = 5
+
+
+def show_lineage(
+    target: str,
+    *,
+    policy: int | None,
+    trajectory: str,
+    prompt: str,
+    verify: bool,
+    show_all: bool,
+    store: str,
+    tracking: str,
+    console: Console | None,
+) -> Any:
+    """Answer one of the four questions; returns the JSON of the answer, and prints it where there is a console.
+
+    Raises `ValueError` where the question is unclear, names what is not there, or where only MLflow could tell and
+    it cannot be reached.
+    """
+    run, at, name = target.partition("@")
+    asked = [option for option, given in _given(at, policy, trajectory, prompt).items() if given]
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} ask different things; give one of them")
+    if at and not name:
+        raise ValueError(f"{target!r}: write MODEL@VERSION or MODEL@ALIAS, for example {run}@rollout")
+    if verify and (trajectory or prompt):
+        raise ValueError("--verify checks the files behind a policy; leave it out with --trajectory and --prompt")
+    log = open_run(open_store(store_uri(store)), run)
+    if trajectory or prompt:
+        found = [trajectory_lineage(log, trajectory)] if trajectory else prompt_lineage(log, prompt)
+        if console:
+            for lineage in found:
+                _print_group(log, lineage, console)
+        return to_json(found[0] if trajectory else found)
+    if at:
+        policy = _version(log, name, tracking)
+    elif policy is None:
+        policy = log.state.newest_version
+    with reading(log, "lineage --verify", quiet=True) if verify else contextlib.nullcontext():
+        made = policy_lineage(log, policy, verify=verify)
+    if console:
+        _print_policy(made, console, show_all=show_all, mlflow=_mlflow_page(made, tracking))
+    return to_json(made)
+
+
+def _given(at: str, policy: int | None, trajectory: str, prompt: str) -> dict[str, bool]:
+    given = {"MODEL@VERSION": bool(at), "--policy": policy is not None}
+    return given | {"--trajectory": bool(trajectory), "--prompt": bool(prompt)}
+
+
+def _version(log: RunLog, name: str, tracking: str) -> int:
+    """The policy version a user's name means: from the log, else from MLflow, which knows aliases set in its UI."""
+    version = find_version(log, name)
+    if version is None:
+        from storage.tracking.registry import RegistryUnavailable, registered_version
+
+        try:
+            version = registered_version(log, name, tracking_uri=tracking_uri(tracking))
+        except RegistryUnavailable as error:
+            known = ", ".join(sorted(log.state.aliases)) or "none"
+            raise ValueError(
+                f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
+                f"(its aliases: {known}), and MLflow cannot be asked ({error}); "
+                f"start it with `millrace up`, name it with --tracking, or give --policy N"
+            ) from error
+    return version
+
+
+def _mlflow_page(made: PolicyLineage, tracking: str) -> str:
+    """Address of the version in MLflow's UI, where one is running or `tracking` names a server; else empty."""
+    uri = tracking_uri(tracking)
+    server = running_services(home()).get("mlflow") if not tracking else None
+    root = server.url if server else uri if uri.startswith("http") else ""
+    if not root or made.registry_version is None:
+        return ""
+    return f"{root}/#/models/{made.registry_model}/versions/{made.registry_version}"
+
+
+def _print_policy(made: PolicyLineage, console: Console, *, show_all: bool, mlflow: str) -> None:
+    state = [*(["live"] if made.live else []), *made.aliases, *(["weights retired"] if made.retired else [])]
+    registered = f"{made.registry_model} version {made.registry_version}" if made.registry_version else "not registered"
+    facts = {
+        "policy": f"[bold]{made.version}[/] of run {escape(made.run)}"
+        + (f"  ({escape(', '.join(state))})" if state else ""),
+        "registry": escape(registered + (f"  {mlflow}" if mlflow else "")),
+        "weights": f"{escape(made.weights)}\nsha256 {made.weights_sha256}",
+        "trained from": " → ".join(map(str, made.parents)) + (" → …" if made.parents and made.parents[-1] else "")
+        if made.parents
+        else "nothing: it is the base model",
+    }
+    if made.step is not None:
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in made.outcomes.items())
+        facts["step"] = f"{made.step}, session {escape(made.session_id or 'not recorded')}: {counts}"
+        facts["sampled by"] = _policies(made.sampled_by)
+        facts["data set"] = f"{made.dataset_digest} (groups and files, as in MLflow)"
+    facts["reward code"] = f"sha256 {made.reward_sha256}" if made.reward_sha256 else "not recorded"
+    facts["code"] = escape(made.code_version) or "not recorded"
+    facts["configuration"] = f"{escape(made.config)}\nsha256 {made.config_sha256}"
+    scores = [escape(f"{e.split}: {' '.join(held_out(e))}") for e in made.evaluations]
+    facts["evaluations"] = "\n".join(scores) or "none"
+    if made.verified:
+        good = f"[green]verified[/]: {len(made.shards)} shards and the policy's files are as recorded"
+        facts["digests"] = "\n".join(f"[red]{escape(problem)}[/]" for problem in made.problems) or good
+    _print_facts(facts, console)
+    for shard in made.shards:
+        _print_facts({"shard": _shard(shard)}, console)
+    if made.groups:
+        _print_groups(made, console, show_all=show_all)
+
+
+def _print_groups(made: PolicyLineage, console: Console, *, show_all: bool) -> None:
+    shown = made.groups if show_all else made.groups[:_GROUPS_SHOWN]
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for heading in ("prompt", "group", "usable", "reward", "sampled by"):
+        table.add_column(heading)
+    for group in shown:
+        versions = versions_of(vars(group))
+        usable = f"{group.usable} of {group.expected}"
+        table.add_row(escape(group.prompt_id), escape(group.id), usable, number(group.mean_reward), versions)
+    console.print(f"\n{counted(len(made.groups), 'prompt')}")
+    console.print(table)
+    if len(shown) < len(made.groups):
+        console.print(f"[dim]… {len(made.groups) - len(shown)} more; --all shows them[/]")
+
+
+def _print_group(log: RunLog, lineage: GroupLineage, console: Console) -> None:
+    group = lineage.group
+    failed = ", ".join(f"{count} {escape(status)}" for status, count in group.failures.items())
+    prompt = f"prompt {escape(group.prompt_id)}, epoch {group.epoch}"
+    facts = {
+        "group": f"[bold]{escape(group.id)}[/] of run {escape(log.run_id)}: {prompt}",
+        "attempts": f"{group.usable} usable of {group.expected}" + (f" ({failed})" if failed else ""),
+        "shard": _shard(lineage.shard),
+    }
+    if lineage.attempt is not None:
+        facts["attempt"] = _attempt(lineage.attempt)
+    if group.rows:
+        facts["sampled by"] = _policies(range(group.head_version, group.tail_version + 1))
+    facts["outcome"] = lineage.outcome + (f": {escape(lineage.reason)}" if lineage.reason else "")
+    if lineage.step is not None:
+        facts["step"] = str(lineage.step)
+    if lineage.influenced:
+        facts["influenced"] = f"{_policies(lineage.influenced)} ({len(lineage.influenced)})"
+        notes = [f"{lineage.live} is live"] if lineage.live is not None else []
+        notes += [f"{version} is {escape(repr(name))}" for name, version in lineage.aliases.items()]
+        notes += [f"{ranges(lineage.registered)} registered in MLflow"] if lineage.registered else []
+        notes += [f"weights of {ranges(lineage.retired)} retired"] if lineage.retired else []
+        facts["of these"] = ", ".join(notes) or "none is live, registered or has an alias"
+    else:
+        facts["influenced"] = "no policy" + (" yet" if lineage.outcome == "pending" else "")
+    _print_facts(facts, console)
+
+
+def _print_facts(facts: dict[str, str], console: Console) -> None:
+    for name, value in facts.items():
+        first, *more = value.split("\n")
+        console.print("\n".join([f"[dim]{name:<13}[/] {first}", *(" " * 14 + line for line in more)]), soft_wrap=True)
+
+
+def _shard(shard: ShardUse) -> str:
+    problem = f"\n[red]{escape(shard.problem)}[/]" if shard.problem else ""
+    groups = f", {shard.groups} groups trained here" if shard.groups else ""
+    return f"{escape(shard.uri)}\nsha256 {shard.sha256}, {shard.rows} rows{groups}{problem}"
+
+
+def _attempt(facts: AttemptFacts) -> str:
+    parts = ", ".join(f"{escape(name)} {number(value)}" for name, value in facts.reward_parts.items())
+    return (
+        f"{facts.attempt}: reward {number(facts.reward)}" + (f" ({parts})" if parts else "") + f", {facts.status}, "
+        f"{facts.sampled_tokens} tokens sampled by {_policies(facts.versions)}"
+    )
+
+
+def _policies(versions: Sequence[int]) -> str:
+    return f"{'policy' if len(versions) == 1 else 'policies'} {ranges(versions)}"

@@ -1,0 +1,73 @@
+"""`millrace stop`: end the training of a run on this machine, as Ctrl-C in its terminal, or Cancel in Prefect, would.
+
+In: a run's log. Out: the step it stopped at. What was committed stays, and the same command continues it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+import psutil
+
+from settings.redaction import without_secrets
+from storage.log.run_log import RunLog
+from storage.log.runs import RunBusy, trainer_lock
+
+_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+_API = "PREFECT_API_URL"
+_LOOK_SECONDS = 0.05
+
+
+def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
+    """Ask the process that trains the run to end, and wait until it has; returns the run's step.
+
+    A flow run of Prefect's is cancelled there, at the server its process reports to.
+    Raises `ValueError` where nobody on this machine trains it, where Prefect's server does not take the wish in, and
+    where the process is still there after so many seconds.
+    """
+    try:
+        with trainer_lock(log):
+            raise ValueError(
+                f"run {log.run_id!r} is not being trained on this machine; it stands at step {log.state.step}"
+            )
+    except RunBusy as busy:
+        if busy.pid is None:
+            raise ValueError(f"run {log.run_id!r} is only just starting; try again") from None
+        _interrupt(busy.pid, run_id=log.run_id, seconds=seconds)
+    return log.refresh().step
+
+
+def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
+    """Let Prefect end it, so that it knows; False where it takes the flow run for over already."""
+    from tasks.prefect.flow_runs import cancel_flow_run
+
+    try:
+        return asyncio.run(cancel_flow_run(flow_run_id, api_url=api_url))
+    except Exception as error:  # whatever its client raises: the sentence has both ways out
+        raise ValueError(
+            f"run {run_id!r} is trained by Prefect, whose server at {without_secrets(api_url) or 'an unknown URL'} "
+            f"did not cancel it ({error!r}); try `prefect flow-run cancel {flow_run_id}` there, or end the process "
+            f"with `kill {pid}`, which loses nothing that was committed"
+        ) from error
+
+
+def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
+    try:
+        process = psutil.Process(pid)
+        environment = process.environ()
+        flow_run = environment.get(_FLOW_RUN)
+        if flow_run is None or not _cancel(flow_run, api_url=environment.get(_API, ""), run_id=run_id, pid=pid):
+            process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + seconds
+        # a zombie is one whose parent has yet to hear of its end, or whose other threads still hold the run's lock
+        while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"process {pid}, which trains run {run_id!r}, has not ended within {seconds:g} s; `kill -9 {pid}` "
+                    "loses nothing that was committed"
+                )
+            time.sleep(_LOOK_SECONDS)
+    except psutil.NoSuchProcess:
+        return

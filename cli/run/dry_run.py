@@ -1,0 +1,181 @@
+"""`millrace train --dry-run`: what a run file comes to, before anything starts.
+
+In: a run file and overrides. Out: the checks of a start, and derived values: batches, tokens, memory. Nothing heavy is
+imported, and nothing of the run is written.
+
+Memory is an estimate from sizes. Weights, gradients and AdamW's two moments are float32, 16 bytes per parameter; what
+a layer keeps for its backward pass is 34 bytes per token and unit of width at 16 bits (Korthikanti et al. 2022,
+https://arxiv.org/abs/2205.05198, equation 2 without the attention term), twice that at 32.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from cli.terminal.formatting import size
+from infra.environment import store_uri, tracking_uri
+from settings.redaction import without_secrets
+from settings.run_file import RunConfig, default_values, load_run_file
+from storage.log.runs import create_run, open_run
+from storage.objects.opening import open_store
+from tasks.preflight import check_run
+
+_KEPT_BYTES = 34
+_CHECKPOINTED_BYTES = 2
+_ADAPTER_SHARE = 0.02
+"""Of the parameters, roughly, are trained where only adapters are."""
+_MEMORY = (
+    "parameters",
+    "trainer_weights_bytes",
+    "trainer_gradients_and_moments_bytes",
+    "trainer_activation_bytes",
+    "engine_weights_bytes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """What memory depends on."""
+
+    num_parameters: int
+    hidden_size: int
+    num_layers: int
+
+
+def dry_run(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    """Check what a start checks, and return derived values by name; null where they cannot be known yet.
+
+    Raises what `millrace train` would.
+    """
+    config = load_run_file(run_file, overrides)
+    workflow = check_run(**config.of_preflight)
+    store = open_store(store_uri(config.store))
+    done = None
+    if store.exists(f"runs/{config.run}/run.json"):
+        create_run(store, config.run, config.model_dump(mode="json"), defaults=default_values())  # only compares
+        done = open_run(store, config.run).state.step
+    return {
+        "run": config.run,
+        "store": store.uri,
+        "tracking": without_secrets(tracking_uri(config.tracking)),
+        "workflow": config.workflow,
+        "model": config.model or "a tiny one, made from the workflow's demonstrations",
+        "steps": config.steps,
+        "steps_done": done,
+        "train_tasks": len(workflow.tasks("train")),
+        "evaluation_tasks": min(len(workflow.tasks(config.evaluation.split)), config.evaluation.num_tasks),
+        **_batches(config),
+        **_memory(config, _model_size(config)),
+    }
+
+
+def _batches(config: RunConfig) -> dict[str, Any]:
+    train, attempts = config.train, config.batch_size * config.n_samples
+    most_tokens = attempts * config.engine.max_model_len
+    return {
+        "attempts_per_step": attempts,
+        "attempts_in_all": attempts * config.steps,
+        "updates_per_step": train.num_minibatches * train.num_epochs,
+        "attempts_per_update": attempts / train.num_minibatches,
+        "most_tokens_per_step": most_tokens,
+        "most_sampled_tokens_per_turn": attempts * config.sampling.max_tokens,
+        "most_passes_per_update_and_rank": math.ceil(
+            most_tokens / train.num_minibatches / train.num_ranks / train.tokens_per_microbatch
+        ),
+        "most_requests_at_once": config.rollout.max_concurrent * config.n_samples * config.rollout.num_workers,
+        "most_groups_ahead": math.ceil((config.max_staleness + 1) * config.batch_size),
+    }
+
+
+def _model_size(config: RunConfig) -> ModelSize | None:
+    """Null for a model that is not on this machine."""
+    if not config.model:
+        width, layers = config.warmup.hidden_size, config.warmup.num_layers
+        return ModelSize(num_parameters=layers * 16 * width**2, hidden_size=width, num_layers=layers)
+    folder = _local_folder(config.model)
+    if folder is None:
+        return None
+    about = json.loads((folder / "config.json").read_text())
+    return ModelSize(
+        num_parameters=sum(map(_count_parameters, folder.glob("*.safetensors"))),
+        hidden_size=about["hidden_size"],
+        num_layers=about["num_hidden_layers"],
+    )
+
+
+def _local_folder(model: str) -> Path | None:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _count_parameters(file: Path) -> int:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy") as tensors:
+        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+
+
+def _memory(config: RunConfig, model: ModelSize | None) -> dict[str, float | None]:
+    """Bytes: of one trainer rank by part, and of an engine's weights."""
+    if model is None:
+        return dict.fromkeys(_MEMORY)
+    train = config.train
+    copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
+    trained = _ADAPTER_SHARE * model.num_parameters if train.lora is not None else model.num_parameters
+    moments = 12 * trained
+    weights = 4.0 * model.num_parameters * copies
+    if train.advantage.kind == "gae":
+        weights, moments = weights + 4 * model.num_parameters, moments + 12 * model.num_parameters
+    width = 1 if train.dtype == "bfloat16" else 2
+    token_bytes = width * model.hidden_size * train.tokens_per_microbatch
+    layers = model.num_layers * (_CHECKPOINTED_BYTES if train.activation_checkpointing else _KEPT_BYTES)
+    one_layer = _KEPT_BYTES if train.activation_checkpointing else 0
+    dtype = str(config.engine.vllm.get("dtype", "bfloat16"))
+    found = (
+        model.num_parameters,
+        weights / train.num_ranks,
+        moments / train.num_ranks,
+        token_bytes * (layers + one_layer),
+        model.num_parameters * (4 if dtype == "float32" else 2),
+    )
+    return dict(zip(_MEMORY, found, strict=True))
+
+
+def print_dry_run(values: dict[str, Any], console: Console) -> None:
+    """The same for people."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column()
+    table.add_column(overflow="fold")
+    for key, value in values.items():
+        name = key.removesuffix("_bytes").replace("_", " ")
+        table.add_row(f"[dim]{name}[/]", escape(_shown(key, value)))
+    console.print(table)
+    console.print(
+        "[dim]memory is estimated from sizes; beside its weights an engine takes what it is given for keys and values "
+        "(VLLM_CPU_KVCACHE_SPACE, or engine.vllm.gpu_memory_utilization)[/]"
+    )
+    console.print("nothing was started; leave --dry-run out to train")
+
+
+def _shown(key: str, value: Any) -> str:
+    if value is None:
+        return "new run" if key == "steps_done" else "not known before the model is here"
+    if key.endswith("_bytes"):
+        return f"about {size(int(value))}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,95 @@
+"""`millrace rescore`: new rewards for a run's recorded attempts, beside the recorded ones.
+
+In: a run and a reward function. Out: files and log entries, and how the new rewards differ from the old.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from infra.user_code import absolute_path
+from rollouts.rewards.rescoring import Rescored, Rescoring, load_reward
+from settings.run_file import make_config
+from storage.log.run_log import RunLog
+from storage.log.runs import run_config
+from storage.retention.retention import reading
+
+
+def rescore_run(
+    log: RunLog, *, reward: str, name: str, include_eval: bool, processes: int, console: Console
+) -> Rescored:
+    """Score everything that has no such reward yet. Raises `ValueError` for what cannot work, before any scoring."""
+    config = make_config(run_config(log), source=f"run {log.run_id}")
+    function, rewards = load_reward(absolute_path(reward), name=name)
+    rescoring = Rescoring(
+        log,
+        function,
+        rewards,
+        workflow=config.workflow,
+        dataset=config.dataset,
+        eval_split=config.evaluation.split if include_eval else None,
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with reading(log, "rescore"), Progress(*columns, console=console) as bar:
+        attempts = bar.add_task(f"rewards {rewards.name}", total=rescoring.num_attempts)
+        running = rescoring.run(
+            num_processes=processes or os.cpu_count() or 1,
+            timeout=config.reward.timeout,
+            on_attempts=lambda count: bar.advance(attempts, count),
+        )
+        return asyncio.run(running)
+
+
+def print_rescored(log: RunLog, result: Rescored, console: Console) -> None:
+    """The report for people."""
+    table = Table("split", "attempts", "null", "mean old → new", "changed", "correlation", box=None, pad_edge=False)
+    for split, found in result.comparisons.items():
+        means = f"{found.means[0]:.4f} → {found.means[1]:.4f}" if found.means else "-"
+        correlation = "-" if found.correlation is None else f"{found.correlation:.4f}"
+        share = f"{found.changed} ({100 * found.changed / max(1, found.attempts):.1f} %)"
+        table.add_row(split, str(found.attempts), str(found.nulls), means, share, correlation)
+    console.print(table)
+    name = result.rewards.name
+    known = f", {result.known_shards} had them" if result.known_shards else ""
+    console.print(
+        f"rewards [bold]{escape(name)}[/]: {result.new_shards} shards scored{known}; "
+        f"{log.store.uri}/{log.key(f'rewards/{name}')}",
+        soft_wrap=True,
+    )
+    if result.failures:
+        counts = ", ".join(f"{count} {reason}" for reason, count in result.failures.items())
+        console.print(f"[yellow]null instead of a reward: {counts}[/]; the first: {escape(result.first_error)}")
+    for shard_id, reason in result.skipped.items():
+        console.print(f"[yellow]shard {shard_id} was left out[/]: {escape(reason)}", soft_wrap=True)
+    if log.state.step:
+        console.print(f"[dim]train on them: millrace replay {log.run_id} --step {log.state.step} --rewards {name}[/]")
+
+
+def rescored_json(result: Rescored) -> dict[str, object]:
+    """The report for scripts."""
+    return {
+        "name": result.rewards.name,
+        "reward": result.rewards.reward,
+        "reward_sha256": result.rewards.reward_sha256,
+        "new_shards": result.new_shards,
+        "known_shards": result.known_shards,
+        "skipped": result.skipped,
+        "failures": dict(result.failures),
+        "splits": {
+            split: {
+                "attempts": found.attempts,
+                "nulls": found.nulls,
+                "changed": found.changed,
+                "mean_old": found.means[0] if found.means else None,
+                "mean_new": found.means[1] if found.means else None,
+                "correlation": found.correlation,
+            }
+            for split, found in result.comparisons.items()
+        },
+    }

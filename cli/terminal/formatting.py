@@ -1,0 +1,80 @@
+"""Values as people read them on a terminal.
+
+In: numbers, sizes, policy versions, text that a policy may have written. Out: short strings without markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from storage.log.entries import Evaluation
+
+
+def number(value: float | None, *, digits: int = 4, missing: str = "none") -> str:
+    """A number with at most so many significant digits."""
+    return missing if value is None else f"{value:.{digits}g}"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people: `1.2 GB`, in powers of 1000 as disks are sold."""
+    value = float(num_bytes)
+    for unit in ("B", "KB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 shard`, `2 shards`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: `1, 3–7`."""
+    spans: list[list[int]] = []
+    for value in numbers:
+        if spans and value == spans[-1][1] + 1:
+            spans[-1][1] = value
+        else:
+            spans.append([value, value])
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in spans)
+
+
+def versions_of(row: Mapping[str, Any]) -> str:
+    """Policy versions that sampled a row's tokens, from its `head_version` and `tail_version`: `5` or `3–5`."""
+    return ranges(range(row["head_version"], row["tail_version"] + 1))
+
+
+def printable(text: str) -> str:
+    """Text without control characters other than newline and tab."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "·" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Text that cannot break a line, nor steer the terminal: a policy may say anything. It keeps its length."""
+    return printable(text).replace("\n", "⏎").replace("\t", " ")
+
+
+def shortened(text: str, most: int) -> str:
+    """At most so many characters, the last of them `…` where some are missing."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def held_out(evaluation: Evaluation) -> tuple[str, str]:
+    """An evaluation's score, `held-out avg@8 0.490 ± 0.021`, and the rest: `on 200 tasks × 8 attempts, pass@1 …`.
+
+    One in which every attempt failed has no score.
+    """
+    counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
+    if evaluation.failed:
+        return "evaluation failed:", f"all {evaluation.num_failed} attempts did ({counts})"
+    several = evaluation.n_samples > 1
+    error = "" if evaluation.standard_error is None else f" ± {evaluation.standard_error:.3f}"
+    score = f"held-out {f'avg@{evaluation.n_samples} ' if several else ''}{evaluation.score:.3f}{error}"
+    facts = [f"on {counted(evaluation.num_tasks, 'task')}" + (f" × {evaluation.n_samples} attempts" if several else "")]
+    facts += [f"pass@{k} {chance:.3f}" for k, chance in evaluation.pass_at.items() if several]
+    if evaluation.num_failed:
+        facts.append(f"{evaluation.num_failed} failed" + (f" ({counts})" if counts else ""))
+    return score, ", ".join([*facts, f"{evaluation.seconds:.1f} s"])

@@ -1,0 +1,239 @@
+"""`millrace traj ls` and the finding behind `show` and `diff`: which attempts of a run a person asks for.
+
+In: a run's log and what was asked. Out: rows as the shards hold them, with what became of each; a table of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from cli.terminal.formatting import counted, number, one_line, versions_of
+from storage.log.run_log import RunLog
+from storage.views.queries import Queries, open_queries
+
+_NARROWEST_TEXT = 8  # characters that prompt and reply keep on the narrowest terminal
+_NEWEST = "shard_number DESC, position DESC, attempt, sequence_idx"
+
+
+def find_trajectories(
+    log: RunLog,
+    *,
+    trajectory_id: str = "",
+    worst: bool = False,
+    best: bool = False,
+    group: str | None = None,
+    step: int | None = None,
+    include_eval: bool = False,
+    where: str = "",
+    count: int = 1,
+    notes: Console | None = None,
+) -> list[dict[str, Any]]:
+    """Shard rows of at most `count` attempts, newest first, or lowest or highest reward first; the rest filters.
+
+    A row also has `id`, `outcome`, `step`, `policy_version` and `shard_id`. An attempt that edited its history has
+    several rows, one after the other. Every file that is shown was compared with the digest in the log.
+    `notes` hears which shards were passed over.
+    Raises `ValueError` when nothing matches, and for an id, step or condition that cannot be.
+    """
+    if worst and best:
+        raise ValueError("--worst and --best exclude each other")
+    if trajectory_id:
+        if worst or best or group is not None or step is not None:
+            raise ValueError("an id names one trajectory: leave out --worst, --best, --group and --step")
+        group, attempt = split_id(trajectory_id)
+    conditions = [f"({where}\n)"] if where else []
+    parameters: list[Any] = []
+    if group is not None:
+        conditions.append("group_id = ?")
+        parameters.append(group)
+    if trajectory_id:
+        conditions.append(f"attempt = {attempt}")
+    elif not include_eval and group is None:
+        conditions.append("is_eval = false")
+    if step is not None:
+        conditions.append(f"step = {step} AND outcome = 'trained'")
+    if worst or best:
+        conditions.append("reward IS NOT NULL")
+    order = f"reward {'DESC' if best else 'ASC'}, {_NEWEST}" if worst or best else _NEWEST
+    shard_ids = _scope(log, group=group, step=step, newest=not (worst or best or where), count=count, held=include_eval)
+    sql = f"""
+        SELECT shard_id, group_id, attempt FROM trajectories
+        WHERE {" AND ".join(["sequence_idx = 0", *conditions])} ORDER BY {order} LIMIT {count}
+    """
+    while True:
+        queries = open_queries(log, shard_ids=shard_ids)
+        rows = _rows_of(log, queries, sql, parameters)
+        narrowed = shard_ids is not None and group is None and step is None
+        if not narrowed or len({(row["shard_id"], row["id"]) for row in rows}) >= count:
+            break
+        shard_ids = None  # some of the newest shards are damaged: look further back
+    if not rows:
+        missing = trajectory_id or (f"group {group}" if group is not None else "such trajectory")
+        raise ValueError(
+            f"run {log.run_id!r} has no {missing}{_because(queries.left_out)}; "
+            f"`millrace traj ls {log.run_id}` lists what it has"
+        )
+    if notes:
+        note_left_out(queries.left_out, notes)
+    return rows
+
+
+def list_trajectories(log: RunLog, *, where: str, include_eval: bool, count: int, console: Console) -> dict[str, str]:
+    """Print a line per training sequence, newest first; returns what was left out, by shard id.
+
+    Raises `ValueError` for a condition that cannot be, or that nothing satisfies.
+    """
+    shard_ids = _scope(log, group=None, step=None, newest=not where, count=count, held=include_eval)
+    conditions = [*([f"({where}\n)"] if where else []), *([] if include_eval else ["is_eval = false"])]
+    sql = f"""
+        SELECT id, sequence_idx, prompt, reply, reward, status, head_version, tail_version, outcome, step, num_sampled
+        FROM trajectories {"WHERE " + " AND ".join(conditions) if conditions else ""}
+        ORDER BY {_NEWEST} LIMIT {count + 1}
+    """
+    queries = open_queries(log, shard_ids=shard_ids)
+    rows = queries.select(sql).to_pylist()
+    if len(rows) <= count and shard_ids is not None and len(shard_ids) < len(log.state.shards):
+        queries = open_queries(log)
+        rows = queries.select(sql).to_pylist()
+    if not rows:
+        hint = "" if include_eval else "; held-out ones are listed with --eval"
+        raise ValueError(f"run {log.run_id!r} has no such trajectory{_because(queries.left_out)}{hint}")
+    console.print(_listing(rows[:count], console.width))
+    if len(rows) > count:
+        console.print(f"[dim]the newest {count}; more with -n, others with --where[/]")
+    return queries.left_out
+
+
+def note_left_out(left_out: Mapping[str, str], console: Console) -> None:
+    """Say which shards are in no answer, and why."""
+    for shard_id, reason in list(left_out.items())[:3]:
+        console.print(f"[yellow]left out:[/] shard {escape(shard_id)}: {escape(reason)}", soft_wrap=True)
+    if len(left_out) > 3:
+        console.print(f"[yellow]left out:[/] {counted(len(left_out) - 3, 'more shard')}")
+
+
+def load_tokenizer(log: RunLog) -> Any:
+    """The run's tokenizer, without loading transformers."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(log.store.get(f"{log.state.policies[0].path}/tokenizer.json").decode())
+
+
+def split_id(trajectory_id: str) -> tuple[str, int]:
+    """Group and attempt of a trajectory id, `GROUP/ATTEMPT`. Raises `ValueError` for anything else."""
+    group, _, attempt = trajectory_id.rpartition("/")
+    if not group or not attempt.isdecimal():
+        raise ValueError(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT; take one from `traj ls`")
+    return group, int(attempt)
+
+
+def outcome_of(row: Mapping[str, Any]) -> str:
+    """`trained 12`, by which step; `eval` for held-out ones."""
+    return f"{row['outcome']}" + (f" {row['step']}" if row["step"] is not None else "")
+
+
+def _listing(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """One line for each; prompt and reply share what the other columns leave of the width."""
+    columns = {
+        "id": [row["id"] + (f" ↳{row['sequence_idx']}" if row["sequence_idx"] else "") for row in rows],
+        "prompt": [one_line(row["prompt"] or "") for row in rows],
+        "reply": [one_line(row["reply"] or "") for row in rows],
+        "reward": [number(row["reward"]) for row in rows],
+        "status": [row["status"] for row in rows],
+        "policy": [versions_of(row) for row in rows],
+        "outcome": [outcome_of(row) for row in rows],
+        "tokens": [str(row["num_sampled"]) for row in rows],
+    }
+    widths = {name: max(cell_len(cell) for cell in [name, *cells]) for name, cells in columns.items()}
+    widths["id"] = min(widths["id"], max(12, width // 5))
+    room = width - 2 * (len(widths) - 1) - sum(widths[name] for name in widths if name not in ("prompt", "reply"))
+    room = max(room, 2 * _NARROWEST_TEXT)
+    widths["prompt"] = min(widths["prompt"], max(room // 2, room - widths["reply"]))
+    widths["reply"] = min(widths["reply"], room - widths["prompt"])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        right = name in ("reward", "policy", "tokens")
+        folds = name == "id"
+        table.add_column(
+            name,
+            width=widths[name],
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
+            justify="right" if right else "left",
+            style="green" if name == "reply" else "",
+        )
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _rows_of(log: RunLog, queries: Queries, sql: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Whole rows of what `sql` finds, in its order. Only they are read whole, and their files verified."""
+    while True:
+        found = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
+        whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in found), verify=True)
+        table = whole.select(
+            """
+            SELECT r.*, r.group_id || '/' || r.attempt AS id, g.outcome, g.step, g.policy_version
+            FROM shard_rows r LEFT JOIN groups g ON g.shard_id = r.shard_id AND g.id = r.group_id
+            WHERE r.group_id IN (SELECT unnest(?::VARCHAR[])) ORDER BY r.sequence_idx
+            """,
+            [[group_id for _, group_id, _ in found]],
+        )
+        if not whole.left_out:
+            break
+        queries.left_out.update(whole.left_out)  # which makes the next attempt pass them over
+    rows: dict[tuple[str, str, int], list[dict[str, Any]]] = {key: [] for key in found}
+    for row in table.to_pylist():
+        if (key := (row["shard_id"], row["group_id"], row["attempt"])) in rows:
+            rows[key].append(row)
+    return [row for sequences in rows.values() for row in sequences]
+
+
+def _scope(
+    log: RunLog, *, group: str | None, step: int | None, newest: bool, count: int, held: bool
+) -> list[str] | None:
+    """The shards that can hold what is asked for; null where any may. `held` counts held-out shards among the newest.
+
+    Raises `ValueError` for a group or step that is not in the log.
+    """
+    state = log.state
+    if step is not None:
+        if not 1 <= step <= state.step:
+            raise ValueError(f"step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}")
+        trained = [claimed.shard_id for claimed in state.steps[step - 1].claim.trained]
+        return list(dict.fromkeys(trained))
+    if group is not None:
+        if group in state.shard_of:
+            return [state.shard_of[group]]
+        held_out = [shard for shard in state.shards.values() if shard.is_eval]
+        holding = [shard.id for shard in held_out if any(g.id == group for g in shard.groups)]
+        if not holding:
+            raise ValueError(
+                f"run {log.run_id!r} has no group {group!r}; `millrace traj ls {log.run_id}` lists its ids"
+            )
+        return holding
+    if not newest:
+        return None
+    scope, num_attempts = [], 0
+    for shard_id in reversed(list(state.shards)):
+        shard = state.shards[shard_id]
+        if shard_id not in state.quarantined and shard_id not in state.retired_shards and (held or not shard.is_eval):
+            scope.append(shard_id)
+            num_attempts += sum(g.usable for g in shard.groups)
+        if num_attempts > count:
+            break
+    return scope
+
+
+def _because(left_out: Mapping[str, str]) -> str:
+    """Why shards that were asked for gave nothing."""
+    reasons = [f"shard {shard_id} is left out: {reason}" for shard_id, reason in left_out.items()]
+    return f" ({'; '.join(reasons[:3])})" if reasons else ""

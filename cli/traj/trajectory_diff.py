@@ -1,0 +1,204 @@
+"""`millrace traj diff`: two attempts side by side, and where they part.
+
+In: two shard rows, each with its run's tokenizer. Out: what differs, the first token that does, and by how much the
+logprobs differ before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.terminal.formatting import number, one_line, printable, versions_of
+from cli.traj.trajectories import outcome_of
+from cli.traj.trajectory_view import decode
+
+MOST_ROWS = 24
+"""Tokens whose logprobs are listed; of more, the ones that differ most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One of the two."""
+
+    name: str
+    """What it is called, with its run where there are two."""
+    row: Mapping[str, Any]
+    pieces: Sequence[str]
+    """Text of each token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Where two token sequences part."""
+
+    same_prompt: bool
+    """True when the tokens before the first sampled one are the same."""
+    parted_at: int
+    """Index of the first token that differs, or that only one side has; the shorter length where none differs."""
+    shared: list[int]
+    """Indices of the tokens before it that both sides sampled."""
+
+
+def compare(a: Side, b: Side, *, by_text: bool = False) -> Comparison:
+    """Compare by token id, or by the tokens' text where two tokenizers are involved."""
+    left, right = (side.pieces if by_text else side.row["input_ids"] for side in (a, b))
+    pairs = list(zip(left, right, strict=False))
+    parted_at = next((index for index, (x, y) in enumerate(pairs) if x != y), len(pairs))
+    prompt_len = a.row["prompt_len"]
+    masks = zip(a.row["loss_mask"][:parted_at], b.row["loss_mask"][:parted_at], strict=True)
+    return Comparison(
+        same_prompt=prompt_len == b.row["prompt_len"] and parted_at >= prompt_len,
+        parted_at=parted_at,
+        shared=[index for index, (x, y) in enumerate(masks) if x and y],
+    )
+
+
+def show_diff(a: Side, b: Side, console: Console, *, by_text: bool = False) -> None:
+    """Print the two beside each other."""
+    found = compare(a, b, by_text=by_text)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("", justify="right", style="dim", no_wrap=True)
+    table.add_column(Text(a.name), ratio=1, overflow="fold")
+    table.add_column(Text(b.name), ratio=1, overflow="fold")
+    for name, values in _facts(a, b).items():
+        left, right = values
+        style = "" if left == right else "yellow"
+        table.add_row(name, Text(left, style=style), Text(right, style=style))
+    table.add_row()
+    table.add_row("said", _messages(a, other=b), _messages(b, other=a))
+    if any(len(side.row["turns"]) > 1 or side.row["turns"][0]["tool_calls"] for side in (a, b)):
+        table.add_row("tools", *(_tools(side) for side in (a, b)))
+    table.add_row()
+    table.add_row("tokens", *(_tokens(side, found.parted_at if found.same_prompt else 0) for side in (a, b)))
+    console.print(table)
+    console.print()
+    for line in _verdict(a, b, found, by_text=by_text):
+        console.print(line)
+    if found.same_prompt and found.shared:
+        console.print()
+        console.print(_logprobs(a, b, found))
+
+
+def _facts(a: Side, b: Side) -> dict[str, tuple[str, str]]:
+    """What there is to say of either, by name."""
+    parts = dict.fromkeys(name for side in (a, b) for name, _ in side.row["reward_parts"])
+
+    def of(side: Side) -> dict[str, str]:
+        row, given = side.row, dict(side.row["reward_parts"])
+        sampled = [value for value, is_sampled in zip(row["logprobs"], row["loss_mask"], strict=True) if is_sampled]
+        return {
+            "reward": number(row["reward"]),
+            **{f"· {one_line(name)}": number(given[name]) if name in given else "-" for name in parts},
+            "status": row["status"],
+            "policy": versions_of(row),
+            "outcome": outcome_of(row),
+            "turns": str(len(row["turns"])),
+            "tokens": f"{len(sampled)} sampled after {row['prompt_len']}",
+            "logprob": f"{sum(sampled) / max(1, len(sampled)):.3f} mean",
+        }
+
+    left, right = of(a), of(b)
+    return {name: (left[name], right[name]) for name in left}
+
+
+def _messages(side: Side, *, other: Side) -> Text:
+    """The conversation; what the other side's has in the same place is dim."""
+    text = Text()
+    for index, message in enumerate(side.row["messages"]):
+        is_common = message in other.row["messages"][index : index + 1]
+        style = "dim" if is_common else "green" if message["is_completion"] else "cyan"
+        text.append(f"{message['role']}: ", style="dim")
+        text.append(f"{printable(message['content'])}\n", style=style)
+    text.rstrip()
+    return text
+
+
+def _tools(side: Side) -> Text:
+    text = Text()
+    for index, turn in enumerate(side.row["turns"]):
+        for call in turn["tool_calls"]:
+            text.append(f"{index + 1} ", style="dim")
+            text.append(f"{one_line(call['name'])}({one_line(call['arguments'])})", style="magenta")
+            text.append(f" {'failed' if call['failed'] else '→'} {one_line(call['result'])}\n")
+    text.rstrip()
+    return text or Text("none", style="dim")
+
+
+def _tokens(side: Side, parted_at: int) -> Text:
+    """The sampled text: dim while it is common, the first token that differs marked."""
+    text = Text()
+    for index, (piece, is_sampled) in enumerate(zip(side.pieces, side.row["loss_mask"], strict=True)):
+        if is_sampled:
+            style = "dim" if index < parted_at else "bold reverse yellow" if index == parted_at else "green"
+            text.append(printable(piece).replace("\n", "⏎\n"), style=style)
+        elif text and not text.plain.endswith(" … "):
+            text.append(" … ", style="dim")
+    return text
+
+
+def _verdict(a: Side, b: Side, found: Comparison, *, by_text: bool) -> list[Text]:
+    """Sentences: whether the prompts are the same, and where the replies part."""
+    lines = [Text("the two runs have different tokenizers: tokens are compared by their text")] if by_text else []
+    if not found.same_prompt:
+        return [*lines, Text("different prompts: their tokens are not compared")]
+    lengths = [len(side.pieces) for side in (a, b)]
+    if found.parted_at == lengths[0] == lengths[1]:
+        return [*lines, Text(f"the same {len(found.shared)} sampled tokens")]
+    sentence = Text("they part at the first sampled token: ")
+    if found.shared:
+        sentence = Text(f"the first {len(found.shared)} sampled tokens are the same; then ")
+    for index, side in enumerate((a, b)):
+        if found.parted_at < len(side.pieces):
+            sentence.append(repr(side.pieces[found.parted_at]), style="bold yellow")
+            if side.row["loss_mask"][found.parted_at]:
+                sentence.append(f" ({side.row['logprobs'][found.parted_at]:.2f})")
+            else:
+                sentence.append(" (not sampled)")
+        else:
+            sentence.append("nothing more")
+        sentence.append(" against " if index == 0 else "")
+    return [*lines, sentence]
+
+
+def _logprobs(a: Side, b: Side, found: Comparison) -> Table:
+    """Logprobs of the common sampled tokens, in order."""
+
+    def difference(index: int) -> float:
+        return float(b.row["logprobs"][index] - a.row["logprobs"][index])
+
+    shown = found.shared
+    title = "logprob of the same token"
+    if len(shown) > MOST_ROWS:
+        shown = sorted(sorted(shown, key=lambda index: -abs(difference(index)))[:MOST_ROWS])
+        title += f": the {MOST_ROWS} of {len(found.shared)} that differ most"
+    mean = sum(abs(difference(index)) for index in found.shared) / len(found.shared)
+    table = Table(box=None, pad_edge=False, header_style="dim", title=title, title_justify="left", title_style="dim")
+    table.caption, table.caption_justify = f"mean |difference| {mean:.2g}", "left"
+    for name in ("at", "token", "policy", "A", "policy", "B", "B − A"):
+        table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
+    for index in shown:
+        change = difference(index)
+        table.add_row(
+            str(index),
+            Text(repr(a.pieces[index])[1:-1]),
+            str(a.row["weight_versions"][index]),
+            f"{a.row['logprobs'][index]:.3f}",
+            str(b.row["weight_versions"][index]),
+            f"{b.row['logprobs'][index]:.3f}",
+            Text(f"{change:+.3f}", style="green" if change > 0.1 else "red" if change < -0.1 else "dim"),
+        )
+    return table
+
+
+def sides(rows: Sequence[Mapping[str, Any]], names: Sequence[str], tokenizers: Sequence[Any]) -> list[Side]:
+    """The two rows, ready to be compared."""
+    return [
+        Side(name=name, row=row, pieces=decode(tokenizer, row["input_ids"]))
+        for row, name, tokenizer in zip(rows, names, tokenizers, strict=True)
+    ]

@@ -1,0 +1,211 @@
+"""`millrace traj stats`: the attempts of a run in numbers.
+
+In: an open run and a filter. Out: a dictionary of plain numbers, or the same as text with a histogram.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.terminal.formatting import number, one_line
+from storage.views.queries import Queries
+
+BY = {"version": "tail_version", "step": "step", "prompt": "prompt_id", "status": "status"}
+"""What attempts can be told apart by, and its column."""
+MOST_ROWS = 100
+_BINS = 10
+_BAR = 36
+
+_ATTEMPTS = """
+CREATE OR REPLACE TEMP TABLE attempts AS
+SELECT
+    shard_id, group_id, attempt,
+    any_value(prompt_id) AS prompt_id, any_value(reward)::DOUBLE AS reward, any_value(status) AS status,
+    any_value(outcome) AS outcome, any_value(step) AS step, max(tail_version) AS tail_version,
+    sum(num_sampled)::INTEGER AS num_sampled, sum(num_turns)::INTEGER AS num_turns,
+    any_value(finished_at - started_at) FILTER (started_at > 0) AS seconds,
+    any_value(hash(reply)) FILTER (sequence_idx = 0) AS reply
+FROM trajectories {where} GROUP BY shard_id, group_id, attempt
+"""
+# A forked attempt has its messages in its first sequence alone.
+
+_MEASURES = {"seconds": "seconds", "tokens": "num_sampled", "turns": "num_turns"}
+"""What has a mean, quantiles and a maximum, and its column of `attempts`."""
+_SPREADS = ", ".join(
+    f"avg({column}) AS {name}_mean, max({column}) AS {name}_max, "
+    + ", ".join(f"quantile_cont({column}, {point / 100}) AS {name}_p{point}" for point in (50, 95, 99))
+    for name, column in _MEASURES.items()
+)
+_NUMBERS = f"""
+    count(*) AS attempts,
+    avg(reward) AS reward_mean, stddev_samp(reward) AS reward_std,
+    min(reward) AS reward_min, quantile_cont(reward, 0.1) AS reward_p10, median(reward) AS reward_p50,
+    quantile_cont(reward, 0.9) AS reward_p90, max(reward) AS reward_max,
+    {_SPREADS}, quantile_cont(num_sampled, 0.9) AS tokens_p90,
+    avg((status = 'truncated')::INTEGER) AS truncated_share,
+    1 - count(DISTINCT (shard_id, group_id, reply)) / count(*) AS same_in_group_share
+"""
+
+
+def trajectory_stats(
+    queries: Queries, *, by: str = "", where: str = "", include_eval: bool = False, solved: float = 1.0
+) -> dict[str, Any]:
+    """Numbers over attempts (not sequences), shares from 0 to 1; with `by`, a list of them under `by` as well.
+
+    An attempt is solved from a reward of `solved` on. A reply repeats when an attempt before it, in the same group or
+    at the same prompt, said the very same. Quantiles are interpolated linearly, as `numpy.percentile` does: of n sorted
+    values the p-th is the one at place (n - 1) p / 100, counted from 0. `seconds` are from an attempt's start to its
+    end; attempts that failed left no row and are in none of them.
+
+    Raises `ValueError` for another `by` than in `BY`, wrong SQL, or no attempt.
+    """
+    if by and by not in BY:
+        raise ValueError(f"--by {by!r}: write one of {', '.join(BY)}")
+    conditions = [*([f"({where}\n)"] if where else []), *([] if include_eval else ["is_eval = false"])]
+    queries.select(_ATTEMPTS.format(where="WHERE " + " AND ".join(conditions) if conditions else ""))
+    overall = queries.select(f"SELECT {_NUMBERS} FROM attempts").to_pylist()[0]
+    if not overall["attempts"]:
+        raise ValueError(
+            "no trajectory satisfies the conditions" + ("" if include_eval else "; --eval adds held-out ones")
+        )
+    prompts = queries.select(
+        """
+        SELECT count(*) AS number,
+            coalesce(sum((best < $1)::INTEGER), 0)::BIGINT AS never_solved,
+            coalesce(sum((worst >= $1)::INTEGER), 0)::BIGINT AS always_solved,
+            1 - sum(replies) / sum(attempts) AS same_reply_share, sum(groups)::BIGINT AS groups
+        FROM (
+            SELECT min(reward) AS worst, max(reward) AS best, count(*) AS attempts,
+                count(DISTINCT reply) AS replies, count(DISTINCT (shard_id, group_id)) AS groups
+            FROM attempts GROUP BY prompt_id
+        )
+        """,
+        [solved],
+    ).to_pylist()[0]
+    stats = {
+        **overall,
+        "groups": prompts.pop("groups"),
+        "same_over_run_share": prompts.pop("same_reply_share"),
+        "prompts": {**prompts, "solved_from": solved},
+        "statuses": _counts(queries, "SELECT status, count(*) FROM attempts GROUP BY 1 ORDER BY 2 DESC"),
+        "outcomes": _counts(queries, "SELECT outcome, count(*) FROM attempts GROUP BY 1 ORDER BY 2 DESC"),
+        "failures": {} if where else _failures(queries, include_eval),
+        "histogram": _histogram(queries, overall["reward_min"], overall["reward_max"]),
+    }
+    if by:
+        order = "reward_mean, key" if by == "prompt" else "key"
+        sql = f"SELECT {BY[by]} AS key, {_NUMBERS} FROM attempts GROUP BY key ORDER BY {order}"
+        stats["by"] = queries.select(sql).to_pylist()
+    return stats
+
+
+def print_stats(stats: dict[str, Any], console: Console, *, by: str) -> None:
+    """The same for people."""
+    prompts = stats["prompts"]
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(justify="right", style="dim", no_wrap=True)
+    lines.add_column(overflow="fold")
+    lines.add_row("attempts", f"{stats['attempts']} in {stats['groups']} groups at {prompts['number']} prompts")
+    lines.add_row("reward", _spread(stats, "reward", ("p10", "p50", "p90")) + f"  std {number(stats['reward_std'])}")
+    for label, count in stats["histogram"]:
+        share = count / stats["attempts"]
+        bar = "█" * round(_BAR * count / max(1, max(n for _, n in stats["histogram"])))
+        lines.add_row(label, Text(f"{bar or '▏'} {count}  ").append(_percent(share), style="dim"))
+    truncated = f"  truncated {_percent(stats['truncated_share'])}"
+    lines.add_row("tokens", _spread(stats, "tokens", ("p50", "p90", "p95", "p99", "max")) + truncated)
+    for name in ("turns", "seconds"):
+        lines.add_row(name, _spread(stats, name, ("p50", "p95", "p99", "max")))
+    for name in ("statuses", "outcomes", "failures"):
+        if stats[name]:
+            note = "  [dim]attempts that left no trajectory[/]" if name == "failures" else ""
+            lines.add_row(name, "  ".join(f"{key} {count}" for key, count in stats[name].items()) + note)
+    lines.add_row(
+        "repeats",
+        f"{_percent(stats['same_in_group_share'])} of replies repeat one of their group, "
+        f"{_percent(stats['same_over_run_share'])} one at the same prompt",
+    )
+    lines.add_row(
+        "prompts",
+        f"never solved {prompts['never_solved']} ({_percent(prompts['never_solved'] / prompts['number'])}), "
+        f"always solved {prompts['always_solved']} ({_percent(prompts['always_solved'] / prompts['number'])}); "
+        f"solved is a reward of {prompts['solved_from']:g} or more",
+    )
+    console.print(lines)
+    if by:
+        console.print()
+        console.print(_table(stats["by"], by))
+        if len(stats["by"]) > MOST_ROWS:
+            console.print(f"[dim]{MOST_ROWS} of {len(stats['by'])}; all with --json[/]")
+
+
+def _table(rows: list[dict[str, Any]], by: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(by, justify="left" if by in ("prompt", "status") else "right", overflow="fold", min_width=7)
+    columns = {
+        "attempts": "attempts",
+        "reward": "reward_mean",
+        "std": "reward_std",
+        "p10": "reward_p10",
+        "p50": "reward_p50",
+        "p90": "reward_p90",
+        "tokens": "tokens_mean",
+        "p90 ": "tokens_p90",
+        "truncated": "truncated_share",
+        "repeats": "same_in_group_share",
+    }
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows[:MOST_ROWS]:
+        cells = [
+            _percent(row[key]) if key.endswith("_share") else number(row[key], digits=3, missing="-")
+            for key in list(columns.values())[1:]
+        ]
+        table.add_row(Text("none" if row["key"] is None else one_line(str(row["key"]))), str(row["attempts"]), *cells)
+    return table
+
+
+def _spread(stats: dict[str, Any], name: str, points: tuple[str, ...]) -> str:
+    quantiles = "  ".join(f"{point} {number(stats[f'{name}_{point}'])}" for point in points)
+    return f"mean {number(stats[f'{name}_mean'])}  {quantiles}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}"
+
+
+def _counts(queries: Queries, sql: str) -> dict[str, int]:
+    table = queries.select(sql)
+    return dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
+
+
+def _failures(queries: Queries, include_eval: bool) -> dict[str, int]:
+    """Attempts that became no row, by failing status, from the log."""
+    return _counts(
+        queries,
+        f"""
+        SELECT failure.key, sum(failure.value)::BIGINT FROM (
+            SELECT unnest(map_entries(failures)) AS failure FROM groups
+            {"" if include_eval else "WHERE outcome <> 'eval'"}
+        ) GROUP BY 1 ORDER BY 2 DESC
+        """,
+    )
+
+
+def _histogram(queries: Queries, low: float | None, high: float | None) -> list[tuple[str, int]]:
+    """Attempts by reward: a bar for each value where there are few, equal bins where there are many."""
+    values = queries.select(
+        f"SELECT reward, count(*) AS n FROM attempts WHERE reward IS NOT NULL GROUP BY 1 ORDER BY 1 LIMIT {_BINS + 1}"
+    ).to_pylist()
+    if len(values) <= _BINS or low is None or high is None:
+        return [(number(row["reward"]), row["n"]) for row in values]
+    width = (high - low) / _BINS
+    sql = f"""
+        SELECT least(floor((reward - {low!r}) / {width!r}), {_BINS - 1})::INTEGER AS bin, count(*)
+        FROM attempts WHERE reward IS NOT NULL GROUP BY 1
+    """
+    counts = _counts(queries, sql)
+    return [(f"{low + width * i:.3g} …", counts.get(i, 0)) for i in range(_BINS)]  # type: ignore[call-overload]

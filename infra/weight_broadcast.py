@@ -1,0 +1,166 @@
+"""A policy's weights straight from the trainer into engines, in one broadcast: for machines that share a fast network.
+
+    trainer, rank 0                                    vLLM's workers, ranks 1, 2, …
+    send(file, broadcast)  ── header, by the rendezvous ─▶  receive(broadcast, rank) ─▶ (name, tensor), …
+                           ── tensors, bucket by bucket ─▶          └─ the digest of it all, compared with the log's
+
+What crosses is the safetensors file the trainer has written, byte for byte, so what arrives is verified as a file from
+the store is. A receiver may load tensors before the last bucket has come: it must not serve them before `receive` has
+ended.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, sha256_of_json
+
+Backend = Literal["gloo", "nccl"]
+BUCKET_BYTES = 256 * 2**20
+"""Most that is in flight at once, but for a tensor that is larger by itself."""
+SECONDS = 60.0
+"""How long one side waits for the others, at the rendezvous and in each bucket."""
+_LENGTH_BYTES = 8
+"""safetensors: the header's length, little-endian, before the header."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broadcast:
+    """One broadcast of one policy. Address and port are free on the trainer's node."""
+
+    host: str
+    port: int
+    backend: Backend
+    version: int
+    weights_sha256: str
+    """The policy's weights digest, as in the log."""
+    num_receivers: int
+    first_rank: int = 1
+    """Of the receivers that belong to one engine; the sender is rank 0."""
+
+
+def send(file: Path, broadcast: Broadcast, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Send a safetensors file to all receivers; returns when they have it.
+
+    Raises what torch raises where a receiver does not come, or goes away, within `SECONDS`.
+    """
+    import torch
+
+    with open(file, "rb") as weights:
+        length = weights.read(_LENGTH_BYTES)
+        header = weights.read(int.from_bytes(length, "little"))
+        with _Group(broadcast, rank=0) as group:
+            group.store.set("header", header)
+            for num_bytes, _ in _buckets(header, bucket_bytes):
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+                weights.readinto(buffer.numpy())
+                group.broadcast(buffer.to(group.device))
+
+
+def receive(
+    broadcast: Broadcast, *, rank: int, device: Any = "cpu", bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, Any]]:
+    """Names and tensors, on `device`.
+
+    Raises `storage.objects.digests.DigestMismatch` at the end where the whole is not what the log says, and what torch
+    raises where the sender does not come, or goes away, within `SECONDS`.
+    """
+    import torch
+
+    with _Group(broadcast, rank=rank) as group:
+        header = group.store.get("header")
+        digest = hashlib.sha256(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+        for num_bytes, tensors in _buckets(header, bucket_bytes):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            group.broadcast(buffer)
+            digest.update(buffer.cpu().numpy())
+            for name, about, start, end in tensors:
+                # A copy: a layer may keep it until its last tensor is there, and bytes may begin where no number can.
+                yield name, buffer[start:end].clone().view(_dtype(about["dtype"])).view(about["shape"])
+    if sha256_of_json({WEIGHTS_FILE: digest.hexdigest()}) != broadcast.weights_sha256:
+        raise DigestMismatch(f"policy {broadcast.version} arrived by broadcast with other weights than the log's")
+
+
+def _buckets(header: bytes, most_bytes: int) -> Iterator[tuple[int, list[tuple[str, dict[str, Any], int, int]]]]:
+    """Both sides cut the file alike: size of a bucket, and its tensors with start and end within it."""
+    described = {name: about for name, about in json.loads(header).items() if name != "__metadata__"}
+    tensors: list[tuple[str, dict[str, Any], int, int]] = []
+    size = begin = 0
+    for name, about in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+        start, end = about["data_offsets"]
+        if tensors and end - begin > most_bytes:
+            yield size, tensors
+            tensors, begin = [], start
+        tensors.append((name, about, start - begin, end - begin))
+        size = end - begin
+    if tensors:
+        yield size, tensors
+
+
+def _dtype(name: str) -> Any:
+    """safetensors' name of a dtype → torch's."""
+    import torch
+
+    return {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I16": torch.int16,
+        "I8": torch.int8,
+        "U8": torch.uint8,
+        "BOOL": torch.bool,
+    }[name]
+
+
+class _Group:
+    """The processes of one broadcast, joined for its length: who takes part may be others the next time."""
+
+    def __init__(self, broadcast: Broadcast, *, rank: int) -> None:
+        import torch.distributed as dist
+
+        patience = datetime.timedelta(seconds=SECONDS)
+        size = broadcast.num_receivers + 1
+        rendezvous = dist.TCPStore(broadcast.host, broadcast.port, size, rank == 0, patience)
+        self.store: Any = dist.PrefixStore("millrace", rendezvous)
+        self.device = "cuda" if broadcast.backend == "nccl" else "cpu"
+        self._rank, self._size = rank, size
+        if broadcast.backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = patience
+            self._group: Any = dist.ProcessGroupNCCL(self.store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupGloo(self.store, rank, size, timeout=patience)
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+
+    def __enter__(self) -> _Group:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for all, because the sender holds the rendezvous; not where something has gone wrong."""
+        try:
+            if kind is None and self._rank:
+                self.store.set(f"done/{self._rank}", "")
+            elif kind is None:
+                self.store.wait([f"done/{rank}" for rank in range(1, self._size)])
+        finally:
+            self._group.abort()
+
+    def broadcast(self, buffer: Any) -> None:
+        """From rank 0 to all, and wait for it."""
+        self._group.broadcast([buffer], self._options).wait()
+        if buffer.is_cuda:
+            import torch
+
+            torch.cuda.current_stream().synchronize()

@@ -1,0 +1,278 @@
+"""The conversation a workflow holds with the policy; every token is recorded where it is sampled.
+
+In: messages. Out: replies as text, and `turns`: ids, logprobs and per-token versions exactly as the engine gave them.
+History is never tokenised again: a later turn appends tokens to the branch of the conversation that it extends.
+
+    u₁ a₁ u₂ a₂          sequence 0: one row, a₁ and a₂ trained
+    u₁ a₁ u₂ a₂ u₃ a₃    the same branch goes on: sequence 0, only u₃ a₃ are added
+    u₁ a₁ v₂ b₂          no branch ends inside it: sequence 1 starts, everything before b₂ is context
+
+So no token is trained twice, whatever a workflow or an agent does with its history.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tool_parsing import CallRequest, ParsedReply, ToolParser
+from rollouts.chat.tools import Tool, run_calls
+from rollouts.engines.engine import Engine
+from storage.records import Message, Sampling, ToolCall, Turn
+
+
+class OutOfRoom(Exception):
+    """The conversation has reached the model's length limit; the attempt ends as `truncated`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What the policy said in one turn."""
+
+    text: str
+    """All it wrote, as recorded: pass it on as the `content` of the assistant's message to go on from here."""
+    content: str
+    """Without the tool calls."""
+    tool_calls: list[CallRequest]
+    """In the order they were written; empty where none were asked for, or no tools were on offer."""
+    finish_reason: str
+    """`stop` or `length`, from the engine."""
+    turn_idx: int
+    """Which of the chat's `turns` it is."""
+    malformed_call: str = ""
+    """The rest of a call that begins as one and cannot be read; empty otherwise."""
+
+    @property
+    def cut_off(self) -> bool:
+        """True when a length limit ended it."""
+        return self.finish_reason == "length"
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Branch:
+    """One line of the conversation: what was said, and its tokens. It becomes one training sequence."""
+
+    sequence_idx: int
+    messages: list[Message]
+    ids: list[int]
+    tools: list[dict[str, Any]]
+    """As the first prompt showed them to the policy."""
+    reply: Reply
+    """The last one."""
+    replied_at: float
+    """When it came, by `time.perf_counter`."""
+    busy: bool = False
+    """True while the engine writes its next reply."""
+
+
+class Chat:
+    """One attempt's conversation; single use. Several `complete` may run at once."""
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        tokens: ChatTokens,
+        sampling: Sampling,
+        max_model_len: int,
+        request_id: str,
+        tool_parser: ToolParser | None = None,
+        max_tool_turns: int = 8,
+        tool_timeout: float = 30.0,
+        tool_output_chars: int = 8192,
+    ) -> None:
+        self._engine = engine
+        self.tokens = tokens
+        """The model's tokenizer and chat template."""
+        self.sampling = sampling
+        """How every reply is drawn; a single one may be shorter."""
+        self._max_model_len = max_model_len
+        self._request_id = request_id
+        self._tool_parser = tool_parser
+        self._max_tool_turns = max_tool_turns
+        self._tool_timeout = tool_timeout
+        self._tool_output_chars = tool_output_chars
+        self._num_requests = 0
+        self._num_tool_turns = 0
+        self._branches: list[_Branch] = []
+        self.messages: list[Message] = []
+        """The conversation as it stands, the last reply included."""
+        self.recorded: list[Message] = []
+        """Every message of the attempt once, messages of abandoned histories too."""
+        self.turns: list[Turn] = []
+        self.held_seconds = 0.0
+        """For how long the engine waited for its next policy before it began."""
+        self.max_turns_reached = False
+        """True when the policy asked for tools once more than `max_tool_turns` allows."""
+
+    async def ask(self, text: str, *, tools: Sequence[Tool] = ()) -> str:
+        """Say something as the user; returns the policy's reply, the last one where it called tools on the way.
+
+        Raises what `complete` raises, and `rollouts.chat.tools.ToolUnavailable` when a tool's infrastructure failed.
+        """
+        messages = [*self.messages, Message(role="user", content=text)]
+        while True:
+            reply = await self.complete(messages, tools=tools)
+            if not (reply.tool_calls or reply.malformed_call):
+                return reply.text
+            if self._num_tool_turns >= self._max_tool_turns:
+                self.max_turns_reached = True
+                return reply.text
+            self._num_tool_turns += 1
+            results = await self._run_tools(reply, tools)
+            messages = [*self.messages, *results]
+
+    async def complete(
+        self, messages: Sequence[Message], *, tools: Sequence[Tool | dict[str, Any]] = (), max_tokens: int | None = None
+    ) -> Reply:
+        """The policy's reply to a whole conversation; the tools it asks for are not executed.
+
+        `tools` are `Tool`s or schemas in OpenAI's function format. `max_tokens` may shorten the reply, not lengthen it.
+        Raises `rollouts.engines.engine.EngineError` when the engine fails and `OutOfRoom` when no token more fits.
+        """
+        schemas = [each.schema if isinstance(each, Tool) else each for each in tools]
+        if tools and self._tool_parser is None:
+            raise ValueError("this Chat was made without a tool parser, so it cannot read tool calls")
+        branch = self._branch_for(messages, schemas)
+        if branch is None:
+            history, context_ids = [], self.tokens.prompt(messages, tools=schemas)
+        else:
+            new = messages[len(branch.messages) :]
+            history, context_ids = branch.ids, self.tokens.continuation(new, ended=not branch.reply.cut_off)
+            self._note_results(branch, new)
+        prompt_ids = [*history, *context_ids]
+        room = self._max_model_len - len(prompt_ids)
+        if room < 1:
+            raise OutOfRoom(f"{len(prompt_ids)} tokens of {self._max_model_len} are used")
+        sampling = _capped(self.sampling, room if max_tokens is None else min(room, max_tokens))
+        request_id = f"{self._request_id}/{self._num_requests}"
+        self._num_requests += 1
+        with _busy(branch):
+            started = time.perf_counter()
+            generation = await self._engine.generate(prompt_ids, sampling=sampling, request_id=request_id)
+            generate_seconds = time.perf_counter() - started - generation.held_seconds
+            self.held_seconds += generation.held_seconds
+            text = self.tokens.text(generation.token_ids, keep_special=bool(schemas))
+            parsed = ParsedReply(content=text, tool_calls=[])
+            if schemas and self._tool_parser is not None:
+                parsed = await self._tool_parser.parse(text, schemas)
+        # From here on nothing waits, so that what runs at the same time finds all of the turn or nothing.
+        turn = Turn(
+            context_ids=context_ids,
+            sampled_ids=generation.token_ids,
+            logprobs=generation.logprobs,
+            weight_versions=generation.weight_versions,
+            finish_reason=generation.finish_reason,
+            sequence_idx=len(self._branches) if branch is None else branch.sequence_idx,
+            generate_seconds=generate_seconds,
+            adapters=generation.adapters,
+        )
+        reply = Reply(
+            text=text,
+            content=parsed.content,
+            tool_calls=parsed.tool_calls,
+            malformed_call=parsed.malformed_call,
+            finish_reason=generation.finish_reason,
+            turn_idx=len(self.turns),
+        )
+        said = Message(role="assistant", content=text, is_completion=True)
+        self.turns.append(turn)
+        new = messages[self._num_recorded(messages) :]
+        self.recorded += [*(dataclasses.replace(message, is_completion=False) for message in new), said]
+        self.messages = [*messages, said]
+        grown = _Branch(
+            sequence_idx=turn.sequence_idx,
+            messages=list(self.messages),
+            ids=[*prompt_ids, *generation.token_ids],
+            tools=schemas if branch is None else branch.tools,
+            reply=reply,
+            replied_at=time.perf_counter(),
+        )
+        self._branches[turn.sequence_idx : turn.sequence_idx + 1] = [grown]
+        return reply
+
+    @property
+    def cut_off(self) -> bool:
+        """True when the last reply was ended by a length limit."""
+        return bool(self.turns) and self.turns[-1].finish_reason == "length"
+
+    async def _run_tools(self, reply: Reply, tools: Sequence[Tool]) -> list[Message]:
+        """Execute what a reply asks for, note it in the reply's turn, and return the results as messages."""
+        calls, unavailable = await run_calls(
+            reply.tool_calls, tools, timeout=self._tool_timeout, output_chars=self._tool_output_chars
+        )
+        if not reply.tool_calls:
+            told = "error: this is no tool call that can be read; check its format"
+            calls = [ToolCall(name="", arguments=reply.malformed_call, result=told, failed=True)]
+        self._note_calls(reply, calls)
+        if unavailable is not None:
+            raise unavailable
+        return [Message(role="tool", content=call.result) for call in calls]
+
+    def _note_calls(self, reply: Reply, calls: list[ToolCall]) -> None:
+        self.turns[reply.turn_idx] = dataclasses.replace(self.turns[reply.turn_idx], tool_calls=calls)
+
+    def _note_results(self, branch: _Branch, new: Sequence[Message]) -> None:
+        """Note what became of calls that the caller of `complete` executed itself; their time is all that passed."""
+        asked = branch.reply.tool_calls
+        results = [message.content for message in itertools.takewhile(lambda m: m.role == "tool", new)]
+        if not asked or len(results) != len(asked) or self.turns[branch.reply.turn_idx].tool_calls:
+            return
+        seconds = time.perf_counter() - branch.replied_at
+        calls = [
+            ToolCall(name=call.name, arguments=call.arguments, result=result, seconds=seconds)
+            for call, result in zip(asked, results, strict=True)
+        ]
+        self._note_calls(branch.reply, calls)
+
+    def _branch_for(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> _Branch | None:
+        """The branch that goes on with these messages: the longest that is, as a whole, the beginning of them.
+
+        A branch whose prompt did not show the tools on offer cannot go on, for the policy would not know them.
+        """
+        fitting = [
+            branch
+            for branch in self._branches
+            if not branch.busy
+            and _shared(branch.messages, messages) == len(branch.messages)
+            and (not tools or tools == branch.tools)
+        ]
+        return max(fitting, key=lambda branch: len(branch.messages), default=None)
+
+    def _num_recorded(self, messages: Sequence[Message]) -> int:
+        """How many of the first messages stand in `recorded` already."""
+        return max((_shared(branch.messages, messages) for branch in self._branches), default=0)
+
+
+@contextlib.contextmanager
+def _busy(branch: _Branch | None) -> Iterator[None]:
+    """Nobody else may extend the branch meanwhile."""
+    if branch is None:
+        yield
+        return
+    branch.busy = True
+    try:
+        yield
+    finally:
+        branch.busy = False
+
+
+def _shared(ones: Sequence[Message], others: Sequence[Message]) -> int:
+    """Length of the common beginning. What the model sees counts, not who is said to have written it."""
+    count = 0
+    for one, other in zip(ones, others, strict=False):
+        if (one.role, one.content) != (other.role, other.content):
+            break
+        count += 1
+    return count
+
+
+def _capped(sampling: Sampling, room: int) -> Sampling:
+    if sampling.max_tokens <= room:
+        return sampling
+    return dataclasses.replace(sampling, max_tokens=room)

@@ -1,0 +1,260 @@
+"""Functions a policy may call: their schema from the signature, and their execution with a deadline each.
+
+In: typed functions with a docstring, sync or async, also methods of an environment object. Out: `ToolCall` records.
+
+    @tool
+    def add(a: int, b: int) -> int:
+        \"\"\"Add two numbers.\"\"\"
+        return a + b
+
+Whose fault a failure is decides what becomes of it: what the policy wrote wrongly, and what a tool raised, is told to
+the policy and the attempt goes on; `ToolUnavailable` ends the attempt without a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired, get_type_hints
+
+from docstring_parser import parse as parse_docstring
+from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from rollouts.chat.tool_parsing import CallRequest
+from storage.records import ToolCall
+
+logger = logging.getLogger("millrace.tools")
+
+MOST_HUNG_THREADS = 256
+"""Blocking tools that passed their deadline and still run; with more, calls of blocking tools are refused."""
+
+
+class ToolUnavailable(Exception):
+    """Raised by a tool whose infrastructure failed (a server answered 500): the attempt ends as `tool_error`, without
+    a reward, because the policy is not to blame."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """A function a policy may call. Make one with `tool`; calling it calls the function."""
+
+    function: Callable[..., Any]
+    name: str
+    schema: dict[str, Any]
+    """OpenAI's function format: name, description, JSON schema of the parameters."""
+    parameters: TypeAdapter[dict[str, Any]]
+    """Checks the arguments a policy wrote."""
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self.function(*arguments, **keywords)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Tool:
+        """The method of an object, where the decorated function stands in a class."""
+        if instance is None:
+            return self
+        return Tool(functools.partial(self.function, instance), self.name, self.schema, self.parameters)
+
+
+def tool(function: Callable[..., Any]) -> Tool:
+    """Make a typed function, or a method inside a class, callable by a policy.
+
+    Raises `ValueError` where the docstring or a type hint is missing, or a parameter cannot be given by name.
+    """
+    name = getattr(function, "__name__", repr(function))
+    docstring = parse_docstring(inspect.getdoc(function) or "")
+    if not docstring.description:
+        raise ValueError(f"tool {name!r} has no docstring; the policy needs to be told what it does")
+    described = {parameter.arg_name: parameter.description for parameter in docstring.params}
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ValueError(f"tool {name!r}: {error}; types in its hints must be importable from its module") from error
+    fields: dict[str, Any] = {}
+    for parameter in _parameters(function):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ValueError(f"tool {name!r}: parameter {parameter} cannot be given by name; write each one out")
+        if parameter.name not in hints:
+            raise ValueError(
+                f"tool {name!r}: parameter {parameter.name!r} has no type hint; the schema is made of them"
+            )
+        hint = _described(hints[parameter.name], described.get(parameter.name))
+        fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
+    arguments = with_config(ConfigDict(extra="forbid"))(TypedDict(name, fields))  # type: ignore[operator]
+    try:
+        parameters: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
+        schema = _without_titles(parameters.json_schema())
+    except PydanticUserError as error:
+        raise ValueError(f"tool {name!r}: a parameter's type has no JSON schema: {error.message}") from error
+    described_as = {"name": name, "description": docstring.description.strip(), "parameters": schema}
+    return Tool(function, name, {"type": "function", "function": described_as}, parameters)
+
+
+def tools_of(environment: object) -> list[Tool]:
+    """The methods of an object that are tools, in the order they were written."""
+    kind = type(environment)
+    names = dict.fromkeys(name for ancestor in reversed(kind.__mro__) for name in vars(ancestor))
+    return [getattr(environment, name) for name in names if isinstance(getattr(kind, name, None), Tool)]
+
+
+async def run_calls(
+    requests: Sequence[CallRequest], tools: Sequence[Tool], *, timeout: float, output_chars: int
+) -> tuple[list[ToolCall], ToolUnavailable | None]:
+    """Execute the calls of one turn at the same time, each within `timeout` seconds.
+
+    Returns their records in order, and the first `ToolUnavailable` that one of them raised.
+    Raises `ValueError` for two tools of one name.
+    """
+    known = {each.name: each for each in tools}
+    if len(known) < len(tools):
+        raise ValueError(f"two tools have the same name: {', '.join(each.name for each in tools)}")
+    outcomes = await asyncio.gather(*(_run(request, known, timeout) for request in requests))
+    calls = [
+        ToolCall(
+            name=request.name,
+            arguments=request.arguments,
+            result=_cut(outcome.result, output_chars),
+            failed=outcome.failed,
+            seconds=outcome.seconds,
+        )
+        for request, outcome in zip(requests, outcomes, strict=True)
+    ]
+    return calls, next((outcome.unavailable for outcome in outcomes if outcome.unavailable), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """What became of one call."""
+
+    result: str
+    failed: bool = False
+    seconds: float = 0.0
+    unavailable: ToolUnavailable | None = None
+
+
+async def _run(request: CallRequest, known: dict[str, Tool], timeout: float) -> _Outcome:
+    wanted = known.get(request.name)
+    if wanted is None:
+        return _Outcome(result=f"error: there is no tool {request.name!r}, only {', '.join(known)}", failed=True)
+    try:
+        arguments = wanted.parameters.validate_json(request.arguments or "{}")
+    except ValidationError as error:
+        return _Outcome(result=f"error: {_what_is_wrong(error)}", failed=True)
+    started = time.perf_counter()
+    execution = asyncio.create_task(_execute(wanted.function, arguments))
+    try:
+        # Waits for the task or the deadline, and not for the end of a task that ignores its cancellation.
+        await asyncio.wait({execution}, timeout=timeout)
+    finally:
+        execution.cancel()
+    seconds = time.perf_counter() - started
+    if not execution.done():
+        return _Outcome(result=f"error: timed out after {timeout:g} s", failed=True, seconds=seconds)
+    result = execution.result()
+    if isinstance(result, str):
+        return _Outcome(result=result, seconds=seconds)
+    unavailable = result if isinstance(result, ToolUnavailable) else None
+    return _Outcome(result=f"error: {_words(result)}", failed=True, seconds=seconds, unavailable=unavailable)
+
+
+async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> str | BaseException:
+    """What the tool returned, as text, or what it raised: even a `sys.exit` in a tool must not end the worker."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    try:
+        if inspect.iscoroutinefunction(inner):
+            value = await function(**arguments)
+        else:
+            value = await _in_thread(functools.partial(function, **arguments))
+            if inspect.isawaitable(value):  # an async function behind a decorator
+                value = await value
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything: told to the policy
+        return error
+
+
+_hung_threads: set[threading.Thread] = set()
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """Run a blocking call in a thread of its own.
+
+    Nothing can stop a thread. One that passed the deadline runs on unwatched; because it is a thread of its own and a
+    daemon, it takes no place in a pool and does not keep the process from ending.
+    """
+    _hung_threads.difference_update([thread for thread in _hung_threads if not thread.is_alive()])
+    if len(_hung_threads) >= MOST_HUNG_THREADS:
+        raise ToolUnavailable(f"{len(_hung_threads)} earlier calls of blocking tools have not returned")
+    loop = asyncio.get_running_loop()
+    returned: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if not returned.done():
+            returned.set_result((value, error))
+
+    def body() -> None:
+        value, raised = None, None
+        try:
+            value = context.run(call)
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the loop may be closed meanwhile
+            loop.call_soon_threadsafe(settle, value, raised)
+
+    thread = threading.Thread(target=body, name="millrace-tool", daemon=True)
+    thread.start()
+    try:
+        value, raised = await returned
+    except asyncio.CancelledError:
+        _hung_threads.add(thread)
+        logger.warning("a blocking tool was given up; its thread runs on, with %d others", len(_hung_threads) - 1)
+        raise
+    if raised is not None:
+        raise raised
+    return value
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """All that a caller gives: without the `self` of a method that is being defined."""
+    parameters = list(inspect.signature(function).parameters.values())
+    return parameters[1:] if parameters and parameters[0].name in ("self", "cls") else parameters
+
+
+def _described(hint: Any, description: str | None) -> Any:
+    return Annotated[hint, Field(description=description)] if description else hint
+
+
+def _without_titles(schema: Any) -> Any:
+    """Pydantic gives every part a title made of its name; they tell a policy nothing."""
+    match schema:
+        case dict():
+            kept = {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}
+            return {key: _without_titles(value) for key, value in kept.items()}
+        case list():
+            return [_without_titles(value) for value in schema]
+        case _:
+            return schema
+
+
+def _what_is_wrong(error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    return "; ".join(": ".join(filter(None, [".".join(map(str, p["loc"])), p["msg"]])) for p in problems)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _cut(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    return f"{text[:most]} … [cut: {most} of {len(text)} characters]"

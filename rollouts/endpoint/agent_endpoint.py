@@ -1,0 +1,336 @@
+"""An OpenAI-compatible server in the rollout worker: what an agent asks through it becomes turns of its attempt.
+
+    agent, in any process ── base_url, key ─┬▶ /v1/chat/completions ─┬▶ Session ─▶ Chat ─▶ engine
+                                            ├▶ /v1/responses ────────┘
+                                            └▶ /v1/sessions/reward ───▶ Session.reward
+
+In: requests on the loopback interface. Out: turns in the `Chat` of the attempt the key belongs to, and its reward.
+The server lives in the worker's event loop, one for all attempts, and starts with the first of them. A key is worth
+something only while its attempt runs. Nothing is recorded of a request that failed or whose client went away, so
+a client may retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, FiniteFloat
+
+from rollouts.chat.chat import Chat, OutOfRoom
+from rollouts.endpoint.openai_responses import read_response_request, response, response_events, said
+from rollouts.endpoint.openai_wire import (
+    Answer,
+    Call,
+    CalledFunction,
+    ChatRequest,
+    Refused,
+    WireMessage,
+    chat_completion,
+    event_stream,
+    read,
+    read_request,
+)
+from rollouts.engines.engine import EngineError
+from rollouts.workflow import Score
+from storage.records import Message, Sampling
+
+_KEEP_ALIVE = 60
+"""Seconds an idle connection stays open; an agent may think that long before its client has to connect again."""
+
+
+class PostedReward(BaseModel):
+    """Body of `POST /v1/sessions/reward`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    reward: FiniteFloat | None
+    """Null means not applicable, as in `Score`."""
+    parts: dict[str, FiniteFloat | None] = {}
+
+
+class Session:
+    """One attempt as its agent sees it: a key, a conversation and a reward."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.key = f"sk-{secrets.token_urlsafe(24)}"
+        self.reward: Score | None = None
+        """What the agent posted, null until then."""
+        self.fault: Exception | None = None
+        """Why the last request could not be answered; null once one was. It explains an agent that then gave up."""
+        self.responses: dict[str, list[WireMessage]] = {}
+        """By id of a response (Responses API): the conversation up to and with it, its instructions left out."""
+        self._chat = chat
+        self._said_with_calls: dict[Any, tuple[str, str]] = {}
+        """By their tool calls: the words beside them, and all that the policy wrote."""
+        self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the run draws this attempt's tokens."""
+        return self._chat.sampling
+
+    async def answer(self, request: ChatRequest) -> Answer:
+        """Let the policy reply to a conversation. Raises `Refused`."""
+        messages = [self._message(message) for message in request.messages]
+        tools = [tool.for_template() for tool in request.tools]
+        try:
+            reply = await self._chat.complete(messages, tools=tools, max_tokens=request.limit)
+        except OutOfRoom as error:
+            self.fault = error
+            raise Refused(400, str(error), code="context_length_exceeded", param="messages") from error
+        except EngineError as error:
+            self.fault = error
+            raise Refused(503, f"the inference engine failed: {error}", retry=True) from error
+        except Exception as error:  # e.g. the chat template refuses these messages
+            self.fault = error
+            raise Refused(500, f"{type(error).__name__}: {error}") from error
+        self.fault = None
+        calls, content = [], reply.text
+        if request.tool_choice == "auto":
+            content = reply.content
+            calls = [
+                Call(id=call.id, function=CalledFunction(name=call.name, arguments=call.arguments))
+                for call in reply.tool_calls
+            ]
+        if calls:
+            self._said_with_calls[_form(calls)] = (content, reply.text)
+        turn = self._chat.turns[reply.turn_idx]
+        return Answer(
+            content=content,
+            calls=calls,
+            turn=turn,
+            prompt_tokens=self._num_tokens(turn.sequence_idx) - len(turn.sampled_ids),
+            token_texts=[self._chat.tokens.text([i]) for i in turn.sampled_ids] if request.logprobs else None,
+        )
+
+    def post_reward(self, score: Score) -> None:
+        """Keep the attempt's reward; once, though the same one may be posted again. Raises `Refused` (409)."""
+        if self.reward is not None and self.reward != score:
+            raise Refused(409, f"this session's reward is {self.reward.reward} already; a session has one reward")
+        self.reward = score
+
+    def earlier(self, response_id: str) -> list[WireMessage]:
+        """The conversation up to and with an earlier response; none for an empty id. Raises `Refused`."""
+        if response_id and response_id not in self.responses:
+            raise Refused(400, f"this session has no response {response_id!r}", param="previous_response_id")
+        return self.responses.get(response_id, [])
+
+    async def run(self, work: Coroutine[Any, Any, Any], *, until: Coroutine[Any, Any, Any]) -> Any:
+        """Do `work` unless `until` comes first or the session ends; it is cancelled then. Raises `Refused` (401)."""
+        doing, ending = asyncio.create_task(work), asyncio.create_task(until)
+        self._running.add(doing)
+        try:
+            await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.cancelled():
+                raise _unknown_key()
+            return doing.result() if doing.done() else None
+        finally:
+            self._running.discard(doing)
+            await _cancelled(doing, ending)
+
+    async def close(self) -> None:
+        """Cancel what is running: after this nothing is added to the attempt's turns."""
+        await _cancelled(*self._running)
+
+    def _message(self, wire: WireMessage) -> Message:
+        """The message as the policy saw it: its own replies as it sampled them, tool-call markup included."""
+        role, text = "system" if wire.role == "developer" else wire.role, wire.content
+        if wire.tool_calls:
+            content, said = self._said_with_calls.get(_form(wire.tool_calls), ("", ""))
+            if not said.startswith(content) or not said:
+                raise Refused(
+                    400,
+                    "the history has tool calls that the policy did not make in this session; send its messages back "
+                    "as they came, or say what happened in words",
+                    param="messages",
+                )
+            # Some clients leave out the words beside the calls; other words are an edit, and the Chat forks.
+            text = said if text in ("", content) else text + said.removeprefix(content)
+        return Message(role=role, content=text)
+
+    def _num_tokens(self, sequence_idx: int) -> int:
+        turns = [turn for turn in self._chat.turns if turn.sequence_idx == sequence_idx]
+        return sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)
+
+
+class AgentEndpoint:
+    """The server. It listens from the first moment on and serves until `close`, or the end of its event loop."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
+        """What an OpenAI client takes as `base_url`."""
+        self._server = _Server(
+            uvicorn.Config(
+                _application(self._sessions.get),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=_KEEP_ALIVE,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        # An empty context: this task outlives the attempt that happens to start it.
+        self._serving = asyncio.create_task(self._serve(), context=contextvars.Context())
+
+    @contextlib.asynccontextmanager
+    async def session(self, chat: Chat) -> AsyncIterator[Session]:
+        """A key for the attempt that `chat` belongs to; unknown again afterwards."""
+        session = Session(chat)
+        self._sessions[session.key] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[session.key]
+            await session.close()
+
+    async def close(self) -> None:
+        """Stop listening; requests in flight get a second."""
+        self._server.should_exit = True
+        await self._serving
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            self._socket.close()
+            if _ENDPOINTS.get(loop) is self:
+                del _ENDPOINTS[loop]
+
+
+_ENDPOINTS: dict[asyncio.AbstractEventLoop, AgentEndpoint] = {}
+
+
+def agent_endpoint() -> AgentEndpoint:
+    """The server of the running event loop; the first call starts it."""
+    loop = asyncio.get_running_loop()
+    if loop not in _ENDPOINTS:
+        _ENDPOINTS[loop] = AgentEndpoint()
+    return _ENDPOINTS[loop]
+
+
+async def close_agent_endpoint() -> None:
+    """Stop the running event loop's server, if there is one."""
+    endpoint = _ENDPOINTS.pop(asyncio.get_running_loop(), None)
+    if endpoint is not None:
+        await endpoint.close()
+
+
+class _Server(uvicorn.Server):
+    def capture_signals(self) -> Any:
+        """Signals belong to the worker, not to the server inside it."""
+        return contextlib.nullcontext()
+
+
+def _application(find: Callable[[str], Session | None]) -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    def session_of(request: Request) -> Session:
+        session = find(request.headers.get("authorization", "").removeprefix("Bearer "))
+        if session is None:
+            raise _unknown_key()
+        return session
+
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> Response:
+        return JSONResponse(error.body, error.status, headers={"x-should-retry": str(error.retry).lower()})
+
+    @app.exception_handler(404)
+    async def not_found(request: Request, _: Exception) -> Response:
+        offered = "chat/completions, responses, models and sessions/reward"
+        return await refused(request, Refused(404, f"no {request.url.path} here, only {offered} under /v1"))
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Any:
+        session_of(request)
+        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "millrace"}]}
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request) -> Response:
+        session, body = session_of(request), await _json(request)
+        asked = read_request(body, session.sampling)
+        answer = await session.run(session.answer(asked), until=_disconnected(request))
+        if answer is None:
+            return _nobody_reads_it()
+        completion = chat_completion(answer, model=str(body.get("model", "")))
+        if asked.stream:
+            return _events(event_stream(completion, include_usage=asked.stream_options.include_usage))
+        return JSONResponse(completion.model_dump(mode="json", exclude_unset=True))
+
+    @app.post("/v1/responses")
+    async def respond(request: Request) -> Response:
+        session, body = session_of(request), await _json(request)
+        asked = read_response_request(body, session.sampling)
+        conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
+        answer = await session.run(session.answer(asked.chat_request(conversation)), until=_disconnected(request))
+        if answer is None:
+            return _nobody_reads_it()
+        made = response(answer, body)
+        session.responses[made.id] = [*conversation, said(answer)]
+        if asked.stream:
+            return _events(response_events(made))
+        return JSONResponse(made.model_dump(mode="json", exclude_unset=True))
+
+    @app.post("/v1/sessions/reward")
+    async def reward(request: Request) -> Any:
+        session = session_of(request)
+        posted = read(PostedReward, await _json(request))
+        session.post_reward(Score(reward=posted.reward, parts=posted.parts))
+        return posted.model_dump()
+
+    return app
+
+
+def _events(events: Iterator[str]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream")
+
+
+def _nobody_reads_it() -> Response:
+    return Response(status_code=499)
+
+
+async def _json(request: Request) -> Any:
+    try:
+        return await request.json()
+    except ValueError as error:
+        raise Refused(400, f"the body of the request is not JSON: {error}") from error
+
+
+async def _disconnected(request: Request) -> None:
+    """Return once the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _unknown_key() -> Refused:
+    return Refused(401, "no attempt that is running has this API key", code="invalid_api_key")
+
+
+def _form(calls: Sequence[Call]) -> Any:
+    """Calls as agents send them back: the arguments may have been parsed and written again on the way."""
+    return tuple((call.id, call.function.name, _normal(call.function.arguments)) for call in calls)
+
+
+def _normal(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except ValueError:
+        return arguments

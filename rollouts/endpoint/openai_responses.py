@@ -1,0 +1,230 @@
+"""OpenAI's Responses API as another spelling of a chat: text, function tools, and `previous_response_id`.
+
+In: the JSON body of a request. Out: the `ChatRequest` it amounts to; from the policy's reply a `Response`, whole or as
+the events of a stream. What `openai_wire` refuses is refused here too.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from openai.types.responses import Response
+from pydantic import Discriminator, Field, Tag, field_validator
+
+from rollouts.endpoint.openai_wire import (
+    Answer,
+    Call,
+    CalledFunction,
+    ChatRequest,
+    Function,
+    Strict,
+    ToolSpecification,
+    WireMessage,
+    joined,
+    read,
+    without_neutral,
+)
+from storage.records import Sampling
+
+_ONLY_AT: dict[str, Any] = {
+    "include": [],
+    "background": False,
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "parallel_tool_calls": True,
+    "text": {"format": {"type": "text"}},
+}
+"""Accepted at the value that changes nothing."""
+
+
+class _Item(Strict):
+    id: str = ""
+    status: str = ""
+
+
+class MessageItem(_Item):
+    """Something said by anybody."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+    phase: str = ""
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, content: Any) -> Any:
+        return joined(content)
+
+
+class CallItem(_Item):
+    """A call the policy made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ResultItem(_Item):
+    """What became of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+
+    @field_validator("output", mode="before")
+    @classmethod
+    def _joined(cls, output: Any) -> Any:
+        return joined(output)
+
+
+def _kind(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else None
+
+
+_AnyItem = Annotated[
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[ResultItem, Tag("function_call_output")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_item",
+        custom_error_message="only messages, function_call and function_call_output items are supported here",
+    ),
+]
+
+
+class ResponseTool(Function):
+    """One entry of `tools`."""
+
+    type: Literal["function"]
+
+
+class ResponseRequest(Strict):
+    """The part of a Responses request that has an effect."""
+
+    input: list[_AnyItem] = Field(min_length=1)
+    instructions: str = ""
+    previous_response_id: str = ""
+    tools: list[ResponseTool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+    @property
+    def messages(self) -> list[WireMessage]:
+        """The input as chat messages: calls belong to the assistant's message they follow."""
+        messages: list[WireMessage] = []
+        for item in self.input:
+            match item:
+                case MessageItem():
+                    messages.append(WireMessage(role=item.role, content=item.content))
+                case ResultItem():
+                    messages.append(WireMessage(role="tool", content=item.output, tool_call_id=item.call_id))
+                case CallItem():
+                    if not messages or messages[-1].role != "assistant":
+                        messages.append(WireMessage(role="assistant"))
+                    call = Call(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+                    messages[-1] = messages[-1].model_copy(update={"tool_calls": [*messages[-1].tool_calls, call]})
+        return messages
+
+    def chat_request(self, conversation: Sequence[WireMessage]) -> ChatRequest:
+        """The same request over a whole conversation, instructions in front, in the other format."""
+        instructions = [WireMessage(role="system", content=self.instructions)] if self.instructions else []
+        functions = [
+            Function.model_validate(tool.model_dump(exclude={"type"}, exclude_unset=True)) for tool in self.tools
+        ]
+        return ChatRequest(
+            messages=[*instructions, *conversation],
+            tools=[ToolSpecification(type="function", function=function) for function in functions],
+            tool_choice=self.tool_choice,
+            max_tokens=self.max_output_tokens,
+        )
+
+
+def read_response_request(body: Any, sampling: Sampling) -> ResponseRequest:
+    """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
+    return read(ResponseRequest, without_neutral(body, _ONLY_AT, sampling))
+
+
+def said(answer: Answer) -> WireMessage:
+    """The reply as a message of the history."""
+    return WireMessage(role="assistant", content=answer.content, tool_calls=answer.calls)
+
+
+def response(answer: Answer, body: dict[str, Any]) -> Response:
+    """A reply as OpenAI's client expects it; `body` is the request, of which it repeats some fields."""
+    status = "completed" if answer.turn.finish_reason == "stop" else "incomplete"
+    output: list[dict[str, Any]] = []
+    if answer.content or not answer.calls:
+        text = {"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}
+        output.append({"type": "message", "role": "assistant", "content": [text]})
+    for call in answer.calls:
+        function = call.function
+        output.append(
+            {"type": "function_call", "call_id": call.id, "name": function.name, "arguments": function.arguments}
+        )
+    sampled = len(answer.turn.sampled_ids)
+    return Response.model_validate(
+        {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": time.time(),
+            "model": str(body.get("model", "")),
+            "status": status,
+            "error": None,
+            "incomplete_details": None if status == "completed" else {"reason": "max_output_tokens"},
+            "instructions": body.get("instructions"),
+            "previous_response_id": body.get("previous_response_id"),
+            "parallel_tool_calls": True,
+            "tools": body.get("tools") or [],
+            "tool_choice": body.get("tool_choice") or "auto",
+            "output": [{"id": f"item_{uuid.uuid4().hex}", "status": status, **item} for item in output],
+            "usage": {
+                "input_tokens": answer.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": answer.prompt_tokens + sampled,
+            },
+        }
+    )
+
+
+def response_events(made: Response) -> Iterator[str]:
+    """A finished response as the server-sent events of a streamed one."""
+    for number, (kind, fields) in enumerate(_steps(made.model_dump(mode="json", exclude_unset=True))):
+        yield f"event: {kind}\ndata: {json.dumps({'type': kind, 'sequence_number': number, **fields})}\n\n"
+
+
+def _steps(made: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun = {**made, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield "response.created", {"response": begun}
+    yield "response.in_progress", {"response": begun}
+    for index, item in enumerate(made["output"]):
+        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        yield "response.output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", **empty}}
+        place: dict[str, Any] = {"item_id": item["id"], "output_index": index}
+        if item["type"] == "message":
+            [part] = item["content"]
+            place["content_index"] = 0
+            yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
+            yield "response.output_text.delta", {**place, "delta": part["text"], "logprobs": []}
+            yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
+            yield "response.content_part.done", {**place, "part": part}
+        else:
+            yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield "response.function_call_arguments.done", {**place, **done}
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    yield f"response.{made['status']}", {"response": made}

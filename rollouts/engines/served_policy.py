@@ -1,0 +1,161 @@
+"""Which policy an engine serves, and how it comes by the next: read from the store, or broadcast by the trainer.
+
+    Policy ─▶ folder (fetched, made whole, digest checked) ─▶ the engine swaps weights ─▶ version
+                └── a damaged delta: what is served stays, within the staleness bound, and `overdue` is for later
+
+In: policies of a run's log. Out: their folders, and what the engine says of each update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable
+from pathlib import Path
+
+from infra.weight_broadcast import Broadcast
+from rollouts.engines.engine import Engine, EngineError, WeightUpdate
+from storage.log.entries import Policy
+from storage.log.run_log import RunLog
+from storage.log.runs import find_policy
+from storage.policies.policies import DamagedDelta, PolicyReader
+
+logger = logging.getLogger("millrace.rollout")
+
+
+class ServedPolicy:
+    """The policy of one engine. Call `first`, start the engine with it, and hand the engine over to `serve`."""
+
+    def __init__(self, log: RunLog, log_lock: asyncio.Lock, *, cache: Path, most_behind: float) -> None:
+        """`log_lock` is held while the log is read anew. `most_behind` is how many versions the engine may be behind
+        the newest one while that one cannot be made."""
+        self._log = log
+        self._log_lock = log_lock
+        self._most_behind = most_behind
+        self._reader = PolicyReader(log, cache)
+        self._engine: Engine
+        self.version = 0
+        """The policy version the engine serves."""
+        self._awaited = 0
+        self._released = asyncio.Event()
+        self.pin = asyncio.Lock()
+        """Held by whoever needs the engine to stay with this version."""
+        self.overdue: Policy | None = None
+        """What should be served and could not be made; null where nothing is missing."""
+
+    def first(self, version: int | None) -> tuple[Policy, Path]:
+        """What to start an engine with, and its folder: a version of the run, the live one by default.
+
+        Where that is a damaged delta it is overdue, and this its anchor: the trainer, which starts at the same time,
+        may put the weights back. Raises `ValueError` for a version the run does not have, or not any more.
+        """
+        wanted = find_policy(self._log, version)
+        try:
+            return wanted, self._reader.fetch(wanted)
+        except DamagedDelta as error:
+            anchor = find_policy(self._log, wanted.anchor)
+            logger.warning("starting with policy %d instead of %d: %s", anchor.version, wanted.version, error)
+            self.overdue = wanted
+            return anchor, self._reader.fetch(anchor)
+
+    def base(self) -> Path:
+        """The folder of the base policy, which adapters are for."""
+        return self._reader.fetch(find_policy(self._log, 0))
+
+    def serve(self, engine: Engine, version: int) -> None:
+        """From here on updates go to this engine, which has that version."""
+        self._engine, self.version = engine, version
+
+    async def publish(self, policy: Policy) -> WeightUpdate | None:
+        """Serve a policy from the next token on, read from the store.
+
+        Null where the engine serves a newer one, and where it is a damaged delta, overdue from now on, and the engine
+        may go on with what it has. Raises `storage.policies.policies.DamagedDelta` where it may not, and
+        `storage.objects.digests.DigestMismatch` before touching the engine, `EngineError` with the old version still
+        serving.
+        """
+        await self._know(policy)
+        try:
+            folder = await asyncio.to_thread(self._reader.fetch, policy)
+        except DamagedDelta as error:
+            if policy.version - self.version > self._most_behind:
+                raise
+            logger.warning("policy %d serves on instead of %d: %s", self.version, policy.version, error)
+            self.overdue = policy
+            return None
+        async with self.pin:
+            if policy.version < self.version:
+                return None  # two were published at once, and the later one was here first
+            self.overdue = None
+            update = await self._engine.load_policy(folder, policy.version)
+            self._serves(policy.version)
+        return update
+
+    async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
+        """`publish` by broadcast, and from the store where that fails."""
+        await self._know(policy)
+        try:
+            async with self.pin:
+                update = await self._engine.receive_policy(broadcast, functools.partial(self._reader.fetch, policy))
+                self.overdue = None
+                self._serves(policy.version)
+        except EngineError as error:
+            logger.warning("policy %d is read from the store, its broadcast failed: %s", policy.version, error)
+            return await self.publish(policy)
+        return update
+
+    @property
+    def holds(self) -> bool:
+        """Whether the engine keeps requests for a version to come."""
+        return self._awaited > 0
+
+    @property
+    def next_version(self) -> int:
+        """What answers the next request: `version`, or the one that `hold_for` waits for."""
+        return self._awaited or self.version
+
+    async def hold_for(self, version: int) -> None:
+        """Let the engine, which must have no request now, keep those that come until it serves that version; by a
+        caller that holds `pin`."""
+        self._awaited = version  # first: whoever needs the engine meanwhile releases it again
+        self._released.clear()
+        await self._engine.hold()
+
+    async def released_within(self, seconds: float) -> bool:
+        """Wait until the engine holds nothing back; false where it still does after so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._released.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def release(self) -> Awaitable[None]:
+        """Wait for no version from now on; what this returns lets the engine answer, after a load that is under way."""
+        self._awaited = 0
+        self._released.set()
+        return self._engine.release()
+
+    async def load(self, version: int) -> None:
+        """Serve any version of the run; for an engine that only evaluates, by a caller that holds `pin`.
+
+        Raises `ValueError` for a version the run does not have, or not any more.
+        """
+        if version == self.version:
+            return
+        async with self._log_lock:
+            await asyncio.to_thread(self._log.refresh)
+        folder = await asyncio.to_thread(self._reader.fetch, find_policy(self._log, version))
+        await self._engine.load_policy(folder, version)
+        self.version = version
+
+    def _serves(self, version: int) -> None:
+        self.version, self._awaited = version, 0
+        self._released.set()
+
+    async def _know(self, policy: Policy) -> None:
+        """Of a delta the reader needs to know the anchor."""
+        if policy.version not in self._log.state.policies:
+            async with self._log_lock:
+                await asyncio.to_thread(self._log.refresh)

@@ -1,0 +1,163 @@
+"""Adapters (LoRA) in vLLM: one slot that holds the policy, and proof that it holds what it should.
+
+In: an adapter folder in peft's format. Out: the adapter in the slot of every worker, every number compared with it.
+
+Every request names the slot, which is zero while the base model is the policy. So adapters change as whole weights do,
+under running requests and with one version for each token, and no request can outlive the adapter it began with.
+
+An engine can serve the base model where an adapter is asked for, and say nothing. Two checks together exclude it: the
+slot's numbers after each load, and once at the start that a slot full of numbers changes what the engine answers. (A
+policy's own first adapters would not do for the second: after one small step they change no logprob visibly.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from rollouts.engines.engine import EngineError
+from rollouts.engines.vllm_worker import ReloadExtension, answering, results
+from storage.objects.digests import sha256_of_file
+from storage.policies.adapters import ADAPTER_WEIGHTS
+
+EXTENSION = "rollouts.engines.vllm_lora.AdapterExtension"
+_SLOT_ID = 1  # vLLM counts from 1; 0 is no adapter
+_PREFIX = "base_model.model."  # peft's name of the model around the model
+_PROMPT = list(range(8))
+_VISIBLE = 1e-3  # nats; what the check at the start must change at least, far above rounding
+
+
+def adapter_arguments(rank: int) -> dict[str, Any]:
+    """vLLM's arguments for one adapter of at most this rank. Raises `ValueError` for a rank it cannot serve."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    served = sorted(get_args(MaxLoRARanks))
+    fitting = [largest for largest in served if largest >= rank]
+    if not fitting:
+        raise ValueError(f"train.lora.rank = {rank}: vLLM serves adapters up to rank {served[-1]}")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0], "worker_extension_cls": EXTENSION}
+
+
+def slot_request() -> Any:
+    """What a request to vLLM carries to be answered through the slot."""
+    from vllm.lora.request import LoRARequest
+
+    # The path is never followed: should the slot be empty, vLLM fails to load it instead of serving the base model.
+    return LoRARequest(lora_name="policy", lora_int_id=_SLOT_ID, lora_path="the-slot-is-empty")
+
+
+async def check_applied(llm: Any) -> None:
+    """Raise `EngineError` unless a full slot changes the engine's answers and an empty one does not.
+
+    Leaves the slot empty. For an engine that serves nobody yet.
+    """
+    results(await llm.collective_rpc("load_adapter", args=("",)))
+    base, empty = await _logprobs(llm, None), await _logprobs(llm, slot_request())
+    await llm.collective_rpc("fill_adapter")
+    full = await _logprobs(llm, slot_request())
+    results(await llm.collective_rpc("load_adapter", args=("",)))
+    if max(abs(one - other) for one, other in zip(base, empty, strict=True)) > _VISIBLE:
+        raise EngineError("vLLM's answers change with an adapter of zeros: it cannot serve the base model with LoRA on")
+    if max(abs(one - other) for one, other in zip(base, full, strict=True)) < _VISIBLE:
+        raise EngineError("vLLM takes adapters and answers with the base model; train without train.lora")
+
+
+async def _logprobs(llm: Any, adapter: Any) -> list[float]:
+    """Of a few fixed tokens, each after those before it."""
+    from vllm import SamplingParams, TokensPrompt
+
+    parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+    name = f"adapter-check-{hashlib.sha256(str(id(parameters)).encode()).hexdigest()[:8]}"
+    final = None
+    async for output in llm.generate(TokensPrompt(prompt_token_ids=_PROMPT), parameters, name, lora_request=adapter):
+        final = output
+    assert final is not None
+    seen = final.prompt_logprobs[1:]  # the first token has nothing before it
+    return [float(position[token].logprob) for position, token in zip(seen, _PROMPT[1:], strict=True)]
+
+
+class AdapterExtension(ReloadExtension):
+    """Methods callable by `collective_rpc`; `self` is a vLLM worker."""
+
+    @answering
+    def load_adapter(self, folder: str) -> tuple[str, str]:
+        """Put an adapter folder, or without one zeros, into the slot.
+
+        Returns the sha256 of the file with the weights, and a digest of what the slot of this worker now holds.
+        Fails with `ValueError` where a number in the slot is not the file's; what vLLM refuses leaves the slot as it
+        was.
+        """
+        from vllm.lora.request import LoRARequest
+
+        manager = self.model_runner.lora_manager
+        if not folder:
+            manager.remove_adapter(_SLOT_ID)
+            manager.add_dummy_lora(LoRARequest("policy", _SLOT_ID, "zeros"), rank=1)
+            manager._adapter_manager.activate_adapter(_SLOT_ID)
+            return "", self._compare_slot({}, scale=1.0)
+        path = Path(folder)
+        manager.add_adapter(LoRARequest("policy", _SLOT_ID, folder, load_inplace=True))
+        config = json.loads((path / "adapter_config.json").read_text())
+        held = self._compare_slot(_weights(path / ADAPTER_WEIGHTS), scale=config["lora_alpha"] / config["r"])
+        return sha256_of_file(path / ADAPTER_WEIGHTS), held
+
+    def fill_adapter(self) -> None:
+        """Numbers everywhere in the slot: no policy, only to see whether they are used."""
+        for _, module in self._adapted():
+            for stacked in (*module.lora_a_stacked, *module.lora_b_stacked):
+                stacked[0].fill_(0.05)
+
+    def _adapted(self) -> list[tuple[str, Any]]:
+        modules = self.model_runner.lora_manager._adapter_manager.modules
+        return [(name, module) for name, module in sorted(modules.items()) if hasattr(module, "n_slices")]
+
+    def _compare_slot(self, weights: dict[str, tuple[Any, Any]], *, scale: float) -> str:
+        """Digest of the slot, after comparing it with `weights`: layer → (A, B). A layer they lack must be zero."""
+        packed = self.model_runner.lora_manager._adapter_manager.packed_modules
+        digest, left = hashlib.sha256(), dict(weights)
+        for name, module in self._adapted():
+            parts = [left.pop(part, (None, None)) for part in packed.get(name, [name])]
+            expected_a, expected_b = [a for a, _ in parts], [b for _, b in parts]
+            if module.tp_size > 1:
+                one = len(parts) == 1
+                expected_a = _listed(module.slice_lora_a(expected_a[0] if one else expected_a))
+                expected_b = _listed(module.slice_lora_b(expected_b[0] if one else expected_b))
+            pairs = zip(module.lora_a_stacked, module.lora_b_stacked, expected_a, expected_b, strict=True)
+            for held_a, held_b, a, b in pairs:
+                if not (_holds(held_a[0, 0], a, 1.0) and _holds(held_b[0, 0], b, scale)):
+                    raise ValueError(f"the adapter in the engine's layer {name} is not the one in the file")
+                for held in (held_a, held_b):
+                    digest.update(held[0, 0].float().cpu().numpy().tobytes())
+        if left:
+            raise ValueError(f"the engine cannot adapt {min(left)}; take it out of train.lora.target_modules")
+        return digest.hexdigest()
+
+
+def _weights(file: Path) -> dict[str, tuple[Any, Any]]:
+    """Layer → (A, B) of an adapter file."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(str(file))
+    layers = {name.removeprefix(_PREFIX).rsplit(".lora_", 1)[0] for name in tensors}
+    return {
+        layer: (tensors[f"{_PREFIX}{layer}.lora_A.weight"], tensors[f"{_PREFIX}{layer}.lora_B.weight"])
+        for layer in layers
+    }
+
+
+def _holds(held: Any, matrix: Any, scale: float) -> bool:
+    """True where `held` is the matrix in its upper left corner, scaled as vLLM does it, and zero elsewhere."""
+    if matrix is None:
+        return not held.any()
+    rows, columns = matrix.shape
+    expected = matrix.to(device=held.device, dtype=held.dtype)
+    expected = expected if scale == 1.0 else expected * scale
+    return bool(held[:rows, :columns].equal(expected) and not held[rows:].any() and not held[:, columns:].any())
+
+
+def _listed(matrices: Any) -> list[Any]:
+    return list(matrices) if isinstance(matrices, list | tuple) else [matrices]

@@ -1,0 +1,71 @@
+"""Problems from files: JSONL or Parquet, local or from the Hugging Face hub.
+
+In: a `dataset` value and a split. Out: rows as dictionaries of strings. A broken line is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of one split.
+
+    `dataset` is a file, which then serves every split, a folder with one file per split (`train.jsonl`,
+    `test-00000.parquet`, …), or a hub id.
+    Raises `ValueError` naming file, line and key for a broken line or a missing key, `FileNotFoundError` where the
+    folder has no such split.
+    """
+    path = Path(dataset).expanduser()
+    if path.is_file():
+        return read_rows(path, required=required)
+    if not path.is_dir():
+        if dataset.startswith((".", "/", "~")) or dataset.count("/") != 1:
+            raise FileNotFoundError(f"dataset = {dataset!r}: no such file or folder, and not a Hugging Face id")
+        path = _download(dataset, split)
+    files = sorted(f for suffix in ("jsonl", "parquet") for f in path.rglob(f"*{split}*.{suffix}"))
+    if not files:
+        raise FileNotFoundError(f"{path} has no file for split {split!r}; expected {split}.jsonl or {split}*.parquet")
+    return [row for file in files for row in read_rows(file, required=required)]
+
+
+def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of one JSONL or Parquet file. Raises `ValueError` naming the line."""
+    if file.suffix == ".parquet":
+        from storage.objects.tables import read_parquet_rows
+
+        numbered = list(enumerate(read_parquet_rows(file), start=1))
+    else:
+        numbered = _json_lines(file)
+    rows = []
+    for number, row in numbered:
+        missing = [key for key in required if not isinstance(row, dict) or not str(row.get(key) or "").strip()]
+        if missing:
+            raise ValueError(f"{file}, line {number}: {' and '.join(map(repr, missing))} missing or empty")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{file} has no rows")
+    return rows
+
+
+def _json_lines(file: Path) -> list[tuple[int, Any]]:
+    rows = []
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append((number, json.loads(line)))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}, line {number}: not JSON ({error.msg}); mend or remove the line") from None
+    return rows
+
+
+def _download(dataset: str, split: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [f"*{split}*.jsonl", f"*{split}*.parquet"]
+    return Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=patterns))

@@ -1,0 +1,128 @@
+"""Environments that answer back: reset → observation → reply → step → observation …, one environment per attempt.
+
+    task ─▶ reset ─▶ observation ─▶ chat.ask ─▶ reply ─▶ step ─▶ observation and reward ─▶ … ─▶ close
+                         ▲                                              │
+                         └────────── not done, turns are left ──────────┘
+
+In: an `Environment` that the user writes. Out: a `Score` of discounted returns, a named part per turn. Every
+observation, the first one included, is what the policy reads as the user's message. An exception in `reset`, `step`
+or `close` is a fault of the environment: the attempt ends as `env_error`, without a reward, and the others go on.
+`examples/guess_number.py` is a whole one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollouts.chat.chat import Chat
+from rollouts.chat.tools import tools_of
+from rollouts.workflow import RolloutWorkflow, Score
+from storage.records import RolloutTask
+
+CLOSE_SECONDS = 10.0
+"""How long an environment may take to close; a longer one is abandoned."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What a step returns."""
+
+    text: str = ""
+    """What the policy is told next; nobody reads it once `is_done` is set."""
+    reward: float = 0.0
+    """What the reply was worth by itself; what it leads to later is added by the returns."""
+
+
+class Environment:
+    """Subclass this. One object plays one attempt and is never used again.
+
+    Methods decorated with `rollouts.chat.tools.tool` are tools that the policy may call before it replies.
+    """
+
+    is_done: bool = False
+    """Set it, in `step` or in a tool, when the episode is over; a tool's episode ends with the reply that follows."""
+
+    async def reset(self, task: RolloutTask) -> str:
+        """Prepare the task; returns the first observation."""
+        raise NotImplementedError
+
+    async def step(self, reply: str) -> Observation | str:
+        """Take the policy's reply; returns what it is told next. A string is an observation without a reward."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Release everything. Called once for every environment that was made, failed and cancelled ones too."""
+
+
+class EnvironmentWorkflow(RolloutWorkflow):
+    """Plays `make_environment()` until it is done. Subclass this and give it `tasks` and `make_environment`."""
+
+    max_turns: int = 8
+    """Replies the policy has; an episode that is not done by then ends with status `max_turns`."""
+    discount: float = 1.0
+    """γ: what a reward is worth one turn earlier."""
+
+    def make_environment(self) -> Environment:
+        """A new environment, for one attempt."""
+        raise NotImplementedError
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        """Play one episode. The reward is the return of the first turn; part `turn_<t>` is the return of turn t."""
+        environment = self.make_environment()
+        try:
+            rewards = await self._play(environment, task, chat)
+        except BaseException as error:
+            try:
+                await _close(environment)
+            except Exception as second:  # noqa: BLE001 - the first error is the one to report; this one is its note
+                error.add_note(f"then closing failed: {type(second).__name__}: {second}")
+            raise
+        await _close(environment)
+        values = returns(rewards, discount=self.discount)
+        return Score(reward=values[0], parts={f"turn_{turn}": value for turn, value in enumerate(values)})
+
+    async def _play(self, environment: Environment, task: RolloutTask, chat: Chat) -> list[float]:
+        """The reward of every turn."""
+        tools = tools_of(environment)
+        text = await environment.reset(task)
+        rewards: list[float] = []
+        while True:
+            reply = await chat.ask(text, tools=tools)
+            if chat.max_turns_reached:  # it still wants tools: there is no reply to step with
+                return [*rewards, 0.0]
+            seen = await environment.step(reply)
+            if isinstance(seen, str):
+                seen = Observation(text=seen)
+            rewards.append(seen.reward)
+            if environment.is_done:
+                return rewards
+            if len(rewards) == self.max_turns:
+                chat.max_turns_reached = True
+                return rewards
+            text = seen.text
+
+
+def returns(rewards: Sequence[float], *, discount: float) -> list[float]:
+    """R_t = r_t + γ · R_{t+1}: what turn t is worth with all that follows.
+
+    Example: `returns([0, 0, 1], discount=0.5)` is `[0.25, 0.5, 1.0]`.
+    """
+    values: list[float] = []
+    following = 0.0
+    for reward in reversed(rewards):
+        following = reward + discount * following
+        values.append(following)
+    return values[::-1]
+
+
+async def _close(environment: Environment) -> None:
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS) as limit:
+            await environment.close()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        name = type(environment).__name__
+        raise RuntimeError(f"{name}.close did not return within {CLOSE_SECONDS:g} s") from None

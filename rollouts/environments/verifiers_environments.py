@@ -1,0 +1,308 @@
+"""Environments written for the `verifiers` package (its v1 API), played unchanged.
+
+    workflow = "rollouts.environments.verifiers_environments:VerifiersWorkflow"
+    dataset = "gsm8k-v1"           # the id of a taskset, or a TOML file with verifiers' `[env]` settings
+
+    task ─▶ Env.run_episode ─▶ harness ─▶ verifiers' interception ─▶ Session ─▶ Chat ─▶ engine
+                 └─▶ its rewards and metrics ─▶ Score
+
+In: a taskset by name. Out: a task per row and, per attempt, one episode: the reward is verifiers' own weighted sum,
+the parts are its rewards and metrics by name (so set weights there, not in the run file's `[reward]`). Tasks,
+rewards, tools, stops and the control flow of an episode are the environment's; the tokens are recorded here.
+
+Two defaults differ from verifiers', whose are made for remote sandboxes. A seat runs on this machine (`runtime`), and
+one that brings no harness of its own gets verifiers' chat loop inside the worker: the same program as its `null`
+harness, without a process for every attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import sys
+import tomllib
+import traceback
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from openai import DefaultAsyncHttpxClient
+from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.graph import PendingTurn
+from verifiers.v1.harnesses.null import NullHarness
+from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
+from verifiers.v1.interception import Interception, Slot
+from verifiers.v1.session import RolloutSession
+
+from rollouts.chat.chat import Chat
+from rollouts.endpoint.agent_endpoint import Session
+from rollouts.endpoint.openai_wire import Refused, chat_completion, read_request
+from rollouts.workflow import RolloutWorkflow, Score
+from storage.records import RolloutTask
+
+__all__ = ["ChatLoop", "VerifiersWorkflow"]  # verifiers finds the harness of a module in this list
+
+MOST_TASKS = 10_000
+"""Taken of a taskset that never ends."""
+_HARNESS_ID = "millrace_chat_loop"
+# Of the kind whose answers verifiers takes whole and streams on itself; nothing is ever sent to this address.
+_POLICY = vf.TrainClientConfig(base_url="http://policy.invalid/v1", api_key_var="MILLRACE_NO_KEY")
+_LIMITS = {"max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens"}
+
+
+class EpisodeFailed(Exception):
+    """An episode of the environment ended with an error; the message carries verifiers' own words."""
+
+
+class VerifiersWorkflow(RolloutWorkflow):
+    """`dataset` names the taskset, or a TOML file with the keys of verifiers' `[env]` table."""
+
+    def __init__(self, dataset: str | None = None) -> None:
+        """Raises `ValueError` where `dataset` is missing, and what verifiers raises for settings it does not know."""
+        super().__init__(dataset)
+        if not dataset:
+            raise ValueError("dataset must be set: the id of a verifiers taskset, or a TOML file with its [env] keys")
+        given = Path(dataset)
+        settings = tomllib.loads(given.read_text()) if given.suffix == ".toml" else {"taskset": {"id": dataset}}
+        self._env = vf.load_environment(_env_config(settings))
+        self._tasks: dict[str, vf.Task] = {}
+        self._serving: _Serving | None = None
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        """The taskset's rows. Without a `split` setting of its own, every tenth is `test` and the others are not."""
+        config = self._env.config.taskset
+        has_splits = "split" in type(config).model_fields
+        taskset = vf.load_taskset(config.model_copy(update={"split": split})) if has_splits else self._env.taskset
+        rows = list(taskset if taskset.bounded else itertools.islice(taskset, MOST_TASKS))
+        if not has_splits:
+            rows = [row for row in rows if (row.data.idx % 10 == 9) == (split == "test")]
+        named = {f"{split}-{row.data.id or row.data.idx}": row for row in rows}
+        if len(named) < len(rows):
+            raise ValueError(f"taskset {config.id!r} has {len(rows) - len(named)} rows with the id of another one")
+        self._tasks |= named
+        return [RolloutTask(id=name, prompt=row.data.prompt_text) for name, row in named.items()]
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        """Play one episode."""
+        if self._serving is None or self._serving.over:
+            self._serving = _Serving(self._env)
+        interception = await self._serving.interception()
+        session = Session(chat)
+        minted: list[str] = []
+
+        def watch(trace: vf.Trace) -> None:
+            minted.append(trace.id)
+            interception.attempts[trace.id] = session
+
+        try:
+            episode = await self._env.run_episode(
+                self._tasks[task.id], vf.ModelContext(model="policy", client=_POLICY), on_trace=watch
+            )
+        finally:
+            for trace_id in minted:
+                del interception.attempts[trace_id]
+            await session.close()
+        if session.fault is not None:  # the environment saw an HTTP status; the attempt is to say the reason
+            raise session.fault
+        trace = _trained(episode)
+        chat.max_turns_reached = trace.stop_condition in _LIMITS
+        rewards = {name: reward.score if reward else None for name, reward in trace.rewards.items()}
+        known = any(reward is not None for reward in rewards.values())
+        return Score(reward=trace.reward if known else None, parts={**trace.metrics, **rewards})
+
+    async def close(self) -> None:
+        """Stop the environment's servers."""
+        if self._serving is not None:
+            await self._serving.close()
+
+
+class ChatLoop(NullHarness):
+    """verifiers' chat program with its tools over MCP, run in this process; its model calls go the usual way."""
+
+    async def setup(self, runtime: vf.Runtime) -> None:
+        return None
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+        tool_interception_url: str | None = None,
+    ) -> vf.ProgramResult:
+        here: Any = _InProcess(runtime)
+        return await super().launch(ctx, trace, here, endpoint, secret, mcp_urls, data, tool_interception_url)
+
+
+class _InProcess:
+    """The part of a runtime that launches a chat program, as the null harness uses it."""
+
+    def __init__(self, runtime: vf.Runtime) -> None:
+        self._folder = Path(getattr(runtime.info, "id", None) or ".")
+
+    async def write(self, path: str, data: bytes) -> None:
+        (self._folder / path).write_bytes(data)
+
+    async def prepare_uv_script(self, script: str, env: dict[str, str], *, activate: bool = True) -> list[str]:
+        assert script is CHAT_PROGRAM_SOURCE
+        return []
+
+    async def run_program(self, argv: list[str], env: dict[str, str]) -> vf.ProgramResult:
+        program: dict[str, Any] = {"__name__": _HARNESS_ID}
+        exec(_CHAT_PROGRAM, program)  # the library's own source, made to be run as a script
+        # The interception listens on the loopback, without TLS: reading the certificates costs 20 ms per attempt.
+        program["DefaultAsyncHttpxClient"] = lambda **_: DefaultAsyncHttpxClient(verify=False, trust_env=False)
+        try:
+            arguments = _arguments(program, argv)
+            if arguments.initial_messages_file:
+                arguments.initial_messages_file = str(self._folder / arguments.initial_messages_file)
+            program["parse_args"] = lambda: arguments
+            await program["main"]()
+        except SystemExit as end:
+            return vf.ProgramResult(end.code if isinstance(end.code, int) else 1, "", str(end.code))
+        except Exception:  # noqa: BLE001 - what a program writes as it dies, for verifiers to make an error of
+            return vf.ProgramResult(1, "", traceback.format_exc())
+        return vf.ProgramResult(0, "", "")
+
+
+_CHAT_PROGRAM = compile(CHAT_PROGRAM_SOURCE, "<verifiers chat program>", "exec")
+
+
+def _arguments(program: dict[str, Any], argv: list[str]) -> argparse.Namespace:
+    saved, sys.argv = sys.argv, ["chat", *argv]
+    try:
+        parsed: argparse.Namespace = program["parse_args"]()
+        return parsed
+    finally:
+        sys.argv = saved
+
+
+class _Serving:
+    """The environment's own servers, entered and left in one task: MCP clients insist on that."""
+
+    def __init__(self, env: vf.Env) -> None:
+        self._env = env
+        self._ready: asyncio.Future[_PolicyInterception] = asyncio.get_running_loop().create_future()
+        self._stop = asyncio.Event()
+        # An empty context: this task outlives the attempt that happens to start it.
+        self._task = asyncio.create_task(self._serve(), context=contextvars.Context())
+
+    @property
+    def over(self) -> bool:
+        """True once nothing is served any more."""
+        return self._task.done()
+
+    async def interception(self) -> _PolicyInterception:
+        """Raises what kept the servers from starting."""
+        return await asyncio.shield(self._ready)
+
+    async def close(self) -> None:
+        self._stop.set()
+        await self._task
+
+    async def _serve(self) -> None:
+        try:
+            async with self._env.serving():
+                assert self._env._interception is not None
+                served = _PolicyInterception(self._env._interception)
+                self._env._interception = served  # where its agents look; there is no other way in
+                self._ready.set_result(served)
+                await self._stop.wait()
+        except Exception as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)
+
+
+class _PolicyInterception(Interception):
+    """verifiers' interception, with the model behind every seat that the policy plays replaced by its attempt."""
+
+    def __init__(self, inner: Interception) -> None:
+        super().__init__()
+        self._inner = inner
+        self.attempts: dict[str, Session] = {}
+        """By trace id."""
+
+    async def start(self) -> None:
+        return None
+
+    @contextlib.asynccontextmanager
+    async def acquire(self, session: RolloutSession) -> AsyncIterator[Slot]:
+        async with self._inner.acquire(session) as slot:
+            if session.ctx.client == _POLICY:
+                agent = session.trace.agent
+                if not agent.trainable:
+                    raise ValueError(
+                        f"seat {agent.name!r} is not trained but would be played by the policy: "
+                        f"give it a model and a client of its own ({agent.name}.model, {agent.name}.client)"
+                    )
+                session.client = _PolicyClient(self.attempts[session.trace.id])
+            yield slot
+
+
+class _PolicyClient(vf.Client):
+    """Answers a rollout's model calls from its attempt's conversation."""
+
+    def __init__(self, attempt: Session) -> None:
+        self._attempt = attempt
+
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        sampling: vf.SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> vf.Response:
+        if not isinstance(dialect, ChatDialect):
+            raise vf.ProviderError(f"the policy speaks chat completions, not {type(dialect).__name__}", status_code=400)
+        prompt = dialect.parse_request(body).messages if turn is None else turn.prompt
+        messages = [message_to_wire(message) for message in prompt]
+        try:
+            request = read_request({**body, "messages": messages}, self._attempt.sampling)
+            answer = await self._attempt.answer(request)
+        except Refused as error:
+            raise vf.ProviderError(str(error), status_code=error.status) from error
+        raw = chat_completion(answer, model="policy").model_dump(mode="json", exclude_unset=True)
+        response: vf.Response = dialect.parse_response(dialect.validate_response(raw))
+        response.raw = raw
+        return response
+
+
+def _env_config(settings: dict[str, Any]) -> vf.EnvConfig:
+    """verifiers' settings, with this machine and the chat loop as every seat's defaults."""
+    sys.modules.setdefault(_HARNESS_ID, sys.modules[__name__])  # it looks harnesses up among top-level modules
+    taskset_id = settings.get("taskset", {}).get("id", "")
+    declared = vf.env_config_type(taskset_id, settings.get("id", ""))
+    own_harness = vf.default_harness_id(taskset_id) == taskset_id
+    seats = {name: field.default for name, field in declared.model_fields.items()}
+    for name, seat in seats.items():
+        if not isinstance(seat, vf.AgentConfig):
+            continue
+        wanted = settings.setdefault(name, {})
+        if "runtime" not in seat.model_fields_set:
+            wanted.setdefault("runtime", {"type": "subprocess"})
+        if seat.harness is None and not own_harness:
+            wanted.setdefault("harness", {"id": _HARNESS_ID})
+    return vf.resolve_env_config(settings)
+
+
+def _trained(episode: vf.Episode) -> vf.Trace:
+    """The one trace of an episode that trains the policy. Raises `EpisodeFailed`."""
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors if not trace.ok)]
+    if not episode.ok:
+        raise EpisodeFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+    trained = [trace for trace in episode.traces if trace.agent.trainable]
+    if len(trained) != 1:
+        names = ", ".join(trace.agent.name for trace in trained) or "none"
+        raise EpisodeFailed(f"one trained seat per episode makes one attempt with one reward; here are: {names}")
+    return trained[0]

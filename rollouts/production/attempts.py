@@ -1,0 +1,221 @@
+"""Plays one attempt, and n of them as a group; whatever goes wrong becomes a status, never a reward of 0.
+
+    task ─▶ n × (Chat ─▶ workflow.run ─▶ Score) ─▶ score_group ─▶ shaping ─▶ Trajectory ─▶ filters ─▶ RolloutGroup
+
+In: a task. Out: a `RolloutGroup`, rejected ones with the reason. When a group may start is the executor's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from rollouts.chat.chat import Chat, OutOfRoom
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tool_parsing import ToolParser
+from rollouts.chat.tools import ToolUnavailable
+from rollouts.engines.engine import Engine, EngineError
+from rollouts.rewards.reward_shaping import check_weights, shaped
+from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
+from rollouts.workflow import RolloutWorkflow, Score, WorkflowContext, WrongWorkflow, set_workflow_context
+from settings.redaction import without_secrets
+from settings.reward import RewardSettings
+from storage.records import RolloutGroup, RolloutTask, Sampling, Status, Trajectory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttemptLimits:
+    """What bounds an attempt and what makes a group usable; see `settings/rollout.py` for each."""
+
+    min_usable: int
+    drop_uniform_groups: bool
+    exclude_statuses: Sequence[str]
+    attempt_timeout: float
+    max_tool_turns: int = 8
+    tool_timeout: float = 30.0
+    tool_output_chars: int = 8192
+
+
+class Player:
+    """Plays attempts of one workflow on one engine."""
+
+    def __init__(
+        self,
+        *,
+        workflow: RolloutWorkflow,
+        engine: Engine,
+        tokens: ChatTokens,
+        rewards: RewardPool,
+        limits: AttemptLimits,
+        max_model_len: int,
+        tool_parser: ToolParser | None = None,
+        shaping: RewardSettings | None = None,
+    ) -> None:
+        self._workflow = workflow
+        self._engine = engine
+        self._tokens = tokens
+        self._rewards = rewards
+        self._limits = limits
+        self._max_model_len = max_model_len
+        self._tool_parser = tool_parser
+        self._shaping = shaping or RewardSettings()
+        self._unseen_weights = set(self._shaping.weights)
+
+    async def group(
+        self,
+        task: RolloutTask,
+        *,
+        group_id: str,
+        position: int,
+        epoch: int,
+        n_samples: int,
+        sampling: Sampling,
+        is_eval: bool,
+    ) -> RolloutGroup:
+        """All attempts at a task.
+
+        Raises what is wrong with the workflow itself, see `WrongWorkflow`; `ValueError` for a weight of a reward part
+        that there is not; and `RewardTimeout` where the run file says that it fails the run.
+        """
+        queued_at = time.time()
+        try:
+            async with asyncio.TaskGroup() as attempts:
+                started = [
+                    attempts.create_task(self._attempt(task, group_id, attempt, sampling, is_eval))
+                    for attempt in range(n_samples)
+                ]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None  # one says it all
+        scored = await self._scored_together(task, [attempt.result() for attempt in started])
+        self._unseen_weights = check_weights(self._unseen_weights, scored)
+        trajectories = [
+            shaped(trajectory, self._shaping, max_tokens=sampling.max_tokens, is_eval=is_eval) for trajectory in scored
+        ]
+        group = RolloutGroup(
+            id=group_id,
+            task=task,
+            position=position,
+            epoch=epoch,
+            expected=n_samples,
+            trajectories=trajectories,
+            queued_at=queued_at,
+        )
+        reason = "" if is_eval else self._reject_reason(group)
+        return dataclasses.replace(group, accepted=not reason, reject_reason=reason)
+
+    def _reject_reason(self, group: RolloutGroup) -> str:
+        rewards = [trajectory.reward for trajectory in group.usable]
+        if len(rewards) < self._limits.min_usable:
+            return f"{len(rewards)} usable of {group.expected}, {self._limits.min_usable} needed"
+        if self._limits.drop_uniform_groups and len(set(rewards)) == 1:
+            return f"uniform reward {rewards[0]:g}"
+        if not self._workflow.accept(group):
+            return f"{type(self._workflow).__name__}.accept said no"
+        return ""
+
+    async def _scored_together(self, task: RolloutTask, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Rewards that depend on the other attempts, where the workflow has such."""
+        usable = [trajectory for trajectory in trajectories if trajectory.usable]
+        if not usable:
+            return trajectories
+        set_reward_pool(self._rewards)
+        try:
+            async with asyncio.timeout(self._limits.attempt_timeout):
+                scores = await self._workflow.score_group(task, usable)
+        except Exception as exception:  # noqa: BLE001 - user code may raise anything; none of these has a reward now
+            self._stop_if_told(exception, task)
+            status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
+            error = without_secrets(f"score_group: {type(exception).__name__}: {exception}")
+            return [
+                dataclasses.replace(trajectory, status=status, reward=None, error=error)
+                if trajectory.usable
+                else trajectory
+                for trajectory in trajectories
+            ]
+        if scores is None:
+            return trajectories
+        name = type(self._workflow).__name__
+        if len(scores) != len(usable) or not all(isinstance(score, Score) for score in scores):
+            raise WrongWorkflow(
+                f"{name}.score_group returned {len(scores)} scores for {len(usable)} attempts; return one Score each"
+            )
+        scored = {
+            trajectory.attempt: dataclasses.replace(
+                trajectory, reward=score.reward, reward_parts={**trajectory.reward_parts, **score.parts}
+            )
+            for trajectory, score in zip(usable, scores, strict=True)
+        }
+        return [scored.get(trajectory.attempt, trajectory) for trajectory in trajectories]
+
+    async def _attempt(
+        self, task: RolloutTask, group_id: str, attempt: int, sampling: Sampling, is_eval: bool
+    ) -> Trajectory:
+        set_workflow_context(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
+        set_reward_pool(self._rewards)
+        chat = Chat(
+            engine=self._engine,
+            tokens=self._tokens,
+            sampling=sampling,
+            max_model_len=self._max_model_len,
+            request_id=f"{group_id}/{attempt}",
+            tool_parser=self._tool_parser,
+            max_tool_turns=self._limits.max_tool_turns,
+            tool_timeout=self._limits.tool_timeout,
+            tool_output_chars=self._limits.tool_output_chars,
+        )
+        started_at, started = time.time(), time.perf_counter()
+        score, error = Score(reward=None), ""
+        try:
+            async with asyncio.timeout(self._limits.attempt_timeout):
+                returned = await self._workflow.run(task, chat)
+            if not isinstance(returned, Score):
+                raise WrongWorkflow(
+                    f"{type(self._workflow).__name__}.run returned {type(returned).__name__}; one call plays one "
+                    "attempt and returns one Score. Grouping is `n_samples` in the run file"
+                )
+            score, status = returned, _end_of(chat)
+        except WrongWorkflow:
+            raise
+        except (TimeoutError, RewardTimeout) as exception:
+            self._stop_if_told(exception, task)
+            status, error = (
+                "timeout",
+                str(exception) or f"attempt took more than {self._limits.attempt_timeout:g} s",
+            )
+        except RewardFailed as exception:
+            status, error = "reward_error", str(exception)
+        except OutOfRoom as exception:
+            status, error = "truncated", str(exception)
+        except EngineError as exception:
+            status, error = "engine_error", str(exception)
+        except ToolUnavailable as exception:
+            status, error = "tool_error", str(exception)
+        except Exception as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
+            status, error = "env_error", f"{type(exception).__name__}: {exception}"
+        generate_seconds = sum(turn.generate_seconds for turn in chat.turns)
+        return Trajectory(
+            attempt=attempt,
+            turns=chat.turns,
+            messages=chat.recorded,
+            status=status,
+            reward=score.reward,
+            reward_parts=score.parts,
+            reward_seconds=max(0.0, time.perf_counter() - started - generate_seconds - chat.held_seconds),
+            started_at=started_at,
+            finished_at=time.time(),
+            error=without_secrets(error),
+            excluded=not is_eval and status in self._limits.exclude_statuses,
+        )
+
+    def _stop_if_told(self, exception: Exception, task: RolloutTask) -> None:
+        if isinstance(exception, RewardTimeout) and self._rewards.on_timeout == "fail":
+            raise RewardTimeout(f"{exception}, at task {task.id!r}; reward.on_timeout is `fail`") from exception
+
+
+def _end_of(chat: Chat) -> Status:
+    """How an attempt ended that was played to its end."""
+    if chat.max_turns_reached:
+        return "max_turns"
+    return "truncated" if chat.cut_off else "ok"

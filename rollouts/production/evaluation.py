@@ -1,0 +1,209 @@
+"""Held-out evaluation of one policy version, in memory that does not grow with the split.
+
+    tasks, one by one ─▶ at most `max_concurrent` groups at once ─▶ all of one version? ─▶ Tally ─▶ Evaluation
+                                                                              └─▶ piece ─▶ commit ─▶ one more shard
+
+In: problems, a player, and the version its engine serves. Out: an `Evaluation` for the log. Its shards are committed
+before it, so one that was killed leaves shards of evaluation rows behind, and no score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from fractions import Fraction
+
+from rollouts.production.attempts import Player
+from storage.log.entries import Evaluation, piece_id
+from storage.records import RolloutGroup, RolloutTask, Sampling
+from storage.shards.codec import summarise
+
+CORRECT = 1.0
+"""An attempt with at least this reward is correct, for pass@k."""
+GROUPS_PER_SHARD = 256
+"""Finished groups are committed when there are so many, or `shard_bytes` of tokens."""
+LONGEST_ERROR = 500  # characters
+
+Commit = Callable[[str, list[RolloutGroup], float], Awaitable[object]]
+"""(shard id, groups, wall-clock seconds they took) → committed."""
+
+
+class MixedVersions(RuntimeError):
+    """An evaluation has tokens of another policy version than the one it is about."""
+
+
+def pass_at_k(*, num_attempts: int, num_correct: int, k: int) -> float:
+    """Chance that at least one of `k` attempts, drawn without replacement from those made, is correct.
+
+    1 − C(n − c, k) / C(n, k), unbiased: Chen et al. 2021, arXiv 2107.03374, equation 1. With 2 of 5 attempts correct
+    and k = 2 it is 1 − 3/10 = 0.7. Raises `ValueError` unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+    """
+    if not (0 <= num_correct <= num_attempts and 1 <= k <= num_attempts):
+        raise ValueError(f"pass@{k} of {num_correct} correct among {num_attempts} attempts is not defined")
+    return 1.0 - math.comb(num_attempts - num_correct, k) / math.comb(num_attempts, k)
+
+
+class Tally:
+    """The numbers of an evaluation, one group at a time. Sums are exact: the order of the groups changes no digit."""
+
+    def __init__(self, n_samples: int) -> None:
+        self._n_samples = n_samples
+        self._sum = Fraction()
+        self._sum_of_squares = Fraction()
+        self._num_correct: Counter[int] = Counter()
+        self.num_tasks = 0
+        self.failures: Counter[str] = Counter()
+        self.last_error = ""
+
+    def add(self, group: RolloutGroup) -> None:
+        """Count a group of `n_samples` attempts; one that is not usable has reward 0 and is incorrect."""
+        rewards = [attempt.reward for attempt in group.usable if attempt.reward is not None]
+        mean = sum(map(Fraction, rewards), Fraction()) / self._n_samples
+        self._sum += mean
+        self._sum_of_squares += mean * mean
+        self._num_correct[sum(reward >= CORRECT for reward in rewards)] += 1
+        self.num_tasks += 1
+        self.failures.update(summarise(group).failures)
+        for attempt in group.trajectories:
+            self.last_error = attempt.error[:LONGEST_ERROR] or self.last_error
+
+    @property
+    def score(self) -> float:
+        """avg@n: mean over problems of the mean reward of their attempts."""
+        return float(self._sum / self.num_tasks)
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the score: sample standard deviation of the problems' means, over √(number of problems)."""
+        if self.num_tasks < 2:
+            return None
+        variance = (self._sum_of_squares - self._sum**2 / self.num_tasks) / (self.num_tasks - 1)
+        return math.sqrt(variance / self.num_tasks)
+
+    @property
+    def pass_at(self) -> dict[str, float]:
+        """Mean pass@k over problems for k = 1, 2, 4, … up to the attempts per problem."""
+        ks = [2**power for power in range(self._n_samples.bit_length())]
+        return {str(k): self._mean_pass_at(k) for k in ks}
+
+    def _mean_pass_at(self, k: int) -> float:
+        chances = [
+            count * pass_at_k(num_attempts=self._n_samples, num_correct=num_correct, k=k)
+            for num_correct, count in self._num_correct.items()
+        ]
+        return math.fsum(chances) / self.num_tasks
+
+
+async def evaluate_tasks(
+    tasks: Iterable[RolloutTask],
+    *,
+    player: Player,
+    version: int,
+    split: str,
+    n_samples: int,
+    sampling: Sampling,
+    max_concurrent: int,
+    shard_id: str,
+    shard_bytes: int,
+    commit: Commit,
+) -> Evaluation:
+    """Attempt every task `n_samples` times on the engine's current weights, policy `version`.
+
+    At most `max_concurrent` groups are being attempted, and fewer than `GROUPS_PER_SHARD` finished ones wait to be
+    committed. Raises `MixedVersions`, `ValueError` without a task, and what is wrong with the workflow itself.
+    """
+    started = flushed_at = time.time()
+    waiting = iter(tasks)
+    tally = Tally(n_samples)
+    piece: list[RolloutGroup] = []
+    piece_bytes = num_shards = 0
+    recording = asyncio.Lock()
+
+    async def flush() -> None:
+        nonlocal piece, piece_bytes, num_shards, flushed_at
+        groups, piece, piece_bytes = piece, [], 0
+        seconds, flushed_at = time.time() - flushed_at, time.time()
+        await commit(piece_id(shard_id, num_shards), groups, seconds)
+        num_shards += 1
+
+    async def record(group: RolloutGroup) -> None:
+        """Whoever fills a piece commits it; meanwhile the others play on, and wait here once they have finished."""
+        nonlocal piece_bytes
+        _check_version(group, version)
+        async with recording:
+            tally.add(group)
+            piece.append(group)
+            piece_bytes += _token_bytes(group)
+            if len(piece) >= GROUPS_PER_SHARD or piece_bytes >= shard_bytes:
+                await flush()
+
+    async def play() -> None:
+        for task in waiting:  # all players share it: who is free takes the next one
+            await record(
+                await player.group(
+                    task,
+                    group_id=f"eval{version}.{task.id}",
+                    position=-1,
+                    epoch=0,
+                    n_samples=n_samples,
+                    sampling=sampling,
+                    is_eval=True,
+                )
+            )
+
+    try:
+        async with asyncio.TaskGroup() as players:
+            for _ in range(max_concurrent):
+                players.create_task(play())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # one says it all
+    if not tally.num_tasks:
+        raise ValueError(f"the workflow's {split!r} split is empty; name another in [evaluation] split")
+    if piece:
+        await flush()
+    return Evaluation(
+        version=version,
+        split=split,
+        score=tally.score,
+        num_tasks=tally.num_tasks,
+        num_failed=tally.failures.total(),
+        shard_id=shard_id,
+        seconds=time.time() - started,
+        n_samples=n_samples,
+        pass_at=tally.pass_at,
+        failures=dict(sorted(tally.failures.items())),
+        last_error=tally.last_error,
+        standard_error=tally.standard_error,
+        num_shards=num_shards,
+    )
+
+
+def failure_of(evaluation: Evaluation) -> str:
+    """What people must be told where every attempt failed; empty where the score says something about the policy."""
+    if not evaluation.failed:
+        return ""
+    counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
+    sentence = (
+        f"the evaluation of policy {evaluation.version} on split {evaluation.split!r} failed: all "
+        f"{evaluation.num_failed} attempts did ({counts}), so its score of 0 says nothing about the policy"
+    )
+    return f"{sentence}; one error: {evaluation.last_error}" if evaluation.last_error else sentence
+
+
+def _check_version(group: RolloutGroup, version: int) -> None:
+    sampled = [turn.weight_versions for attempt in group.trajectories for turn in attempt.turns]
+    if any(versions.count(version) != len(versions) for versions in sampled):
+        found = sorted(set().union(*sampled))
+        raise MixedVersions(
+            f"the evaluation of policy {version} was given up: group {group.id!r} has tokens of policies {found}, so "
+            "the engine changed its weights meanwhile; evaluate again"
+        )
+
+
+def _token_bytes(group: RolloutGroup) -> int:
+    """About what the tokens take in a shard: int32 id, float32 logprob, int32 version, bool mask."""
+    turns = [turn for attempt in group.trajectories for turn in attempt.turns]
+    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)

@@ -1,0 +1,117 @@
+"""A reward for code: the share of unit tests that the code in a reply passes, in a sandbox.
+
+In: a reply with a ```python block, and tests. Out: a float from 0 to 1.
+
+    stdin/stdout pairs   each pair: the code in a sandbox of its own; what it prints is compared here
+    asserts              the code in one sandbox, the tests in another, which calls it (see `sandbox_process.py`)
+
+Runs in a reward process, like every reward; the sandboxes are its children and die with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rollouts.sandbox.sandbox import SandboxedProcess, check_started, require_sandbox, run_script, write_text
+
+_BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+
+
+def unit_tests(
+    reply: str, tests: str, seconds: float = 10.0, memory_gb: float = 1.0, allow_unsandboxed: bool = False
+) -> float:
+    """The share of `tests` that the last ```python block of `reply` passes; 0.0 without one.
+
+    `tests` is one of
+    * Python code. Each top-level statement with an `assert` and each `test…` function is a test; where there are none,
+      each top-level call is (`check(add)`). What the code defines is there by name, and as module `solution`. Values
+      cross as plain data; what a class of the code makes can be used, and compared with others of its kind.
+    * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
+      White space at the ends of lines is ignored; a script that ends with an error has failed.
+
+    `seconds` of wall-clock are for all tests together, `memory_gb` of address space for each process. What is not
+    passed by then counts as failed, so keep `seconds` below the run file's `reward.timeout`.
+
+    Raises `ValueError` for tests that cannot be run, whatever the code, and `SandboxUnavailable` where the machine
+    cannot isolate the code, unless `allow_unsandboxed`: both end as status `reward_error`, not as reward 0.
+    """
+    if not allow_unsandboxed:
+        require_sandbox()
+    pairs = _pairs(tests)
+    blocks = _BLOCK.findall(reply)
+    if not blocks:
+        return 0.0
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="millrace-code-", ignore_cleanup_errors=True) as folder:
+        if pairs is None:
+            return _run_asserts(blocks[-1], tests, Path(folder), deadline=deadline, memory_gb=memory_gb)
+        passed = [
+            _prints(blocks[-1], given, expected, Path(folder) / str(index), deadline=deadline, memory_gb=memory_gb)
+            for index, (given, expected) in enumerate(pairs)
+        ]
+    return sum(passed) / len(pairs)
+
+
+def _pairs(tests: str) -> list[tuple[str, str]] | None:
+    """Input and expected output; null where `tests` is code."""
+    try:
+        data: Any = json.loads(tests)
+    except ValueError:
+        return None
+    match data:
+        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
+            pairs = list(zip(inputs, outputs, strict=True))
+        case [*cases] if all(isinstance(case, dict) and {"input", "output"} <= case.keys() for case in cases):
+            pairs = [(case["input"], case["output"]) for case in cases]
+        case _:
+            pairs = []
+    if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ValueError('JSON tests must be [{"input": "…", "output": "…"}, …] with at least one pair of texts')
+    return pairs
+
+
+def _prints(code: str, given: str, expected: str, folder: Path, *, deadline: float, memory_gb: float) -> bool:
+    """True when the script, fed with `given`, prints `expected`."""
+    if deadline <= time.monotonic():
+        return False
+    status, printed = run_script(code, given, folder, deadline=deadline, memory_gb=memory_gb)
+    return status == 0 and _lines(printed) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _run_asserts(code: str, tests: str, folder: Path, *, deadline: float, memory_gb: float) -> float:
+    """The share of tests passed. The two processes share nothing but two pipes."""
+    for name, text in (("solution", code), ("tests", tests)):
+        (folder / name).mkdir()
+        write_text(folder / name / f"{name}.py", text)
+    left = deadline - time.monotonic()
+    requests, asks = os.pipe()
+    answers, tells = os.pipe()
+    with (folder / "verdicts").open("wb") as verdicts:
+        start = functools.partial(SandboxedProcess, seconds=left, memory_gb=memory_gb)
+        server = start("serve", folder / "solution", pass_fds=[requests, tells])
+        checker = start("check", folder / "tests", pass_fds=[asks, answers, verdicts.fileno()])
+    for descriptor in (requests, asks, answers, tells):
+        os.close(descriptor)  # theirs now: the end of one is to be seen by the other
+    checker.wait(deadline)
+    server.kill()
+    has_served = server.missing() is not None  # tests that cannot be run may end sooner than it begins
+    check_started(checker.missing() is not None)
+    lines = (folder / "verdicts").read_text().split("\n")[:-1]  # a line that was being written is none yet
+    said = [json.loads(line) for line in lines]
+    if faults := [line["fault"] for line in said if "fault" in line]:
+        raise ValueError(faults[0])
+    check_started(has_served or (bool(said) and not said[0]["tests"]))
+    if not said or not said[0]["tests"]:
+        raise ValueError("the tests have no assert, no test function and no call, so there is nothing to pass")
+    return sum(line.get("passed", False) for line in said) / said[0]["tests"]

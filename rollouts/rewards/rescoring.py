@@ -1,0 +1,258 @@
+"""Score recorded attempts again with another reward function: no engine, nothing recorded is touched.
+
+    committed shard ─▶ reply + the task's answer ─ RewardPool ─▶ rewards/<name>/<shard id>.arrow ─▶ `Rescore` log entry
+
+Killed at any point, the same call goes on with the shards that have no file yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from infra.user_code import load_object, source_file
+from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
+from storage.log.entries import Rescore, Shard
+from storage.log.run_log import RunLog
+from storage.objects.digests import sha256_of_file
+from storage.shards.rescored_rewards import (
+    SCORED_COLUMNS,
+    Attempt,
+    NewReward,
+    RewardSet,
+    attempts_of,
+    check_name,
+    find_rewards,
+    put_rewards,
+    read_rewards,
+)
+from storage.shards.shards import DamagedShard, read_shard
+
+SHARDS_PER_ENTRY = 64
+"""Files named by one log entry. A kill before the entry loses none of them: the next call finds the files."""
+
+
+@dataclass
+class Comparison:
+    """Recorded and new rewards of many attempts."""
+
+    attempts: int = 0
+    changed: int = 0
+    """Attempts whose reward is another one now, null included."""
+    nulls: int = 0
+    """Attempts whose new reward is null."""
+    sums: list[float] = field(default_factory=lambda: [0.0] * 6)
+    """Over attempts with both: their number, Σ old, Σ new, Σ old², Σ new², Σ old · new."""
+
+    def add(self, old: float | None, new: float | None) -> None:
+        self.attempts += 1
+        self.changed += old != new
+        self.nulls += new is None
+        if old is not None and new is not None:
+            terms = (1.0, old, new, old * old, new * new, old * new)
+            self.sums = [total + term for total, term in zip(self.sums, terms, strict=True)]
+
+    @property
+    def means(self) -> tuple[float, float] | None:
+        """Mean recorded and mean new reward, over attempts that have both."""
+        count, old, new = self.sums[:3]
+        return (old / count, new / count) if count else None
+
+    @property
+    def correlation(self) -> float | None:
+        """Pearson's, over attempts that have both; null where one of them is constant."""
+        count, old, new, old_squares, new_squares, products = self.sums
+        variance = (count * old_squares - old**2) * (count * new_squares - new**2)
+        return (count * products - old * new) / math.sqrt(variance) if variance > 0 else None
+
+
+@dataclass
+class Rescored:
+    """What a rescore did and found."""
+
+    rewards: RewardSet
+    new_shards: int = 0
+    """Shards scored by this call."""
+    known_shards: int = 0
+    """Shards that had these rewards already."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Shards without new rewards, and why: damaged, quarantined or retired."""
+    failures: Counter[str] = field(default_factory=Counter)
+    """Attempts of this call that got null, by reason."""
+    first_error: str = ""
+    """Words of the first reward that failed."""
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+    """By split, over all shards that have these rewards."""
+
+
+def load_reward(path: str, *, name: str = "") -> tuple[Callable[..., Any], RewardSet]:
+    """A reward function by import path, and what its rewards are called: by default like the function.
+
+    Raises `ValueError` for anything but a module-level function of (reply, answer), and for an unusable name.
+    """
+    function = load_object(path)
+    if not inspect.isfunction(function) or "." in function.__qualname__:
+        raise ValueError(f"{path} is no function at the top level of a module, so no reward process could load it")
+    try:
+        inspect.signature(function).bind("reply", "answer")
+    except TypeError as error:
+        raise ValueError(f"{path} cannot be called as function(reply, answer): {error}") from None
+    name = name or function.__name__
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name[0] in "-.":
+        raise ValueError(f"rewards name {name!r}: use letters, digits, dot, dash and underscore")
+    digest = sha256_of_file(source_file(function))
+    return function, RewardSet(name=name, reward=path, reward_sha256=digest)
+
+
+class Rescoring:
+    """One rescore of one run. Building it checks everything that can be checked without reading a shard.
+
+    Raises `storage.shards.rescored_rewards.RewardsTaken` for a name that belongs to other code, and `ValueError` for a
+    prompt the workflow's data set does not have.
+    """
+
+    def __init__(
+        self,
+        log: RunLog,
+        function: Callable[..., Any],
+        rewards: RewardSet,
+        *,
+        workflow: str,
+        dataset: str,
+        eval_split: str | None,
+    ) -> None:
+        """`eval_split` is the split of evaluation shards whose evaluation never came into the log; null leaves
+        evaluation shards out."""
+        check_name(log.state, rewards, run=log.run_id)
+        self._log = log
+        self._function = function
+        self._result = Rescored(rewards=rewards)
+        self._shards = self._choose(eval_split)
+        loaded = load_object(workflow)(dataset or None)
+        splits = dict.fromkeys(split for split, _ in self._shards)
+        self._answers = {split: {task.id: task.answer for task in loaded.tasks(split)} for split in splits}
+        for split, shard in self._shards:
+            _check_prompts(shard, self._answers[split], split=split, workflow=workflow)
+
+    @property
+    def num_attempts(self) -> int:
+        """Attempts of all shards that are looked at."""
+        return sum(group.usable for _, shard in self._shards for group in shard.groups)
+
+    async def run(self, *, num_processes: int, timeout: float, on_attempts: Callable[[int], None]) -> Rescored:
+        """Score what has no such reward yet; `on_attempts` hears how many more attempts are done."""
+        files: dict[str, str] = {}
+        async with RewardPool(num_processes=num_processes, timeout=timeout) as pool:
+            for split, shard in self._shards:
+                try:
+                    attempts = attempts_of(read_shard(self._log, shard, columns=SCORED_COLUMNS))
+                except DamagedShard as error:
+                    self._result.skipped[shard.id] = error.reason
+                    continue
+                known = self._log.state.rescored.get(self._result.rewards.name)
+                if known is not None and shard.id in known.files:
+                    table = read_rewards(self._log, shard, known.name)
+                    self._result.known_shards += 1
+                    on_attempts(len(attempts))
+                else:
+                    found = find_rewards(self._log, shard, self._result.rewards)
+                    if found is None:
+                        scorer = _Scorer(pool, self._function, self._result, on_attempts)
+                        scored = await scorer.score(attempts, self._answers[split], at_once=num_processes)
+                        found = put_rewards(self._log, shard, self._result.rewards, attempts, scored)
+                    else:
+                        on_attempts(len(attempts))
+                    files[shard.id], table = found
+                    self._result.new_shards += 1
+                comparison = self._result.comparisons.setdefault(split, Comparison())
+                for attempt, reward in zip(attempts, table["reward"].to_pylist(), strict=True):
+                    comparison.add(attempt.recorded, reward)
+                if len(files) == SHARDS_PER_ENTRY:
+                    self._commit(files)
+        self._commit(files)
+        return self._result
+
+    def _choose(self, eval_split: str | None) -> list[tuple[str, Shard]]:
+        state = self._log.state
+        split_of = {evaluation.shard_id: evaluation.split for evaluation in state.evaluations}
+        chosen = []
+        for shard in state.shards.values():
+            if shard.is_eval and eval_split is None:
+                continue
+            if shard.id in state.quarantined:
+                self._result.skipped[shard.id] = f"quarantined: {state.quarantined[shard.id]}"
+            elif shard.id in state.retired_shards:
+                self._result.skipped[shard.id] = "retention removed it"
+            else:
+                split = split_of.get(shard.id, eval_split or "") if shard.is_eval else "train"
+                chosen.append((split, shard))
+        return chosen
+
+    def _commit(self, files: dict[str, str]) -> None:
+        if files:
+            rewards = self._result.rewards
+            self._log.append(
+                Rescore(
+                    name=rewards.name,
+                    reward=rewards.reward,
+                    reward_sha256=rewards.reward_sha256,
+                    files=dict(files),
+                )
+            )
+            files.clear()
+
+
+class _Scorer:
+    """Scores the attempts of one shard."""
+
+    def __init__(
+        self, pool: RewardPool, function: Callable[..., Any], result: Rescored, on_attempts: Callable[[int], None]
+    ) -> None:
+        self._pool = pool
+        self._function = function
+        self._result = result
+        self._on_attempts = on_attempts
+
+    async def score(self, attempts: Sequence[Attempt], answers: Mapping[str, str], *, at_once: int) -> list[NewReward]:
+        rewards: dict[int, NewReward] = {}
+        waiting = iter(enumerate(attempts))
+
+        async def work() -> None:
+            for index, attempt in waiting:
+                rewards[index] = await self._score_one(attempt, answers[attempt.prompt_id])
+                self._on_attempts(1)
+
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(at_once):
+                workers.create_task(work())
+        return [rewards[index] for index in range(len(attempts))]
+
+    async def _score_one(self, attempt: Attempt, answer: str) -> NewReward:
+        if attempt.reply is None:
+            return self._failed("no reply", f"attempt {attempt.attempt} of {attempt.group_id} has no reply")
+        try:
+            score = await self._pool.score(self._function, attempt.reply, answer)
+        except RewardTimeout as error:
+            return self._failed("timeout", str(error))
+        except RewardFailed as error:
+            return self._failed("raised", str(error))
+        return NewReward(reward=score.reward, parts=score.parts)
+
+    def _failed(self, reason: str, words: str) -> NewReward:
+        self._result.failures[reason] += 1
+        self._result.first_error = self._result.first_error or words
+        return NewReward(reward=None, parts={})
+
+
+def _check_prompts(shard: Shard, answers: Mapping[str, str], *, split: str, workflow: str) -> None:
+    for group in shard.groups:
+        if group.usable and group.prompt_id not in answers:
+            raise ValueError(
+                f"prompt {group.prompt_id!r} of shard {shard.id} is not in split {split!r} of {workflow}: the data set "
+                "has changed since this run, so its answer is unknown. Put the data set of the run back"
+            )

@@ -1,0 +1,58 @@
+"""The child side of `scoring.py`: read a JSON line, call the function, write a JSON line, until stdin ends.
+
+Run as `python -m rollouts.rewards.reward_process [bytes of address space]`. It dies with its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+
+from infra.user_code import load_object
+from rollouts.sandbox.sandbox_rules import die_with_parent, limit
+
+
+def main() -> None:
+    """Serve requests until stdin closes, or until one of them used up the memory."""
+    die_with_parent()
+    if len(sys.argv) > 1:
+        limit(resource.RLIMIT_AS, int(sys.argv[1]))
+    # The conversation keeps the real stdin and stdout to itself, under numbers nobody writes to by accident.
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    spoken = os.dup(2)
+    _replace_standard_streams(spoken)
+    for line in requests:
+        request = json.loads(line)
+        answer: dict[str, object] = {"id": request["id"]}
+        try:
+            function, started = load_object(request["function"]), time.perf_counter()
+            answer["value"] = function(*request["arguments"])
+            answer["seconds"] = time.perf_counter() - started
+            text = json.dumps(answer)
+        except MemoryError:  # what is left of a process without memory cannot be relied on
+            why = "MemoryError: it needed more memory than the run file's reward.memory_gb allows"
+            text = json.dumps({"id": request["id"], "error": why, "is_last": True})
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded
+            text = json.dumps({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
+        answers.write(text.encode() + b"\n")
+        _replace_standard_streams(spoken)  # the function may have closed them
+
+
+def _replace_standard_streams(spoken: int) -> None:
+    """An empty stdin; whatever a reward prints goes to the worker's stderr."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    if nothing:
+        os.close(nothing)
+    os.dup2(spoken, 1)
+    os.dup2(spoken, 2)
+    for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None or getattr(sys, name).closed:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+
+
+if __name__ == "__main__":
+    main()

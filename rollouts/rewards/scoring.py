@@ -1,0 +1,350 @@
+"""Rewards in killable child processes: one pathological answer cannot freeze a run.
+
+In: a module-level function and JSON-able arguments, or several of them by name. Out: a `Score`.
+
+    workflow ─ score(f, …) ─▶ idle child ─ one JSON line ─▶ f(…) ─ one JSON line ─▶ Score
+                                   ├─ deadline passed: kill -9 with all it started, a new child, `on_timeout`
+                                   └─ it ended or spoke out of turn: the same, RewardFailed
+
+A child answers one line after the other; where answers take less time than messages it is given several at once.
+
+Weights, scale, clipping and the overlong penalty come later, see `reward_shaping.py`: a `Score` is raw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+from asyncio.subprocess import Process
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from infra.user_code import path_of
+from rollouts.workflow import Score
+
+_LONGEST_ANSWER = 2**24  # bytes
+_COLLECT_SECONDS = 5.0
+_MOST_AT_ONCE = 32
+_SECONDS_AT_ONCE = 0.005
+
+Part = tuple[Any, ...] | Awaitable[Any] | float | None
+"""What `score_all` takes: `(function, *arguments)` for a reward process, something to await, or a known value."""
+
+
+class RewardFailed(Exception):
+    """The reward function raised, returned no reward, or its process died; the message carries its own words."""
+
+
+class RewardTimeout(Exception):
+    """The reward function passed its deadline and its process was killed."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request on its way to a child, and back."""
+
+    name: str
+    request_id: int
+    line: bytes
+    answer: asyncio.Future[dict[str, Any]]
+    child: Process | None = None
+    """Whose turn it is to answer, while it is."""
+    is_second_try: bool = False
+
+    def fail(self, error: BaseException) -> None:
+        """Raise `error` to who waits, if still somebody does."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+class RewardPool:
+    """A fixed number of child processes, started when first needed, or by `start`. An async context manager."""
+
+    def __init__(
+        self,
+        *,
+        num_processes: int,
+        timeout: float,
+        on_timeout: Literal["exclude", "zero", "fail"] = "exclude",
+        memory_gb: float | None = None,
+    ) -> None:
+        """`timeout` is in seconds a call, `memory_gb` in GiB of address space a child; see `settings/rollout.py`."""
+        self._timeout = timeout
+        self.on_timeout = on_timeout
+        """`zero`: a call past its deadline is worth 0; `exclude` and `fail`: it raises, the player does the rest."""
+        self._command = [sys.executable, "-m", "rollouts.rewards.reward_process"]
+        self._command += [] if memory_gb is None else [str(int(memory_gb * 2**30))]
+        self._num_processes = num_processes
+        self._waiting: deque[_Call] = deque()
+        self._idle: deque[Process] = deque()
+        self._num_at_work = 0
+        self._serving: set[asyncio.Task[None]] = set()
+        """One for each child that is at work."""
+        self._seconds = math.inf
+        """Of a recent call, on average."""
+        self._request_ids = itertools.count()
+        self._ending: set[asyncio.Task[None]] = set()
+        self.num_timeouts = 0
+        """Calls that passed the deadline, whatever `on_timeout` made of them."""
+        self.num_killed = 0
+        """Children killed past the deadline, or because their attempt was cancelled in the middle of a call."""
+        self.num_died = 0
+        """Children that ended by themselves, or wrote something that is no answer."""
+
+    async def start(self) -> None:
+        """Have every child there before the first call, which would wait for Python to start."""
+        while len(self._idle) < self._num_processes:
+            self._idle.append(await self._start_child())
+
+    async def score(self, reward: Callable[..., Any], *arguments: Any) -> Score:
+        """Call `reward(*arguments)` in a child. Raises what `value` raises."""
+        value = await self.value(reward, *arguments)
+        parts = value if isinstance(value, dict) else {reward.__name__: value}
+        return Score(reward=_total(parts), parts=parts)
+
+    async def value(self, reward: Callable[..., Any], *arguments: Any) -> float | None | dict[str, float | None]:
+        """What `reward(*arguments)` returns: a number, null for not applicable, or named parts.
+
+        Raises `RewardTimeout` past the deadline, unless that means 0, and `RewardFailed` when it raises, returns
+        something that is no reward, or its process dies.
+        """
+        name = path_of(reward)
+        try:
+            answer = await self._ask(name, arguments)
+        except RewardTimeout:
+            if self.on_timeout == "zero":
+                return 0.0
+            raise
+        if "error" in answer:
+            raise RewardFailed(f"{name}: {answer['error']}")
+        value = answer["value"]
+        try:
+            return {key: _number(part) for key, part in value.items()} if isinstance(value, dict) else _number(value)
+        except (TypeError, ValueError) as error:
+            returned = f"{name} returned {value!r}"
+            raise RewardFailed(f"{returned}; return a finite number, None or a dictionary of them") from error
+
+    async def _ask(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+        """A child's answer to one request."""
+        request_id = next(self._request_ids)
+        line = json.dumps({"id": request_id, "function": name, "arguments": arguments}).encode() + b"\n"
+        call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if self._num_at_work < self._num_processes:
+            self._num_at_work += 1
+            serving = asyncio.create_task(self._serve())
+            self._serving.add(serving)
+            serving.add_done_callback(self._serving.discard)
+        try:
+            return await call.answer
+        except asyncio.CancelledError:
+            if call.child is not None:
+                self.num_killed += 1
+                _kill(call.child)
+            raise
+
+    async def _serve(self) -> None:
+        """Let one child answer until no call waits."""
+        child = self._idle.popleft() if self._idle else None
+        try:
+            while self._waiting:
+                child = await self._answer_some(child)
+        finally:
+            self._num_at_work -= 1  # in the same moment: who calls next must not rely on this task
+        if child is not None:
+            self._idle.append(child)
+
+    async def _answer_some(self, child: Process | None) -> Process | None:
+        """Give a child as many calls as it answers at once; returns it, null when it has ended.
+
+        What it had not begun by then goes back to the others that wait.
+        """
+        was_used = child is not None
+        calls = [self._waiting.popleft() for _ in range(self._at_once)]
+        calls = [call for call in calls if not call.answer.done()]  # cancelled while they waited
+        if not calls:
+            return child
+        try:
+            child = child or await self._start_child()
+        except Exception as error:  # noqa: BLE001 - out of processes or memory: raised to those who wait
+            for call in calls:
+                call.fail(error)
+            return None
+        assert child.stdin is not None
+        child.stdin.write(b"".join(call.line for call in calls))
+        for number, call in enumerate(calls):
+            # Anything but a proper answer ends the child: its next line would answer the wrong question.
+            answer = await self._answer_of(child, call, was_used=was_used or number > 0)
+            if answer is not None:
+                self._seconds = _mean(self._seconds, answer.get("seconds"))
+                if not call.answer.done():
+                    call.answer.set_result(answer)
+            if answer is None or answer.get("is_last"):
+                self._end(child)
+                self._waiting.extendleft(reversed([call for call in calls[number:] if not call.answer.done()]))
+                return None
+        return child
+
+    async def _answer_of(self, child: Process, call: _Call, *, was_used: bool) -> dict[str, Any] | None:
+        """The child's answer, null where it gave none; then the call has failed, or waits for another try."""
+        assert child.stdout is not None
+        call.child, said = child, b""
+        try:
+            async with asyncio.timeout(self._timeout):
+                said = await child.stdout.readline()
+        except TimeoutError:
+            self.num_timeouts += 1
+            self.num_killed += 1
+            call.fail(RewardTimeout(f"{call.name} took more than {self._timeout:g} s and was killed"))
+            return None
+        except ValueError:  # longer than any answer may be
+            said = b"..."
+        finally:
+            call.child = None
+        answer = _answer(said, call.request_id)
+        if answer is not None or call.answer.done():
+            return answer
+        self.num_died += 1
+        if was_used and not call.is_second_try:  # something an earlier call left behind; no fault of this function
+            call.is_second_try = True
+        else:
+            did = "wrote something that is no answer" if said else "died"
+            call.fail(RewardFailed(f"{call.name}: its process {did}"))
+        return None
+
+    @property
+    def _at_once(self) -> int:
+        """Calls to give to a child together: of quick ones a message each would take longer than the answer."""
+        share = math.ceil(len(self._waiting) / self._num_processes)
+        return max(1, min(share, _MOST_AT_ONCE, int(_SECONDS_AT_ONCE / max(self._seconds, 1e-9))))
+
+    async def _start_child(self) -> Process:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            limit=_LONGEST_ANSWER,
+            start_new_session=True,  # a process group of its own, to be killed with all that a reward starts
+        )
+
+    def _end(self, child: Process) -> None:
+        """Kill a child and what it started; the rest of it is collected beside what comes next."""
+        _kill(child)
+        ending = asyncio.create_task(_collect(child))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def close(self) -> None:
+        """Kill the children and what they started, once they have answered."""
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        for child in self._idle:
+            self._end(child)
+        await asyncio.gather(*self._ending)
+
+    async def __aenter__(self) -> RewardPool:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+_POOL: contextvars.ContextVar[RewardPool] = contextvars.ContextVar("reward_pool")
+
+
+async def score(reward: Callable[..., Any], *arguments: Any) -> Score:
+    """Score inside a workflow: `return await score(gsm8k, reply, task.answer)`.
+
+    `reward` is a module-level function returning a number, null for not applicable, or a dictionary of named parts.
+    """
+    return await _POOL.get().score(reward, *arguments)
+
+
+async def score_all(parts: Mapping[str, Part]) -> Score:
+    """Several rewards at once, by name; the reward is the sum of those that apply, null where none does.
+
+        return await score_all({
+            "correct": (gsm8k, reply, task.answer),          # in a reward process
+            "format": (matches, reply, r"^<think>"),         # at the same time, in another
+            "style": self.judge(task.prompt, reply),         # awaited here: it must only wait, never compute
+            "turns": -0.1 * len(chat.turns),                 # known already
+        })
+
+    The run file's `[reward] weights` refer to these names. Parts of a function that returns a dictionary are named
+    `correct.<key>`. When one fails the attempt has failed: the others are waited for, then the first error is raised.
+    """
+    found = await asyncio.gather(*(_part(part) for part in parts.values()), return_exceptions=True)
+    named: dict[str, float | None] = {}
+    for name, value in zip(parts, found, strict=True):
+        if isinstance(value, BaseException):
+            raise value
+        named |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
+    return Score(reward=_total(named), parts=named)
+
+
+def set_reward_pool(pool: RewardPool) -> None:
+    """Called by the executor at the start of an attempt's own asyncio task."""
+    _POOL.set(pool)
+
+
+async def _part(part: Part) -> float | None | dict[str, float | None]:
+    if isinstance(part, tuple):
+        function, *arguments = part
+        return await _POOL.get().value(function, *arguments)
+    value = await part if inspect.isawaitable(part) else part
+    return _number(value.reward if isinstance(value, Score) else value)
+
+
+def _kill(child: Process) -> None:
+    """With all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+
+
+async def _collect(child: Process) -> None:
+    """Wait for a killed child and close its pipes, which a process that left its group may hold open."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_COLLECT_SECONDS):
+            await child.communicate()
+
+
+def _answer(line: bytes, request_id: int) -> dict[str, Any] | None:
+    """Null for anything but the answer to this very request."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    is_answer = isinstance(answer, dict) and answer.keys() & {"value", "error"} and answer.get("id") == request_id
+    return answer if is_answer else None
+
+
+def _mean(before: float, now: Any) -> float:
+    """Of recent calls; the newest counts for a fifth. Infinite where it is unknown, as after an error."""
+    if not (isinstance(now, float) and 0 <= now < math.inf):
+        return math.inf
+    return now if math.isinf(before) else 0.8 * before + 0.2 * now
+
+
+def _total(parts: Mapping[str, float | None]) -> float | None:
+    known = [part for part in parts.values() if part is not None]
+    return sum(known) if known else None
+
+
+def _number(value: Any) -> float | None:
+    """None and NaN both mean not applicable."""
+    if value is None or math.isnan(float(value)):
+        return None
+    if math.isinf(float(value)):
+        raise ValueError("an infinite reward leaves no finite mean")
+    return float(value)

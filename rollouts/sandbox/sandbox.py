@@ -1,0 +1,137 @@
+"""Starts programs of `sandbox_process.py` in a sandbox: limited, without network, writing in their own folder only.
+
+In: a program's name and its files. Out: a process that can be waited for, with a deadline. What a sandbox takes away
+is in `sandbox_rules.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+_PRODUCT = Path(__file__).parents[2]
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from rollouts.sandbox.sandbox_process import main; main()"
+
+
+class SandboxUnavailable(RuntimeError):
+    """This machine cannot isolate foreign code; the message says what is missing and how to go on all the same."""
+
+
+class SandboxedProcess:
+    """A running program. Kill it, or wait for it, before its folder is removed."""
+
+    def __init__(
+        self,
+        program: str,
+        folder: Path,
+        *,
+        seconds: float,
+        memory_gb: float,
+        stdin: IO[bytes] | int = subprocess.DEVNULL,
+        stdout: IO[bytes] | int = subprocess.DEVNULL,
+        stderr: IO[bytes] | int = subprocess.DEVNULL,
+        pass_fds: Sequence[int] = (),
+        function: str = "",
+    ) -> None:
+        """`function` is the import path of what the program `function` calls, found as this process finds it."""
+        self._said, says = os.pipe()
+        order = {"program": program, "folder": str(folder), "seconds": seconds, "memory_gb": memory_gb, "says": says}
+        if function:
+            order |= {"function": function, "path": [entry or os.getcwd() for entry in sys.path]}
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _START, str(_PRODUCT), json.dumps(order), *map(str, pass_fds)],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=folder,
+            # Threads of linear algebra cost address space, a gigabyte each.
+            env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            pass_fds=[*pass_fds, says],
+        )
+        os.close(says)
+
+    def wait(self, deadline: float) -> int | None:
+        """The exit status; null where the process still ran at `deadline` (`time.monotonic`) and was killed."""
+        try:
+            return self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return None
+
+    def kill(self) -> None:
+        """Kill it, where it still runs. It could start no other process, so nothing is left."""
+        self._process.kill()
+        self._process.wait()
+
+    def missing(self) -> list[str] | None:
+        """What could not be isolated; null where the process ended before it said so. Call after it has ended."""
+        with os.fdopen(self._said, "rb") as said:
+            line = said.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+
+def run_script(
+    code: str, given: str, folder: Path, *, deadline: float, memory_gb: float, shows_errors: bool = False
+) -> tuple[int | None, str]:
+    """Run a program in a sandbox, `given` on its standard input; files are made in `folder`, which may be new.
+
+    Returns its exit status, null where it was killed at `deadline` (`time.monotonic`), and what it printed, with
+    `shows_errors` its error output too. Raises `RuntimeError` where it never began.
+    """
+    work = folder / "work"
+    work.mkdir(parents=True)
+    write_text(work / "solution.py", code)
+    write_text(folder / "stdin", given)
+    with (folder / "stdin").open("rb") as stdin, (folder / "stdout").open("wb") as stdout:
+        process = SandboxedProcess(
+            "script",
+            work,
+            seconds=deadline - time.monotonic(),
+            memory_gb=memory_gb,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=subprocess.STDOUT if shows_errors else subprocess.DEVNULL,
+        )
+        status = process.wait(deadline)
+    check_started(process.missing() is not None)
+    return status, (folder / "stdout").read_text(encoding="utf-8", errors="replace")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write what a policy wrote, whatever it is."""
+    file.write_text(text, encoding="utf-8", errors="replace")  # a reply may end within a character
+
+
+def check_started(has_started: bool) -> None:
+    """Raises `RuntimeError` where a sandbox ended before its program began."""
+    if not has_started:
+        raise RuntimeError("a sandbox ended before it ran the code; it may have too little time or memory to start")
+
+
+@functools.cache
+def sandbox_report() -> tuple[str, ...]:
+    """What this machine cannot isolate, a sentence each; empty where foreign code runs in a whole sandbox."""
+    with tempfile.TemporaryDirectory(prefix="millrace-sandbox-") as folder:
+        process = SandboxedProcess("nothing", Path(folder), seconds=30.0, memory_gb=1.0)
+        status = process.wait(time.monotonic() + 30.0)
+        missing = process.missing()
+    if status != 0 or missing is None:
+        return (f"everything: a sandboxed Python ended with status {status} before it ran anything",)
+    return tuple(missing)
+
+
+def require_sandbox() -> None:
+    """Raises `SandboxUnavailable` where `sandbox_report` has anything to say."""
+    if missing := sandbox_report():
+        raise SandboxUnavailable(
+            f"this machine cannot isolate code that a policy wrote: {'; '.join(missing)}. Run where Landlock and "
+            "seccomp are allowed, or accept it with allow_unsandboxed=True"
+        )

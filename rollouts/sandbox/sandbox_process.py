@@ -1,0 +1,384 @@
+"""What runs inside a sandbox: a script; a tool; or functions that answer calls, and the tests that make those calls.
+
+    check (has the tests)  ── {"do": "call", "arguments": [add, 2, 3]} ─▶  serve (has the policy's code)
+                           ◀──────────── {"value": 5} ────────────────
+
+The code under test never sees the tests, and the tests see plain data instead of its objects. So nothing that the code
+does in its own process, from `os._exit` to objects that equal everything, makes a test pass. Started by `sandbox.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import json
+import operator
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TextIO
+
+from rollouts.sandbox.sandbox_rules import die_with_parent, lock_down
+
+
+def main() -> None:
+    """Lock the process down, say what could not be, and run one program."""
+    _, product, order_text, *descriptors = sys.argv
+    sys.path.remove(product)
+    order = json.loads(order_text)
+    folder = Path(order["folder"])
+    die_with_parent()
+    function = _load_function(order) if order["program"] == "function" else None
+    missing = lock_down(folder, seconds=order["seconds"], memory_gb=order["memory_gb"])
+    os.write(order["says"], json.dumps(missing).encode() + b"\n")
+    os.close(order["says"])
+    sys.set_int_max_str_digits(0)  # a factorial is a fine answer; time is limited anyway
+    match order["program"]:
+        case "script":
+            sys.excepthook = _tell_error
+            _run("__main__", folder / "solution.py")
+        case "function":
+            assert function is not None
+            _answer(function, folder / "arguments.json", os.fdopen(int(descriptors[0]), "w"))
+        case "serve":
+            requests, answers = (int(descriptor) for descriptor in descriptors)
+            _serve(folder / "solution.py", os.fdopen(requests, "r"), os.fdopen(answers, "w"))
+        case "check":
+            requests, answers, verdicts = (int(descriptor) for descriptor in descriptors)
+            solution = _Solution(os.fdopen(requests, "w"), os.fdopen(answers, "r"))
+            _check((folder / "tests.py").read_text(), solution, os.fdopen(verdicts, "w"))
+
+
+def _load_function(order: dict[str, Any]) -> Callable[..., Any]:
+    """A function of the user's, imported as the process that asks for it does; before the lock, as its module may read.
+
+    Raises `RuntimeError` where the module started threads: the kernel would not lock those.
+    """
+    sys.path[:] = order["path"]
+    from infra.user_code import load_object
+
+    found = load_object(order["function"])
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("importing its module started threads, which cannot be locked down; start them when called")
+    return inspect.unwrap(getattr(found, "function", found))  # of a `Tool`, the function in it
+
+
+def _answer(function: Callable[..., Any], arguments: Path, answers: TextIO) -> None:
+    try:
+        value = function(**json.loads(arguments.read_text()))
+        text = json.dumps({"value": value}, default=str)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to whoever called
+        text = json.dumps({"error": [type(error).__name__, str(error)]})
+    answers.write(text)
+    answers.flush()
+
+
+def _tell_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Behind what was printed, from the program's own lines on."""
+    sys.stdout.flush()
+    while trace is not None and trace.tb_frame.f_code.co_filename != "solution.py":
+        trace = trace.tb_next
+    traceback.print_exception(kind, error, trace)
+
+
+def _run(name: str, file: Path) -> dict[str, Any]:
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    sys.argv = [file.name]
+    exec(compile(file.read_text(), file.name, "exec"), vars(module))
+    return vars(module)
+
+
+# --- plain data as JSON; what JSON does not know is an object with one key, anything else is a numbered reference
+
+
+def _encode(value: Any, number_of: Callable[[Any], int]) -> Any:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return [_encode(item, number_of) for item in value]
+        case tuple():
+            return {"tuple": [_encode(item, number_of) for item in value]}
+        case set() | frozenset():
+            kind = "set" if isinstance(value, set) else "frozenset"
+            return {kind: [_encode(item, number_of) for item in value]}
+        case dict():
+            return {"dict": [[_encode(key, number_of), _encode(value[key], number_of)] for key in value]}
+        case bytes():
+            return {"bytes": value.hex()}
+        case complex():
+            return {"complex": [value.real, value.imag]}
+        case range():
+            return {"range": [value.start, value.stop, value.step]}
+        case Decimal():
+            return {"Decimal": str(value)}
+        case Fraction():
+            return {"Fraction": str(value)}
+        case types.ModuleType():
+            return {"module": value.__name__}
+    if type(value).__module__ == "numpy":
+        return _encode(value.tolist(), number_of)
+    return {"object": number_of(value)}
+
+
+def _decode(data: Any, object_of: Callable[[int], Any]) -> Any:
+    match data:
+        case list():
+            return [_decode(item, object_of) for item in data]
+        case {"tuple": items}:
+            return tuple(_decode(item, object_of) for item in items)
+        case {"set": items}:
+            return {_decode(item, object_of) for item in items}
+        case {"frozenset": items}:
+            return frozenset(_decode(item, object_of) for item in items)
+        case {"dict": items}:
+            return {_decode(key, object_of): _decode(value, object_of) for key, value in items}
+        case {"bytes": text}:
+            return bytes.fromhex(text)
+        case {"complex": (real, imaginary)}:
+            return complex(real, imaginary)
+        case {"range": (start, stop, step)}:
+            return range(start, stop, step)
+        case {"Decimal": text}:
+            return Decimal(text)
+        case {"Fraction": text}:
+            return Fraction(text)
+        case {"module": name}:
+            return importlib.import_module(name) if name in sys.stdlib_module_names else None
+        case {"object": number}:
+            return object_of(number)
+    return data
+
+
+# --- serve: the side of the code under test
+
+_DOES: dict[str, Callable[..., Any]] = {
+    **{"call": lambda function, *arguments, **keywords: function(*arguments, **keywords)},
+    **{"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem},
+    **{"iter": iter, "next": next, "len": len, "str": str, "repr": repr, "add": operator.add, "sub": operator.sub},
+    **{"mul": operator.mul, "eq": operator.eq, "lt": operator.lt, "le": operator.le},
+}
+
+
+def _serve(file: Path, requests: TextIO, answers: TextIO) -> None:
+    objects: list[Any] = []
+
+    def number_of(value: Any) -> int:
+        objects.append(value)
+        return len(objects) - 1
+
+    def do(order: dict[str, Any]) -> dict[str, Any]:
+        arguments = _decode(order["arguments"], objects.__getitem__)
+        value = _DOES[order["do"]](*arguments, **_decode(order["keywords"], objects.__getitem__))
+        # A function that sorts the caller's list in place has to change the list that the tests hold.
+        after = [a if isinstance(a, list | dict | set) else None for a in arguments]
+        return {"value": _encode(value, number_of), "after": _encode(after, number_of)}
+
+    def define(_: dict[str, Any]) -> dict[str, Any]:
+        names = _run("solution", file).items()
+        return {"value": _encode({name: value for name, value in names if not name.startswith("_")}, number_of)}
+
+    for step, line in enumerate(requests):
+        try:
+            answer = (do if step else define)(json.loads(line))
+        except BaseException as error:  # noqa: BLE001 - whatever the code raises is for the tests to judge
+            answer = {"error": [type(error).__name__, str(error)]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+# --- check: the side of the tests
+
+
+class _NotPlain(BaseException):
+    """The tests hand over what cannot cross; no fault of the code, and nothing that tests may catch."""
+
+
+class _Gone(BaseException):
+    """The code's process has ended."""
+
+
+class _Solution:
+    """The code under test, seen from its tests."""
+
+    def __init__(self, requests: TextIO, answers: TextIO) -> None:
+        self._requests = requests
+        self._answers = answers
+
+    def names(self) -> dict[str, Any]:
+        """What the code defines; names of Python's own functions stay Python's, which the tests compare with."""
+        found = self.ask("define")
+        return {name: value for name, value in found.items() if not hasattr(builtins, name) and value is not None}
+
+    def ask(self, does: str, *arguments: Any, **keywords: Any) -> Any:
+        order = {
+            "do": does,
+            "arguments": _encode(list(arguments), self._number_of),
+            "keywords": _encode(keywords, self._number_of),
+        }
+        try:
+            self._requests.write(json.dumps(order) + "\n")
+            self._requests.flush()
+            line = self._answers.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise _Gone
+        answer = json.loads(line)
+        if "error" in answer:
+            name, message = answer["error"]
+            raise exception_of(name, message)
+        for argument, after in zip(arguments, _decode(answer.get("after", []), self._object), strict=False):
+            _become(argument, after)
+        return _decode(answer["value"], self._object)
+
+    def _object(self, number: int) -> _Remote:
+        return _Remote(self, number)
+
+    @staticmethod
+    def _number_of(value: Any) -> int:
+        if isinstance(value, _Remote):
+            return value.__dict__["_number"]
+        raise _NotPlain(f"the tests pass a {type(value).__name__} to the code; only plain data can be passed")
+
+
+class _Remote:
+    """An object of the code under test. It is compared with others of its kind only: it could equal everything."""
+
+    def __init__(self, solution: _Solution, number: int) -> None:
+        self.__dict__.update(_solution=solution, _number=number)
+
+    def _ask(self, does: str, *arguments: Any, **keywords: Any) -> Any:
+        return self._solution.ask(does, self, *arguments, **keywords)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._ask("call", *arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._ask("getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._ask("setattr", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._ask("getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._ask("setitem", key, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._ask("iter")
+
+    def __next__(self) -> Any:
+        return self._ask("next")
+
+    def __len__(self) -> int:
+        return self._ask("len")
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return self._ask("str")
+
+    def __repr__(self) -> str:
+        return self._ask("repr")
+
+    def __add__(self, other: Any) -> Any:
+        return self._ask("add", other)
+
+    def __sub__(self, other: Any) -> Any:
+        return self._ask("sub", other)
+
+    def __mul__(self, other: Any) -> Any:
+        return self._ask("mul", other)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Remote) and self._ask("eq", other) is True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __lt__(self, other: Any) -> Any:
+        return self._ask("lt", other) if isinstance(other, _Remote) else NotImplemented
+
+    def __le__(self, other: Any) -> Any:
+        return self._ask("le", other) if isinstance(other, _Remote) else NotImplemented
+
+
+def exception_of(name: str, message: str) -> Exception:
+    """What was raised in a sandbox: Python's own kinds as they are, others named in the message."""
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+        return kind(message)
+    return RuntimeError(f"{name}: {message}")
+
+
+def _become(argument: Any, after: Any) -> None:
+    match argument, after:
+        case list(), list():
+            argument[:] = after
+        case dict(), dict():
+            argument.clear()
+            argument.update(after)
+        case set(), set():
+            argument.clear()
+            argument.update(after)
+
+
+def _check(source: str, solution: _Solution, verdicts: TextIO) -> None:
+    """Say how many tests there are, and of each whether it passed, as soon as it is known."""
+
+    def say(**verdict: Any) -> None:
+        verdicts.write(json.dumps(verdict) + "\n")
+        verdicts.flush()
+
+    try:
+        body = ast.parse(source, "tests.py").body
+    except SyntaxError as error:
+        return say(fault=f"the tests do not parse: {error}")
+    functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    statements = [node for node in body if not isinstance(node, definitions) and _asserts(node)]
+    if not functions and not statements:  # the tests are in a function, as HumanEval's `check(add)`
+        statements = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    say(tests=len(functions) + len(statements))
+    names = solution.names()
+    module = types.ModuleType("tests")
+    sys.modules["tests"] = module
+    sys.modules["solution"] = types.ModuleType("solution")
+    vars(sys.modules["solution"]).update(names)
+    space = vars(module)
+    space.update(names)
+    calls = [ast.parse(f"{name}()").body[0] for name in functions]
+    for node in [*body, *calls]:
+        passed = True
+        try:
+            exec(compile(ast.Module([node], []), "tests.py", "exec"), space)
+        except _NotPlain as error:
+            return say(fault=str(error))
+        except ImportError as error:
+            if error.name != "solution":
+                return say(fault=f"the tests cannot be run here: {error}")
+            passed = False
+        except Exception:  # noqa: BLE001 - however a test fails, it has failed
+            passed = False
+        if node in statements or node in calls:
+            say(passed=passed)
+
+
+def _asserts(node: ast.AST) -> bool:
+    return any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Tools of the user's own in the sandbox of code rewards: for those that a policy's arguments could turn against you.
+
+In: a typed function of a module. Out: one that runs in a process of its own for each call.
+
+    @tool
+    @sandboxed(seconds=5)
+    def evaluate(expression: str) -> str:
+        \"\"\"Compute an expression with sympy.\"\"\"
+        return str(sympy.sympify(expression))
+
+The module is imported before the process is locked down, so what it needs from files or the network it loads then, at
+its top level. The arguments, all that a policy has a say in, are read behind the lock.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from infra.user_code import path_of
+from rollouts.chat.tools import ToolUnavailable
+from rollouts.sandbox.sandbox import SandboxedProcess, require_sandbox, write_text
+from rollouts.sandbox.sandbox_process import exception_of
+
+
+def sandboxed(*, seconds: float = 10.0, memory_gb: float = 1.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have every call of a function run without network, other processes, and files but Python's own.
+
+    `seconds` of wall-clock and `memory_gb` of address space count from the start of the process, so they include
+    importing the function's module; keep `rollout.tool_timeout` above `seconds`. Arguments and the result are plain
+    JSON data. What the function raises is raised to the caller.
+
+    Raises `ValueError` for a method, a nested function, an async one, and one of the program's main file.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__qualname__
+        if "." in name or function.__module__ == "__main__" or inspect.iscoroutinefunction(function):
+            raise ValueError(f"{name} cannot be sandboxed: write a plain function at the top level of a module")
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            arguments = inspect.signature(function).bind(*given, **named).arguments
+            return _call(path_of(function), arguments, seconds=seconds, memory_gb=memory_gb)
+
+        return call
+
+    return decorate
+
+
+def _call(function: str, arguments: dict[str, Any], *, seconds: float, memory_gb: float) -> Any:
+    try:
+        require_sandbox()
+        text = json.dumps(arguments)
+    except (RuntimeError, TypeError) as error:  # no sandbox on this machine; not plain data
+        raise ToolUnavailable(f"{function}: {error}") from error
+    deadline = time.monotonic() + seconds
+    with tempfile.TemporaryDirectory(prefix="millrace-tool-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "work").mkdir()
+        write_text(folder / "work" / "arguments.json", text)
+        with (folder / "answer").open("w+b") as answer, (folder / "errors").open("w+b") as errors:
+            process = SandboxedProcess(
+                "function",
+                folder / "work",
+                seconds=seconds,
+                memory_gb=memory_gb,
+                stderr=errors,
+                pass_fds=[answer.fileno()],
+                function=function,
+            )
+            status = process.wait(deadline)
+        has_started = process.missing() is not None
+        answered = (folder / "answer").read_text()
+        said = (folder / "errors").read_text(errors="replace").rstrip().rpartition("\n")[2]
+    if status is None:
+        raise TimeoutError(f"stopped after {seconds:g} s")
+    if not has_started:
+        raise ToolUnavailable(f"{function}: a sandbox ended before it called the function: {said}")
+    if status or not answered:
+        raise RuntimeError(f"ended with status {status}: {said}")
+    result = json.loads(answered)
+    if "error" not in result:
+        return result["value"]
+    kind, message = result["error"]
+    raise ToolUnavailable(message) if kind == ToolUnavailable.__name__ else exception_of(kind, message)

@@ -1,0 +1,50 @@
+"""`[engine]`: the inference engine inside the rollout worker."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from settings.block import Block
+
+WeightTransfer = Literal["store", "gloo", "nccl"]
+
+
+def num_parts(arguments: dict[str, Any]) -> int:
+    """Workers of one engine with these arguments of vLLM's: that many devices, where it has any to itself."""
+    return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
+
+
+class EngineSettings(Block):
+    """The inference engine inside the rollout worker."""
+
+    kind: Literal["vllm", "scripted"] = "vllm"
+    """`vllm`, on GPU and CPU alike; `scripted` answers at random, for trying a pipeline without a model server."""
+    max_model_len: int = Field(default=2048, ge=8)
+    """Longest prompt plus replies of one trajectory, in tokens."""
+    update_mode: Literal["keep", "wait", "abort"] = "keep"
+    """New weights and running requests: `keep` freezes them over the swap, `wait` lets them finish first, `abort`
+    stops them and continues each from the tokens it has."""
+    clear_cache_on_reload: bool = True
+    """Drop every key and value that the old weights computed when new ones are loaded, those of running requests too,
+    which are computed anew; false goes on with them."""
+    weight_transfer: WeightTransfer = "store"
+    """How new weights come to the engines of the training run: read from the `store`, or by a broadcast of the trainer,
+    `nccl` between GPUs or `gloo` between CPUs. The store has them in any case, and is read where a broadcast fails."""
+    tool_parser: str = "hermes"
+    """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
+    vllm: dict[str, Any] = Field(default_factory=dict)
+    """Passed on as vLLM's engine arguments, for example {"tensor_parallel_size": 2}."""
+
+    @field_validator("vllm")
+    @classmethod
+    def _is_one_engine(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        if "data_parallel_size" in arguments:
+            raise ValueError("each worker has one engine; set rollout.num_workers for more of them")
+        return arguments
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one engine, where there are any."""
+        return num_parts(self.vllm)

@@ -1,0 +1,343 @@
+"""The run file: what a user may set, checked before anything heavy starts.
+
+In: a TOML file, or the parameters of the Prefect form. Out: `RunConfig`. The knobs most people turn are top-level
+keys; everything else sits in one table per part. An unknown key is an error that suggests the nearest one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from settings.engine import EngineSettings
+from settings.evaluation import EvaluationSettings
+from settings.redaction import secret_settings
+from settings.reward import RewardSettings
+from settings.rollout import RolloutSettings
+from settings.sampling import SamplingSettings
+from settings.tracking import TraceSettings
+from settings.train import Recipe, TrainSettings
+from settings.warmup import WarmupSettings
+
+
+class ConfigError(ValueError):
+    """A run file that cannot be used; every line of the message names a key and what to do."""
+
+
+class Settings(BaseModel):
+    """Everything but the common knobs, one table per part."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    sampling: SamplingSettings = Field(default_factory=SamplingSettings)
+    """How tokens are drawn."""
+    rollout: RolloutSettings = Field(default_factory=RolloutSettings)
+    """How attempts are scheduled and stored."""
+    reward: RewardSettings = Field(default_factory=RewardSettings)
+    """How replies are scored."""
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    """Held-out evaluation."""
+    engine: EngineSettings = Field(default_factory=EngineSettings)
+    """The inference engine."""
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    """Advantages, loss and optimizer."""
+    warmup: WarmupSettings = Field(default_factory=WarmupSettings)
+    """The tiny base model made where no `model` is given."""
+    traces: TraceSettings = Field(default_factory=TraceSettings)
+    """Which attempts MLflow shows turn by turn."""
+
+
+class RunConfig(Settings):
+    """A whole run."""
+
+    workflow: str
+    """What to train on: `package.module:Class` or `path/to/file.py:Class`, a RolloutWorkflow."""
+    run: str = "run"
+    """Name of the run. Starting it again continues it."""
+    store: str = ""
+    """Where shards and policies live: a folder, file:///… or s3://bucket/prefix. Empty: `$MILLRACE_STORE`,
+    or `.millrace/store`."""
+    tracking: str = ""
+    """MLflow tracking URI. Empty: `$MILLRACE_TRACKING`, or a SQLite database in `.millrace`."""
+    model: str = ""
+    """Base model: a Hugging Face id or a local folder. Empty: make a tiny one from the workflow's demonstrations."""
+    dataset: str = ""
+    """Handed to the workflow: a JSONL or Parquet file, a folder with one per split, or a Hugging Face id."""
+    steps: int = Field(default=100, ge=0)
+    """Optimizer steps in all."""
+    batch_size: int = Field(default=64, ge=1)
+    """Prompt groups trained per step."""
+    n_samples: int = Field(default=8, ge=1)
+    """Attempts per prompt: the group size."""
+    max_staleness: float = Field(default=0, ge=0)
+    """How many weight updates a trained token may be behind (η). 0 is synchronous training; 0.5 lets rollouts run
+    half a batch ahead."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    seed: int = Field(default=0, ge=0)
+    """Seeds prompt order, sampling, mini-batches and the base model made here."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        problems = []
+        advantage = self.train.advantage
+        needs_group = advantage.kind in ("grpo", "leave_one_out", "opo", "pass_at_k") and self.train.loss.kind != "sft"
+        if self.n_samples < 2 and (needs_group or getattr(advantage, "baseline", False)):
+            problems.append(
+                f"n_samples = 1 with train.advantage.kind = {advantage.kind!r}: an only attempt has nobody to be "
+                'compared with; use n_samples of 2 or more, or another kind ("reinforce++", "gae", "remax")'
+            )
+        if advantage.kind == "pass_at_k" and advantage.k >= self.n_samples:
+            problems.append(
+                f"train.advantage.k = {advantage.k} is not below n_samples = {self.n_samples}: every mixed group would "
+                "pass, and teach nothing; lower the one or raise the other"
+            )
+        if advantage.kind == "remax" and self.reward.weights.get(advantage.baseline_part, 1.0) != 0:
+            problems.append(
+                f"train.advantage.kind = 'remax': its baseline would count as reward; set "
+                f"reward.weights.{advantage.baseline_part} = 0"
+            )
+        if self.engine.max_model_len > self.train.tokens_per_microbatch:
+            problems.append(
+                f"train.tokens_per_microbatch = {self.train.tokens_per_microbatch} is below engine.max_model_len = "
+                f"{self.engine.max_model_len}: a sequence is never cut; raise the one or lower the other"
+            )
+        if self.engine.weight_transfer != "store" and (self.train.lora is not None or self.engine.kind == "scripted"):
+            problems.append(
+                f"engine.weight_transfer = '{self.engine.weight_transfer}': only whole weights are broadcast, and only "
+                "to vLLM; leave it out (adapters are small enough for the store)"
+            )
+        if self.rollout.min_usable > self.n_samples:
+            problems.append(
+                f"rollout.min_usable = {self.rollout.min_usable} is above n_samples = {self.n_samples}: "
+                "no group could ever be trained; lower it"
+            )
+        if self.train.schedule != "constant" and self.steps > self.train.decay_steps:
+            problems.append(
+                f"steps = {self.steps} is above train.decay_steps = {self.train.decay_steps}, after which the learning "
+                "rate is 0 and nothing is learnt; raise train.decay_steps"
+            )
+        if self.train.advantage.kind == "gae" and self.train.critic.warmup_steps >= self.steps:
+            problems.append(
+                f"train.critic.warmup_steps = {self.train.critic.warmup_steps} leaves none of steps = {self.steps} to "
+                "train the policy; lower it"
+            )
+        if self.train.num_minibatches > self.batch_size:
+            problems.append(
+                f"train.num_minibatches = {self.train.num_minibatches} is above batch_size = {self.batch_size}: "
+                "groups are not split; lower it"
+            )
+        if not self.rollout.num_workers and self.evaluation.every and not self.evaluation.own_engine:
+            problems.append(
+                "rollout.num_workers = 0 leaves nobody to evaluate; set evaluation.own_engine = true, or "
+                "evaluation.every = 0"
+            )
+        if self.sampling.max_tokens >= self.engine.max_model_len:
+            problems.append(
+                f"sampling.max_tokens = {self.sampling.max_tokens} leaves no room for a prompt in "
+                f"engine.max_model_len = {self.engine.max_model_len}; lower the one or raise the other"
+            )
+        if self.rollout.stall_timeout < self.rollout.attempt_timeout:
+            problems.append(
+                f"rollout.stall_timeout = {self.rollout.stall_timeout:g} is below rollout.attempt_timeout = "
+                f"{self.rollout.attempt_timeout:g}: a slow attempt would look like a stall; raise the one or lower "
+                "the other"
+            )
+        if self.reward.overlong_tokens > self.sampling.max_tokens:
+            problems.append(
+                f"reward.overlong_tokens = {self.reward.overlong_tokens} is above sampling.max_tokens = "
+                f"{self.sampling.max_tokens}: every reply would be overlong; lower it"
+            )
+        if self.rollout.drop_uniform_groups and self.n_samples < 2:
+            problems.append("rollout.drop_uniform_groups with n_samples = 1 rejects every group; raise n_samples")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    @property
+    def of_rollouts(self) -> dict[str, Any]:
+        """What a rollout worker depends on, by the names of `tasks.worker_arguments`."""
+        names = ("workflow", "dataset", "engine", "rollout", "reward", "sampling", "train", "n_samples", "batch_size")
+        return {name: getattr(self, name) for name in (*names, "max_staleness", "steps", "seed")}
+
+    @property
+    def of_preflight(self) -> dict[str, Any]:
+        """What can be found wrong before a start, by the names of `tasks.preflight.check_run`."""
+        names = ("workflow", "dataset", "model", "store", "train")
+        parts = {"evaluation_split": self.evaluation.split, "tool_parser": self.engine.tool_parser}
+        return {name: getattr(self, name) for name in names} | parts
+
+    @property
+    def gate_gap(self) -> float:
+        """Largest gap between engine and trainer, in nats per token, on the way to a champion."""
+        return self.train.max_gap if self.evaluation.gate_gap is None else self.evaluation.gate_gap
+
+    @property
+    def recipe(self) -> Recipe:
+        """What decides how a step is trained."""
+        settings = self.train
+        if self.engine.kind == "scripted":  # it draws at random, whatever the weights say
+            settings = settings.model_copy(update={"max_gap": math.inf})
+        return Recipe(
+            settings=settings,
+            learning_rate=self.learning_rate,
+            temperature=self.sampling.temperature,
+            max_tokens=self.sampling.max_tokens,
+            reward_weights=self.reward.weights,
+            max_staleness=self.max_staleness,
+            seed=self.seed,
+        )
+
+    @property
+    def settings(self) -> Settings:
+        """The part of the configuration that is one block in the Prefect form."""
+        return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
+
+
+def load_run_file(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Read a run file and apply overrides, dotted keys as in `train.num_minibatches`.
+
+    Raises `ConfigError` whose message names the key, what is wrong, and the nearest known key.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no run file {path}; see examples/ for some") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for key, value in (overrides or {}).items():
+        _set(document, key, value, source=str(path))
+    return make_config(document, source=str(path))
+
+
+def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
+    """Validate a document; see `load_run_file`."""
+    for key in secret_settings(document):
+        raise ConfigError(
+            f"{source}: {key} looks like a secret, and the settings of a run are recorded for everybody to see: put it "
+            "into the environment, where the library it is for looks for it (HF_TOKEN, OPENAI_API_KEY, the AWS chain)"
+        )
+    try:
+        return RunConfig(**document)
+    except ValidationError as error:
+        lines = [_explain(problem) for problem in error.errors()]
+        raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
+
+
+def default_values() -> dict[str, Any]:
+    """The default of every key. What a run does not say, because it is from before the key existed, was this."""
+    return RunConfig(workflow="").model_dump(mode="json")
+
+
+def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """A run's configuration with other settings of the trainer, by dotted key as in `train.loss.clip_high`.
+
+    `train.loss` and `train.advantage` take a kind, with its defaults; `train.preset` changes the conventions of the
+    kinds there are, before any other key is set. Raises `ConfigError` for a key that does not exist, or that says how
+    trajectories were made, and for a bad value.
+    """
+    changeable = _training_settings(config)
+    document = config.model_dump()
+    if "train.preset" in changes:
+        document["train"] = config.train.under_preset(changes["train.preset"])
+    for key in sorted(changes, key=lambda key: key.count(".")):  # a kind before what is set about it
+        if key not in changeable and not key.startswith("train."):
+            nearest = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"{key}: a replay can change {', '.join(_REPLAYABLE)} and train.…{hint}")
+        _set(document, key, changes[key], source="replay")
+    advantage = document["train"]["advantage"]
+    if (advantage if isinstance(advantage, str) else advantage.get("kind")) != "gae":
+        document["train"].pop("critic", None)  # recorded with a critic, trained without one
+    return make_config(document, source="replay")
+
+
+def training_changes(old: RunConfig, new: RunConfig) -> dict[str, str]:
+    """What `with_training_changes` changed, as `old → new` by dotted key."""
+    before, after = old.model_dump(), new.model_dump()
+    found = {}
+    for key in {**_training_settings(old), **_training_settings(new)}:
+        values = [functools.reduce(_get, key.split("."), document) for document in (before, after)]
+        if all(value is not _MISSING for value in values) and values[0] != values[1]:
+            found[key] = f"{values[0]} → {values[1]}"
+    return found
+
+
+_MISSING = object()
+
+
+def _get(table: Any, name: str) -> Any:
+    return table.get(name, _MISSING) if isinstance(table, dict) else _MISSING
+
+
+_REPLAYABLE = ("learning_rate", "max_staleness")
+
+
+def _training_settings(config: RunConfig) -> dict[str, Any]:
+    """By dotted key; a block that is off stands under its own name."""
+    return {key: getattr(config, key) for key in _REPLAYABLE} | dict(_leaves("train", config.train.model_dump()))
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield key, value
+        return
+    for name, item in value.items():
+        yield from _leaves(f"{key}.{name}", item)
+
+
+def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:
+    """Set a dotted key in place, making the tables on the way; a kind in its place becomes a table of that kind."""
+    *tables, name = key.split(".")
+    target = document
+    for table in tables:
+        found = target.get(table)
+        target[table] = {"kind": found} if isinstance(found, str) and table in ("loss", "advantage") else found or {}
+        if not isinstance(target[table], dict):
+            raise ConfigError(f"{source}: cannot set {key}, because {table} is no table but {target[table]!r}")
+        target = target[table]
+    target[name] = value
+
+
+def _explain(problem: Any) -> str:
+    key, model = _locate(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
+        known = ", ".join(model.model_fields)
+        return f"{key}: no such key" + (f"; did you mean {nearest[0]!r}?" if nearest else f"; there are: {known}")
+    if problem["type"] == "missing":
+        return f"{key}: must be set"
+    if problem["type"] == "union_tag_invalid":
+        return f"{key}.kind = {problem['ctx']['tag']!r}: there are {problem['ctx']['expected_tags']}"
+    message = problem["msg"].removeprefix("Value error, ").replace("\n", "\n  ")
+    return f"{key} = {problem['input']!r}: {message}" if key else message
+
+
+def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
+    """The dotted key as a user writes it, and the model it is looked up in."""
+    key: list[str] = []
+    model: Any = RunConfig
+    members: list[Any] = [RunConfig]
+    for part in location:
+        by_kind = [m for m in members if m.model_fields.get("kind") is not None and part in get_args(_kind(m))]
+        if len(members) > 1 and by_kind:
+            members = by_kind  # pydantic names the kind on the way; nobody writes it there
+            continue
+        key.append(str(part))
+        model = members[0] if members else model
+        field = model.model_fields.get(part)
+        annotation = None if field is None else field.annotation
+        parts = get_args(annotation) or (annotation,)
+        members = [m for m in parts if isinstance(m, type) and issubclass(m, BaseModel)]
+    return ".".join(key), model
+
+
+def _kind(model: type[BaseModel]) -> Any:
+    return model.model_fields["kind"].annotation

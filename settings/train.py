@@ -1,0 +1,202 @@
+"""`[train]`: advantages, loss and optimizer.
+
+rewards ─▶ advantage ─▶ loss (aggregation, importance) + kl + entropy ─▶ gradient ─▶ optimizer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from settings.advantage import Advantage, GrpoAdvantage
+from settings.block import Block
+from settings.loss import ClipLoss, DecoupledSettings, KlSettings, Loss
+from settings.presets import Preset, conventions_for, under_preset, with_preset
+
+
+class CriticSettings(Block):
+    """The learned value function of `advantage.kind = "gae"`."""
+
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of the critic's own AdamW."""
+    clip: float | None = Field(default=0.2, gt=0)
+    """Values may move this far from those the step began with before their loss is clipped (PPO2); none: no clip."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps at the start that train the critic alone."""
+
+
+class ReferenceSettings(Block):
+    """The policy that `kl` stays near, and the teacher of `advantage.kind = "distill"`."""
+
+    kind: Literal["none", "base", "model", "lora_off"] = "none"
+    """`base`: a frozen copy of the run's base policy. `model`: of another. `lora_off`: the base under the adapters."""
+    model: str = ""
+    """Folder or Hugging Face id, of the same tokenizer, for `kind = "model"`."""
+
+
+class LoraSettings(Block):
+    """Train low-rank adapters instead of all weights (peft)."""
+
+    rank: int = Field(default=16, ge=1, le=512)
+    """Rank of the update of each adapted matrix; vLLM serves up to 512."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the adapted layers."""
+
+
+class TrainSettings(Block):
+    """Advantages, loss and optimizer."""
+
+    preset: Preset = ""
+    """Conventions of another system where it differs from ours: `trl`, `verl` or `openrlhf`. What is set here beside
+    it counts more; docs/algorithms.md lists what each one means."""
+    advantage: Advantage = GrpoAdvantage()
+    """How much better an attempt was than expected; `"opo"` is short for {kind = "opo"}, with its defaults."""
+    loss: Loss = ClipLoss()
+    """What is minimised; `"cispo"` is short as above."""
+    aggregation: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    """Over a mini-batch: mean over its trained tokens (DAPO), mean over sequences of token means (GRPO), mean over
+    sequences of token sums, or that divided by `sampling.max_tokens` (Dr. GRPO)."""
+    decoupled: DecoupledSettings | None = None
+    """Decoupled PPO; with `stale_policy = "correct"` it is on."""
+    kl: KlSettings = KlSettings()
+    """Penalty for leaving the reference."""
+    reference: ReferenceSettings = ReferenceSettings()
+    """The reference policy."""
+    critic: CriticSettings = CriticSettings()
+    """The value function, where the advantage needs one."""
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    """Weight of the policy's entropy in the objective."""
+    top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Train only this share of a step's tokens, those at which the policy was least certain."""
+    lora: LoraSettings | None = None
+    """Train adapters only; the engine serves them beside the base weights."""
+    steps_per_update: int = Field(default=1, ge=1)
+    """Optimizer steps between two weight updates of the engine; staleness is counted in updates."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer updates per pass over a step; the claimed groups are split between them."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over each step's groups (PPO's epochs)."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: kept, or decayed to 0 at `decay_steps`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Linear learning-rate warm-up over this many steps."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Step at which a decaying schedule ends."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Clip the gradient's global norm to this."""
+    ema: float | None = Field(default=None, gt=0, lt=1)
+    """Decay of an exponential moving average of the weights, kept with the saved states; `millrace export --average`
+    writes it. None: off."""
+    stale_policy: Literal["strict", "mask", "correct"] = "mask"
+    """Tokens over the staleness bound: `strict` drops their group, `mask` masks them, `correct` keeps them
+    under capped importance weights."""
+    max_gap: float = Field(default=1.0, gt=0)
+    """Mean |log-probability by engine − by trainer| per token of a shard that this very policy sampled, in nats, above
+    which the shard is quarantined before it trains anything."""
+    tokens_per_microbatch: int = Field(default=4096, ge=16)
+    """Tokens of the attempts in one forward pass; bounds memory, changes nothing else."""
+    num_ranks: int = Field(default=1, ge=1)
+    """Trainer processes the model is sharded over (FSDP2)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter type during forward and backward; the optimizer keeps float32."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, a third more time."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's moments in host memory; for GPUs."""
+    compile: bool = False
+    """torch.compile every layer; pays on GPUs for steps of the same shapes."""
+    logits_gib: float = Field(default=0.5, gt=0)
+    """Memory for the logits of a pack, GiB. Where all of them, of type `dtype`, fit into half of it, they are kept for
+    the backward pass rather than computed again."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Save optimizer and random state every this many steps; a resume re-trains the steps since then
+    from their recorded shards."""
+    anchor_every: int = Field(default=10, ge=1)
+    """Publish whole weights every this many policies and only the values that changed in between; 1: always whole."""
+    num_threads: int = Field(default=0, ge=0)
+    """Threads a rank computes with on CPUs; 0: as many as OMP_NUM_THREADS says. A small model takes no longer with one,
+    and engines have the others. It decides in which order numbers are added up, so the last digits depend on it."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPU where there is one."""
+
+    def under_preset(self, preset: str) -> dict[str, Any]:
+        """These settings as a table, under another preset; see `settings.presets.under_preset`."""
+        return under_preset(self.model_dump(), preset)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spelt_out(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        kl = values.get("kl")
+        if isinstance(kl, dict) and kl and "coefficient" not in kl and not values.get("reference"):
+            raise ValueError("train.kl without a coefficient and without a train.reference does nothing; set both")
+        blocks = {name: {"kind": values[name]} for name in ("advantage", "loss") if isinstance(values.get(name), str)}
+        return with_preset({**values, **blocks})
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        problems = []
+        if self.stale_policy == "correct" and self.decoupled is None:
+            self.decoupled = DecoupledSettings()
+        if self.kl.coefficient and self.reference.kind == "none":
+            problems.append('kl.coefficient needs a reference: set train.reference.kind = "base"')
+        if self.kl.weighted and self.kl.place == "reward":
+            problems.append('kl.weighted is about a term of the loss; set kl.place = "loss" or leave it out')
+        advantage, in_reward = self.advantage, self.kl.coefficient > 0 and self.kl.place == "reward"
+        unused = self.loss.kind == "sft" or advantage.kind in ("distill", "pass_at_k") or _per_reward(advantage)
+        if in_reward and unused:
+            problems.append('kl.place = "reward" does nothing for this loss and advantage; set kl.place = "loss"')
+        silent = [CriticSettings(), *(CriticSettings(**convention) for convention in conventions_for("critic"))]
+        if self.critic not in silent and advantage.kind != "gae":
+            problems.append('train.critic is for advantage.kind = "gae"; leave it out')
+        if self.loss.kind == "sft" and advantage.kind in ("gae", "distill"):
+            what = "a critic" if advantage.kind == "gae" else "a teacher"
+            problems.append(f'loss.kind = "sft" has no use for {what}; leave train.advantage out, or train.loss')
+        if self.advantage.kind == "distill" and self.reference.kind != "model":
+            problems.append('advantage.kind = "distill" needs a teacher: set train.reference.kind = "model" and .model')
+        if (self.reference.kind == "model") != bool(self.reference.model):
+            problems.append('train.reference.model and train.reference.kind = "model" go together; set both or neither')
+        if self.reference.kind == "lora_off" and self.lora is None:
+            problems.append('train.reference.kind = "lora_off" needs train.lora; without adapters use "base"')
+        if self.schedule != "constant" and self.decay_steps <= max(1, self.warmup_steps):
+            least = max(1, self.warmup_steps)  # a decay over a single step would train it with 0
+            problems.append(f'schedule = "{self.schedule}" needs decay_steps above {least}, the end of the warm-up')
+        if self.schedule == "constant" and self.decay_steps:
+            problems.append('decay_steps without a decay: set schedule = "linear" or "cosine"')
+        if self.decoupled is not None and self.loss.kind in ("sft", "sapo"):
+            what = 'train.decoupled and stale_policy = "correct"'
+            problems.append(f"loss.kind = {self.loss.kind!r} has no proximal policy; leave {what} out")
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+def _per_reward(advantage: Advantage) -> bool:
+    return isinstance(advantage, GrpoAdvantage) and advantage.per_reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """All that decides what a step makes of its samples; with equal recipes, equal samples give equal weights."""
+
+    settings: TrainSettings
+    """Advantages, loss and optimizer."""
+    learning_rate: float
+    """Peak learning rate of AdamW."""
+    temperature: float
+    """At which the tokens were sampled."""
+    max_tokens: int
+    """Longest reply of one turn; `aggregation = "constant"` divides by it."""
+    reward_weights: dict[str, float]
+    """Weight of each named reward part, as in the run's `reward.weights`; parts that are not named count 1."""
+    max_staleness: float
+    """Weight updates a trained token may be behind; the bound is the next whole number."""
+    seed: int
+    """Shuffles groups into mini-batches."""

@@ -1,0 +1,154 @@
+"""Which groups the next optimizer step takes: a deterministic function of the log.
+
+In: the fold of a run's log, and the rules of the run. Out: a `Claim`, or null while too few groups are committed.
+The staleness bound is enforced here, from the versions the engine stamped on every token;
+`rollouts/production/admission.py` only paces production.
+
+    pending, oldest token first ─▶ accepted and within the bound ─▶ the first batch_size: trained
+                             │                                   └▶ the others: stay pending
+                             └───▶ rejected, failed, cancelled, over the bound: done with, each with its reason
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from storage.log.entries import Claim, ClaimedGroup, GroupSummary
+from storage.log.run_state import RunState
+
+StalePolicy = Literal["strict", "mask", "correct"]
+Fallback = Literal["fail", "skip_step", "masked"]
+Versions = TypeVar("Versions", int, np.ndarray)
+
+CANCELLED = "cancelled"
+"""How the reject reason of a group begins that was given up from outside."""
+
+
+class NothingAccepted(RuntimeError):
+    """A step's every attempt failed or was rejected; the message counts the reasons."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimRules:
+    """What a claim depends on besides the log; see `settings/rollout.py` and `settings/train.py` for each."""
+
+    batch_size: int
+    max_staleness: float
+    stale_policy: StalePolicy
+    min_usable: int
+    steps_per_update: int = 1
+    dynamic_batch: bool = False
+    max_attempts: int = 10
+    on_nothing_accepted: Fallback = "fail"
+
+
+def updates_behind(versions: Versions, *, live: int, steps_per_update: int) -> Versions:
+    """Weight updates between the policy versions that sampled and the live one.
+
+    The engine loads every `steps_per_update`-th version, and staleness counts what it loaded.
+    """
+    return live // steps_per_update - versions // steps_per_update
+
+
+def next_claim(state: RunState, rules: ClaimRules) -> Claim | None:
+    """What the next step takes; null when the pending groups do not suffice, in which case nothing is taken.
+
+    Trained are the first `batch_size` groups that were accepted and are within the bound, those with the oldest token
+    first: at the edge of the bound it is now or never. Every other pending group that can never be trained gets its
+    outcome with them. `strict` drops a group for one token over the bound; `mask` drops it where it has no other, and
+    the trainer masks the old tokens of the rest; `correct` drops none.
+
+    With `dynamic_batch` the step takes the first `batch_size` groups in that order, whatever became of them, and trains
+    what it can. Else it goes with fewer than a batch once `max_attempts` batches are pending. With nothing to train
+    at all, `fallback` is set, or `NothingAccepted` raised, by `on_nothing_accepted`.
+    """
+    live = state.live
+    assert live is not None, "a run has its base policy before anything is claimed"
+    pending = [state.groups[group_id] for group_id in state.pending]
+    pending.sort(key=lambda group: group.head_version)
+    if rules.dynamic_batch:
+        pending = _first_attempted(pending, rules.batch_size)
+    reasons = {group.id: _reason(group, live.version, rules) for group in pending}
+    trainable = [group for group in pending if not reasons[group.id][0]]
+    enough = rules.dynamic_batch or len(pending) >= rules.max_attempts * rules.batch_size
+    if not pending or (len(trainable) < rules.batch_size and not enough):
+        return None
+    # Groups finish in any order; trained in prompt order, the same groups give bit-identical weights.
+    trained = sorted(trainable[: rules.batch_size], key=lambda group: group.position)
+    if not trained and rules.on_nothing_accepted == "fail":
+        raise NothingAccepted(_report(state.step + 1, pending, reasons))
+
+    def claimed(groups: Sequence[GroupSummary]) -> list[ClaimedGroup]:
+        return [ClaimedGroup(shard_id=state.shard_of[g.id], group_id=g.id, reason=reasons[g.id][1]) for g in groups]
+
+    passed_over = {
+        outcome: claimed([group for group in pending if reasons[group.id][0] == outcome])
+        for outcome in ("stale", "filtered", "failed", "cancelled")
+    }
+    return Claim(
+        step=state.step + 1,
+        base_version=live.version,
+        trained=claimed(trained),
+        **passed_over,
+        fallback="" if trained else rules.on_nothing_accepted,
+    )
+
+
+def num_counted(state: RunState, rules: ClaimRules) -> int:
+    """Pending groups that use up admission's room: those a step may still train, or attempts where it takes these.
+
+    One that went over the bound while it waited is not among them: else the room for its replacement would never come
+    back before the step that drops it, which waits for the replacement.
+    """
+    pending = (state.groups[group_id] for group_id in state.pending)
+    if rules.dynamic_batch:
+        return sum(not group.retried for group in pending)
+    assert state.live is not None, "a run has its base policy before anything is pending"
+    live = state.live.version
+    return sum(not _reason(group, live, rules)[0] for group in pending)
+
+
+def _first_attempted(pending: Sequence[GroupSummary], count: int) -> list[GroupSummary]:
+    """The groups up to the `count`-th that will not run again; none where there are fewer."""
+    attempted = 0
+    for number, group in enumerate(pending, start=1):
+        attempted += not group.retried
+        if attempted == count:
+            return list(pending[:number])
+    return []
+
+
+def _reason(group: GroupSummary, live: int, rules: ClaimRules) -> tuple[str, str]:
+    """The outcome of a group that cannot be trained, and why; two empty strings where it can."""
+    if group.reject_reason.startswith(CANCELLED):
+        return "cancelled", group.reject_reason
+    if group.usable < rules.min_usable:
+        return "failed", group.reject_reason or f"{group.usable} usable of {group.expected}"
+    if not group.accepted:
+        return "filtered", group.reject_reason
+    if rules.stale_policy != "correct":
+        strict = rules.stale_policy == "strict"
+        decisive = group.head_version if strict else group.tail_version
+        lag = updates_behind(decisive, live=live, steps_per_update=rules.steps_per_update)
+        if lag > (bound := math.ceil(rules.max_staleness)):
+            return "stale", f"{'oldest' if strict else 'newest'} token is {lag} updates behind, bound {bound}"
+    return "", ""
+
+
+def _report(step: int, groups: Sequence[GroupSummary], reasons: dict[str, tuple[str, str]]) -> str:
+    counts = Counter(f"{outcome}: {reason}" for outcome, reason in (reasons[group.id] for group in groups))
+    failures = sum((Counter(group.failures) for group in groups), Counter[str]())
+    listed = "; ".join(f"{count} {reason}" for reason, count in counts.most_common(5))
+    listed += f"; {len(counts) - 5} more reasons" if len(counts) > 5 else ""
+    attempts = ", ".join(f"{count} {status}" for status, count in failures.most_common())
+    return (
+        f"step {step} has nothing to train: none of {len(groups)} groups was accepted: {listed}"
+        + (f" (attempts that came to nothing: {attempts})" if attempts else "")
+        + ". Mend the workflow or its filters, or let such steps pass: rollout.on_nothing_accepted = 'skip_step'"
+    )

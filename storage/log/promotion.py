@@ -1,0 +1,135 @@
+"""Whether a policy may become the champion, and the entry that makes it one.
+
+In: a run's log and a policy version, or an evaluation of it. Out: sentences against it; or the alias `champion`, which
+tracking carries over to MLflow like any other.
+"""
+
+from __future__ import annotations
+
+from storage.log.entries import Alias, Evaluation, Step
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
+from storage.log.runs import find_policy
+
+CHAMPION = "champion"
+"""Alias of the newest promoted policy."""
+GAP = "trainer–engine gap:"
+"""How the reason of a quarantine begins where engine and trainer disagreed about the policy that sampled the shard."""
+
+
+class NotPromoted(ValueError):
+    """Something in the log speaks against the policy; the message has a line for each."""
+
+    def __init__(self, run_id: str, version: int, problems: list[str]) -> None:
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        super().__init__(f"policy {version} of run {run_id!r} is not promoted:{lines}")
+        self.problems = problems
+
+
+def why_not_promote(state: RunState, version: int, *, max_gap: float) -> list[str]:
+    """What the log says against a policy, one sentence each; empty where nothing does.
+
+    Looked at are the steps that led from the champion to it, or from the base model where there is none. `max_gap` is
+    the largest `engine_gap` of a step, in nats per token, that passes.
+    """
+    champion = state.aliases.get(CHAMPION)
+    after = champion.version if champion is not None else -1
+    steps = [step for step in state.steps if after < step.policy.version <= version]
+    problems = [
+        f"step {step.claim.step}: engine and trainer differed by {step.metrics['engine_gap']:.3g} nats per token on "
+        f"the same policy, above {max_gap:g}; what the engine sampled from is not what was trained"
+        for step in steps
+        if not step.metrics.get("engine_gap", 0.0) <= max_gap
+    ]
+    problems += [
+        f"step {step.claim.step} trained on shard {shard_id}, quarantined since: {state.quarantined[shard_id]}"
+        for step in steps
+        for shard_id in step.shard_sha256
+        if shard_id in state.quarantined
+    ]
+    problems += [
+        f"shard {shard_id}, sampled by policy {state.shards[shard_id].tail_version}, was quarantined: {reason}; no "
+        "step since has shown that engine and trainer agree on that policy"
+        for shard_id, reason in state.quarantined.items()
+        if reason.startswith(GAP)
+        and after < state.shards[shard_id].tail_version <= version
+        and not _agreed(state, state.shards[shard_id].tail_version, max_gap=max_gap)
+    ]
+    newest = {e.split: e for e in state.evaluations if e.version == version}
+    problems += [
+        f"every attempt of its evaluation on split {split!r} failed: {evaluation.last_error or 'no error was kept'}; "
+        "evaluate it again with `millrace eval`"
+        for split, evaluation in newest.items()
+        if evaluation.failed
+    ]
+    return problems
+
+
+def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap: float) -> Alias:
+    """Make a policy that was just evaluated the champion, with nobody looking; returns what the log says now.
+
+    `promote`, and only ever forward: what is older than the champion, or was rolled back, takes a person. Raises
+    `NotPromoted` also for the champion itself, which stays it, where its new score is too low.
+    """
+    state, version = log.refresh(), evaluation.version
+    problems = why_not_promote(state, version, max_gap=max_gap)
+    if not evaluation.failed and not evaluation.score >= min_score:
+        problems.append(f"it scored {evaluation.score:.3f} on split {evaluation.split!r}, below {min_score:g}")
+    champion = state.aliases.get(CHAMPION)
+    by_hand = f"`millrace promote {log.run_id} --version {version}` would do it all the same"
+    if champion is not None and version < champion.version:
+        problems.append(f"policy {champion.version}, the champion, is newer; {by_hand}")
+    elif champion is not None and version > champion.version and version in {a.version for a in _champions(log)}:
+        problems.append(f"it was the champion and was rolled back to policy {champion.version}; {by_hand}")
+    if problems:
+        raise NotPromoted(log.run_id, version, problems)
+    return promote(log, version, max_gap=max_gap)
+
+
+def promote(log: RunLog, version: int | None = None, *, max_gap: float) -> Alias:
+    """Put the alias `champion` on a policy, the newest by default; returns what the log says now.
+
+    Promoting the champion again changes nothing. Raises `NotPromoted`, and `ValueError` for a version that the run
+    does not have, or not any more.
+    """
+    state = log.refresh()
+    policy = find_policy(log, version)
+    known = state.aliases.get(CHAMPION)
+    if known is not None and known.version == policy.version:
+        return known
+    if problems := why_not_promote(state, policy.version, max_gap=max_gap):
+        raise NotPromoted(log.run_id, policy.version, problems)
+    return log.append(Alias(name=CHAMPION, version=policy.version, checksum=policy.weights_sha256)).aliases[CHAMPION]
+
+
+def roll_back(log: RunLog) -> Alias:
+    """Put the alias `champion` back on the champion before this one; returns what the log says now.
+
+    Done twice, it goes back by two: a champion that was rolled back does not count as one before.
+    Raises `ValueError` where there was none before whose weights are there.
+    """
+    state = log.refresh()
+    line: list[Alias] = []
+    for champion in _champions(log):
+        known = next((place for place, alias in enumerate(line) if alias.version == champion.version), len(line))
+        line[known:] = [champion]
+    before = [alias for alias in line[:-1] if alias.version not in state.retired_policies]
+    if not before:
+        now = f"policy {line[-1].version} is its champion, and " if line else ""
+        raise ValueError(f"run {log.run_id!r}: {now}there is no earlier champion to go back to")
+    return log.append(before[-1]).aliases[CHAMPION]
+
+
+def _champions(log: RunLog) -> list[Alias]:
+    """Every champion there has been, in order."""
+    return [entry.body for entry in log.entries if isinstance(entry.body, Alias) and entry.body.name == CHAMPION]
+
+
+def _agreed(state: RunState, version: int, *, max_gap: float) -> bool:
+    """True where a step that trained this very policy measured a gap, and a small one."""
+    gaps = [step.metrics.get("engine_gap") for step in _steps_from(state, version)]
+    return any(gap is not None and gap <= max_gap for gap in gaps)
+
+
+def _steps_from(state: RunState, version: int) -> list[Step]:
+    return [step for step in state.steps if step.claim.base_version == version]

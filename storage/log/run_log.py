@@ -1,0 +1,199 @@
+"""The run's log: the only place that says what is true about a run.
+
+In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, the fold of all of them.
+
+    append(record) ── refresh the fold ── is it already there? ──yes──▶ done (a retried call is a no-op)
+                                       └─ does it still fit?   ──no───▶ Conflict
+                                       └─ put_if_absent(next number) ──lost──▶ refresh, try again
+
+Every hundred entries, and every ten thousand, are also written as one segment (`log_segments`), from which a long run
+is opened, and opened anew by a process that has kept it open for long.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator, MutableSequence
+
+from storage.log.entries import ENTRY_KINDS, Entry, LogEntry, to_json
+from storage.log.run_state import LogDamaged, RunState
+from storage.log.segments import Archive, LazyList, Segment, encode_segment, merge_segments, read_entry
+from storage.objects.object_store import ObjectStore, StoreError
+
+logger = logging.getLogger("millrace.log")
+
+_KIND_OF = {record: kind for kind, record in ENTRY_KINDS.items()}
+_MOST_AT_ONCE = 256
+_LOOK_AHEAD = 16
+"""Entries asked for beyond the first one when a log is opened: what is there behind a missing one is a gap."""
+_MOST_UNPACKED = 1000
+"""Entries a process holds as records before it takes their segments instead, a tenth of the memory: it may run for
+weeks."""
+
+
+class RunLog:
+    """A run's log in a store. Not thread-safe; every process opens its own."""
+
+    segment_sizes = (100, 10_000)
+    """Entries in a segment of either kind; part of the format, the same for every process."""
+
+    def __init__(self, store: ObjectStore, run_id: str) -> None:
+        self.store = store
+        self.run_id = run_id
+        self.prefix = f"runs/{run_id}"
+        self.state = RunState()
+        self.entries: MutableSequence[LogEntry] = []
+        self._is_open = False
+        self._segments: list[Segment] = []
+        """Those that `entries` and `state` begin with, still packed."""
+        self._num_at_opening = 0
+        """Entries there were when the log was opened, or opened anew."""
+        self._num_archived = 0
+        """Entries in segments, as far as this process knows; `_num_merged` of them in long ones."""
+        self._num_merged = 0
+        self._documents: list[bytes] = []
+        """JSON of the entries after those."""
+
+    def key(self, relative: str) -> str:
+        """Store key of something inside this run."""
+        return f"{self.prefix}/{relative}"
+
+    def refresh(self) -> RunState:
+        """Fold in whatever was committed since the last look. Reads numbers upwards; never lists.
+
+        Raises `LogDamaged` for an entry that cannot be read, that contradicts the ones before, or is missing.
+        """
+        ahead = 1
+        if not self._is_open:
+            self._open_segments()
+            self._is_open, ahead = True, _LOOK_AHEAD
+            self._num_at_opening = self.state.entries
+        elif self.state.entries - self._num_at_opening >= _MOST_UNPACKED:
+            self._open_anew()
+        while True:
+            first = self.state.entries
+            found = self.store.get_many([self._entry_key(first + offset) for offset in range(ahead)])
+            for document in found:
+                if document is None:
+                    break
+                self._fold(document)
+            else:
+                ahead = min(2 * ahead, _MOST_AT_ONCE)
+                continue
+            reached = self.state.entries
+            if any(found[reached - first :]) and not self.store.exists(self._entry_key(reached)):
+                raise LogDamaged(
+                    f"{self.store.uri}/{self._entry_key(reached)} is missing, and later entries are there; "
+                    "put it back from a copy of the store, or start a new run"
+                )
+            if not any(found[reached - first :]):
+                break
+        self.state.check()
+        return self.state
+
+    def append(self, body: Entry) -> RunState:
+        """Commit one record; returns the fold that contains it.
+
+        Raises `Conflict` when it no longer fits. Appending what the log already holds changes nothing.
+        """
+        while True:
+            state = self.refresh()
+            if state.holds(body):
+                return state
+            state.fits(body)
+            document = {
+                "number": state.entries,
+                "kind": _KIND_OF[type(body)],
+                "written_at": time.time(),
+                "body": to_json(body),
+            }
+            data = json.dumps(document, separators=(",", ":")).encode()
+            if self.store.put_if_absent(self._entry_key(state.entries), data):
+                self.refresh()
+                self._write_segments()
+                return self.state
+
+    def shard_key(self, shard_id: str) -> str:
+        """Store key of a shard's file."""
+        return self.key(f"shards/{shard_id}.arrow")
+
+    def _fold(self, document: bytes) -> None:
+        number = self.state.entries
+        entry = read_entry(document, number=number, source=f"{self.store.uri}/{self._entry_key(number)}")
+        self.state.apply(entry)
+        self.entries.append(entry)
+        self._documents.append(document)
+
+    def _entry_key(self, number: int) -> str:
+        return self.key(f"log/{number:020d}.json")
+
+    def _segment_key(self, number: int, size: int) -> str:
+        return self.key(f"log/segments/{number:020d}.{size}.arrow")
+
+    def _open_segments(self) -> None:
+        """Start from the segments there are, as far as they follow one another."""
+        segments = list(self._segments)
+        archived = sum(segment.index.num_rows for segment in segments)
+        merged, reached = self._num_merged, -1
+        while reached < archived:
+            reached = archived
+            for size in reversed(self.segment_sizes):
+                for segment in self._read_segments(archived, size):
+                    segments.append(segment)
+                    if merged == archived and size == self.segment_sizes[-1]:
+                        merged += size
+                    archived += size
+        if segments:
+            archive = Archive(segments)
+            self.state = archive.fold()
+            self.entries = LazyList(range(len(archive)), archive.entry)
+            self._segments, self._num_archived, self._num_merged = segments, archived, merged
+
+    def _open_anew(self) -> None:
+        """Let go of records that are in segments by now. Whoever looks meanwhile sees the log as it was."""
+        fresh = type(self)(self.store, self.run_id)
+        fresh._segments, fresh._num_merged = self._segments, self._num_merged
+        fresh.refresh()
+        fresh._num_at_opening = fresh.state.entries
+        vars(self).update(vars(fresh))
+
+    def _read_segments(self, first: int, size: int) -> Iterator[Segment]:
+        """Segments of one size that follow one another from entry `first` on."""
+        batch = 4 if first % size == 0 else 0
+        while batch:
+            keys = [self._segment_key(first + size * offset, size) for offset in range(batch)]
+            for key, data in zip(keys, self.store.get_many(keys), strict=True):
+                if data is None:
+                    return
+                try:
+                    yield Segment(data, run_id=self.run_id, first=first, size=size)
+                except LogDamaged as error:
+                    logger.warning("%s/%s: %s; reading entries instead", self.store.uri, key, error)
+                    return
+                first += size
+            batch = min(2 * batch, _MOST_AT_ONCE)
+
+    def _write_segments(self) -> None:
+        """Write the segments of complete blocks: ours, a damaged one, one whose writer was killed before it.
+
+        Every process writes the same bytes, so they may replace each other's.
+        """
+        short, long = self.segment_sizes
+        try:
+            while len(self._documents) >= short:
+                entries = self.entries[self._num_archived : self._num_archived + short]
+                data = encode_segment(entries, self._documents[:short], run_id=self.run_id)
+                self.store.put(self._segment_key(self._num_archived, short), data)
+                self._num_archived += short
+                del self._documents[:short]
+            while self._num_merged + long <= self._num_archived:
+                parts = list(itertools.islice(self._read_segments(self._num_merged, short), long // short))
+                if len(parts) == long // short:
+                    data = merge_segments(parts, run_id=self.run_id, first=self._num_merged)
+                    self.store.put(self._segment_key(self._num_merged, long), data)
+                self._num_merged += long
+        except (OSError, StoreError) as error:
+            logger.warning("a log segment could not be written; opening this run will take longer: %s", error)

@@ -1,0 +1,190 @@
+"""Creating, finding and resuming runs in a store.
+
+In: a store, a run id and the run's configuration as JSON. Out: `run.json`, frozen, and the run's log.
+One trainer per run: the log fences every step, and a lock says so before anything heavy starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from storage.log.entries import Policy
+from storage.log.run_log import RunLog
+from storage.objects.digests import sha256_of, sha256_of_json
+from storage.objects.object_store import LocalStore, ObjectStore
+
+MAY_CHANGE = frozenset({"steps", "tracking", "store"})
+"""Configuration keys that do not change what a committed step means, so a resumed run may set them anew."""
+
+MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers"})
+"""Keys that say where a run computes: kept as it began, for its replays, and free to differ where it goes on."""
+
+
+_TRIES = 5
+_LOOK_SECONDS = 0.02
+"""Longer than `is_training` holds the lock to see whether anybody does."""
+
+
+class RunExists(ValueError):
+    """The run id is taken by a run with another configuration."""
+
+
+class RunBusy(RuntimeError):
+    """Another process is training this run."""
+
+    def __init__(self, run_id: str, process: str) -> None:
+        super().__init__(
+            f"run {run_id!r} is being trained by process {process or '?'}; wait for it, stop it with "
+            f"`millrace stop {run_id}`, or use another `run` id"
+        )
+        self.pid = int(process) if process.isdecimal() else None
+        """Of that process; null in the moment before it has written it down."""
+
+
+def create_run(
+    store: ObjectStore, run_id: str, config: dict[str, Any], *, defaults: dict[str, Any] | None = None
+) -> RunLog:
+    """Create the run, or open it again when its configuration is the same.
+
+    `defaults` holds every key's default: a run from before a key existed was made with it.
+
+    Raises `RunExists` naming the keys that differ and a free run id, `ValueError` for an unusable id.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
+        raise ValueError(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
+    frozen = {key: value for key, value in config.items() if key not in MAY_CHANGE}
+    document = {"run_id": run_id, "config": frozen, "config_sha256": sha256_of_json(frozen)}
+    key = f"runs/{run_id}/run.json"
+    if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
+        existing = json.loads(store.get(key))
+        known = {key: value for key, value in (defaults or {}).items() if key not in MAY_CHANGE}
+        if differences := _differences(_filled_in(existing["config"], known), frozen):
+            keys = ", ".join(differences)
+            raise RunExists(
+                f"run {run_id!r} in {store.uri} was started with another configuration; these keys differ: {keys}. "
+                f"Put them back to continue it, or start a new one with run = {_free_id(store, run_id)!r}"
+            )
+    return open_run(store, run_id)
+
+
+def model_key(model: str) -> str:
+    """Where the store keeps a model that a user names by folder or hub id."""
+    return f"models/{Path(model).name}-{sha256_of_json(model)[:8]}"
+
+
+def open_run(store: ObjectStore, run_id: str) -> RunLog:
+    """The log of an existing run, folded. Raises `FileNotFoundError` listing the runs that exist."""
+    if not store.exists(f"runs/{run_id}/run.json"):
+        known = ", ".join(store.names("runs")) or "none yet"
+        raise FileNotFoundError(f"no run {run_id!r} in {store.uri}; runs there: {known}")
+    log = RunLog(store, run_id)
+    log.refresh()
+    return log
+
+
+def find_policy(log: RunLog, version: int | None) -> Policy:
+    """A policy whose weights are there; the newest where `version` is null.
+
+    Raises `ValueError` for a version the run does not have, or not any more.
+    """
+    state = log.state
+    if state.live is None:
+        raise ValueError(f"run {log.run_id!r} has no policy yet; train it first")
+    wanted = state.newest_version if version is None else version
+    if wanted not in state.policies:
+        raise ValueError(f"run {log.run_id!r} has no policy version {wanted}; it has 0 to {state.newest_version}")
+    if wanted in state.retired_policies:
+        raise ValueError(f"policy version {wanted} of run {log.run_id!r} was retired: its weights are gone")
+    return state.policies[wanted]
+
+
+def run_config(log: RunLog) -> dict[str, Any]:
+    """The run's frozen configuration."""
+    config: dict[str, Any] = json.loads(log.store.get(log.key("run.json")))["config"]
+    return config
+
+
+@contextlib.contextmanager
+def trainer_lock(log: RunLog) -> Iterator[None]:
+    """Hold the right to train this run on this machine; the kernel frees it however the process ends.
+
+    Raises `RunBusy` naming the holder. On S3 the lock covers one machine; between machines the log
+    refuses the second trainer at its first step.
+    """
+    with open(_lock_file(log), "a+") as file:
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not tries_left:
+                    file.seek(0)
+                    raise RunBusy(log.run_id, file.read().strip()) from None
+                time.sleep(_LOOK_SECONDS)  # somebody may only be looking
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def is_training(log: RunLog) -> bool:
+    """Whether a process of this machine holds the run's trainer lock."""
+    with open(_lock_file(log), "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def teller_lock(log: RunLog) -> Iterator[None]:
+    """Hold the right to tell MLflow of this run on this machine, once whoever holds it is done."""
+    with open(_lock_file(log, "teller"), "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
+    if isinstance(log.store, LocalStore):
+        path = log.store.root / log.key(f"{holder}.lock")
+    else:
+        run = sha256_of(f"{log.store.uri}/{log.run_id}".encode())[:16]
+        path = Path(tempfile.gettempdir()) / f"millrace-{run}.{holder}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _filled_in(value: Any, defaults: Any) -> Any:
+    """A configuration with defaults where it has no value, table by table; another kind has others."""
+    if not (isinstance(value, dict) and isinstance(defaults, dict)) or _other_kind(value, defaults):
+        return value
+    return {key: _filled_in(setting, defaults.get(key)) for key, setting in (defaults | value).items()}
+
+
+def _other_kind(table: dict[str, Any], defaults: dict[str, Any]) -> bool:
+    return "kind" in table and "kind" in defaults and table["kind"] != defaults["kind"]
+
+
+def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
+    """Dotted keys whose values differ, as `key (old → new)`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [line for k in keys for line in _differences(old.get(k), new.get(k), f"{prefix}{k}.")]
+    return [] if old == new or prefix[:-1] in MAY_DIFFER else [f"{prefix[:-1]} ({old!r} → {new!r})"]
+
+
+def _free_id(store: ObjectStore, run_id: str) -> str:
+    number = 2
+    while store.exists(f"runs/{run_id}-{number}/run.json"):
+        number += 1
+    return f"{run_id}-{number}"

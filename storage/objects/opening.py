@@ -1,0 +1,79 @@
+"""Opening a store by its URI, and trying whether it keeps what everything rests on.
+
+In: a URI (`file:///data/millrace`, a plain path, or `s3://bucket/prefix`). Out: an `ObjectStore`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from storage.objects.object_store import ConditionRefused, LocalStore, ObjectStore, StoreError, StoreFull
+
+
+def open_store(uri: str) -> ObjectStore:
+    """Open a store by URI.
+
+    Raises `StoreError` for a scheme other than `file`, `s3` or a plain path, for a `file` URI that names a host, and
+    for an `s3` URI with credentials in it: URIs are written into runs.
+    """
+    parsed = urlparse(uri)
+    if parsed.scheme == "s3":
+        from storage.objects.s3_store import S3Store
+
+        if "@" in parsed.netloc:
+            raise StoreError(
+                "the store's URI has credentials in it, and URIs are written into runs: use s3://bucket/prefix, "
+                "and give credentials to the AWS chain (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
+            )
+        return S3Store(uri)
+    if parsed.scheme == "file" and parsed.netloc:
+        raise StoreError(f"store {uri!r}: {parsed.netloc!r} would be a host; a file URI has three slashes: file:///…")
+    if parsed.scheme in ("", "file"):
+        path = unquote(parsed.path) if parsed.scheme else uri  # `LocalStore.uri` quotes spaces and the like
+        return LocalStore(Path(path).expanduser().resolve())
+    raise StoreError(f"store {uri!r}: unknown scheme {parsed.scheme!r}; use a folder, file:///… or s3://bucket/prefix")
+
+
+def probe(store: ObjectStore) -> bool:
+    """Write one key twice with put-if-absent: True where the second write is refused, as it must be.
+
+    False: the store ignores the condition, so two writers would overwrite each other and only one may use it.
+    Raises `ConditionRefused` for a store that answers the condition with an error, `StoreFull` for one without room,
+    and `StoreError` when nothing can be written at all. What it writes is gone afterwards.
+    """
+    key = f"probe/{uuid.uuid4().hex}"
+    try:
+        first = store.put_if_absent(key, b"1")
+        try:
+            second = store.put_if_absent(key, b"2")
+            store.put(key, b"3")  # what is not conditional needs more free space, and on S3 may need another permission
+        except Exception:
+            with contextlib.suppress(Exception):  # the first error tells more
+                store.delete([key])
+            raise
+        store.delete([key])
+    except StoreFull:
+        raise
+    except Exception as error:
+        if isinstance(error, ConditionRefused) and _takes_any(store, key):
+            raise
+        hint = "choose another `store` or make it writable"
+        if store.uri.startswith("s3:"):
+            hint = "check that the bucket exists, the endpoint and the AWS credentials"
+        raise StoreError(f"store {store.uri} cannot be written ({error}); {hint}") from error
+    if not first:
+        raise ConditionRefused(f"store {store.uri} said of a new key that it is already there")
+    return not second
+
+
+def _takes_any(store: ObjectStore, key: str) -> bool:
+    """True when the store takes a write without a condition, so that the condition is what it refused."""
+    try:
+        store.put(key, b"")
+        store.delete([key])
+    except Exception:  # noqa: BLE001 - then the first error tells more
+        return False
+    return True

@@ -1,0 +1,325 @@
+"""An S3 bucket as a store: AWS, Ceph, MinIO and whatever else speaks S3 with conditional writes.
+
+In: `s3://bucket/prefix`; endpoint and credentials from the usual AWS chain (environment, profile, instance), never from
+us. Out: an `ObjectStore`. All requests go through s3fs.
+
+    403, 404, 412, 501 …                          ─▶ no second try: a named error, or the answer
+    503 SlowDown, 500, timeout, cut connection    ─▶ sent again, with growing pauses
+    a body that ends early                        ─▶ read again from the start
+    412: the key exists                           ─▶ is it our own write, sent again? The object's `writer` tells
+
+A multipart upload appears when it is completed; one that fails is aborted. `put_if_absent` is always a single request,
+because not every server checks the condition when parts are put together (Ceph 16 does not).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from settings.redaction import without_secrets
+from storage.objects.digests import DigestMismatch, sha256_of
+from storage.objects.object_store import (
+    ConditionRefused,
+    StoredFile,
+    StoreError,
+    StoreFull,
+    checked_key,
+    last_after_others,
+    reserved_bytes,
+    room_for,
+)
+
+MOST_CONDITIONAL_BYTES = 2**30
+"""Largest body of a `put_if_absent`: it is one request."""
+PART_BYTES = 50 * 2**20
+"""Size of a part of a multipart upload; a body of two parts or more is uploaded that way."""
+ATTEMPTS = 6
+"""How often botocore sends a request: about 15 s with its pauses. `AWS_MAX_ATTEMPTS` changes it.
+
+s3fs doubles that for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a connection it kept.
+"""
+READ_ATTEMPTS = 2
+"""How often a body that ends early is read; it is s3fs's number of tries for everything else too."""
+CONFLICT_ATTEMPTS = 10
+REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
+"""How servers without conditional writes answer `If-None-Match`, apart from those that ignore it."""
+MOST_REQUESTS = 50
+"""Requests under way at once."""
+
+_KEPT: list[Any] = []
+"""Connections of this process, a handful: one that is dropped while an event loop runs closes itself in that loop
+instead of its own, and prints a traceback."""
+
+
+class S3Store:
+    """A prefix of a bucket. `options` go to `s3fs.S3FileSystem`."""
+
+    def __init__(self, uri: str, *, part_bytes: int = PART_BYTES, **options: Any) -> None:
+        import botocore.exceptions
+        import s3fs
+        from s3fs.core import S3_RETRYABLE_ERRORS
+
+        self.uri = uri.rstrip("/")
+        self._prefix = self.uri.removeprefix("s3://")
+        self._bucket = self._prefix.partition("/")[0]
+        self._part_bytes = part_bytes
+        ours = {"AWS_RETRY_MODE": ("mode", "standard"), "AWS_MAX_ATTEMPTS": ("total_max_attempts", ATTEMPTS)}
+        retries = dict(setting for variable, setting in ours.items() if variable not in os.environ)
+        config = {"retries": retries, "max_pool_connections": MOST_REQUESTS, **options.pop("config_kwargs", {})}
+        self._fs = s3fs.S3FileSystem(
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            default_cache_type="none",  # reading ahead fetches every column where one is asked for
+            config_kwargs=config,
+            **options,
+        )
+        self._fs.retries = READ_ATTEMPTS
+        _KEPT.append(self._fs)
+        self._cut_off = S3_RETRYABLE_ERRORS
+        self._wrong_checksum = botocore.exceptions.FlexibleChecksumError
+        self._errors = (
+            OSError,
+            ValueError,  # an endpoint that is no URL
+            botocore.exceptions.BotoCoreError,
+            botocore.exceptions.ClientError,
+            *S3_RETRYABLE_ERRORS,
+        )
+        for name in ("botocore", "aiobotocore", "s3fs"):  # at DEBUG they write session tokens and signatures
+            logger = logging.getLogger(name)
+            if logger.getEffectiveLevel() < logging.INFO:
+                logger.setLevel(logging.INFO)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if len(data) > MOST_CONDITIONAL_BYTES:
+            raise ValueError(f"{key}: {len(data)} bytes cannot be written with put-if-absent, which is one request")
+        writer = uuid.uuid4().hex
+        for attempt in range(CONFLICT_ATTEMPTS):
+            try:
+                with self._explained("write", key):
+                    self._fs.pipe_file(
+                        self._path(key),
+                        data,
+                        mode="create",
+                        chunksize=MOST_CONDITIONAL_BYTES,
+                        Metadata={"writer": writer},
+                    )
+                return True
+            except FileExistsError:
+                pass
+            except StoreError as error:
+                # AWS and moto raise FileExistsError; Ceph's answer reaches us as an error with the status in its cause.
+                if _error_code(error) in REFUSALS or _http_status(error) == 501:
+                    raise ConditionRefused(
+                        f"store {self.uri} refuses conditional writes (If-None-Match), which keep writers apart: "
+                        f"{_reason(error)}. Use a folder, or an S3 server that has them"
+                    ) from error
+                if _http_status(error) not in (409, 412):
+                    raise
+            # Three layers below may have sent the request again without saying so: then this answer may be about our
+            # own first one.
+            found = self._writer_of(key)
+            if found is not None:
+                return found == writer
+            # 409: another write of this key was under way and has not succeeded. S3 asks to try again.
+            time.sleep(random.random() * min(0.05 * 2**attempt, 2))
+        raise StoreError(f"store {self.uri}: {key} was busy {CONFLICT_ATTEMPTS} times; run the same command again")
+
+    def put(self, key: str, data: bytes) -> None:
+        self._put(key, lambda: self._fs.pipe_file(self._path(key), data, chunksize=self._part_bytes))
+
+    def get(self, key: str) -> bytes:
+        with self._explained("read", key):
+            return bytes(self._fs.cat_file(self._path(key), max_concurrency=1))
+
+    def open_local(self, key: str) -> Path | None:
+        return None
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        if not keys:
+            return []
+        paths = [self._path(key) for key in keys]
+        values = self._fs.cat_ranges(paths, None, None, max_concurrency=1, batch_size=MOST_REQUESTS)
+        found: list[bytes | None] = []
+        for key, value in zip(keys, values, strict=True):
+            if isinstance(value, FileNotFoundError):
+                found.append(None)
+            elif isinstance(value, BaseException):
+                with self._explained("read", key):
+                    raise value
+            else:
+                found.append(bytes(value))
+        return found
+
+    def exists(self, key: str) -> bool:
+        try:
+            with self._explained("look for", key):
+                self._fs.metadata(self._path(key))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for start in range(0, len(keys), 1000):
+            batch = [{"Key": self._path(key).partition("/")[2]} for key in keys[start : start + 1000]]
+            with self._explained("delete", keys[start]):
+                answer = self._fs.call_s3(
+                    "delete_objects", Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True}
+                )
+            for error in answer.get("Errors", []):
+                if error.get("Code") != "NoSuchKey":
+                    raise StoreError(f"store {self.uri}: {error.get('Key')} cannot be deleted: {error.get('Code')}")
+
+    def walk(self, prefix: str) -> list[StoredFile]:
+        with self._explained("list", prefix):
+            found = self._fs.find(self._path(prefix) + "/", detail=True)
+        return [
+            StoredFile(
+                key=path.removeprefix(f"{self._prefix}/"),
+                num_bytes=info["size"],
+                modified_at=info["LastModified"].timestamp(),
+            )
+            for path, info in sorted(found.items())
+            if info["type"] == "file"
+        ]
+
+    def open_input(self, key: str) -> pa.NativeFile:
+        with self._explained("read", key):
+            return pa.PythonFile(self._fs.open(self._path(key), "rb"), mode="r")
+
+    def names(self, prefix: str) -> list[str]:
+        try:
+            with self._explained("list", prefix):
+                return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(prefix), detail=False))
+        except FileNotFoundError:
+            return []
+
+    def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
+        for file in last_after_others(folder, last):
+            self._put_file(file, f"{prefix}/{file.name}")
+
+    def fetch_folder(self, prefix: str, cache: Path) -> Path:
+        files = {file.key.removeprefix(f"{prefix}/"): file for file in self.walk(prefix)}
+        files = {name: file for name, file in files.items() if "/" not in name}
+        if not files:
+            raise FileNotFoundError(self._path(prefix))
+        target = cache / sha256_of(self.uri.encode())[:16] / prefix  # other stores have the same keys
+        missing = [name for name, file in files.items() if not _has_size(target / name, file.num_bytes)]
+        room = functools.partial(
+            room_for,
+            folder=target,
+            reserve=reserved_bytes(),
+            what=f"the cache folder {cache}",
+            remedy="Delete it (what is needed is fetched again)",
+        )
+        with room(sum(files[name].num_bytes for name in missing)):
+            target.mkdir(parents=True, exist_ok=True)
+        for name in missing:
+            partial = target / f".{name}.{uuid.uuid4().hex}.tmp"
+            try:
+                with self._explained("read", files[name].key), room(files[name].num_bytes):
+                    self._get_file(files[name].key, partial)
+                os.replace(partial, target / name)
+            finally:
+                partial.unlink(missing_ok=True)
+        return target
+
+    def _path(self, key: str) -> str:
+        return f"{self._prefix}/{checked_key(key)}"
+
+    def _put_file(self, file: Path, key: str) -> None:
+        self._put(key, lambda: self._fs.put_file(str(file), self._path(key), chunksize=self._part_bytes))
+
+    def _put(self, key: str, write: Callable[[], None]) -> None:
+        for is_last in (False, True):
+            try:
+                with self._explained("write", key):
+                    return write()
+            except FileNotFoundError as error:
+                # A multipart upload whose completion was answered into a lost connection is unknown when asked again.
+                if _error_code(error) == "NoSuchUpload" and not is_last:
+                    continue
+                hint = f"; is there a bucket {self._bucket!r}?" if _response(error) else ""
+                raise StoreError(f"store {self.uri}: cannot write {key}: {_reason(error)}{hint}") from error
+
+    def _get_file(self, key: str, file: Path) -> None:
+        for is_last in (False, True):
+            try:
+                return self._fs.get_file(self._path(key), str(file))
+            except self._cut_off:
+                # s3fs reads a large file in ranges at once, and does not repeat one that ends early.
+                if is_last:
+                    raise
+
+    def _writer_of(self, key: str) -> str | None:
+        """Which `put_if_absent` wrote the key; null where nobody has."""
+        try:
+            with self._explained("look for", key):
+                return str(self._fs.metadata(self._path(key)).get("writer", ""))
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def _explained(self, action: str, key: str) -> Iterator[None]:
+        """Raise what went wrong as a sentence about this store; `FileNotFoundError` and `FileExistsError` pass.
+
+        `DigestMismatch` where the server's own checksum speaks against the bytes it returned.
+        """
+        try:
+            yield
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except self._errors as error:
+            reason = _reason(error)
+            if isinstance(error, self._wrong_checksum):
+                raise DigestMismatch(f"store {self.uri}: {key} is not what was written there: {reason}") from error
+            if re.search("QuotaExceeded|StorageFull", _error_code(error)) or _http_status(error) == 507:
+                raise StoreFull(
+                    f"store {self.uri} is full: it does not take {key}: {reason}. Make room with `millrace gc`, raise "
+                    "its quota, or choose another `store`. Nothing that was committed is lost: the same command goes "
+                    "on from there"
+                ) from error
+            raise StoreError(f"store {self.uri}: cannot {action} {key}: {reason}") from error
+
+
+def _has_size(file: Path, num_bytes: int) -> bool:
+    return file.is_file() and file.stat().st_size == num_bytes
+
+
+def _response(error: BaseException | None) -> dict[str, Any]:
+    """The botocore answer behind an error of ours or of s3fs."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return response
+        error = error.__cause__
+    return {}
+
+
+def _http_status(error: BaseException) -> int | None:
+    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    return None if status is None else int(status)
+
+
+def _error_code(error: BaseException) -> str:
+    return str(_response(error).get("Error", {}).get("Code", ""))
+
+
+def _reason(error: BaseException) -> str:
+    """What happened, with the server's code."""
+    response = _response(error)
+    said = str(response.get("Error", {}).get("Message") or error or type(error).__name__)
+    if response:
+        said += f" ({_error_code(error)}, HTTP {_http_status(error)})"
+    return without_secrets(said)

@@ -1,0 +1,335 @@
+"""Policies in the store, whole or as a delta: what writes them, and what makes any of them a local, verified folder.
+
+In: the whole folder a trainer wrote, or a policy of the log. Out: files in the store, or a folder in HF layout that
+`transformers` and vLLM load.
+
+    whole folder ─▶ PolicyWriter ─▶ policies/<v>-<attempt>/  every file                  an anchor
+                         └────────▶ policies/<v>-<attempt>/  delta.safetensors           against the newest anchor
+    PolicyReader ◀── the store's own folder, or its copy in the cache                    an anchor
+          └────────◀ anchor + delta ─▶ cache/whole/…, its digest compared with the log   a delta
+
+A folder says by its seal which of the two it is: a trainer may put the whole weights where a delta was damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import tempfile
+import uuid
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from storage.log.entries import Policy
+from storage.log.run_log import RunLog
+from storage.objects.digests import (
+    DIGEST_FILE,
+    WEIGHTS_FILE,
+    DigestMismatch,
+    Seal,
+    read_seal,
+    seal_folder,
+    sha256_of,
+    verify_folder,
+)
+from storage.objects.object_store import reserved_bytes, room_for
+from storage.policies.deltas import apply_delta, read_about, write_delta
+
+logger = logging.getLogger("millrace.policies")
+
+DELTA_FILE = "delta.safetensors"
+LARGEST_DELTA = 0.5
+"""Of the whole's size. A larger delta is not worth reading two files instead of one."""
+HELD = 3
+"""Folders made from deltas that a reader keeps for as long as it lives: an engine may have to go back to an old one."""
+
+
+class DamagedDelta(DigestMismatch):
+    """A policy cannot be made from its anchor and its delta; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What became of a policy's files."""
+
+    anchor: int | None
+    """The version that the delta is against; null where every file was written."""
+    num_bytes: int
+    """In the store."""
+    changed_fraction: float | None
+    """Share of the weights whose bits differ from the anchor's; null where no delta was made."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """As a step's metrics."""
+        changed = {} if self.changed_fraction is None else {"policy_changed_fraction": self.changed_fraction}
+        return {"policy_bytes": float(self.num_bytes), **changed}
+
+
+class PolicyWriter:
+    """Puts one run's policies into its store: every so often whole, else what changed since then."""
+
+    def __init__(self, log: RunLog, cache: Path, *, anchor_every: int) -> None:
+        self._log = log
+        self._cache = cache
+        self._anchor_every = anchor_every
+        self._verified: tuple[str, Path] | None = None
+        """An anchor and where it can be read from: this writer wrote it, or has checked it."""
+        self._kept: tempfile.TemporaryDirectory[str] | None = None
+
+    def put(self, folder: Path, path: str, *, version: int) -> Written:
+        """Copy a sealed folder in HF layout to `path`, or a delta, where one is due and smaller.
+
+        Raises `storage.objects.object_store.StoreFull`.
+        """
+        anchor = self._anchor_of(version)
+        if anchor is not None:
+            with tempfile.TemporaryDirectory(prefix="millrace-", dir=folder.parent) as scratch:
+                changed = self._write_delta(folder, anchor, Path(scratch))
+                if changed is not None:
+                    self._log.store.put_folder(Path(scratch), path, last=DIGEST_FILE)
+                    return Written(anchor=anchor.version, num_bytes=_size(Path(scratch)), changed_fraction=changed)
+        self._log.store.put_folder(folder, path, last=DIGEST_FILE)
+        if self._anchor_every > 1:
+            self._verified = path, self._keep(folder, path)
+        return Written(anchor=None, num_bytes=_size(folder), changed_fraction=None)
+
+    def _anchor_of(self, version: int) -> Policy | None:
+        """The newest whole policy; null where the next whole one is due. The base model is none: it may be stored in
+        another layout."""
+        state = self._log.state
+        for earlier in range(version - 1, max(0, version - self._anchor_every), -1):
+            policy = state.policies[earlier]
+            if policy.anchor is None and policy.path != state.policies[0].path:
+                return None if earlier in state.retired_policies else policy
+        return None
+
+    def _write_delta(self, folder: Path, anchor: Policy, target: Path) -> float | None:
+        """Make a sealed folder with the delta; returns the changed share of the weights, null where there is none."""
+        seal = read_seal(folder)
+        try:
+            anchor_folder = self._fetch_anchor(anchor)
+            anchor_seal = read_seal(anchor_folder)
+            weights, anchor_weights = _only_weights(seal), _only_weights(anchor_seal)
+            if weights is None or anchor_weights is None or _beside(seal) != _beside(anchor_seal):
+                return None
+            difference = write_delta(
+                folder / WEIGHTS_FILE,
+                anchor_folder / WEIGHTS_FILE,
+                target / DELTA_FILE,
+                most_bytes=int((folder / WEIGHTS_FILE).stat().st_size * LARGEST_DELTA),
+                about={"anchor_sha256": anchor.weights_sha256, "weights_sha256": seal.weights_sha256},
+            )
+        except (FileNotFoundError, DigestMismatch) as error:  # also of one that was there before
+            logger.warning("the next policy is written whole, because its anchor cannot be read: %s", error)
+            return None
+        if difference is None:
+            return None
+        seal_folder(target)
+        return difference.num_changed / max(1, difference.num_values)
+
+    def _keep(self, folder: Path, path: str) -> Path:
+        """Where to find what was just put, without fetching it again."""
+        if self._log.store.open_local(path) is not None:
+            return self._log.store.fetch_folder(path, self._cache)
+        self._kept = tempfile.TemporaryDirectory(prefix="millrace-anchor-")
+        for file in folder.iterdir():
+            try:
+                os.link(file, Path(self._kept.name) / file.name)
+            except OSError:  # another disk, or one without links
+                shutil.copyfile(file, Path(self._kept.name) / file.name)
+        return Path(self._kept.name)
+
+    def _fetch_anchor(self, anchor: Policy) -> Path:
+        if self._verified is None or self._verified[0] != anchor.path:
+            folder = self._log.store.fetch_folder(anchor.path, self._cache)
+            verify_folder(folder)
+            self._verified = anchor.path, folder
+        return self._verified[1]
+
+
+class PolicyReader:
+    """One consumer's way to a run's policies. What it has made of deltas stays while it lives, but for old ones.
+
+    Several processes may share a cache: a folder that somebody holds is locked (`flock`), and what nobody holds goes
+    when the next one is made.
+    """
+
+    def __init__(self, log: RunLog, cache: Path) -> None:
+        self._log = log
+        self._cache = cache
+        self._held: deque[tuple[Path, int]] = deque()
+
+    def damage_of(self, policy: Policy) -> str:
+        """Why a policy cannot be made from its delta; empty where it can, or is none."""
+        try:
+            if policy.anchor is not None:
+                self.fetch(policy)
+        except DamagedDelta as error:
+            return str(error)
+        return ""
+
+    def fetch(self, policy: Policy) -> Path:
+        """A local folder in HF layout, verified; of a delta the log must know the anchor. What the cache has of a
+        remote store is fetched again where it is damaged.
+
+        Raises `DamagedDelta` where the policy is one and it or its anchor is not what the log says, else
+        `FileNotFoundError` and `storage.objects.digests.DigestMismatch`.
+        """
+        try:
+            return self._fetch(policy)
+        except DigestMismatch:
+            if not self._forget_damaged_copies(policy):
+                raise
+            return self._fetch(policy)
+
+    def _fetch(self, policy: Policy) -> Path:
+        try:
+            folder = self._log.store.fetch_folder(policy.path, self._cache)
+            weights_sha256 = verify_folder(folder)
+            if _only_weights(read_seal(folder)) != DELTA_FILE:
+                if weights_sha256 != policy.weights_sha256:
+                    raise DigestMismatch(f"{folder} holds other weights than the log says policy {policy.version} has")
+                return folder
+        except (FileNotFoundError, DigestMismatch) as error:
+            if policy.anchor is None:
+                raise
+            raise self._damaged(policy, error) from error
+        return self._whole(policy, folder)
+
+    def _forget_damaged_copies(self, policy: Policy) -> bool:
+        """Remove copies of the policy's files, or its anchor's, that are not what they were; true where there were
+        any."""
+        store, anchor = self._log.store, self._log.state.policies.get(policy.anchor) if policy.anchor else None
+        forgotten = False
+        for path in [policy.path, *([anchor.path] if anchor else [])]:
+            if store.open_local(path) is not None:
+                continue  # the store's own file
+            with contextlib.suppress(FileNotFoundError):
+                folder = store.fetch_folder(path, self._cache)
+                try:
+                    verify_folder(folder)
+                except DigestMismatch as error:
+                    logger.warning("a copy in the cache is damaged and fetched again: %s", error)
+                    _remove(folder)
+                    forgotten = True
+        return forgotten
+
+    def _whole(self, policy: Policy, delta_folder: Path) -> Path:
+        target = self._cache / "whole" / sha256_of(self._log.store.uri.encode())[:16] / policy.path
+        try:
+            if self._hold(target):
+                with contextlib.suppress(DigestMismatch):
+                    if verify_folder(target) == policy.weights_sha256:
+                        return target
+                self._let_go(target)
+                _remove(target)
+            self._make(policy, delta_folder, target)
+        except (FileNotFoundError, DigestMismatch) as error:
+            raise self._damaged(policy, error) from error
+        self._prune(target.parent)
+        return target
+
+    def _make(self, policy: Policy, delta_folder: Path, target: Path) -> None:
+        assert policy.anchor is not None, "only what the log calls a delta is sealed as one"
+        delta = delta_folder / DELTA_FILE
+        anchor = self._log.state.policies[policy.anchor]
+        anchor_folder = self._log.store.fetch_folder(anchor.path, self._cache)
+        if (expected := read_about(delta)["anchor_sha256"]) != anchor.weights_sha256:
+            raise DigestMismatch(f"{delta} is against weights {expected}, not those of policy {anchor.version}")
+        seal = read_seal(anchor_folder)
+        what, remedy = f"the cache folder {self._cache}", "Delete it (what is needed is made again)"
+        with room_for(_size(anchor_folder), target, reserve=reserved_bytes(), what=what, remedy=remedy):
+            made = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
+            made.mkdir(parents=True)
+            while not self._hold(made):  # another process took it for one that was given up
+                made.mkdir(exist_ok=True)
+            try:
+                for name in seal.files.keys() - {WEIGHTS_FILE}:
+                    shutil.copyfile(anchor_folder / name, made / name)
+                apply_delta(anchor_folder / WEIGHTS_FILE, delta, made / WEIGHTS_FILE)
+                # One reading tells: where anchor and delta were right, so is what was made of them.
+                if seal_folder(made) != policy.weights_sha256 or _beside(read_seal(made)) != _beside(seal):
+                    verify_folder(anchor_folder)
+                    raise DigestMismatch(f"{delta} does not give the weights of policy {policy.version}")
+                try:
+                    os.rename(made, target)
+                except OSError as error:
+                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                        raise
+                    self._hold(target)  # another process was faster, and its folder is the same
+                else:
+                    self._held = deque((target if path == made else path, lock) for path, lock in self._held)
+            finally:
+                if made.exists():
+                    self._let_go(made)
+                    shutil.rmtree(made, ignore_errors=True)
+
+    def _damaged(self, policy: Policy, error: Exception) -> DamagedDelta:
+        return DamagedDelta(
+            f"policy {policy.version} cannot be made from its anchor, policy {policy.anchor}: {error}. Put the files "
+            "back from a copy. A run that is started again also makes its newest policy anew, from the recorded shards"
+        )
+
+    def _hold(self, folder: Path) -> bool:
+        """Keep a folder from being removed; false where there is none."""
+        if any(path == folder for path, _ in self._held):
+            return folder.exists()
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return False
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes anything either
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        if not folder.exists() or not os.path.samestat(os.fstat(lock), os.stat(folder)):
+            os.close(lock)  # it was removed before the lock took hold
+            return False
+        self._held.append((folder, lock))
+        while len(self._held) > HELD:
+            os.close(self._held.popleft()[1])
+        return True
+
+    def _let_go(self, folder: Path) -> None:
+        for path, lock in list(self._held):
+            if path == folder:
+                self._held.remove((path, lock))
+                os.close(lock)
+
+    def _prune(self, folder: Path) -> None:
+        """Remove what nobody holds."""
+        ours = {path for path, _ in self._held}
+        for old in (path for path in folder.iterdir() if path not in ours):
+            with contextlib.suppress(OSError):  # somebody holds it, or removes it too
+                lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(old)
+                finally:
+                    os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder whole: nobody sees a part of it under its name."""
+    away = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
+    os.rename(folder, away)
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def _only_weights(seal: Seal) -> str | None:
+    """Which of the two files a sealed folder has; null for weights in several files, or in others."""
+    names = [name for name in seal.files if name.endswith(".safetensors")]
+    return names[0] if names in ([WEIGHTS_FILE], [DELTA_FILE]) else None
+
+
+def _beside(seal: Seal) -> dict[str, str]:
+    """Digests of the files beside the weights: configuration, tokenizer."""
+    return {name: digest for name, digest in seal.files.items() if not name.endswith(".safetensors")}
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())

@@ -1,0 +1,176 @@
+"""What retention keeps: the rules, how people write them, and what they keep of a run.
+
+In: counts, an age and a size; a run's log. Out: `Rules`; the policies they keep, and what these reach.
+
+A policy is kept while it is the base model, live, named by an alias, among the newest, one of every so many, or has the
+best score; and while one of these is stored as a delta against it. A kept policy reaches what trains it again: its
+shards, the saved state before its step, and the shards of the steps in between. What resumes the run, and every shard
+with a pending group, is reached always.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from storage.log.entries import Evaluation, Policy, Shard, Step
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What to keep. Without an age or a size, everything goes that no kept policy reaches."""
+
+    keep_last: int = 5
+    """The newest policies, the live one among them; an engine may still be loading one that is no longer live."""
+    keep_every: int = 0
+    """Every so many versions one more; 0: none."""
+    older_than_seconds: float = 0.0
+    """Only what was written at least so long ago goes."""
+    max_bytes: int | None = None
+    """Only so much goes, oldest first, that the runs together come down to this size; null: all of it goes."""
+    orphan_seconds: float = 3600.0
+    """How old a file without a log entry must be: a writer puts the file first and the entry behind it."""
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "older_than_seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} is negative; use 0 or more")
+
+    def __str__(self) -> str:
+        parts = [f"keep_last {self.keep_last}"]
+        parts += [f"keep_every {self.keep_every}"] if self.keep_every else []
+        parts += [f"older than {self.older_than_seconds:.0f} s"] if self.older_than_seconds else []
+        parts += [f"at most {self.max_bytes} bytes"] if self.max_bytes is not None else []
+        return ", ".join(parts)
+
+
+@dataclass
+class Facts:
+    """What a plan looks up, taken from every entry once: decoding 10⁵ entries takes seconds, and a plan is made often.
+
+    Holds names and numbers, not entries: those of a long run would fill gigabytes.
+    """
+
+    steps: list[tuple[int, str | None, tuple[str, ...]]] = field(default_factory=list)
+    """Per step: the version it made, the folder of its saved state, the shards it read."""
+    states: set[str] = field(default_factory=set)
+    versions_at: dict[str, list[int]] = field(default_factory=dict)
+    """Folder → its policy versions, rising: a step that was skipped makes a version without files of its own."""
+    anchors: dict[int, int] = field(default_factory=dict)
+    """Policy version stored as a delta → the version it is against."""
+    evaluations: list[Evaluation] = field(default_factory=list)
+    eval_shards: dict[str, int] = field(default_factory=dict)
+    """Id of a shard of evaluation rows → the version that sampled it."""
+    scored_shards: dict[str, int] = field(default_factory=dict)
+    """Those that an evaluation names → the version it is about. The others are of one that runs, or was killed."""
+    _seen: int = 0
+
+    def extend(self, log: RunLog) -> None:
+        """Take in the entries that were folded since the last call."""
+        for number in range(self._seen, len(log.entries)):
+            match log.entries[number].body:
+                case Step(policy=policy, state_path=state_path, shard_sha256=shards):
+                    self.steps.append((policy.version, state_path, tuple(shards)))
+                    self.versions_at.setdefault(policy.path, []).append(policy.version)
+                    if policy.anchor is not None:
+                        self.anchors[policy.version] = policy.anchor
+                    if state_path is not None:
+                        self.states.add(state_path)
+                case Policy(path=path, version=version):
+                    self.versions_at.setdefault(path, []).append(version)
+                case Evaluation() as evaluation:
+                    self.evaluations.append(evaluation)
+                    self.scored_shards |= dict.fromkeys(evaluation.shard_ids, evaluation.version)
+                case Shard(is_eval=True) as shard:
+                    self.eval_shards[shard.id] = shard.head_version
+                case _:
+                    pass
+        self._seen = len(log.entries)
+
+
+def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluation]) -> dict[int, str]:
+    """Policy versions that stay, and why. What is retired already stays retired."""
+    best: dict[str, tuple[float, int]] = {}
+    for evaluation in evaluations:
+        if evaluation.version not in state.retired_policies and not evaluation.failed:
+            best[evaluation.split] = max(
+                best.get(evaluation.split, (-1.0e300, 0)), (evaluation.score, evaluation.version)
+            )
+    kept: dict[int, str] = {}
+    for version in state.policies:
+        reasons = ["base model"] if version == 0 else []
+        reasons += ["live"] if version == state.newest_version else []
+        reasons += [f"alias {name}" for name, alias in state.aliases.items() if alias.version == version]
+        reasons += [f"best on {split}" for split, (_, scored) in best.items() if scored == version]
+        reasons += ["among the newest"] if version > state.newest_version - rules.keep_last else []
+        reasons += [f"every {rules.keep_every}"] if rules.keep_every and version % rules.keep_every == 0 else []
+        if reasons and version not in state.retired_policies:
+            kept[version] = ", ".join(reasons)
+    return dict(sorted(kept.items()))
+
+
+def with_anchors(kept: dict[int, str], anchors: Mapping[int, int]) -> dict[int, str]:
+    """Kept versions with those that they are stored as deltas against; `anchors` by version."""
+    needed = {anchors[version]: version for version in reversed(kept) if version in anchors}
+    reasons = {anchor: f"anchor of {version}" for anchor, version in needed.items()}
+    return dict(sorted({**reasons, **kept}.items()))
+
+
+@dataclass
+class Reach:
+    """What the kept policies, a resume and the queue need."""
+
+    shards: set[str] = field(default_factory=set)
+    states: set[str] = field(default_factory=set)
+
+
+def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> Reach:
+    """What must stay for policies `kept`. `facts` must have taken in what `state` has."""
+    found = Reach(shards={state.shard_of[group_id] for group_id in state.pending})
+    kept = set(kept)
+    saved = {
+        number: path
+        for number, (_, path, _) in enumerate(facts.steps, start=1)
+        if path is not None and path not in state.retired_states
+    }
+    numbers = list(saved)
+    # Training step n again starts from the newest state before it; a resume is about to train the next step.
+    targets = [number for number, (version, _, _) in enumerate(facts.steps, start=1) if version in kept]
+    for target in [*targets, state.step + 1]:
+        before = bisect.bisect_left(numbers, target)
+        start = numbers[before - 1] if before else 0
+        if start:
+            found.states.add(saved[start])
+        for _, _, shards in facts.steps[start:target]:
+            found.shards.update(shards)
+    found.shards.update(shard_id for shard_id, version in facts.scored_shards.items() if version in kept)
+    return found
+
+
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+_BYTES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_BYTES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
+
+
+def make_rules(*, keep_last: int, keep_every: int, older_than: str, max_size: str) -> Rules:
+    """Rules as people write them: `older_than="30d", max_size="50GB"`, empty for none.
+
+    Raises `ValueError` naming what cannot be read.
+    """
+    return Rules(
+        keep_last=keep_last,
+        keep_every=keep_every,
+        older_than_seconds=_number(older_than, _SECONDS, example="30d") if older_than else 0.0,
+        max_bytes=int(_number(max_size, _BYTES, example="50GB")) if max_size else None,
+    )
+
+
+def _number(text: str, units: dict[str, float], *, example: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
+    if match is None or match[2] not in units:
+        raise ValueError(f"{text!r}: write a number and a unit, for example {example}; units: {', '.join(units)}")
+    return float(match[1]) * units[match[2]]

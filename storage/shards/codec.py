@@ -1,0 +1,328 @@
+"""Shard schema v1: groups of trajectories ⇄ one Arrow IPC file, checked on the way in and on the way out.
+
+In: `RolloutGroup`s. Out: file bytes (Arrow IPC), one row per training sequence; and back, as a table.
+Facts are stored, views are derived: advantages, masks over turns and batches are never in a shard.
+The format is written down for other languages in docs/shard_format.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.log.entries import GroupSummary, to_json
+from storage.objects.tables import ipc_bytes
+from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
+from storage.shards.schema import (
+    ADAPTERS,
+    CALL,
+    CHECKED,
+    LARGEST,
+    MESSAGE,
+    SCHEMA,
+    SCHEMA_VERSION,
+    TURN,
+    BadShard,
+    check,
+    check_schema,
+    content_sha256,
+)
+
+COMPRESSION = "lz4"
+"""Of the buffers inside the file; chosen by measurement, see docs/shard_format.md. A reader takes any."""
+_FLUSH_EARLIER = "flush shards earlier: lower `shard_bytes` in the run file's [rollout]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """What a shard says about where it comes from; written into the file's metadata."""
+
+    run_id: str
+    shard_id: str
+    producer: str
+    tokenizer_sha256: str
+    chat_template_sha256: str
+    config_sha256: str
+    code_version: str
+
+
+def summarise(group: RolloutGroup) -> GroupSummary:
+    """The log's view of a group."""
+    usable = group.usable
+    versions: set[int] = set().union(*(_distinct(turn.weight_versions) for t in usable for turn in t.turns))
+    rewards = [t.reward for t in usable if t.reward is not None]
+    failures: dict[str, int] = {}
+    for trajectory in group.trajectories:
+        if not trajectory.usable:
+            status = trajectory.status
+            if status in TRAINABLE_STATUSES and not trajectory.excluded:
+                status = "no_reward" if trajectory.reward is None else "no_tokens"
+            failures[status] = failures.get(status, 0) + 1
+    return GroupSummary(
+        id=group.id,
+        prompt_id=group.task.id,
+        position=group.position,
+        epoch=group.epoch,
+        expected=group.expected,
+        usable=len(usable),
+        rows=sum(len({turn.sequence_idx for turn in t.turns if turn.sampled_ids}) for t in usable),
+        accepted=group.accepted,
+        reject_reason=group.reject_reason,
+        failures=failures,
+        head_version=min(versions, default=NOT_SAMPLED),
+        tail_version=max(versions, default=NOT_SAMPLED),
+        mean_reward=float(np.mean(rewards)) if rewards else None,
+        retried=group.will_retry,
+    )
+
+
+def _distinct(versions: list[int]) -> set[int]:
+    """The policies that sampled a turn: nearly always one, and then counting is much faster than hashing."""
+    one = versions[:1]
+    return set(one if one and versions.count(one[0]) == len(versions) else versions)
+
+
+def encode_shard(
+    groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
+) -> bytes:
+    """Arrow IPC bytes of the usable attempts of some groups, needing about twice the shard's size in memory.
+
+    Raises `BadShard` when a row breaks a rule of the schema or a shard cannot hold so much; nothing is written then.
+    """
+    return file_of(shard_table(groups, provenance=provenance, sampling=sampling, is_eval=is_eval))
+
+
+def file_of(table: pa.Table) -> bytes:
+    """The bytes of a shard's file."""
+    return ipc_bytes(table, compression=COMPRESSION)
+
+
+def shard_table(
+    groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
+) -> pa.Table:
+    """The usable attempts of some groups as rows, checked, with the file's metadata on the schema.
+
+    Raises `BadShard` as `encode_shard` does.
+    """
+    rows = [row for group in groups for row in _rows(group)]
+    try:
+        tokens = _token_columns(rows)
+        with ThreadPoolExecutor(max_workers=1) as beside:
+            digest = beside.submit(content_sha256, pa.table(tokens))  # hashing leaves the interpreter to us
+            facts = _fact_columns(rows, sampling=sampling, is_eval=is_eval, worker_id=provenance.producer)
+            adapters = [list(_adapters(row).items()) for row in rows]
+    except _Unwritable as error:
+        raise BadShard(f"shard {provenance.shard_id}: {error}") from error
+    columns = {**tokens, **facts}
+    table = pa.Table.from_arrays([columns[field.name] for field in SCHEMA], schema=SCHEMA)
+    if any(adapters):
+        table = table.append_column(ADAPTERS, pa.array(adapters, ADAPTERS.type))
+    check(table, name=provenance.shard_id)
+    heads, tails = columns["head_version"], columns["tail_version"]
+    metadata = {
+        "schema_version": str(SCHEMA_VERSION),
+        **{key: str(value) for key, value in to_json(provenance).items()},
+        "head_version": str(pc.min(heads).as_py() if rows else NOT_SAMPLED),
+        "tail_version": str(pc.max(tails).as_py() if rows else NOT_SAMPLED),
+        "num_rows": str(len(rows)),
+        "num_groups": str(len(groups)),
+        "content_sha256": digest.result(),
+    }
+    return table.replace_schema_metadata(metadata)
+
+
+def decode_shard(data: bytes, *, name: str) -> pa.Table:
+    """The table in some shard bytes, every rule and the content digest checked; its metadata stands on the schema.
+
+    Raises `BadShard` naming the shard, `NewerSchema` where only a newer Millrace can read it.
+    """
+    table = open_shard(data, name=name)
+    check(table, name=name)
+    if table.schema.metadata.get(b"content_sha256") != content_sha256(table).encode():
+        raise BadShard(f"shard {name}: the token columns differ from content_sha256 in its metadata")
+    return table
+
+
+def open_shard(data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """The table in some shard bytes, its values not looked at: call `check` before trusting them.
+
+    With `columns` only those are decompressed, and the ones `check` needs. Columns that a newer minor writer added
+    are kept; a missing column, a column of another type or a newer major schema is an error.
+    Raises `BadShard` and `NewerSchema` as `decode_shard` does.
+    """
+    try:
+        schema = pa.ipc.open_file(pa.py_buffer(data)).schema
+        check_schema(schema, name=name)
+        wanted = schema.names if columns is None else [n for n in schema.names if n in {*columns, *CHECKED}]
+        options = pa.ipc.IpcReadOptions(included_fields=[schema.get_field_index(column) for column in wanted])
+        return pa.ipc.open_file(pa.py_buffer(data), options=options).read_all()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise BadShard(f"shard {name}: not an Arrow IPC file, or cut off ({error})") from error
+
+
+class _Unwritable(Exception):
+    """What the groups hold has no place in a shard; `encode_shard` adds which one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One training sequence, before it is columns."""
+
+    group: RolloutGroup
+    num_usable: int
+    trajectory: Trajectory
+    sample_idx: int
+    sequence_idx: int
+    turns: list[Turn]
+
+
+def _rows(group: RolloutGroup) -> Iterator[_Row]:
+    usable = group.usable
+    for sample_idx, trajectory in enumerate(usable):
+        for sequence_idx, turns in enumerate(_sequence_turns(trajectory)):
+            yield _Row(group, len(usable), trajectory, sample_idx, sequence_idx, turns)
+
+
+def _sequence_turns(trajectory: Trajectory) -> list[list[Turn]]:
+    """The attempt's turns by training sequence; a sequence in which nothing was sampled trains nothing."""
+    sequences: dict[int, list[Turn]] = {}
+    for turn in trajectory.turns:
+        sequences.setdefault(turn.sequence_idx, []).append(turn)
+    ordered = [sequences[index] for index in sorted(sequences)]
+    return [turns for turns in ordered if any(turn.sampled_ids for turn in turns)]
+
+
+def _adapters(row: _Row) -> dict[int, str]:
+    """Policy version → digest of the adapter it sampled the row's tokens with; without adapters empty."""
+    served: dict[int, str] = {}
+    for turn in row.turns:
+        for version, digest in turn.adapters.items():
+            if served.setdefault(version, digest) != digest:
+                raise _Unwritable(f"group {row.group.id} was sampled by two adapters, both of policy version {version}")
+    return served
+
+
+def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:
+    """The ragged columns and what follows from them. Every row has a sampled token."""
+    turns = [turn for row in rows for turn in row.turns]
+    context = np.array([len(turn.context_ids) for turn in turns], dtype=np.int64)
+    sampled = np.array([len(turn.sampled_ids) for turn in turns], dtype=np.int64)
+    for key in ("logprobs", "weight_versions"):
+        if sampled.tolist() != [len(getattr(turn, key)) for turn in turns]:
+            raise _Unwritable(f"{key} and input_ids differ in length")
+    num_turns = np.array([len(row.turns) for row in rows], dtype=np.int64)
+    first_turn = np.cumsum(num_turns) - num_turns
+    lengths = np.add.reduceat(context + sampled, first_turn) if rows else num_turns
+    total = int(lengths.sum())
+    if total > LARGEST:
+        raise _Unwritable(f"{total} tokens are more than one shard holds ({LARGEST}); {_FLUSH_EARLIER}")
+    ids, logprobs, one = np.empty(total, np.int32), np.zeros(total, np.float32), np.empty(len(turns), np.int32)
+    ends = np.cumsum(context + sampled)
+    _place("input_ids", ids, [turn.context_ids for turn in turns], ends - sampled - context)
+    _place("input_ids", ids, [turn.sampled_ids for turn in turns], ends - sampled)
+    _place("logprobs", logprobs, [turn.logprobs for turn in turns], ends - sampled)
+    # Nearly every turn was sampled by one policy; only the others are copied version by version.
+    found = [_distinct(turn.weight_versions) for turn in turns]
+    mixed = [index for index, versions in enumerate(found) if len(versions) > 1]
+    _place("weight_versions", one, [[next(iter(versions), NOT_SAMPLED) for versions in found]], np.zeros(1, np.int64))
+    spans = np.stack([context, sampled], axis=1).ravel()
+    versions = np.repeat(np.stack([np.full_like(one, NOT_SAMPLED), one], axis=1).ravel(), spans)
+    _place("weight_versions", versions, [turns[index].weight_versions for index in mixed], (ends - sampled)[mixed])
+    values = {
+        "input_ids": pa.array(ids),
+        "loss_mask": pa.array(np.repeat(np.tile([False, True], len(turns)), spans)),
+        "logprobs": pa.array(logprobs),
+        "weight_versions": pa.array(versions),
+    }
+    starts = np.cumsum(lengths) - lengths
+    # Unsigned, −1 is the largest number of all, and the smallest one is the oldest version that sampled.
+    heads = np.minimum.reduceat(versions.view(np.uint32), starts).view(np.int32) if rows else versions
+    tails = np.maximum.reduceat(versions, starts) if rows else versions
+    return {
+        **{key: _lists(lengths, column, SCHEMA.field(key).type) for key, column in values.items()},
+        "head_version": pa.array(heads),
+        "tail_version": pa.array(tails),
+        "prompt_len": pa.array(context[first_turn], pa.int32()),
+    }
+
+
+def _place(name: str, into: np.ndarray, lists: Sequence[Sequence[float]], starts: np.ndarray) -> None:
+    """Copy lists of numbers to where they belong; `struct` is the fastest way out of a list that Python has."""
+    code, size = into.dtype.char, into.itemsize
+    try:
+        for numbers, start in zip(lists, starts.tolist(), strict=True):
+            struct.pack_into(f"{len(numbers)}{code}", into.data, start * size, *numbers)
+    except struct.error as error:
+        raise _Unwritable(f"{name}: {error}") from error
+
+
+def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, worker_id: str) -> dict[str, pa.Array]:
+    """Everything that is not per token."""
+    facts: dict[str, list[Any]] = {
+        "group_id": [row.group.id for row in rows],
+        "prompt_id": [row.group.task.id for row in rows],
+        "epoch": [row.group.epoch for row in rows],
+        "attempt": [row.trajectory.attempt for row in rows],
+        "sample_idx": [row.sample_idx for row in rows],
+        "sequence_idx": [row.sequence_idx for row in rows],
+        "group_expected": [row.group.expected for row in rows],
+        "group_usable": [row.num_usable for row in rows],
+        "reward": [row.trajectory.reward for row in rows],
+        "reward_parts": [list(row.trajectory.reward_parts.items()) for row in rows],
+        "accepted": [row.group.accepted for row in rows],
+        "reject_reason": [row.group.reject_reason for row in rows],
+        "status": [row.trajectory.status for row in rows],
+        "queued_at": [row.group.queued_at for row in rows],
+        "started_at": [row.trajectory.started_at for row in rows],
+        "finished_at": [row.trajectory.finished_at for row in rows],
+    }
+    constants = {"is_eval": is_eval, "worker_id": worker_id, "sampling": to_json(sampling)}
+    turns = [turn for row in rows for turn in row.turns]
+    calls = [call for turn in turns for call in turn.tool_calls]
+    turn_column = _structs(
+        turns,
+        TURN,
+        context_len=_array([len(turn.context_ids) for turn in turns], TURN.field("context_len")),
+        sampled_len=_array([len(turn.sampled_ids) for turn in turns], TURN.field("sampled_len")),
+        tool_calls=_lists([len(turn.tool_calls) for turn in turns], _structs(calls, CALL), pa.list_(CALL)),
+    )
+    # Written once per trajectory: a forked sequence refers to the first one's.
+    messages = [row.trajectory.messages if row.sequence_idx == 0 else [] for row in rows]
+    return {
+        **{key: _array(values, SCHEMA.field(key)) for key, values in facts.items()},
+        **{key: pa.repeat(pa.scalar(v, SCHEMA.field(key).type), len(rows)) for key, v in constants.items()},
+        "turns": _lists([len(row.turns) for row in rows], turn_column, pa.list_(TURN)),
+        "messages": _lists(
+            [len(m) for m in messages], _structs([m for said in messages for m in said], MESSAGE), pa.list_(MESSAGE)
+        ),
+        "multimodal_features": pa.nulls(len(rows)),
+        "multimodal_positions": pa.nulls(len(rows)),
+    }
+
+
+def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
+    try:
+        array = pa.array(values, type=field.type)
+    except pa.ArrowException as error:
+        raise _Unwritable(f"{field.name}: {error}") from error
+    if isinstance(array, pa.ChunkedArray):  # its text has outgrown the 32-bit offsets of one array
+        raise _Unwritable(f"{field.name}: more than {LARGEST} bytes of text; {_FLUSH_EARLIER}")
+    return array
+
+
+def _structs(records: Sequence[Any], kind: pa.StructType, **given: pa.Array) -> pa.Array:
+    """Records as a struct array, field by field; `given` are the fields that are no attributes."""
+    fields = [given[f.name] if f.name in given else _array([getattr(r, f.name) for r in records], f) for f in kind]
+    return pa.StructArray.from_arrays(fields, fields=list(kind))
+
+
+def _lists(lengths: Sequence[int] | np.ndarray, values: pa.Array, kind: pa.DataType) -> pa.Array:
+    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind)

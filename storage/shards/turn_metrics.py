@@ -1,0 +1,51 @@
+"""What the trained attempts of a step did in their turns: how many, how often they called tools, and how that went.
+
+In: the claimed groups and the tables of their shards. Out: metrics by name, each explained in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.log.entries import ClaimedGroup
+
+COLUMNS = ("group_id", "attempt", "turns")
+"""What of a shard the metrics are made of."""
+
+
+def turn_metrics(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> dict[str, float]:
+    """Means over the attempts of `groups`; `tables` maps shard id to its table.
+
+    An attempt that forked into several rows counts once. Where nobody called a tool there is nothing to say of tools.
+    """
+    rows = [
+        table.select(COLUMNS).filter(pc.is_in(table["group_id"], value_set=pa.array(ids, pa.string())))
+        for ids, table in _by_shard(groups, tables)
+    ]
+    if not rows:
+        return {}
+    table = pa.concat_tables(rows)
+    num_attempts = table.select(["group_id", "attempt"]).group_by(["group_id", "attempt"]).aggregate([]).num_rows
+    turns = pc.list_flatten(table["turns"])
+    metrics = {"num_turns": len(turns) / num_attempts}
+    calls = pc.list_flatten(pc.struct_field(turns, "tool_calls"))
+    if not len(calls):
+        return metrics
+    seconds = pc.sum(pc.struct_field(calls, "seconds")).as_py()
+    return {
+        **metrics,
+        "tool_calls_per_attempt": len(calls) / num_attempts,
+        "tool_failures_per_attempt": pc.sum(pc.struct_field(calls, "failed")).as_py() / num_attempts,
+        "tool_seconds": seconds,
+        "tool_seconds_per_call": seconds / len(calls),
+    }
+
+
+def _by_shard(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> list[tuple[list[str], pa.Table]]:
+    return [
+        ([group.group_id for group in groups if group.shard_id == shard_id], tables[shard_id])
+        for shard_id in dict.fromkeys(group.shard_id for group in groups)
+    ]

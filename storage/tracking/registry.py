@@ -1,0 +1,410 @@
+"""MLflow as a view of the run's log: metrics, model versions, aliases and the shards behind each version.
+
+In: a run's log. Out: an MLflow run and a registered model that say the same. The log is the outbox: `sync` replays
+whatever MLflow has not seen, so an outage is caught up by the next call and a deleted database is rebuilt.
+The cursor is a tag of the MLflow run, written in the same call as the metrics it covers. Entries are sent a block at a
+time, because each call is a transaction of its own; a block that a kill cut short is sent again, without doubles.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from settings.redaction import without_secrets
+from settings.tracking import TraceSettings
+from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
+from storage.log.run_log import RunLog
+from storage.log.runs import run_config
+from storage.objects.digests import sha256_of_json
+from storage.tracking.entry_metrics import axis_of, metrics_of
+from storage.tracking.traces import Traces
+
+logger = logging.getLogger("millrace.registry")
+
+_CURSOR = "millrace.synced_entries"
+_LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
+_MOST_METRICS = 1000  # MLflow takes no more in one call
+
+
+_importing = threading.Lock()
+
+
+def import_mlflow() -> Any:
+    """The package, which takes a second. Two threads that import it at the same time would break it for both."""
+    with _importing:
+        import mlflow
+
+        return mlflow
+
+
+class RegistryUnavailable(Exception):
+    """MLflow did not take everything in; the log keeps it for later."""
+
+
+class Registry:
+    """One run's mirror in MLflow. `model_name` is the registered model, named after the run."""
+
+    def __init__(self, log: RunLog, *, tracking_uri: str, experiment: str = "millrace") -> None:
+        self._log = log
+        self._tracking_uri = tracking_uri
+        self._experiment = experiment
+        self._run_id: str | None = None
+        self._experiment_id = ""
+        self._is_running = False
+        self._versions: dict[int, str] = {}
+        """Of the block that is being sent: what MLflow calls our policy versions."""
+        self.model_name = log.run_id
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        return import_mlflow().MlflowClient(tracking_uri=self._tracking_uri, registry_uri=self._tracking_uri)
+
+    @functools.cached_property
+    def _traces(self) -> Traces:
+        from mlflow.tracing.client import TracingClient
+
+        settings = TraceSettings(**self._config.get("traces", {}))  # a run from before there were any has none
+        return Traces(self._log, TracingClient(self._tracking_uri), settings)
+
+    def sync(self, *, finished: bool = False) -> list[Registration]:
+        """Bring MLflow up to the log's state; returns the versions the log does not know as registered yet.
+
+        `finished` also ends the MLflow run, until a later sync of a continued run opens it again.
+
+        Raises `RegistryUnavailable` when MLflow cannot be reached or refuses; a later call sends what is missing.
+        """
+        import_mlflow()
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        try:
+            return self._replay(finished)
+        except SQLAlchemyError as error:
+            # A kill in the middle of MLflow's own first migration leaves a database that it cannot open again.
+            raise RegistryUnavailable(
+                f"its database cannot be used: {str(error).splitlines()[0]}; where nothing else is in it, delete it "
+                "and start the run again, and MLflow is filled from the log"
+            ) from error
+        except (MlflowException, OSError) as error:
+            raise RegistryUnavailable(str(error)) from error
+
+    @property
+    def run_page(self) -> str:
+        """Where MLflow's pages show the run, from the server's address on; empty before the first `sync`."""
+        return f"#/experiments/{self._experiment_id}/runs/{self._run_id}" if self._run_id else ""
+
+    def attach(self, file: Path) -> None:
+        """Put a file beside the run; one of the same name is replaced. Raises `RegistryUnavailable`."""
+        try:
+            self._client.log_artifact(self._ensure_run(), str(file))
+        except Exception as error:  # each kind of artifact store raises errors of its own
+            raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
+
+    def _replay(self, finished: bool) -> list[Registration]:
+        run_id = self._ensure_run()
+        cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
+        if cursor == 0:
+            self._log_config(run_id)
+        entries, sessions = self._log.entries[cursor:], self._log.state.sessions
+        # What made a version is the session before it, which need not be the one that tells MLflow.
+        num_before = len(sessions) - sum(isinstance(entry.body, Session) for entry in entries)
+        session = sessions[num_before - 1] if num_before else None
+        for block in _blocks(entries):
+            session = self._send(run_id, block, session)
+        if finished:
+            self._client.set_terminated(run_id)
+            self._is_running = False
+        elif not self._is_running:
+            self._client.update_run(run_id, status="RUNNING")
+            self._is_running = True
+        return self._unannounced(run_id)
+
+    def _send(self, run_id: str, block: Sequence[LogEntry], session: Session | None) -> Session | None:
+        """Some entries, and the cursor behind them last; returns the session the next entries belong to."""
+        self._log_shards(run_id, [entry.body for entry in block if isinstance(entry.body, Step)])
+        self._versions = self._newest_versions(run_id, sum(isinstance(entry.body, Policy | Step) for entry in block))
+        aliases: dict[str, Alias] = {}
+        for entry in block:
+            match entry.body:
+                case Session() as session:
+                    self._tag_session(run_id, session)
+                case Policy() as policy:
+                    self._register(run_id, policy, step=None, session=session)
+                case Step() as step:
+                    self._register(run_id, step.policy, step=step, session=session)
+                case Retire() as retire:
+                    self._tag_retired(run_id, retire)
+                case Alias() as alias:
+                    aliases[alias.name] = alias
+                case _:
+                    pass
+        for alias in aliases.values():  # where each stands now; where it stood in between is in the log
+            self._set_alias(run_id, alias)
+        find_model = functools.partial(self._find_version, run_id)
+        for entry in block:
+            if isinstance(entry.body, Evaluation | Step):
+                self._traces.send(entry, experiment_id=self._experiment_id, run_id=run_id, find_model=find_model)
+        self._log_metrics(run_id, block)
+        return session
+
+    def _ensure_run(self) -> str:
+        """The MLflow run that mirrors this one, made at the first call."""
+        if self._run_id is not None:
+            return self._run_id
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = experiment.experiment_id if experiment else self._create_experiment()
+        identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
+        wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
+        self._experiment_id = str(experiment_id)
+        found = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1)
+        if found:
+            self._run_id = str(found[0].info.run_id)
+            return self._run_id
+        # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
+        if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
+            self._client.create_registered_model(self.model_name, tags=identity)
+        run = self._client.create_run(experiment_id, run_name=self._log.run_id, tags=identity)
+        self._run_id = str(run.info.run_id)
+        return self._run_id
+
+    def _create_experiment(self) -> Any:
+        database = Path(self._tracking_uri.removeprefix("sqlite:///"))
+        # Left to itself, MLflow without a server puts files into whatever folder it was called in.
+        files = database.parent / "mlartifacts" / self._experiment if database.is_absolute() else None
+        return self._client.create_experiment(self._experiment, artifact_location=files and files.as_uri())
+
+    @functools.cached_property
+    def _config(self) -> dict[str, Any]:
+        return run_config(self._log)
+
+    @functools.cached_property
+    def _config_sha256(self) -> str:
+        return sha256_of_json(self._config)
+
+    def _log_config(self, run_id: str) -> None:
+        """The run's configuration as parameters; logging the same again changes nothing."""
+        from mlflow.entities import Param, RunTag
+
+        parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
+        tags = [RunTag("millrace.config_sha256", self._config_sha256)]
+        self._client.log_batch(run_id, params=parameters, tags=tags)
+
+    def _tag_session(self, run_id: str, session: Session) -> None:
+        """The code of the newest session, on the run; that of each version's own session is on the version."""
+        from mlflow.entities import RunTag
+
+        tags = {"millrace.code_version": session.code_version, "millrace.reward_sha256": session.reward_sha256}
+        self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+    def _set_alias(self, run_id: str, alias: Alias) -> None:
+        version = self._find_version(run_id, alias.version)
+        if version is None:  # the log names a policy before its alias, so somebody has deleted it in MLflow
+            logger.warning(
+                "MLflow has no version of policy %d any more, so alias %s is not set there", alias.version, alias.name
+            )
+        else:
+            self._client.set_registered_model_alias(self.model_name, alias.name, version)
+
+    def _tag_retired(self, run_id: str, retire: Retire) -> None:
+        """Say on each version that its weights are gone; what made it stays visible."""
+        for policy_version in retire.policy_versions:
+            version = self._find_version(run_id, policy_version)
+            if version is not None:  # somebody may have deleted it in MLflow, now that its weights are gone
+                self._client.set_model_version_tag(self.model_name, version, "millrace.retired", retire.reason)
+
+    def _log_metrics(self, run_id: str, block: Sequence[LogEntry]) -> None:
+        """Metrics of some entries, and the cursor behind them, in one call."""
+        from mlflow.entities import Metric, RunTag
+
+        metrics = [
+            Metric(key, value, int(entry.written_at * 1000), axis_of(entry))
+            for entry in block
+            for key, value in metrics_of(entry).items()
+        ]
+        self._client.log_batch(run_id, metrics=metrics, tags=[RunTag(_CURSOR, str(block[-1].number + 1))])
+
+    def _log_shards(self, run_id: str, steps: Sequence[Step]) -> None:
+        """Each step's shards as a logged dataset input, so that MLflow shows what a version was trained on."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        if not steps:
+            return
+        datasets = [
+            Dataset(
+                name=f"step-{step.claim.step}",
+                digest=dataset_digest(step),
+                source_type="millrace_shards",
+                source=json.dumps(self._shards_of(step)),
+            )
+            for step in steps
+        ]
+        tag = InputTag("mlflow.data.context", "training")
+        self._client.log_inputs(run_id, [DatasetInput(dataset, [tag]) for dataset in datasets])
+
+    def _shards_of(self, step: Step) -> list[dict[str, Any]]:
+        shards = self._log.state.shards
+        return [
+            {
+                "id": shard_id,
+                "uri": f"{self._log.store.uri}/{self._log.shard_key(shard_id)}",
+                "sha256": digest,
+                "num_rows": shards[shard_id].num_rows,
+                "groups": [g.group_id for g in step.claim.trained if g.shard_id == shard_id],
+            }
+            for shard_id, digest in step.shard_sha256.items()
+        ]
+
+    def _register(self, run_id: str, policy: Policy, *, step: Step | None, session: Session | None) -> None:
+        """Make the policy a version of the registered model, with tags that lead back; a second call does nothing."""
+        if policy.version in self._versions:
+            return
+        tags = {
+            "millrace.run_id": self._log.run_id,
+            "millrace.version": str(policy.version),
+            "millrace.parent": "" if policy.parent is None else str(policy.parent),
+            "millrace.weights_sha256": policy.weights_sha256,
+            "millrace.anchor": "" if policy.anchor is None else str(policy.anchor),
+            "millrace.config_sha256": self._config_sha256,
+            "millrace.code_version": session.code_version if session else "",
+            "millrace.reward_sha256": session.reward_sha256 if session else "",
+        }
+        description = f"Policy {policy.version} of run {self._log.run_id}: the base model."
+        if step is not None:
+            shards = [{key: shard[key] for key in ("id", "sha256", "num_rows")} for shard in self._shards_of(step)]
+            outcomes = {name: len(groups) for name, groups in to_json(step.claim).items() if isinstance(groups, list)}
+            tags["millrace.step"] = str(step.claim.step)
+            tags["millrace.dataset_digest"] = dataset_digest(step)
+            tags["millrace.groups"] = json.dumps(outcomes)
+            if len(listed := json.dumps(shards)) <= _LONGEST_TAG:
+                tags["millrace.shards"] = listed  # longer lists are in the dataset input alone
+            counts = ", ".join(f"{count} {name}" for name, count in outcomes.items())
+            description = (
+                f"Policy {policy.version} of run {self._log.run_id}: made by step {step.claim.step} from policy "
+                f"{policy.parent}. Prompt groups: {counts}, from {len(shards)} shards; they are the input "
+                f"`step-{step.claim.step}` of the MLflow run. All of it: "
+                f"`millrace lineage {self._log.run_id} --policy {policy.version}`."
+            )
+        created = self._client.create_model_version(
+            name=self.model_name,
+            source=self._source_of(policy),
+            run_id=run_id,
+            tags=tags,
+            description=description,
+            await_creation_for=0,
+        )
+        self._versions[policy.version] = str(created.version)
+
+    def _source_of(self, policy: Policy) -> str:
+        """Where the weights are. A server refuses paths of a machine, which might be its own: it gets the key alone."""
+        store = self._log.store.uri
+        if store.startswith("file:") and self._tracking_uri.startswith("http"):
+            store = f"millrace://{self._log.run_id}"
+        return f"{store}/{policy.path}"
+
+    def _unannounced(self, run_id: str) -> list[Registration]:
+        """Versions that MLflow has and the log does not say so, also those of a session that died in between."""
+        missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
+        found = {policy_version: self._find_version(run_id, policy_version) for policy_version in sorted(missing)}
+        return [
+            Registration(version=policy_version, model_name=self.model_name, registry_version=version)
+            for policy_version, version in found.items()
+            if version is not None
+        ]
+
+    def _find_version(self, run_id: str, policy_version: int) -> str | None:
+        if policy_version not in self._versions:
+            wanted = f"{self._ours(run_id)} and tags.`millrace.version` = '{policy_version}'"
+            found = self._client.search_model_versions(wanted, max_results=1)
+            if not found:
+                return None
+            self._versions[policy_version] = str(found[0].version)
+        return self._versions[policy_version]
+
+    def _newest_versions(self, run_id: str, count: int) -> dict[int, str]:
+        """By our number: those of a block may be there, and are the newest then, where its last sending broke off."""
+        if not count:
+            return {}
+        found = self._client.search_model_versions(
+            self._ours(run_id), max_results=count, order_by=["version_number DESC"]
+        )
+        return {int(version.tags["millrace.version"]): str(version.version) for version in found}
+
+    def _ours(self, run_id: str) -> str:
+        return f"name = '{self.model_name}' and run_id = '{run_id}'"
+
+
+def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
+    """Entries whose metrics fit into one call."""
+    block: list[LogEntry] = []
+    num_metrics = 0
+    for entry in entries:
+        more = len(metrics_of(entry))
+        if block and num_metrics + more > _MOST_METRICS:
+            yield block
+            block, num_metrics = [], 0
+        block.append(entry)
+        num_metrics += more
+    if block:
+        yield block
+
+
+def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
+    """The policy version behind an alias or a version number of the run's registered model.
+
+    Raises `ValueError` where MLflow does not know it, or knows it of a run of the same name in another store,
+    `RegistryUnavailable` where MLflow cannot be reached.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    shown = without_secrets(tracking_uri)
+    database = tracking_uri.removeprefix("sqlite:///")
+    if database != tracking_uri and not Path(database).exists():
+        raise RegistryUnavailable(f"there is no database {database}")  # asking would make one
+    client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+    try:
+        if name.isdigit():
+            version = client.get_model_version(log.run_id, name)
+        else:
+            version = client.get_model_version_by_alias(log.run_id, name)
+        store = client.get_run(version.run_id).data.tags.get("millrace.store")
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise ValueError(
+                f"neither the log of run {log.run_id!r} nor MLflow at {shown} knows {log.run_id}@{name}; "
+                f"aliases in the log: {', '.join(sorted(log.state.aliases)) or 'none'}"
+            ) from error
+        raise RegistryUnavailable(without_secrets(f"MLflow at {shown}: {error}")) from error
+    if store != log.store.uri:
+        raise ValueError(f"{log.run_id}@{name} in MLflow at {shown} is of a run in {store}, not {log.store.uri}")
+    return int(version.tags["millrace.version"])
+
+
+def dataset_digest(step: Step) -> str:
+    """Short digest of the exact groups and shard files a step trained on (MLflow allows 36 characters)."""
+    return sha256_of_json([step.shard_sha256, to_json(step.claim.trained)])[:32]
+
+
+def prepare_database(tracking_uri: str) -> float:
+    """Reach the tracking server, creating a fresh database's tables once before several processes use it.
+
+    Returns the seconds it took; raises what MLflow raises when it cannot be reached.
+    """
+    import mlflow
+
+    started = time.perf_counter()
+    mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
+    return time.perf_counter() - started
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key, inner in value.items() for k, v in _flatten(inner, f"{prefix}{key}.").items()}
+    return {prefix[:-1]: str(value)[:6000]}

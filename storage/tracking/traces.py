@@ -1,0 +1,267 @@
+"""Sampled attempts as MLflow traces: what the policy was told, what it said and did, and the reward it got.
+
+In: a log entry that a few attempts stand for, and its shards. Out: traces with a span per turn, tool call and scoring,
+the rewards as feedback. Ids are digests of where an attempt is stored, so that sending it again changes nothing.
+
+    Evaluation, Step ─▶ first readable shard ─▶ attempts from the lowest reward to the highest ─▶ spans, feedback
+
+Recorded are an attempt's begin and end and how long each turn and call took; a span begins where the one before ends.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from settings.tracking import TraceSettings
+from storage.log.entries import Evaluation, LogEntry, Step
+from storage.log.run_log import RunLog
+from storage.objects.digests import sha256_of
+from storage.records import NOT_SAMPLED
+from storage.shards.schema import BadShard
+from storage.shards.shards import DamagedShard, read_shard
+
+logger = logging.getLogger("millrace.traces")
+
+_COLUMNS = ("group_id", "prompt_id", "attempt", "sequence_idx", "head_version", "tail_version", "reward") + (
+    *("reward_parts", "status", "turns", "messages", "started_at", "finished_at"),
+)
+_LONGEST_TEXT = 20_000  # characters of one message; the shard has all of it
+
+
+class Traces:
+    """Sends the attempts that stand for an entry; `client` is an `mlflow.tracing.client.TracingClient`."""
+
+    def __init__(self, log: RunLog, client: Any, settings: TraceSettings) -> None:
+        self._log = log
+        self._client = client
+        self._settings = settings
+
+    def send(self, entry: LogEntry, *, experiment_id: str, run_id: str, find_model: Callable[[int], str | None]) -> int:
+        """Traces of one entry; returns how many. `find_model` tells MLflow's number of a policy version, if any.
+
+        What retention has removed, or is damaged, has no traces. Raises `ConnectionError` where the server does not
+        say that it can take them.
+        """
+        attempts, about = self._sample(entry)
+        for shard_id, rows in attempts:
+            first = rows[0]
+            tags = {**about, "millrace.run_id": self._log.run_id, "millrace.shard": shard_id}
+            tags["millrace.trajectory"] = f"{first['group_id']}/{first['attempt']}"
+            tags["millrace.status"] = first["status"]
+            versions = {row[key] for row in rows for key in ("head_version", "tail_version")} - {NOT_SAMPLED}
+            if versions:
+                tags["millrace.version"] = str(max(versions))
+                if model := find_model(max(versions)):
+                    tags["millrace.model_version"] = f"models:/{self._log.run_id}/{model}"
+            trace_id = _trace_id(self._log, shard_id, first)
+            self._log_spans(experiment_id, list(_spans(trace_id, rows)))
+            self._client.start_trace(_trace_info(trace_id, rows, tags, experiment_id=experiment_id, run_id=run_id))
+        return len(attempts)
+
+    def _log_spans(self, experiment_id: str, spans: list[Any]) -> None:
+        try:
+            self._client.log_spans(experiment_id, spans)
+        except NotImplementedError as error:
+            # That a server once did not tell its version is what MLflow's client would remember until it ends.
+            self._client.store._get_server_version.cache_clear()
+            raise ConnectionError(
+                f"{error}; a server before 3.4 takes no traces: set traces.per_evaluation and traces.per_step to 0"
+            ) from error
+
+    def _sample(self, entry: LogEntry) -> tuple[list[tuple[str, list[dict[str, Any]]]], dict[str, str]]:
+        """Attempts as (shard, rows), and what they stand for."""
+        match entry.body:
+            case Evaluation() as evaluation:
+                about = {"millrace.of": "evaluation", "millrace.split": evaluation.split}
+                return self._attempts(evaluation.shard_ids, None, self._settings.per_evaluation), about
+            case Step() as step if step.claim.step % self._settings.every == 0:
+                about = {"millrace.of": "training", "millrace.step": str(step.claim.step)}
+                groups = {group.group_id for group in step.claim.trained}
+                return self._attempts(list(step.shard_sha256), groups, self._settings.per_step), about
+            case _:
+                return [], {}
+
+    def _attempts(
+        self, shard_ids: Sequence[str], groups: set[str] | None, count: int
+    ) -> list[tuple[str, list[dict[str, Any]]]]:
+        """Up to `count` attempts of the first shard that can be read, evenly spaced by reward."""
+        for shard_id in shard_ids if count else ():
+            if (shard := self._log.state.shards.get(shard_id)) is None:
+                continue
+            try:
+                table = read_shard(self._log, shard, columns=_COLUMNS)
+            except (DamagedShard, BadShard) as error:
+                logger.info("no traces: %s", error)
+                continue
+            chosen = _chosen(table, groups, count)
+            indices = pa.array([index for indices in chosen for index in indices], pa.int64())
+            taken = iter(table.select(_COLUMNS).take(indices).to_pylist())
+            return [(shard_id, [next(taken) for _ in rows]) for rows in chosen]
+        return []
+
+
+def _chosen(table: pa.Table, groups: set[str] | None, count: int) -> list[list[int]]:
+    """Row numbers of each attempt that is shown."""
+    keys = ("group_id", "attempt", "sequence_idx", "reward")
+    found: dict[tuple[str, int], list[int]] = {}
+    rewards: dict[tuple[str, int], float] = {}
+    for row, (group, attempt, _, reward) in enumerate(zip(*(table[key].to_pylist() for key in keys), strict=True)):
+        if groups is None or group in groups:
+            found.setdefault((group, attempt), []).append(row)
+            rewards[group, attempt] = -math.inf if reward is None or math.isnan(reward) else reward
+    ordered = sorted(found, key=lambda key: (rewards[key], key))
+    if len(ordered) > count:
+        # The lowest and the highest, and between them what is left evenly spaced; one alone is the highest.
+        last = len(ordered) - 1
+        ordered = [ordered[round(last * k / (count - 1)) if count > 1 else last] for k in range(count)]
+    return [found[key] for key in ordered]
+
+
+def _trace_id(log: RunLog, shard_id: str, row: dict[str, Any]) -> str:
+    """MLflow's form of an OpenTelemetry trace id."""
+    place = json.dumps([log.store.uri, log.run_id, shard_id, row["group_id"], row["attempt"]])
+    return "tr-" + sha256_of(place.encode())[:32]
+
+
+def _spans(trace_id: str, rows: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """The attempt, and below it each turn, each tool call and the scoring, one after another."""
+    from mlflow.entities import SpanType
+
+    first = rows[0]
+    start, end = _nanoseconds(first["started_at"]), _nanoseconds(first["finished_at"])
+    end = max(start, end)
+    turns = [turn for row in rows for turn in row["turns"]]
+    asked, said = _conversation(first["messages"])
+    root = _span_id(trace_id, 0)
+    outcome = {"status": first["status"], "reward": first["reward"], "reply": said[-1] if said else ""}
+    shown = [{"messages": asked[0]} if asked else {}, outcome]
+    yield _span(trace_id, root, None, "attempt", SpanType.AGENT, start, end, *shown)
+    now, number = start, 0
+    for index, turn in enumerate(turns):
+        until = min(end, now + _nanoseconds(turn["generate_seconds"]))
+        number += 1
+        facts = {"sampled_tokens": turn["sampled_len"], "finish_reason": turn["finish_reason"]}
+        inputs = {"messages": asked[index]} if index < len(asked) else {}
+        outputs = {"reply": said[index], **facts} if index < len(said) else facts
+        name = f"turn {index + 1}"
+        yield _span(trace_id, _span_id(trace_id, number), root, name, SpanType.CHAT_MODEL, now, until, inputs, outputs)
+        now = until
+        for call in turn["tool_calls"]:
+            until = min(end, now + _nanoseconds(call["seconds"]))
+            number += 1
+            shown = [{"arguments": _short(call["arguments"])}, {"result": _short(call["result"])}]
+            place = (trace_id, _span_id(trace_id, number), root)
+            yield _span(*place, call["name"] or "tool", SpanType.TOOL, now, until, *shown, failed=call["failed"])
+            now = until
+    parts = dict(first["reward_parts"] or [])
+    place = (trace_id, _span_id(trace_id, number + 1), root)
+    yield _span(*place, "reward", SpanType.EVALUATOR, now, end, {}, {"reward": first["reward"], "parts": parts})
+
+
+def _conversation(messages: Sequence[dict[str, Any]]) -> tuple[list[list[dict[str, str]]], list[str]]:
+    """What each turn was newly told, and what it said."""
+    asked: list[list[dict[str, str]]] = [[]]
+    said = []
+    for message in messages:
+        if message["is_completion"]:
+            said.append(_short(message["content"]))
+            asked.append([])
+        else:
+            asked[-1].append({"role": message["role"], "content": _short(message["content"])})
+    return asked[: max(1, len(said))], said
+
+
+def _span(
+    trace_id: str,
+    span_id: str,
+    parent: str | None,
+    name: str,
+    kind: str,
+    start: int,
+    end: int,
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    *,
+    failed: bool = False,
+) -> Any:
+    from mlflow.entities import Span
+
+    attributes = {
+        "mlflow.traceRequestId": trace_id,
+        "mlflow.spanType": kind,
+        "mlflow.spanInputs": inputs,
+        "mlflow.spanOutputs": outputs,
+    }
+    return Span.from_dict(
+        {
+            "trace_id": trace_id,
+            "span_id": span_id,
+            "parent_span_id": parent,
+            "name": name,
+            "start_time_unix_nano": start,
+            "end_time_unix_nano": end,
+            "status": {"code": "ERROR" if failed else "OK", "message": ""},
+            "attributes": {key: json.dumps(value) for key, value in attributes.items()},
+        }
+    )
+
+
+def _trace_info(
+    trace_id: str, rows: Sequence[dict[str, Any]], tags: dict[str, str], *, experiment_id: str, run_id: str
+) -> Any:
+    from mlflow.entities import TraceInfo, TraceLocation, TraceState
+
+    first = rows[0]
+    asked, said = _conversation(first["messages"])
+    begun, ended = int(first["started_at"] * 1000), int(first["finished_at"] * 1000)
+    return TraceInfo(
+        trace_id=trace_id,
+        trace_location=TraceLocation.from_experiment_id(experiment_id),
+        request_time=begun,
+        execution_duration=max(0, ended - begun),
+        state=TraceState.OK,
+        client_request_id=tags["millrace.trajectory"],
+        request_preview=asked[0][-1]["content"][:1000] if asked[0] else "",
+        response_preview=said[-1][:1000] if said else "",
+        trace_metadata={"mlflow.sourceRun": run_id},
+        tags={"mlflow.traceName": f"{tags['millrace.of']} {first['prompt_id']}"[:250], **tags},
+        assessments=list(_feedback(trace_id, first, ended)),
+    )
+
+
+def _feedback(trace_id: str, row: dict[str, Any], when: int) -> Iterator[Any]:
+    """The reward and its parts; what is null is no feedback."""
+    from mlflow.entities import AssessmentSource, Feedback
+
+    rewards = {"reward": row["reward"], **{f"reward/{name}": value for name, value in row["reward_parts"] or []}}
+    for name, value in rewards.items():
+        if value is None or not math.isfinite(value):
+            continue
+        feedback = Feedback(
+            name=name,
+            value=float(value),
+            source=AssessmentSource(source_type="CODE", source_id="millrace.reward"),
+            trace_id=trace_id,
+            create_time_ms=when,
+            last_update_time_ms=when,
+        )
+        feedback.assessment_id = "a-" + sha256_of(f"{trace_id}/{name}".encode())[:32]
+        yield feedback
+
+
+def _span_id(trace_id: str, number: int) -> str:
+    return sha256_of(f"{trace_id}/{number}".encode())[:16]
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(0, int(seconds * 1e9))
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + " …"

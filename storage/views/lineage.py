@@ -1,0 +1,396 @@
+"""Where a policy comes from, and where a trajectory went: two questions, both answered from a run's log by key.
+
+In: a run's log and a policy version, a trajectory or a prompt. Out: plain records.
+
+    policy ─▶ its step ─▶ shards (digests) ─▶ groups, prompts ─▶ the policies that sampled their tokens
+    trajectory ─▶ its shard, its row ─▶ what became of its group ─▶ the step ─▶ its policy and all that descend from it
+
+Nothing here reads all groups or shards, so a million trajectories cost as much as a thousand. Two answers do look at
+every group's id: which groups are of a prompt, and the id nearest to one the run does not have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tempfile
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.log.entries import Evaluation, GroupSummary, Policy, Step
+from storage.log.run_log import RunLog
+from storage.log.run_state import OUTCOMES, RunState
+from storage.objects.digests import DigestMismatch, verify_folder
+from storage.policies.policies import PolicyReader
+from storage.shards.schema import flat
+from storage.shards.shards import DamagedShard, read_shard
+from storage.tracking.registry import dataset_digest
+
+_PARENTS_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardUse:
+    """A shard as a step read it."""
+
+    id: str
+    uri: str
+    sha256: str
+    """As the step recorded it."""
+    rows: int
+    """Training sequences in the file."""
+    groups: int
+    """Of its groups, how many the step trained on."""
+    problem: str
+    """Why it cannot be read any more: retired, quarantined, or what a check of the file found; else empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLineage:
+    """What made a policy version."""
+
+    run: str
+    store: str
+    version: int
+    registry_model: str | None
+    """Registered model in MLflow; null while MLflow has not taken the version in."""
+    registry_version: str | None
+    """MLflow's own number of the version."""
+    aliases: list[str]
+    live: bool
+    """True for the newest version."""
+    retired: bool
+    """True where retention removed the weights."""
+    weights: str
+    """URI of the folder."""
+    weights_sha256: str
+    parents: list[int]
+    """Parent, grandparent and so on, at most eight of them."""
+    step: int | None
+    """The optimizer step that made it; null for the base model."""
+    session_id: str
+    code_version: str
+    """Of the session that made it."""
+    reward_sha256: str
+    """Digest of the reward code of that session; empty where an older run did not record it."""
+    config: str
+    """URI of the file with the run's configuration."""
+    config_sha256: str
+    outcomes: dict[str, int]
+    """Groups the step took out of the queue, by outcome."""
+    dataset_digest: str
+    """Digest of the groups and files trained on, the same as in MLflow; empty for the base model."""
+    sampled_by: list[int]
+    """Policy versions that sampled the trained tokens: oldest and newest per group, every one with `verify`."""
+    shards: list[ShardUse]
+    groups: list[GroupSummary]
+    """The groups trained on, in prompt order."""
+    evaluations: list[Evaluation]
+    verified: bool
+    """True when every shard and the policy's files were read again and compared with their digests."""
+    problems: list[str]
+    """What that comparison found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptFacts:
+    """What a shard holds about one attempt."""
+
+    attempt: int
+    reward: float | None
+    reward_parts: dict[str, float | None]
+    status: str
+    sequences: int
+    """Rows of the attempt, one per training sequence."""
+    sampled_tokens: int
+    versions: list[int]
+    """Policy versions that sampled them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLineage:
+    """What became of a group of attempts."""
+
+    group: GroupSummary
+    shard: ShardUse
+    attempt: AttemptFacts | None
+    """The attempt asked about; null where the whole group was, or where its row cannot be read."""
+    outcome: str
+    """`pending` or one of `OUTCOMES`."""
+    reason: str
+    """Why it was not trained."""
+    step: int | None
+    """The step that took it out of the queue."""
+    policy: int | None
+    """The version that step made, where the group was trained."""
+    influenced: list[int]
+    """That version and every one that descends from it."""
+    live: int | None
+    """The newest version, where it is among them."""
+    aliases: dict[str, int]
+    """Aliases that point at one of them."""
+    registered: list[int]
+    """Those of them that are in the model registry."""
+    retired: list[int]
+    """Those of them whose weights retention removed."""
+
+
+def find_version(log: RunLog, name: str) -> int | None:
+    """The policy version a registry version number or an alias means, as far as the log knows; null if it does not.
+
+    Users meet policy versions in MLflow, under MLflow's numbers: `name` of digits is such a number.
+    """
+    state = log.state
+    if not name.isdigit():
+        alias = state.aliases.get(name)
+        return alias.version if alias else None
+
+    def is_it(version: int) -> bool:
+        registration = state.registrations.get(version)
+        return registration is not None and registration.registry_version == str(int(name))
+
+    # MLflow counts from 1 and a run registers in order, so the guess nearly always holds.
+    if is_it(int(name) - 1):
+        return int(name) - 1
+    return next((version for version in state.registrations if is_it(version)), None)
+
+
+def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> PolicyLineage:
+    """What made a policy version. `verify` reads the shards and the policy's files again.
+
+    Raises `ValueError` for a version the run does not have.
+    """
+    state = log.state
+    policy = state.policies.get(version)
+    if policy is None:
+        raise ValueError(f"run {log.run_id!r} has no policy version {version}; it has 0 to {state.newest_version}")
+    step = _maker(state, policy)
+    shards = [_shard_use(log, shard_id, step) for shard_id in step.shard_sha256] if step else []
+    groups = [state.groups[claimed.group_id] for claimed in step.claim.trained] if step else []
+    sampled_by = sorted({v for group in groups if group.rows for v in (group.head_version, group.tail_version)})
+    problems: list[str] = []
+    if verify:
+        shards, seen = _read_again(log, shards, {group.id for group in groups})
+        sampled_by = sorted({*sampled_by, *seen})
+        problems = [f"shard {shard.id}: {shard.problem}" for shard in shards if shard.problem]
+        problems += _weights_problems(log, policy)
+    session_id = step.session_id if step else (state.sessions[0].id if state.sessions else "")
+    session = next((session for session in state.sessions if session.id == session_id), None)
+    registration = state.registrations.get(version)
+    return PolicyLineage(
+        run=log.run_id,
+        store=log.store.uri,
+        version=version,
+        registry_model=registration.model_name if registration else None,
+        registry_version=registration.registry_version if registration else None,
+        aliases=sorted(name for name, alias in state.aliases.items() if alias.version == version),
+        live=version == state.newest_version,
+        retired=version in state.retired_policies,
+        weights=f"{log.store.uri}/{policy.path}",
+        weights_sha256=policy.weights_sha256,
+        parents=_parents(state, policy),
+        step=step.claim.step if step else None,
+        session_id=session_id,
+        code_version=session.code_version if session else "",
+        reward_sha256=session.reward_sha256 if session else "",
+        config=f"{log.store.uri}/{log.key('run.json')}",
+        config_sha256=json.loads(log.store.get(log.key("run.json")))["config_sha256"],
+        outcomes={outcome: len(getattr(step.claim, outcome)) for outcome in OUTCOMES} if step else {},
+        dataset_digest=dataset_digest(step) if step else "",
+        sampled_by=sampled_by,
+        shards=shards,
+        groups=groups,
+        evaluations=[evaluation for evaluation in state.evaluations if evaluation.version == version],
+        verified=verify,
+        problems=problems,
+    )
+
+
+def trajectory_lineage(log: RunLog, trajectory: str) -> GroupLineage:
+    """Every policy that one attempt, `<group id>/<attempt>`, had a part in.
+
+    Raises `ValueError` naming the nearest id there is for one the run does not have.
+    """
+    group_id, _, attempt = trajectory.rpartition("/")
+    if not attempt.isdigit():
+        raise ValueError(f"trajectory {trajectory!r}: write it as GROUP/ATTEMPT, as `millrace traj show` prints them")
+    lineage = _group_lineage(log, group_id)
+    group = lineage.group
+    if int(attempt) >= group.expected:
+        raise ValueError(f"group {group_id!r} has attempts 0 to {group.expected - 1}, not {attempt}")
+    return _with_attempt(log, lineage, int(attempt))
+
+
+def prompt_lineage(log: RunLog, prompt_id: str) -> list[GroupLineage]:
+    """The same for every group of one prompt: one per epoch, and one per time it ran again.
+
+    Raises `ValueError` naming the nearest id there is for a prompt the run has no group of.
+    """
+    # Only keys are walked over; a group id is `<epoch>.<task id>`, with `.retry<k>` behind it where it ran again.
+    candidates = [group_id for group_id in log.state.groups if _prompt_of(group_id) == prompt_id]
+    found = [group_id for group_id in candidates if log.state.groups[group_id].prompt_id == prompt_id]
+    if not found:
+        raise ValueError(
+            f"run {log.run_id!r} has no group of prompt {prompt_id!r}"
+            + _nearest(prompt_id, {_prompt_of(group_id) for group_id in log.state.groups})
+        )
+    return [_group_lineage(log, group_id) for group_id in found]
+
+
+def _prompt_of(group_id: str) -> str:
+    task = group_id.partition(".")[2]
+    return re.sub(r"\.retry\d+$", "", task) if ".retry" in task else task
+
+
+def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
+    state = log.state
+    group = state.groups.get(group_id)
+    if group is None:
+        if re.match(r"eval\d+\.", group_id):
+            raise ValueError(f"group {group_id!r} is of a held-out evaluation: it is never trained on")
+        raise ValueError(f"run {log.run_id!r} has no group {group_id!r}" + _nearest(group_id, state.groups))
+    outcome = state.outcomes.get(group_id, "pending")
+    number = state.step_of.get(group_id)
+    step = state.steps[number - 1] if number is not None else None
+    reason = ""
+    if step is not None:
+        reason = next(claimed.reason for claimed in getattr(step.claim, outcome) if claimed.group_id == group_id)
+    policy = step.policy.version if step is not None and outcome == "trained" else None
+    influenced = _descendants(state, policy) if policy is not None else []
+    versions = set(influenced)
+    return GroupLineage(
+        group=group,
+        shard=_shard_use(log, state.shard_of[group_id], step),
+        attempt=None,
+        outcome=outcome,
+        reason=reason,
+        step=number,
+        policy=policy,
+        influenced=influenced,
+        live=state.newest_version if state.newest_version in versions else None,
+        aliases={name: alias.version for name, alias in state.aliases.items() if alias.version in versions},
+        registered=[version for version in influenced if version in state.registrations],
+        retired=[version for version in influenced if version in state.retired_policies],
+    )
+
+
+def _with_attempt(log: RunLog, lineage: GroupLineage, attempt: int) -> GroupLineage:
+    """The same with what the attempt's row says, or why there is none to be read."""
+    if lineage.shard.problem:
+        return lineage
+    try:
+        table = read_shard(log, log.state.shards[lineage.shard.id])
+    except DamagedShard as error:
+        return replace(lineage, shard=replace(lineage.shard, problem=error.reason))
+    wanted = pc.and_(pc.equal(table["group_id"], lineage.group.id), pc.equal(table["attempt"], attempt))
+    return replace(lineage, attempt=_facts(table.filter(wanted), attempt))
+
+
+def _facts(rows: pa.Table, attempt: int) -> AttemptFacts | None:
+    """Null where a failed attempt left no row."""
+    if not rows.num_rows:
+        return None
+    first = rows.select(["reward", "reward_parts", "status"]).slice(0, 1).to_pylist()[0]
+    return AttemptFacts(
+        attempt=attempt,
+        reward=first["reward"],
+        reward_parts=dict(first["reward_parts"]),
+        status=first["status"],
+        sequences=rows.num_rows,
+        sampled_tokens=int(flat(rows["loss_mask"]).sum()),
+        versions=_versions(rows),
+    )
+
+
+def _maker(state: RunState, policy: Policy) -> Step | None:
+    """The step that made a policy. Steps make versions one by one, so it is looked for where it has to be first."""
+    if policy.parent is None:
+        return None
+    if policy.version <= state.step and state.steps[policy.version - 1].policy == policy:
+        return state.steps[policy.version - 1]
+    return next((step for step in state.steps if step.policy == policy), None)
+
+
+def _parents(state: RunState, policy: Policy) -> list[int]:
+    parents: list[int] = []
+    while policy.parent is not None and len(parents) < _PARENTS_SHOWN:
+        parents.append(policy.parent)
+        policy = state.policies[policy.parent]
+    return parents
+
+
+def _descendants(state: RunState, version: int) -> list[int]:
+    """The version and all that were trained from it: a run is one line, because every step trains the newest policy."""
+    return [later for later in range(version, state.newest_version + 1) if later in state.policies]
+
+
+def _shard_use(log: RunLog, shard_id: str, step: Step | None) -> ShardUse:
+    state = log.state
+    shard = state.shards[shard_id]
+    problem = ""
+    if shard_id in state.retired_shards:
+        problem = "retired: retention removed its file"
+    elif shard_id in state.quarantined:
+        problem = f"quarantined: {state.quarantined[shard_id]}"
+    return ShardUse(
+        id=shard_id,
+        uri=f"{log.store.uri}/{log.shard_key(shard_id)}",
+        sha256=step.shard_sha256.get(shard_id, shard.sha256) if step else shard.sha256,
+        rows=shard.num_rows,
+        groups=sum(claimed.shard_id == shard_id for claimed in step.claim.trained) if step else 0,
+        problem=problem,
+    )
+
+
+def _read_again(log: RunLog, shards: list[ShardUse], group_ids: set[str]) -> tuple[list[ShardUse], set[int]]:
+    """The shards with what is wrong with their files, and the versions that sampled the groups' tokens."""
+    checked, versions = [], set[int]()
+    for use in shards:
+        recorded = log.state.shards[use.id]
+        if use.sha256 != recorded.sha256:
+            use = replace(use, problem=f"the step recorded another sha256 than the shard's entry, {recorded.sha256}")
+        elif not use.problem:
+            try:
+                table = read_shard(log, recorded)
+                trained = pc.is_in(table["group_id"], value_set=pa.array(sorted(group_ids), pa.string()))
+                versions.update(_versions(table.filter(trained)))
+            except DamagedShard as error:
+                use = replace(use, problem=error.reason)
+        checked.append(use)
+    return checked, versions
+
+
+def _weights_problems(log: RunLog, policy: Policy) -> list[str]:
+    """Read the policy's files again, from the store itself rather than from a cache of it."""
+    if policy.version in log.state.retired_policies:
+        return ["weights: retired: retention removed them"]
+    with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
+        try:
+            digest = verify_folder(PolicyReader(log, Path(scratch)).fetch(policy))
+        except FileNotFoundError:
+            return [f"weights: {log.store.uri}/{policy.path} is missing"]
+        except DigestMismatch as error:
+            return [f"weights: {error}"]
+    return [] if digest == policy.weights_sha256 else [f"weights: their digest is {digest}, not the recorded one"]
+
+
+def _versions(rows: pa.Table) -> list[int]:
+    """Policy versions that sampled the rows' tokens."""
+    return [int(version) for version in np.unique(flat(rows["weight_versions"])[flat(rows["loss_mask"])])]
+
+
+def _nearest(wanted: str, known: Iterable[str]) -> str:
+    """`; the nearest is …`, looked for among neighbours and equal endings: comparing with all would take long."""
+    ordered = sorted(known)
+    at = bisect_left(ordered, wanted)
+    ending = wanted.partition(".")[2]
+    near = ordered[max(0, at - 5) : at + 5] + [name for name in ordered if ending and name.endswith(ending)][:20]
+    match = difflib.get_close_matches(wanted, near, n=1, cutoff=0.0)
+    return f"; the nearest is {match[0]!r}" if match else ""

@@ -1,0 +1,307 @@
+"""SQL over a run: DuckDB views of the shards that its log has committed, and of the log itself.
+
+In: a run's log. Out: `Queries`, which answers SQL with Arrow tables; `VIEWS` says what there is to ask.
+
+    log ─▶ committed shards, less quarantined and retired ones ─▶ Arrow files ─▶ trajectories, turns, tokens
+        └─▶ groups, steps, evaluations
+
+What a query does not name is not read. A file that turns out damaged is left out and noted; it stops no query.
+SQL sees the views and nothing else: no file, no network, no Python variable.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.fs
+
+from storage.log.entries import Evaluation, LogEntry, Shard, Step, to_json
+from storage.log.run_log import RunLog
+from storage.log.run_state import OUTCOMES, RunState
+from storage.views.query_rewards import RewardRows
+from storage.views.query_shards import ShardRows
+
+Result = TypeVar("Result")
+
+VIEWS = {
+    "trajectories": "one row per training sequence: what was asked and answered, its reward, what became of it",
+    "groups": "one row per prompt group, from the log: counts, versions, reward, outcome and step",
+    "turns": "one row per call of the policy, with the tools it asked for",
+    "tokens": "one row per token, prompts too; logprob 0 and version −1 where nothing was sampled",
+    "steps": "one row per optimizer step: what it took, what it made, and every metric",
+    "evaluations": "one row per held-out score of a policy version, with pass@k and failures",
+    "rewards": "one row per attempt and `millrace rescore`: the reward it would have had; the recorded one stays",
+    "shard_rows": "the shards' columns as they are stored (docs/shard_format.md), and shard_id",
+}
+"""Every view, and what a row of it is."""
+
+_GROUPS_SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("prompt_id", pa.string()),
+        ("position", pa.int64()),
+        ("epoch", pa.int32()),
+        ("expected", pa.int32()),
+        ("usable", pa.int32()),
+        ("accepted", pa.bool_()),
+        ("reject_reason", pa.string()),
+        ("failures", pa.map_(pa.string(), pa.int32())),
+        ("head_version", pa.int32()),
+        ("tail_version", pa.int32()),
+        ("mean_reward", pa.float64()),
+        ("outcome", pa.string()),
+        ("step", pa.int32()),
+        ("policy_version", pa.int32()),
+        ("shard_id", pa.string()),
+        ("shard_number", pa.int32()),
+    ]
+)
+_STEPS_SCHEMA = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("base_version", pa.int32()),
+        ("policy_version", pa.int32()),
+        ("weights_sha256", pa.string()),
+        *((outcome, pa.int32()) for outcome in OUTCOMES),
+        ("session_id", pa.string()),
+        ("written_at", pa.timestamp("us")),
+    ]
+)
+_EVALUATIONS_SCHEMA = pa.schema(
+    [
+        ("version", pa.int32()),
+        ("split", pa.string()),
+        ("score", pa.float64()),
+        ("num_tasks", pa.int32()),
+        ("num_failed", pa.int32()),
+        ("shard_id", pa.string()),
+        ("shard_ids", pa.list_(pa.string())),
+        ("seconds", pa.float64()),
+        ("n_samples", pa.int32()),
+        ("pass_at", pa.map_(pa.string(), pa.float64())),
+        ("failures", pa.map_(pa.string(), pa.int32())),
+        ("last_error", pa.string()),
+        ("standard_error", pa.float64()),
+        ("written_at", pa.timestamp("us")),
+    ]
+)
+
+_SQL = """
+CREATE VIEW trajectories AS
+SELECT
+    r.group_id || '/' || r.attempt AS id,
+    r.prompt_id,
+    list_filter(r.messages, lambda m: m.role = 'user')[1].content AS prompt,
+    list_filter(r.messages, lambda m: m.is_completion)[-1].content AS reply,
+    r.reward, r.reward_parts, r.status,
+    g.outcome, g.step, g.policy_version,
+    r.head_version, r.tail_version,
+    list_sum(list_transform(r.turns, lambda t: t.context_len + t.sampled_len))::INTEGER AS num_tokens,
+    list_sum(list_transform(r.turns, lambda t: t.sampled_len))::INTEGER AS num_sampled,
+    list_sum(r.logprobs) / list_sum(list_transform(r.turns, lambda t: t.sampled_len)) AS mean_logprob,
+    len(r.turns)::INTEGER AS num_turns,
+    list_sum(list_transform(r.turns, lambda t: len(t.tool_calls)))::INTEGER AS num_tool_calls,
+    r.messages,
+    r.group_id, r.attempt, r.sample_idx, r.sequence_idx, r.epoch, g.position, r.group_expected, r.group_usable,
+    r.accepted, r.reject_reason, r.is_eval, r.prompt_len, r.sampling,
+    r.worker_id, r.queued_at, r.started_at, r.finished_at,
+    r.shard_id, g.shard_number
+FROM shard_rows r LEFT JOIN groups g ON g.shard_id = r.shard_id AND g.id = r.group_id;
+
+CREATE VIEW rewards AS
+SELECT group_id || '/' || attempt AS trajectory_id, name, reward, reward_parts, group_id, attempt, shard_id
+FROM reward_rows;
+
+CREATE VIEW turns AS
+SELECT
+    trajectory_id, sequence_idx, turn_idx,
+    turn.context_len, turn.sampled_len, turn.finish_reason, turn.generate_seconds,
+    turn.tool_calls, len(turn.tool_calls)::INTEGER AS num_tool_calls,
+    group_id, attempt, shard_id
+FROM (
+    SELECT
+        group_id || '/' || attempt AS trajectory_id,
+        unnest(turns) AS turn, (generate_subscripts(turns, 1) - 1)::INTEGER AS turn_idx,
+        sequence_idx, group_id, attempt, shard_id
+    FROM shard_rows
+);
+
+CREATE VIEW tokens AS
+SELECT
+    group_id || '/' || attempt AS trajectory_id,
+    sequence_idx,
+    (generate_subscripts(input_ids, 1) - 1)::INTEGER AS position,
+    unnest(input_ids) AS token_id,
+    unnest(loss_mask) AS sampled,
+    unnest(logprobs) AS logprob,
+    unnest(weight_versions) AS weight_version,
+    group_id, attempt, shard_id
+FROM shard_rows;
+"""
+
+
+class Queries:
+    """A run opened for SQL, as its log was when it was opened. Not thread-safe."""
+
+    def __init__(self, log: RunLog, shards: Sequence[Shard], entries: Sequence[LogEntry], *, verify: bool) -> None:
+        import duckdb
+
+        state = log.state
+        versions = {
+            body.claim.step: body.policy.version for body in (e.body for e in entries) if isinstance(body, Step)
+        }
+
+        @functools.cache
+        def version_of(step: int) -> int:
+            return versions[step] if step in versions else state.steps[step - 1].policy.version
+
+        self.left_out: dict[str, str] = {}
+        """Shard id → why its rows are in no answer. Damaged files appear once a query has come upon them."""
+        readable = []
+        for shard in shards:
+            if shard.id in state.quarantined:
+                self.left_out[shard.id] = f"quarantined: {state.quarantined[shard.id]}"
+            elif shard.id in state.retired_shards:
+                self.left_out[shard.id] = "retired: retention has removed the file"
+            else:
+                readable.append(shard)
+        self._rows = ShardRows.of(log, readable, left_out=self.left_out, verify=verify)
+        scratch = Path(tempfile.gettempdir()) / f"millrace-duckdb-{os.getpid()}"
+        self._connection = duckdb.connect(config={"python_enable_replacements": False, "temp_directory": str(scratch)})
+        tables = {
+            "shard_rows": self._rows,
+            "groups": _groups(state, shards, version_of),
+            "steps": _steps(entries),
+            "evaluations": _evaluations(entries),
+            "reward_rows": RewardRows.of(log, {shard.id for shard in readable}, left_out=self.left_out),
+        }
+        for name, table in tables.items():
+            self._connection.register(name, table)
+        self._connection.execute(_SQL)
+        # DuckDB cannot know how many rows a scan will have, takes it for one, and would hash the shards instead of the
+        # groups: the right side of a join is hashed, as it is written.
+        self._connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
+        self._connection.execute("SET enable_external_access = false")
+        self._connection.execute("SET lock_configuration = true")
+
+    def select(self, sql: str, parameters: Sequence[Any] = ()) -> pa.Table:
+        """The whole answer; `parameters` fill the question marks.
+
+        Raises `ValueError`, in one sentence, for SQL that is wrong or asks for more than the views;
+        `StoreError` or `OSError` where the store cannot be reached.
+        """
+        return self.stream(sql, lambda reader: reader.read_all(), parameters)
+
+    def stream(self, sql: str, use: Callable[[pa.RecordBatchReader], Result], parameters: Sequence[Any] = ()) -> Result:
+        """What `use` makes of the answer, which it gets batch by batch; errors as in `select`."""
+        import duckdb
+
+        try:
+            relation = self._connection.sql(sql, params=list(parameters) or None)
+            if relation is None:
+                raise ValueError("the SQL is empty")
+            return use(relation.to_arrow_reader())
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            failure, self._rows.failure = self._rows.failure, None  # kept, it would keep the connection alive
+            if failure is not None:
+                raise failure from None
+            if isinstance(error, duckdb.Error):
+                raise ValueError(_sentence(error)) from error
+            raise
+
+    def columns(self, view: str) -> dict[str, str]:
+        """Name and SQL type of a view's columns."""
+        table = self.select(f"DESCRIBE {view}")
+        return dict(zip(table["column_name"].to_pylist(), table["column_type"].to_pylist(), strict=True))
+
+
+def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None, verify: bool = False) -> Queries:
+    """Open the views of `VIEWS` over a run.
+
+    With `shard_ids` they hold those shards alone, and `steps` and `evaluations` stay empty: however long the run is,
+    no other part of its log is looked at. With `verify` every shard is read whole and its digest compared with the
+    log's; without it that holds for shards up to 1 MiB, and of a larger one only the columns that are asked for are
+    read, and only damage that breaks them is noticed.
+    """
+    if shard_ids is not None:
+        return Queries(log, [log.state.shards[shard_id] for shard_id in shard_ids], [], verify=verify)
+    entries = list(log.entries)  # each is unpacked when it is looked at, so once
+    return Queries(log, [e.body for e in entries if isinstance(e.body, Shard)], entries, verify=verify)
+
+
+def _groups(state: RunState, shards: Sequence[Shard], version_of: Callable[[int], int]) -> pa.Table:
+    """Every group of the shards, but those lost with a quarantined shard before any step had used them."""
+    numbers = {shard_id: number for number, shard_id in enumerate(state.shards)}
+    rows: list[dict[str, Any]] = []
+    for shard in shards:
+        for group in shard.groups:
+            outcome = "eval" if shard.is_eval else state.outcomes.get(group.id)
+            if outcome is None and group.id not in state.pending:
+                continue
+            step = None if shard.is_eval else state.step_of.get(group.id)
+            rows.append(
+                {
+                    **vars(group),
+                    "failures": list(group.failures.items()),
+                    "outcome": outcome or "pending",
+                    "step": step,
+                    "policy_version": version_of(step) if step is not None and outcome == "trained" else None,
+                    "shard_id": shard.id,
+                    "shard_number": numbers[shard.id],
+                }
+            )
+    return pa.Table.from_pylist(rows, schema=_GROUPS_SCHEMA)
+
+
+def _steps(entries: Sequence[LogEntry]) -> pa.Table:
+    """Metrics are columns, null in the steps that have not got them."""
+    steps = [(entry.body, entry.written_at) for entry in entries if isinstance(entry.body, Step)]
+    names = dict.fromkeys(name for step, _ in steps for name in step.metrics if name not in _STEPS_SCHEMA.names)
+    schema = pa.schema([*_STEPS_SCHEMA, *(pa.field(name, pa.float64()) for name in names)])
+    rows = [
+        {
+            **step.metrics,
+            "step": step.claim.step,
+            "base_version": step.claim.base_version,
+            "policy_version": step.policy.version,
+            "weights_sha256": step.policy.weights_sha256,
+            **{outcome: len(getattr(step.claim, outcome)) for outcome in OUTCOMES},
+            "session_id": step.session_id,
+            "written_at": _microseconds(written_at),
+        }
+        for step, written_at in steps
+    ]
+    return pa.Table.from_pylist(rows, schema=schema)
+
+
+def _evaluations(entries: Sequence[LogEntry]) -> pa.Table:
+    rows = [
+        {
+            **to_json(evaluation),
+            "shard_ids": evaluation.shard_ids,
+            "pass_at": list(evaluation.pass_at.items()),
+            "failures": list(evaluation.failures.items()),
+            "written_at": _microseconds(entry.written_at),
+        }
+        for entry in entries
+        if isinstance(evaluation := entry.body, Evaluation)
+    ]
+    return pa.Table.from_pylist(rows, schema=_EVALUATIONS_SCHEMA)
+
+
+def _microseconds(unix_seconds: float) -> int:
+    return int(unix_seconds * 1e6)
+
+
+def _sentence(error: Exception) -> str:
+    """What DuckDB says without its picture of the query, and without the list of every operator there is."""
+    text = str(error).split("\n\nLINE")[0]
+    first, *others = text.splitlines()
+    hints = [line for line in others if line.startswith(("Candidate bindings", "Did you mean"))]
+    return " ".join([first, *hints])

@@ -1,0 +1,147 @@
+"""The rows of a run's shards as DuckDB scans them: the columns a query names, from files that were checked first.
+
+In: a run's log and some of its shards. Out: `ShardRows`, a dataset; a damaged file is left out and noted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.fs
+
+from storage.log.entries import Shard
+from storage.log.run_log import RunLog
+from storage.objects.digests import DigestMismatch, sha256_of
+from storage.objects.object_store import StoreError
+from storage.shards.schema import SCHEMA, BadShard, check_schema
+from storage.shards.shards import DamagedShard, read_shard
+
+READ_AHEAD = 2 * max(4, os.cpu_count() or 1)
+"""Shards read at once: on S3 a query waits for answers rather than for the processor."""
+WHOLE_BYTES = 2**20
+"""A shard of no more is fetched by one request: its columns take dozens, each of which lasts longer than the rest of
+the file."""
+
+ROWS_SCHEMA = SCHEMA.append(pa.field("shard_id", pa.string()))
+_FLAT_COLUMNS = [field.name for field in ROWS_SCHEMA if not pa.types.is_nested(field.type)]
+
+
+class ShardRows(ds.FileSystemDataset):
+    """The rows of some shards. DuckDB hands `scanner` the columns and the filter of each query.
+
+    Every file is read by itself, so that a damaged one is told apart, and is checked before anybody follows its
+    offsets: Arrow reads what it finds, and DuckDB would run over the end of a buffer. As a dataset it only says which
+    shards a filter can concern, by what the log knows of them; its "paths" are shard ids and are never opened.
+    """
+
+    failure: Exception | None
+    """What went wrong with the store while the last query read it."""
+
+    @classmethod
+    def of(cls, log: RunLog, shards: Sequence[Shard], *, left_out: dict[str, str], verify: bool) -> ShardRows:
+        nowhere, ipc = pa.fs.LocalFileSystem(), ds.IpcFileFormat()
+        fragments = [
+            ipc.make_fragment(
+                shard.id,
+                nowhere,
+                partition_expression=(ds.field("shard_id") == shard.id) & (ds.field("is_eval") == shard.is_eval),
+            )
+            for shard in shards
+        ]
+        rows = cls(fragments, ROWS_SCHEMA, ipc, nowhere)
+        rows._log, rows._verify, rows._left_out, rows.failure = log, verify, left_out, None
+        rows._shards = {shard.id: shard for shard in shards}
+        return rows
+
+    def scanner(self, columns: list[str] | None = None, filter: ds.Expression | None = None) -> ds.Scanner:
+        chosen = self.schema.names if columns is None else columns
+        schema = pa.schema([self.schema.field(name) for name in chosen])
+        reader = pa.RecordBatchReader.from_batches(schema, self._batches(chosen, filter))
+        return ds.Scanner.from_batches(reader)
+
+    def _batches(self, columns: list[str], mask: ds.Expression | None) -> Iterator[pa.RecordBatch]:
+        """In log order, with the next few files being read meanwhile."""
+        self.failure = None
+        # Arrow's own filter would follow offsets that nobody has checked yet, so the table is filtered after that.
+        needed = columns if mask is None else list(dict.fromkeys([*columns, *_FLAT_COLUMNS]))
+        reading: deque[Future[pa.Table | None]] = deque()
+        with ThreadPoolExecutor(READ_AHEAD) as pool:
+            try:
+                for fragment in self.get_fragments(mask):
+                    reading.append(pool.submit(self._read, self._shards[fragment.path], needed))
+                    if len(reading) == READ_AHEAD:
+                        yield from _narrowed(reading.popleft().result(), columns, mask)
+                while reading:
+                    yield from _narrowed(reading.popleft().result(), columns, mask)
+            except Exception as error:
+                self.failure = error
+                raise
+            finally:
+                for future in reading:
+                    future.cancel()
+
+    def _read(self, shard: Shard, columns: list[str]) -> pa.Table | None:
+        """These columns of one shard, and perhaps more; null, and a note of why, where its file is damaged."""
+        if shard.id in self._left_out:
+            return None
+        stored = [name for name in columns if name in SCHEMA.names] or ["attempt"]  # without a column there are no rows
+        try:
+            if self._verify:
+                table = read_shard(self._log, shard, columns=stored).select(stored)
+            else:
+                table = self._columns_of(shard, stored)
+        except DamagedShard as error:
+            self._left_out[shard.id] = error.reason
+            return None
+        except (BadShard, DigestMismatch) as error:
+            self._left_out[shard.id] = str(error)
+            return None
+        except (pa.ArrowException, OSError):
+            self._left_out[shard.id] = self._damage(shard)
+            return None
+        return table.append_column("shard_id", pa.repeat(pa.scalar(shard.id), len(table)))
+
+    def _columns_of(self, shard: Shard, names: list[str]) -> pa.Table:
+        """What stands in the file, in bounds; of a file that is fetched whole the digest is compared first."""
+        store, key = self._log.store, self._log.shard_key(shard.id)
+        whole = store.get(key) if shard.num_bytes <= WHOLE_BYTES else None
+        if whole is not None and sha256_of(whole) != shard.sha256:
+            raise DamagedShard(shard.id, _other_bytes(shard, len(whole)), key)
+        with store.open_input(key) if whole is None else pa.BufferReader(whole) as source:
+            schema = pa.ipc.open_file(source).schema
+            check_schema(schema, name=shard.id)
+            fields = [schema.get_field_index(name) for name in names]
+            options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+            table = pa.ipc.open_file(source, options=options).read_all()
+        table.validate(full=True)
+        return table
+
+    def _damage(self, shard: Shard) -> str:
+        """What is wrong with a file that could not be read; raises what the store raises when it is the store."""
+        try:
+            data = self._log.store.get(self._log.shard_key(shard.id))
+        except FileNotFoundError:
+            return "the file is missing"
+        except DigestMismatch as error:
+            return str(error)
+        if sha256_of(data) == shard.sha256:
+            raise StoreError(
+                f"store {self._log.store.uri}: shard {shard.id} could not be read at first; run this again"
+            )
+        return _other_bytes(shard, len(data))
+
+
+def _other_bytes(shard: Shard, num_bytes: int) -> str:
+    return f"its sha256 differs from the log's ({num_bytes} of {shard.num_bytes} bytes)"
+
+
+def _narrowed(table: pa.Table | None, columns: list[str], mask: ds.Expression | None) -> list[pa.RecordBatch]:
+    if table is None:
+        return []
+    batches: list[pa.RecordBatch] = (table if mask is None else table.filter(mask)).select(columns).to_batches()
+    return batches

@@ -1,0 +1,374 @@
+"""Full-text and vector search over a run's trajectories: a LanceDB table derived from the committed shards.
+
+In: a run's log and its shards. Out: one row per attempt in a local folder, and the attempts that match a query.
+Nothing else depends on that folder: it is safe to delete, and `update` makes it again.
+
+    log ──shards the table does not hold──▶ rows ──whole shards in one commit──▶ table ──▶ full-text index
+    query ─▶ words, phrases, filters ─▶ table ─▶ hits ─▶ outcome and step from the log ─▶ `Found`, best first
+
+A commit of the table holds whole shards, so the shards it names are complete, whatever was killed. What changes after
+a shard is committed (outcome, step, quarantine) is not in the table but asked of the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.log.entries import Shard
+from storage.log.run_log import RunLog
+from storage.log.run_state import claimed_groups
+from storage.objects.digests import sha256_of
+from storage.objects.object_store import LocalStore, StoreError
+from storage.shards.shards import DamagedShard, read_shard
+from storage.views.search_query import Filters, SearchQuery, sql_text
+from storage.views.search_rows import EMBEDDING, ROW, Embed, attempt_rows, unit_vectors
+
+SCHEMA_VERSION = "1"
+
+_TABLE = "trajectories"
+_READ_AT_ONCE = 8
+_COMMIT_BYTES = 64 * 2**20
+"""Rows waiting in memory are committed once they are this large."""
+_MOST_UNINDEXED = 2000
+"""Rows, beside 2 % of all, that may wait for the full-text index: a query reads them one by one, 0.2 s for these, while
+merging them in costs time in proportion to the whole index."""
+_OLD_VERSIONS = datetime.timedelta(minutes=10)
+"""How long another process may go on reading a version of the table that has been replaced."""
+
+
+class BadIndex(StoreError):
+    """The index cannot be used as it is; the message says how to make it again."""
+
+
+@dataclass(kw_only=True)
+class Update:
+    """What bringing an index up to date did."""
+
+    shards_added: int = 0
+    shards_removed: int = 0
+    """Quarantined, retired, or of an earlier run of the same name."""
+    trajectories: int = 0
+    """Rows the index holds now."""
+    embedding: str = ""
+    """Import path of the embedding; empty without vectors."""
+    damaged: dict[str, str] = field(default_factory=dict)
+    """Shards left out, with the reason; the next update tries them again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """One attempt that matches."""
+
+    id: str
+    score: float | None
+    """BM25 for words, cosine for `similar`, higher is better; null where only a filter or punctuation decided."""
+    reward: float | None
+    reward_parts: dict[str, float | None]
+    status: str
+    head_version: int
+    tail_version: int
+    accepted: bool
+    outcome: str | None
+    """What the log says became of its group; null for held-out attempts."""
+    step: int | None
+    """The optimizer step that passed over its group."""
+    prompt_id: str
+    is_eval: bool
+    finished_at: float
+    shard_id: str
+    text: str
+    """Messages, then tool calls, a line each."""
+
+
+def index_folder(log: RunLog, cache: Path) -> Path:
+    """Where the index of a run is: beside its shards in a local store; for S3 a folder under `cache`.
+
+    Not in the bucket: Lance would need the credentials once more, in its own way, and on a server that ignores
+    conditional writes two indexers lose each other's rows. A copy per machine has neither, and answers in milliseconds.
+    """
+    if isinstance(log.store, LocalStore):
+        return log.store.root / log.key("index")
+    return cache / "index" / sha256_of(log.store.uri.encode())[:16] / log.run_id
+
+
+class SearchIndex:
+    """The index of one run. `load_embedding` turns an import path into the function behind it."""
+
+    def __init__(self, log: RunLog, folder: Path, *, load_embedding: Callable[[str], Embed]) -> None:
+        self.log = log
+        self.folder = folder
+        self._load_embedding = load_embedding
+
+    def update(
+        self,
+        *,
+        embedding: str = "",
+        rebuild: bool = False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> Update:
+        """Add the shards the index does not hold and drop those that are gone; `rebuild` starts from nothing.
+
+        `embedding` is an import path; empty keeps what the index was made with. `progress` is told shards done and
+        to do. Calling it again, also after it was killed, ends in the same rows. Raises `BadIndex` for an index
+        that is damaged or was made by another Millrace or with another embedding, `ValueError` for an embedding
+        that does not return vectors.
+        """
+        with self._lock():
+            table = self._create(embedding) if rebuild or not self._exists() else self._open()
+            recorded = _embedding_of(table)
+            if embedding and embedding != recorded:
+                raise BadIndex(
+                    f"the index of run {self.log.run_id!r} was made "
+                    f"{f'with embedding {recorded}' if recorded else 'without vectors'}; "
+                    f"{self._again(embedding)} makes it with {embedding}"
+                )
+            report = Update(embedding=recorded)
+            held = self._held(table)
+            if gone := held - set(self._live_shards()):
+                with self._damage_named():
+                    table.delete(f"shard_id IN ({', '.join(sql_text(shard_id) for shard_id in sorted(gone))})")
+                report.shards_removed = len(gone)
+            self._add(table, self._missing(held), report, progress)
+            with self._damage_named():
+                report.trajectories = table.count_rows()
+                if not table.list_indices():
+                    self._create_text_index(table)
+                elif table.index_stats("text_idx").num_unindexed_rows > _MOST_UNINDEXED + report.trajectories // 50:
+                    table.optimize(cleanup_older_than=_OLD_VERSIONS)
+            return report
+
+    def behind(self) -> int:
+        """Committed shards the index does not hold. Raises `FileNotFoundError` without an index, `BadIndex`."""
+        return len(self._missing(self._held(self._open())))
+
+    def find(self, query: SearchQuery, filters: Filters, *, count: int, similar: bool = False) -> list[Found]:
+        """At most `count` attempts that match, best first.
+
+        `similar` compares the meaning of the whole text, by the index's embedding, instead of its words. Raises
+        `FileNotFoundError` without an index, `ValueError` for `similar` without vectors, and `BadIndex`.
+        """
+        table = self._open()
+        start = self._start_similar(table, query) if similar else self._start_words(table, query)
+        where = filters.sql() if similar else query.sql(filters)
+        if filters.step is not None:
+            where = f"({where}) AND {self._in_shards_of(filters.step)}"
+        fetched = 8 * count
+        while True:
+            with self._damage_named():
+                builder = start().where(where, prefilter=True).with_row_id(True)
+                hits = builder.limit(fetched).to_arrow().to_pylist()
+            kept = [hit for hit in hits if self._is_wanted(hit, filters)]
+            if len(kept) >= count or len(hits) < fetched:
+                return self._read(table, kept[:count])
+            fetched *= 8
+
+    @property
+    def _path(self) -> Path:
+        return self.folder / f"{_TABLE}.lance"
+
+    def _again(self, embedding: str = "") -> str:
+        return f"`millrace index {self.log.run_id} --rebuild{f' --embedding {embedding}' if embedding else ''}`"
+
+    @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """One process at a time brings an index up to date; the next one finds it done."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "lock", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def _damage_named(self) -> Iterator[None]:
+        """LanceDB reports a missing or broken file as whatever its reader met; say what to do about it."""
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError, pa.ArrowException) as error:
+            reason = re.sub(r",? /\S+\.rs:\d+\S*", "", str(error))  # places in Lance's own source
+            raise BadIndex(
+                f"the index at {self.folder} cannot be used ({reason}); it is derived from the shards and safe to "
+                f"delete: {self._again()} makes it again"
+            ) from error
+
+    def _exists(self) -> bool:
+        """True once a version of the table is committed; a creation that was killed before that left nothing."""
+        return any((self._path / "_versions").glob("*.manifest"))
+
+    def _remove(self) -> None:
+        if self._path.is_dir():
+            shutil.rmtree(self._path)
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def _create(self, embedding: str) -> Any:
+        import lancedb
+
+        schema = ROW.with_metadata({"millrace_index": SCHEMA_VERSION, "embedding": embedding})
+        if embedding:
+            length = unit_vectors(self._load_embedding(embedding), ["millrace"], name=embedding).shape[1]
+            schema = schema.append(pa.field("vector", pa.list_(pa.float32(), length)))
+        self._remove()
+        with self._damage_named():
+            return lancedb.connect(str(self.folder)).create_table(_TABLE, schema=schema)
+
+    def _create_text_index(self, table: Any) -> None:
+        from lancedb.index import FTS
+
+        # Words of any script, split at punctuation too (`foo_bar` is two), as they are written: in code and sums every
+        # word counts. 128 characters so that digests can be found.
+        words = FTS(
+            base_tokenizer="icu/split", with_position=True, stem=False, remove_stop_words=False, max_token_length=128
+        )
+        table.create_index("text", config=words)
+
+    def _open(self) -> Any:
+        import lancedb
+
+        if not self._exists():
+            raise FileNotFoundError(
+                f"run {self.log.run_id!r} has no search index; `millrace index {self.log.run_id}` makes it"
+            )
+        with self._damage_named():
+            table = lancedb.connect(str(self.folder)).open_table(_TABLE)
+            version = (table.schema.metadata or {}).get(b"millrace_index", b"none").decode()
+        if version != SCHEMA_VERSION or not set(ROW.names) <= set(table.schema.names):
+            raise BadIndex(
+                f"the index at {self.folder} has schema {version}, this Millrace uses {SCHEMA_VERSION}; "
+                f"{self._again()} makes it again, and the folder is safe to delete"
+            )
+        return table
+
+    def _held(self, table: Any) -> set[str]:
+        with self._damage_named():
+            return set(pc.unique(table.search().select(["shard_id"]).to_arrow()["shard_id"]).to_pylist())
+
+    def _live_shards(self) -> list[str]:
+        state = self.log.state
+        return [s for s in state.shards if s not in state.quarantined and s not in state.retired_shards]
+
+    def _missing(self, held: set[str]) -> list[Shard]:
+        shards = self.log.state.shards
+        missing = [shards[shard_id] for shard_id in self._live_shards() if shard_id not in held]
+        return [shard for shard in missing if shard.num_rows]
+
+    def _add(self, table: Any, shards: Sequence[Shard], report: Update, progress: Callable[[int, int], None]) -> None:
+        waiting: list[pa.Table] = []
+        with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
+            for start in range(0, len(shards), _READ_AT_ONCE):
+                progress(start, len(shards))
+                chunk = shards[start : start + _READ_AT_ONCE]
+                for shard, rows in zip(chunk, pool.map(self._shard_rows, chunk), strict=True):
+                    if isinstance(rows, DamagedShard):
+                        report.damaged[shard.id] = rows.reason
+                    else:
+                        waiting.append(rows)
+                        report.shards_added += 1
+                if sum(rows.nbytes for rows in waiting) >= _COMMIT_BYTES or start + len(chunk) == len(shards):
+                    self._commit(table, waiting)
+                    waiting = []
+            progress(len(shards), len(shards))
+
+    def _commit(self, table: Any, waiting: Sequence[pa.Table]) -> None:
+        if not waiting:
+            return
+        rows = pa.concat_tables(waiting)
+        if embedding := _embedding_of(table):
+            vectors = unit_vectors(self._load_embedding(embedding), rows["text"].to_pylist(), name=embedding)
+            column = table.schema.field("vector")
+            if vectors.shape[1] != column.type.list_size:
+                raise ValueError(
+                    f"embedding {embedding} returns {vectors.shape[1]} numbers a text, the index holds "
+                    f"{column.type.list_size}; {self._again(embedding)} makes it again"
+                )
+            flat = pa.array(vectors.reshape(-1), type=pa.float32())
+            rows = rows.append_column("vector", pa.FixedSizeListArray.from_arrays(flat, column.type.list_size))
+        with self._damage_named():
+            table.add(rows)
+
+    def _shard_rows(self, shard: Shard) -> pa.Table | DamagedShard:
+        try:
+            return attempt_rows(read_shard(self.log, shard), shard_id=shard.id)
+        except DamagedShard as error:
+            return error
+
+    def _start_words(self, table: Any, query: SearchQuery) -> Callable[[], Any]:
+        from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur, PhraseQuery
+
+        columns = ["group_id", "shard_id"]
+        clauses = [(Occur.MUST, PhraseQuery(phrase, "text")) for phrase in query.phrases]
+        if query.words:
+            every = MatchQuery(" ".join(query.words), "text", operator=FullTextOperator.AND)
+            clauses.append((Occur.MUST, every))
+        if len(query.words) > 1:  # found in any order; side by side first
+            clauses.append((Occur.SHOULD, PhraseQuery(" ".join(query.words), "text")))
+        if not clauses:  # punctuation alone is in no index
+            return lambda: table.search().select(columns)
+        return lambda: table.search(BooleanQuery(clauses)).select([*columns, "_score"])
+
+    def _start_similar(self, table: Any, query: SearchQuery) -> Callable[[], Any]:
+        embedding = _embedding_of(table)
+        if not embedding:
+            raise ValueError(
+                f"the index of run {self.log.run_id!r} has no vectors; {self._again('module:function')} adds them; "
+                f"{EMBEDDING}"
+            )
+        vector = unit_vectors(self._load_embedding(embedding), [query.text], name=embedding)[0]
+        return lambda: (
+            table.search(vector, vector_column_name="vector")
+            .distance_type("dot")
+            .select(["group_id", "shard_id", "_distance"])
+        )
+
+    def _in_shards_of(self, step: int) -> str:
+        """Condition of the rows whose shard holds a group that the step passed over."""
+        steps = self.log.state.steps
+        claimed = claimed_groups(steps[step - 1]) if 1 <= step <= len(steps) else []
+        shard_ids = dict.fromkeys(group.shard_id for _, group in claimed)
+        return f"shard_id IN ({', '.join(map(sql_text, shard_ids))})" if shard_ids else "false"
+
+    def _is_wanted(self, hit: dict[str, Any], filters: Filters) -> bool:
+        """The filters only the log can answer."""
+        state, group_id = self.log.state, hit["group_id"]
+        if hit["shard_id"] in state.quarantined or hit["shard_id"] in state.retired_shards:
+            return False
+        if filters.step is not None and state.step_of.get(group_id) != filters.step:
+            return False
+        return not filters.outcome or self._outcome(group_id) == filters.outcome
+
+    def _outcome(self, group_id: str) -> str | None:
+        state = self.log.state
+        return "pending" if group_id in state.pending else state.outcomes.get(group_id)
+
+    def _read(self, table: Any, hits: Sequence[dict[str, Any]]) -> list[Found]:
+        if not hits:
+            return []
+        with self._damage_named():
+            taken = table.take_row_ids([hit["_rowid"] for hit in hits]).select(ROW.names).with_row_id()
+            rows = {row["_rowid"]: row for row in taken.to_arrow().to_pylist()}  # not in the order asked for
+        return [self._found(rows[hit["_rowid"]], hit) for hit in hits]
+
+    def _found(self, row: dict[str, Any], hit: dict[str, Any]) -> Found:
+        score = 1.0 - hit["_distance"] if "_distance" in hit else hit.get("_score")
+        return Found(
+            score=score,
+            reward_parts=json.loads(row["reward_parts"]),
+            outcome=self._outcome(row["group_id"]),
+            step=self.log.state.step_of.get(row["group_id"]),
+            **{name: row[name] for name in ROW.names if name not in ("reward_parts", "group_id", "attempt")},
+        )
+
+
+def _embedding_of(table: Any) -> str:
+    return str((table.schema.metadata or {}).get(b"embedding", b"").decode())

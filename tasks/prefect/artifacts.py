@@ -1,0 +1,121 @@
+"""The run as a page in Prefect: a summary and a progress bar, kept up to date beside the loop.
+
+In: a log. Out: artifacts `run-<run>` (Markdown, a new version each time: its history is the run's) and
+`progress-<run>`. Everything in them is read from the log; a server that is down costs one warning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from urllib.parse import quote
+from uuid import UUID
+
+from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, aupdate_progress_artifact
+from prefect.context import FlowRunContext
+
+from infra.environment import home, local_tracking_uri
+from infra.services import mlflow_url
+from settings.redaction import without_secrets
+from storage.log.entries import Step
+from storage.log.promotion import CHAMPION
+from storage.log.run_log import RunLog
+from storage.log.run_state import RunState
+
+logger = logging.getLogger("millrace.artifacts")
+
+LEAST_PAUSE = 10.0
+"""Seconds between two versions: rounds may be short, and the server writes each of them down."""
+_ANSWER_SECONDS = 10.0
+_ROWS = 10
+
+
+class RunPage:
+    """Writes the artifacts of one flow run; outside of one it writes nothing."""
+
+    def __init__(self, log: RunLog, *, steps: int, tracking: str, mlflow_run: Callable[[], str]) -> None:
+        """`tracking` is MLflow's URI; `mlflow_run` says the run's page there, empty as long as MLflow has not heard."""
+        self._log = log
+        self._steps = steps
+        self._tracking = tracking
+        self._mlflow_run = mlflow_run
+        self._progress_id: UUID | None = None
+        self._written_at = -LEAST_PAUSE
+        self._written_entries = 0
+        self._warned = False
+
+    async def update(self, *, finished: bool = False) -> None:
+        """Write what is new in the log, unless that was done a moment ago; `finished` does not wait for that moment."""
+        state, now = self._log.state, time.monotonic()
+        is_due = now - self._written_at >= LEAST_PAUSE and state.entries > self._written_entries
+        if FlowRunContext.get() is None or not (is_due or finished):
+            return
+        self._written_at, self._written_entries = now, state.entries
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await self._write(state)
+            self._warned = False
+        except Exception as error:  # noqa: BLE001 - whatever it is: the run does not need its page
+            if not self._warned:
+                logger.warning("Prefect does not take the run's page in; the log has all of it: %r", error)
+            self._warned = True
+
+    async def _write(self, state: RunState) -> None:
+        log, mlflow, page = self._log, _mlflow_server(self._tracking), self._mlflow_run()
+        text = summary(state, run=log.run_id, steps=self._steps, store=log.store.uri, mlflow=mlflow, mlflow_run=page)
+        await acreate_markdown_artifact(text, key=f"run-{artifact_key(log.run_id)}", description=f"run {log.run_id}")
+        progress, sentence = 100 * min(1.0, state.step / max(1, self._steps)), f"step {state.step} of {self._steps}"
+        if self._progress_id is None:
+            key = f"progress-{artifact_key(log.run_id)}"
+            self._progress_id = await acreate_progress_artifact(progress, key=key, description=sentence)
+        else:
+            await aupdate_progress_artifact(self._progress_id, progress, description=sentence)
+
+
+def artifact_key(run: str) -> str:
+    """A run id as Prefect wants keys: small letters, digits and dashes."""
+    return re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
+
+
+def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str, mlflow_run: str) -> str:
+    """A run as Markdown; `mlflow` is the address of a server, empty where none shows the run, and `mlflow_run` the
+    run's page there, empty as long as nobody has told MLflow of it."""
+    champion, counters = state.aliases.get(CHAMPION), state.counters()
+    scores = [e for e in state.evaluations if not e.failed]
+    facts = {
+        "step": f"{state.step} of {steps}" + (f", **paused**: {_cell(state.paused)}" if state.paused else ""),
+        "policy": "none yet" if state.live is None else f"{state.live.version}, `{state.live.weights_sha256[:12]}`",
+        "champion": "none" if champion is None else f"policy {champion.version}",
+        "held-out": ", ".join(f"{e.score:.3f} (policy {e.version})" for e in (scores[:1] + scores[-1:] * 2)[:2])
+        or "not evaluated",
+        "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
+        "store": f"`{_cell(store)}`",
+        "MLflow": f"[policies]({mlflow}/#/models/{quote(run)})" if mlflow else "no server shows it: `millrace up`",
+        "web page": f"`millrace report {run}` writes `reports/{run}.html` in the state folder",
+    }
+    if mlflow and mlflow_run:
+        facts["MLflow"] = f"[run]({mlflow}/{mlflow_run}), {facts['MLflow']}"
+        facts["web page"] += f"; the end of the run puts it [beside the run]({mlflow}/{mlflow_run}/artifacts)"
+    lines = [f"# run {run}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), ""]
+    if state.step:
+        lines += ["| step | reward | staleness | engine gap | tokens/s | seconds |", "|---|---|---|---|---|---|"]
+        lines += [_row(state.steps[place]) for place in range(state.step - 1, max(-1, state.step - 1 - _ROWS), -1)]
+    return "\n".join(lines)
+
+
+def _row(step: Step) -> str:
+    columns = ("reward", "staleness_mean", "engine_gap", "tokens_per_second", "round_seconds")
+    values = [f"{step.metrics[name]:.4g}" if name in step.metrics else "" for name in columns]
+    return f"| {' | '.join([str(step.claim.step), *values])} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _mlflow_server(tracking: str) -> str:
+    server = tracking if tracking.startswith("http") else mlflow_url(home()) if tracking == local_tracking_uri() else ""
+    return without_secrets(server).rstrip("/")

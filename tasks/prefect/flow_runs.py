@@ -1,0 +1,146 @@
+"""Prefect's flow runs from outside of them: cancel one, find those whose process is gone, limit those on GPUs.
+
+In: a Prefect server. Out: states and settings there. Called by commands, not by flows; `python -m
+tasks.prefect.flow_runs` sets up a server that has the deployments: the automations, and with `$MILLRACE_GPU_RUNS` the
+limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import sys
+from uuid import UUID
+
+import psutil
+from prefect.automations import AutomationCore, EventTrigger, Posture
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.events.actions import ChangeFlowRunState
+from prefect.events.schemas.events import ResourceSpecification
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling, Crashed
+
+from infra.services import GPU_QUEUE, GPU_RUNS, NOTIFY, POOL
+from tasks.prefect.notifications import failure_automations
+
+ZOMBIES = "millrace: flow runs without a heartbeat"
+SILENT_SECONDS = 90
+"""Three heartbeats."""
+_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
+_BEAT = "prefect.flow-run.heartbeat"
+_OVER = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut", "Paused", "Suspended", "Scheduled", "AwaitingRetry")
+
+
+async def cancel_flow_run(flow_run_id: str, *, api_url: str) -> bool:
+    """Ask the server for what its Cancel button does; False where the flow run is over already."""
+    with temporary_settings({PREFECT_API_URL: api_url}):
+        async with get_client() as client:
+            flow_run = await client.read_flow_run(UUID(flow_run_id))
+            if flow_run.state is None or flow_run.state.is_final():
+                return False
+            await client.set_flow_run_state(flow_run.id, Cancelling(message="millrace stop"))
+            return True
+
+
+def crash_silent_flow_runs() -> AutomationCore:
+    """The server marks flow runs Crashed that stop beating: their process, or its machine, is gone."""
+    over = {f"prefect.flow-run.{state}" for state in _OVER}
+    trigger = EventTrigger(
+        after={_BEAT},
+        expect={_BEAT} | over,
+        match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=datetime.timedelta(seconds=SILENT_SECONDS),
+    )
+    message = f"no heartbeat for {SILENT_SECONDS} s: its process is gone; what was committed is safe, start it again"
+    return AutomationCore(
+        name=ZOMBIES,
+        description="Millrace makes this automation on `millrace up`.",
+        trigger=trigger,
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
+    )
+
+
+async def make_automation(automation: AutomationCore) -> None:
+    """Making one of this name again changes it to what the code says now; switched off, it stays off."""
+    async with get_client() as client:
+        known = await client.read_automations_by_name(automation.name)
+        if not known:
+            await client.create_automation(automation)
+            return
+        automation.enabled = known[0].enabled
+        await client.update_automation(known[0].id, automation)
+        for double in known[1:]:
+            await client.delete_automation(double.id)
+
+
+async def limit_gpu_runs(num_runs: int) -> None:
+    """Let the server run so many flow runs of the GPU queue at a time; a limit that somebody has set stays.
+
+    Raises `prefect.exceptions.ObjectNotFound` where nothing is deployed to that queue.
+    """
+    async with get_client() as client:
+        queue = await client.read_work_queue_by_name(GPU_QUEUE, work_pool_name=POOL)
+        if queue.concurrency_limit is None:
+            await client.update_work_queue(queue.id, concurrency_limit=num_runs)
+
+
+async def set_up_server() -> None:
+    """What a server needs beside the deployments.
+
+    Raises `ValueError` where `$MILLRACE_NOTIFY` names nobody who can be told.
+    """
+    destination = os.environ.get(NOTIFY, "")
+    for automation in [crash_silent_flow_runs(), *(await failure_automations(destination) if destination else [])]:
+        await make_automation(automation)
+    if num_runs := os.environ.get(GPU_RUNS):
+        await limit_gpu_runs(int(num_runs))
+
+
+async def crash_lost_flow_runs() -> list[str]:
+    """Mark those Crashed whose process is gone; returns their names.
+
+    Looked at are processes that a worker has started: it must be one of this machine, as under `millrace up`, whose
+    server nobody else can reach.
+    """
+    unfinished = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
+    wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)))
+    names = []
+    async with get_client() as client:
+        for flow_run in await client.read_flow_runs(flow_run_filter=wanted, limit=200):
+            if _is_lost(flow_run):
+                message = "its process is gone; what was committed is safe, start it again"
+                await client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+                names.append(flow_run.name)
+    return names
+
+
+def _is_lost(flow_run: FlowRun) -> bool:
+    """Whether it has run as a process and does not any more; a suspended one has none and needs none.
+
+    A container or a Kubernetes job has no number but a name.
+    """
+    pid = flow_run.infrastructure_pid or ""
+    suspended = flow_run.state is not None and flow_run.state.state_details.pause_reschedule
+    if suspended or not pid.isdecimal():
+        return False
+    try:
+        process = psutil.Process(int(pid))
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return not (alive and process.environ().get(_FLOW_RUN) == str(flow_run.id))
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.AccessDenied:
+        return False  # somebody else's process has the number, or it is one we may not look into
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(set_up_server())
+    except ValueError as error:
+        sys.exit(str(error))

@@ -1,0 +1,113 @@
+"""`millrace stop` ends the process that trains a run, or says why it will not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.operate.stop import stop_run
+from storage.log.run_log import RunLog
+from storage.log.runs import RunBusy, open_run, trainer_lock
+from storage.objects.opening import open_store
+from tasks.prefect import flow_runs
+
+_TRAINS = """
+import ctypes, signal, sys, threading
+from storage.objects.opening import open_store
+from storage.log.runs import open_run, trainer_lock
+
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+with trainer_lock(open_run(open_store(sys.argv[1]), "run")):
+    print("training", flush=True)
+    if sys.argv[2] == "threads":  # Ctrl-C ends its first thread; another goes on and holds the lock
+        threading.Thread(target=sys.stdin.read).start()
+        signal.signal(signal.SIGINT, lambda *_: ctypes.CDLL(None).pthread_exit(None))
+        while True:
+            signal.pause()
+    sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def _training(log: RunLog, *, kind: str = "", **environment: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _TRAINS, log.store.uri, kind],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "training\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _stop() -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["stop", "run"], env={"COLUMNS": "300"})
+    return result.exit_code, result.output
+
+
+def test_the_process_ends_and_the_run_is_free(log: RunLog) -> None:
+    with _training(log) as process:
+        assert _stop() == (0, "run run has stopped at step 0\n")
+        assert process.poll() is not None
+        with trainer_lock(open_run(open_store(log.store.uri), "run")):
+            pass
+
+
+def test_a_run_that_nobody_trains_is_a_sentence(log: RunLog) -> None:
+    code, output = _stop()
+    assert code == 2 and "is not being trained on this machine; it stands at step 0" in output
+
+
+def test_a_process_that_does_not_listen_is_named_with_what_is_safe(log: RunLog) -> None:
+    with _training(log, kind="deaf") as process:
+        with pytest.raises(ValueError, match=f"`kill -9 {process.pid}` loses nothing that was committed"):
+            stop_run(log, seconds=0.2)
+        assert process.poll() is None
+
+
+def test_a_process_whose_threads_go_on_has_not_ended(log: RunLog) -> None:
+    with _training(log, kind="threads") as process:
+        with pytest.raises(ValueError, match="has not ended within 2 s"):
+            stop_run(log, seconds=2)
+        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        with pytest.raises(RunBusy), trainer_lock(log):
+            pass
+
+
+_FLOW_RUN = "0b5e7a0e-6d3c-4c55-9a52-9d2b0e3a4f11"
+
+
+def test_a_run_of_prefects_is_cancelled_there_and_not_interrupted(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    with _training(log, kind="deaf", PREFECT__FLOW_RUN_ID=_FLOW_RUN, PREFECT_API_URL="http://prefect/api") as process:
+
+        async def cancel(flow_run_id: str, *, api_url: str) -> bool:
+            asked.append((flow_run_id, api_url))
+            process.kill()  # what Prefect's worker does in the end
+            return True
+
+        monkeypatch.setattr(flow_runs, "cancel_flow_run", cancel)
+        assert _stop() == (0, "run run has stopped at step 0\n")
+    assert asked == [(_FLOW_RUN, "http://prefect/api")]
+
+
+def test_a_prefect_server_that_does_not_answer_is_a_sentence_with_both_ways_out(log: RunLog) -> None:
+    with _training(log, PREFECT__FLOW_RUN_ID=_FLOW_RUN, PREFECT_API_URL="http://me:secret@127.0.0.1:9/api") as process:
+        code, output = _stop()
+        assert code == 2 and f"prefect flow-run cancel {_FLOW_RUN}" in output and f"`kill {process.pid}`" in output
+        assert "secret" not in output and process.poll() is None

@@ -1,0 +1,425 @@
+"""The report of a run: the numbers in it, odd runs, untrusted text, and the page in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import html
+import json
+import math
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.report import report_prompts
+from cli.report.report import gather, write_report
+from cli.report.report_curves import MOST_LAGS, Spans, curves, lag_bars
+from cli.report.report_prompts import snippet
+from storage.log.entries import Evaluation, Quarantine, Retire
+from storage.log.run_log import RunLog
+from storage.log.runs import create_run
+from storage.records import Message, RolloutGroup, RolloutTask
+from storage.shards.shards import commit_shard
+from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, a_turn, local_store, provenance
+
+SECTIONS = ("overview", "curves", "time", "staleness", "groups", "prompts", "configuration")
+NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7*7 }} {% raw %} \u202e\x00\u2028 \"'&"
+
+
+def _seen(prompt: str, epoch: int, *, text: str = "3", **fields: Any) -> RolloutGroup:
+    """The group of a prompt in an epoch, and what its attempts were asked."""
+    position = 100 * epoch + sum(prompt.encode()) % 100
+    group = a_group(position, group_id=f"{epoch}.{prompt}", **fields)
+    said = [Message(role="user", content=text), Message(role="assistant", content="7", is_completion=True)]
+    return dataclasses.replace(
+        group,
+        epoch=epoch,
+        task=RolloutTask(id=prompt, prompt=text),
+        trajectories=[dataclasses.replace(t, messages=said) for t in group.trajectories],
+    )
+
+
+def _commit(log: RunLog, shard_id: str, *groups: RolloutGroup, is_eval: bool = False) -> None:
+    commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
+
+
+def _train(log: RunLog, *group_ids: str, **metrics: float) -> None:
+    phases = {
+        f"{phase}_seconds": 1.0
+        for phase in ("generate", "reward", "commit", "wait", "load", "train", "save", "publish")
+    }
+    facts = {"reward": 0.5, "staleness_mean": 0.0, "staleness_max": 0.0, "peak_memory_bytes": 2.0**30}
+    step = a_step(log.state, trained=group_ids)
+    log.append(
+        dataclasses.replace(step, metrics={**facts, **phases, "idle_seconds": 2.0, "round_seconds": 10.0, **metrics})
+    )
+
+
+def _evaluate(log: RunLog, version: int, rewards: Sequence[float]) -> None:
+    groups = [_seen(f"q{n}", version, rewards=[r], version=version) for n, r in enumerate(rewards)]
+    _commit(log, f"eval{version}", *groups, is_eval=True)
+    score = sum(rewards) / len(rewards)
+    log.append(
+        Evaluation(
+            version=version, split="test", score=score, num_tasks=len(rewards), num_failed=0,
+            shard_id=f"eval{version}", seconds=1.0,
+        )
+    )  # fmt: skip
+
+
+def _a_run(folder: Path) -> RunLog:
+    """Two steps, two evaluations; in step 2 one of two groups is a version behind, and one prompt comes again."""
+    log = a_log(local_store(folder))
+    _evaluate(log, 0, [0.0, 0.0, 1.0])
+    _commit(log, "s0", _seen("a", 0, rewards=[0.0, 0.0], text=NASTY), _seen("b", 0, rewards=[1.0, 0.0]))
+    _train(log, "0.a", loss=1.0)
+    _commit(log, "s1", _seen("a", 1, rewards=[1.0, 0.0], version=1, text=NASTY))
+    _train(log, "0.b", "1.a", loss=3.0)
+    _evaluate(log, 2, [0.0, 1.0, 1.0])
+    return log
+
+
+def _page(log: RunLog, folder: Path) -> str:
+    return write_report(log, folder / "page.html").read_text()
+
+
+def _elements(page: str) -> list[tuple[str, dict[str, str | None]]]:
+    """Every element as a browser would see it, with its attributes."""
+    found: list[tuple[str, dict[str, str | None]]] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.append((tag, dict(attrs)))
+
+    Reader().feed(page)
+    return found
+
+
+def _links(attributes: dict[str, str | None]) -> list[str]:
+    return [attributes[name] or "" for name in ("src", "href", "srcset", "action", "data") if name in attributes]
+
+
+def _data(page: str) -> dict[str, Any]:
+    """What the page's script is given."""
+    (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return dict(json.loads(text))
+
+
+def test_the_page_has_every_section_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    page = _page(_a_run(tmp_path), tmp_path)
+    assert all(f'<section id="{name}">' in page for name in SECTIONS)
+    assert set(re.findall(r"https?://[\w./]+", page)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
+    assert all(link.startswith(("#", "data:")) for _, attributes in _elements(page) for link in _links(attributes))
+    script = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)[-1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'" in page
+
+
+def test_curves_lags_and_time_are_those_of_the_steps(tmp_path: Path) -> None:
+    found = gather(_a_run(tmp_path))
+    data = found["data"]
+    assert data["metrics"]["loss"]["mean"] == [1.0, 3.0] and data["spans"] == [(1, 1), (2, 2)]
+    # Step 1 trains 4 tokens of version 0 on version 0; step 2 trains on version 1: 4 of version 0, 4 of version 1.
+    assert [(bar["label"], bar["tokens"], bar["over"]) for bar in data["lags"]] == [("0", 8, False), ("1", 4, True)]
+    assert found["staleness"]["mean"] == pytest.approx(4 / 12) and found["staleness"]["over"] == 4
+    assert data["shards"] == {
+        "width": [1], "head": [0, 1], "tail": [0, 1], "trained_first": [0, 1], "trained_last": [1, 1],
+    }  # fmt: skip
+    assert dict(found["time"]["phases"])["idle"] == 4.0 and found["time"]["round"] == found["time"]["sum"] == 20.0
+    assert not found["time"]["overlap"]
+    assert data["metrics"]["reply_length"]["mean"] == [2.0, 2.0]
+    assert [(e["x"], e["y"]) for e in data["held_out"]] == [(0, pytest.approx(1 / 3)), (2, pytest.approx(2 / 3))]
+    assert [name for name, _ in found["terms"]] == ["trained", "filtered", "stale", "failed", "cancelled", "pending"]
+    assert sum(number for _, number in found["terms"]) == found["counters"]["submitted"] == 3
+
+
+def test_lists_of_groups_follow_their_definitions(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path))
+
+    def attempts(*pairs: tuple[float, float]) -> list[Any]:
+        """Rewards, with the logprob of each of two tokens."""
+        turns = [dataclasses.replace(a_turn(), logprobs=[logprob, logprob]) for _, logprob in pairs]
+        return [a_trajectory(r, attempt=n, turns=[turns[n]]) for n, (r, _) in enumerate(pairs)]
+
+    rare, likely = math.log(0.1), math.log(0.9)
+    _commit(
+        log,
+        "s0",
+        a_group(0, trajectories=attempts((1.0, likely), (1.0, likely))),
+        a_group(1, trajectories=attempts((0.0, rare), (0.0, likely))),
+        a_group(2, trajectories=attempts((0.0, rare), (1.0, rare), (0.0, rare))),  # 2/3 × 0.9 and 1/3 × 0.1
+        a_group(3, trajectories=attempts((1.0, likely), (1.0, likely), (0.0, likely))),  # 1/3 × 0.1 and 2/3 × 0.9
+    )
+    lists = {one["key"]: one["groups"] for one in gather(log)["lists"]}
+    assert [card["id"] for card in lists["best"]] == ["0.task0/0", "0.task3/0", "0.task2/1", "0.task1/0"]
+    assert [card["id"] for card in lists["worst"]] == ["0.task1/0", "0.task2/0", "0.task3/2", "0.task0/0"]
+    assert [card["id"] for card in lists["surprise"]] == ["0.task2/1", "0.task3/0"]
+    assert [card["id"] for card in lists["overconfidence"]] == ["0.task3/2", "0.task2/0"]
+    assert lists["surprise"][0]["p"] == pytest.approx(0.1, rel=1e-5)
+    assert [other["reward"] for other in lists["surprise"][0]["attempts"]] == [0.0, 1.0, 0.0]
+
+
+def test_a_failed_evaluation_is_a_note_and_no_point_of_the_curve(tmp_path: Path) -> None:
+    log = _a_run(tmp_path)
+    failed = Evaluation(
+        version=3, split="test", score=0.0, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4},
+        last_error="KeyError: 'answer'", shard_id="eval3", seconds=2.0,
+    )  # fmt: skip
+    log.append(failed)
+    found = gather(log)
+    assert [e["x"] for e in found["data"]["held_out"]] == [0, 2] and found["evaluation_seconds"] == 4.0
+    [note] = [note for note in found["notes"] if "evaluation" in note]
+    assert note.startswith("The evaluation of policy 3") and "env_error 4" in note and "KeyError: 'answer'" in note
+
+
+def test_prompts_of_every_shard_of_an_evaluation_are_in_its_history(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path))
+    for version, reward in ((0, 0.0), (2, 1.0)):
+        for number in range(2):
+            shard_id = f"eval{version}-1" if number else f"eval{version}"
+            group = _seen(f"q{number}", version, rewards=[reward], version=version)
+            _commit(log, shard_id, group, is_eval=True)
+        log.append(
+            Evaluation(
+                version=version, split="test", score=reward, num_tasks=2, num_failed=0, num_shards=2,
+                shard_id=f"eval{version}", seconds=1.0,
+            )
+        )  # fmt: skip
+    held_out = gather(log)["histories"][0]
+    assert held_out["columns"] == ["0", "2"] and held_out["kinds"]["rose"] == 2
+    assert [(row["id"], row["cells"]) for row in held_out["rows"]] == [("q0", [0.0, 1.0]), ("q1", [0.0, 1.0])]
+
+
+def test_histories_say_what_became_of_each_prompt(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path))
+    fates = {"never": [0, 0, 0], "always": [1, 1, 1], "rose": [0, 0, 1], "fell": [1, 0, 0], "same": [0, 1, 0]}
+    for epoch in range(3):
+        groups = [
+            _seen(name, epoch, rewards=[rewards[epoch]] * 2, text=f"what is {name}?") for name, rewards in fates.items()
+        ]
+        _commit(log, f"s{epoch}", *groups, *([_seen("once", 0)] if not epoch else []))
+    _commit(log, "s3", _seen("rose", 3, rewards=[None, None]))
+    _commit(log, "s4", _seen("fell", 3, rewards=[0, 0]))
+    log.append(Quarantine(shard_id="s4", reason="a disk broke"))  # nothing had used it: that visit never was
+    history = gather(log)["histories"][1]
+    assert (history["prompts"], history["repeated"], history["columns"]) == (6, 5, ["0", "1", "2", "3"])
+    assert history["kinds"] == dict.fromkeys(fates, 1)
+    rows = {row["id"]: row for row in history["rows"]}
+    assert {name: row["kind"] for name, row in rows.items()} == {name: name for name in fates}
+    assert rows["rose"]["cells"] == [0, 0, 1, "x"] and rows["rose"]["change"] == 1
+    assert rows["fell"]["cells"] == [1, 0, 0, None] and rows["fell"]["text"] == "what is fell?"
+
+
+def test_a_history_keeps_what_changed_most_and_counts_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_prompts, "MOST_PROMPTS", 1)
+    monkeypatch.setattr(report_prompts, "MOST_COLUMNS", 2)
+    log = a_log(local_store(tmp_path))
+    for epoch in range(3):
+        _commit(log, f"s{epoch}", _seen("flat", epoch, rewards=[0.5]), _seen("moves", epoch, rewards=[0.5 * epoch]))
+    found = gather(log)
+    history = found["histories"][1]
+    assert (history["repeated"], history["shown"]) == (2, 1)
+    assert history["columns"] == ["0–1", "2"] and [row["cells"] for row in history["rows"]] == [[0.25, 1.0]]
+    assert "the other 1 are left out" in _page(log, tmp_path)
+
+
+@given(num_steps=st.integers(1, 700), most=st.integers(1, 60))
+def test_spans_hold_every_step_once(num_steps: int, most: int) -> None:
+    spans = Spans(num_steps=num_steps, most=most)
+    edges = spans.edges()
+    assert len(spans) == len(edges) <= most
+    assert [step for first, last in edges for step in range(first, last + 1)] == list(range(1, num_steps + 1))
+
+
+def test_many_steps_are_averaged_and_nan_enters_no_mean() -> None:
+    import numpy as np
+
+    spans = Spans(num_steps=5, most=3)
+    found = curves({"loss": np.array([1.0, 3.0, np.nan, 5.0, np.nan])}, spans)["loss"]
+    assert found["mean"][:2] == [2.0, 5.0] and math.isnan(found["mean"][2])
+    assert (found["low"][0], found["high"][0]) == (1.0, 3.0)
+
+
+def test_long_lags_share_the_last_bar() -> None:
+    bars = lag_bars([(0, 5), (14, 1), (15, 2), (400, 4)], bound=20)
+    assert len(bars) == MOST_LAGS and sum(bar["tokens"] for bar in bars) == 12
+    assert bars[-2:] == [{"label": "14", "tokens": 1, "over": False}, {"label": "15+", "tokens": 6, "over": True}]
+
+
+def test_what_prompts_say_is_text_and_nothing_else(tmp_path: Path) -> None:
+    page = _page(_a_run(tmp_path), tmp_path)
+    names = [name for name, _ in _elements(page)]
+    assert names.count("script") == 2 and "img" not in names
+    assert NASTY.replace("\x00", "␀") in html.unescape(page), "shown as it is, control characters made visible"
+    shown = [row["text"] for row in _data(page)["histories"]["training"]["rows"]]
+    assert shown == [snippet(NASTY)], "given to the script unharmed"
+
+
+def test_a_huge_conversation_is_shortened(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path))
+    turn = a_turn([12] * 50_000, versions=0)
+    said = [Message(role="user", content="x" * 1_000_000), Message(role="tool", content="y" * 1_000_000)] * 20
+    one, two = (a_trajectory(r, attempt=int(r), turns=[turn], messages=said) for r in (0.0, 1.0))
+    _commit(log, "s0", a_group(0, trajectories=[one, two]))
+    page = _page(log, tmp_path)
+    assert len(page) < 600_000
+    assert "998,500 characters left out" in page and "49,400 tokens left out" in page and "24 messages left out" in page
+
+
+def test_runs_with_little_in_them_have_a_page(tmp_path: Path) -> None:
+    empty = create_run(local_store(tmp_path), "run", {})
+    page = _page(empty, tmp_path)
+    assert "not evaluated" in page and "not started" in page and _data(page)["spans"] == []
+    log = a_log(local_store(tmp_path / "filtered"))
+    _commit(log, "s0", a_group(0, accepted=False), a_group(1, rewards=[None, None]))
+    _train_nothing(log)
+    found = gather(log)
+    assert found["losses"] == [("attempt: env_error", 2), ("group: uniform reward 1", 1)]
+    assert found["data"]["lags"] == [] and found["data"]["levels"]["shares"] == []
+    assert found["data"]["metrics"]["grad_norm"]["mean"][0] != found["data"]["metrics"]["grad_norm"]["mean"][0]
+    assert _data(_page(log, tmp_path))["metrics"]["grad_norm"]["mean"] == [None]
+
+
+def _train_nothing(log: RunLog) -> None:
+    """A step that filtered one group, failed another and has a metric that is no number."""
+    step = a_step(log.state, filtered=["0.task0"], failed=["0.task1"])
+    log.append(dataclasses.replace(step, metrics={"grad_norm": math.nan, "loss": math.inf}))
+
+
+def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path))
+    for number in range(4):
+        _commit(log, f"s{number}", a_group(number))
+        _train(log, f"0.task{number}")
+    log.store.delete([log.shard_key("s0")])
+    log.append(Quarantine(shard_id="s1", reason="a disk <b>broke</b>"))
+    log.append(Retire(shard_ids=["s2"], policy_versions=[1], state_paths=[], reason="old"))
+    page = _page(log, tmp_path)
+    assert "shard s0 is left out: the file is missing" in page
+    assert "shard s1 is left out: quarantined: a disk &lt;b&gt;broke&lt;/b&gt;" in page
+    assert "removed the files of 1 shard, and the weights of 1 policy version." in page
+    assert {card.split("/")[0] for card in re.findall(r'<code class="id">(.*?)</code>', page)} == {"0.task3"}
+    assert _data(page)["metrics"]["reward"]["mean"] == [0.5] * 4, "the log's facts are all there"
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _a_run(tmp_path)
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    done = CliRunner().invoke(app, ["report", "run"])
+    assert done.exit_code == 0 and (tmp_path / "reports/run.html").as_uri() in done.output
+    elsewhere = tmp_path / "new folder" / "page.html"
+    assert CliRunner().invoke(app, ["report", "run", "--out", str(elsewhere)]).exit_code == 0 and elsewhere.exists()
+    assert [f.name for f in elsewhere.parent.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nothing"], "runs there: run"),
+        (["run", "--out", "."], "is a folder; name a file in it"),
+        (["run", "--out", "store/runs/run/run.json/page.html"], "lies under a file"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
+) -> None:
+    create_run(local_store(tmp_path), "run", {})
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["report", *arguments])
+    assert done.exit_code == 2 and sentence in done.output
+
+
+# ── in a browser ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_a_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on PATH to open the page in")
+
+
+def _open(page: Path, scratch: Path, *, width: int = 1200) -> tuple[str, list[str]]:
+    """The document after its script ran, and everything the browser wrote to the console."""
+    assert CHROMIUM is not None
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    limits = ["--virtual-time-budget=5000", f"--window-size={width},900", f"--user-data-dir={scratch / 'profile'}"]
+    done = subprocess.run(
+        [CHROMIUM, *options, *limits, page.as_uri()], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@in_a_browser
+def test_the_browser_is_listened_to(tmp_path: Path) -> None:
+    """A page that breaks is seen to break; without this the tests below could not fail."""
+    page = tmp_path / "broken.html"
+    page.write_text(
+        "<meta http-equiv=Content-Security-Policy content=\"img-src 'none'\"><img src=x.png><script>oops()</script>"
+    )
+    console = _open(page, tmp_path)[1]
+    assert any("oops is not defined" in line for line in console)
+    assert any("Content Security Policy" in line for line in console)
+
+
+@in_a_browser
+@pytest.mark.parametrize("width", [1200, 500])
+def test_every_picture_is_drawn_without_a_word_on_the_console(tmp_path: Path, width: int) -> None:
+    write_report(_a_run(tmp_path), tmp_path / "page.html")
+    document, console = _open(tmp_path / "page.html", tmp_path, width=width)
+    assert not console
+    assert all(f'<section id="{name}">' in document for name in SECTIONS)
+    figures = re.findall(r"<figure.*?</figure>", document, re.DOTALL)
+    assert len(figures) > 6 and all(re.search(r'<svg.*<text|class="constant"', f, re.DOTALL) for f in figures)
+    assert document.count("<tr>") > 10 and "3 of 3 shown" in document
+
+
+@in_a_browser
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_with_nothing_to_draw_says_so(tmp_path: Path, steps: int) -> None:
+    log = a_log(local_store(tmp_path))
+    if steps:
+        _commit(log, "s0", a_group(0, accepted=False), a_group(1, rewards=[None, None]))
+        _train_nothing(log)
+    write_report(log, tmp_path / "page.html")
+    document, console = _open(tmp_path / "page.html", tmp_path)
+    assert not console
+    figures = re.findall(r"<figure.*?</figure>", document, re.DOTALL)
+    assert figures and all('class="none"' in f or "<svg" in f for f in figures)
+
+
+@in_a_browser
+def test_prompts_are_searched_sorted_and_chosen_and_pictures_tell_their_numbers(tmp_path: Path) -> None:
+    write_report(_a_run(tmp_path), tmp_path / "page.html")
+    driver = """
+    const card = document.querySelector('[data-history="held-out"]'), seen = {};
+    const ids = () => [...card.querySelectorAll("td.prompt code")].map(code => code.textContent);
+    const search = card.querySelector("input"), kind = card.querySelector("select");
+    seen.first = ids();
+    card.querySelector("th button").click(); card.querySelector("th button").click(); seen.down = ids();
+    kind.value = "rose"; kind.dispatchEvent(new Event("change")); seen.rose = ids();
+    kind.value = ""; search.value = "Q2"; search.dispatchEvent(new Event("input")); seen.search = ids();
+    search.value = "nowhere"; search.dispatchEvent(new Event("input")); seen.none = ids();
+    const picture = document.querySelector('[data-chart="progress"] svg'), box = picture.getBoundingClientRect();
+    picture.dispatchEvent(new PointerEvent("pointermove", { clientX: box.right - 15, clientY: box.top + 50 }));
+    seen.tip = document.getElementById("tip").textContent.split("\\n");
+    document.body.dataset.seen = JSON.stringify(seen);
+    """
+    digest = base64.b64encode(hashlib.sha256(driver.encode()).digest()).decode()
+    page = (tmp_path / "page.html").read_text().replace("script-src ", f"script-src 'sha256-{digest}' ")
+    (tmp_path / "page.html").write_text(page.replace("</body>", f"<script>{driver}</script></body>"))
+    document, console = _open(tmp_path / "page.html", tmp_path)
+    assert not console
+    seen = json.loads(html.unescape(re.findall(r'data-seen="(.*?)"', document)[0]))
+    assert seen == {
+        "first": ["q0", "q1", "q2"], "down": ["q2", "q1", "q0"], "rose": ["q1"], "search": ["q2"], "none": [],
+        "tip": ["step 2: reward 0.5", "policy 2: held-out 0.667 on 3 tasks, 1.0 s"],
+    }  # fmt: skip

@@ -1,0 +1,183 @@
+"""User code loads by path, in any process; a path that does not says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infra.user_code import absolute_path, load_object, path_of, source_file, source_sha256
+from rollouts.rewards.answers import exact
+from rollouts.rewards.scoring import score
+from rollouts.workflow import RolloutWorkflow
+from storage.objects.digests import sha256_of_file, sha256_of_json
+
+FILE = """
+class Game:
+    class Board:
+        size = 9
+
+def reward(reply):
+    return 1.0
+"""
+
+
+SCRIPT = """
+import asyncio
+from infra.user_code import load_object
+from rollouts.rewards.scoring import RewardPool
+
+double = load_object("my_rewards:double")
+
+async def play():
+    async with RewardPool(num_processes=1, timeout=30) as pool:
+        return (await pool.score(double, 2)).reward
+
+print(double(1), asyncio.run(play()))
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "game.py").write_text(FILE)
+    return tmp_path / "game.py"
+
+
+def test_a_module_a_file_and_a_nested_name_load(file: Path):
+    assert load_object("rollouts.workflow:RolloutWorkflow") is RolloutWorkflow
+    assert load_object(f"{file}:Game.Board").size == 9
+
+
+def test_a_file_is_loaded_once(file: Path):
+    assert load_object(f"{file}:Game") is load_object(f"{file}:Game")
+
+
+def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "game.py").write_text("class Game:\n    pass\n")
+    assert load_object(f"{file}:Game") is not load_object(f"{tmp_path}/other/game.py:Game")
+
+
+def test_another_process_finds_the_same_object_by_its_path(file: Path):
+    reward = load_object(f"{file}:reward")
+    assert path_of(reward) == f"{file}:reward"
+    assert path_of(exact) == "rollouts.rewards.answers:exact"
+    code = f"from infra.user_code import load_object; print(load_object({path_of(reward)!r})('x'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout == "1.0\n"
+
+
+def test_a_relative_file_becomes_absolute_and_a_module_stays(monkeypatch: pytest.MonkeyPatch, file: Path):
+    monkeypatch.chdir(file.parent)
+    assert absolute_path("game.py:Game") == f"{file}:Game"
+    assert absolute_path("rollouts.workflow:RolloutWorkflow") == "rollouts.workflow:RolloutWorkflow"
+
+
+@pytest.mark.parametrize("path", ["", "rollouts.workflow", "rollouts.workflow:", ":Name", ".py", ".sibling:Name"])
+def test_what_is_no_import_path_says_how_one_looks(path: str):
+    with pytest.raises(ValueError, match="write package.module:Name or path/to/file.py:Name"):
+        load_object(path)
+
+
+@pytest.mark.parametrize("path", ["no.such.module:Name", "examples.nothing:Name", "/no/such/file.py:Name"])
+def test_a_missing_module_or_file_is_named_with_the_likely_reason(path: str):
+    with pytest.raises(ValueError, match="cannot be imported.*run from the folder that holds it"):
+        load_object(path)
+
+
+def test_a_missing_name_lists_what_there_is(file: Path):
+    with pytest.raises(ValueError, match="has no 'Chess'; it has Game, reward$"):
+        load_object(f"{file}:Chess")
+
+
+def test_a_module_in_the_working_directory_loads_in_a_console_script_and_in_reward_processes(tmp_path: Path):
+    """A script has its own folder at the front of `sys.path`, and the working directory nowhere."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "my_rewards.py").write_text("def double(number):\n    return 2.0 * number\n")
+    script = tmp_path / "bin" / "script.py"
+    script.write_text(SCRIPT)
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True)
+    assert done.stdout == "2.0 4.0\n", done.stderr
+
+
+@pytest.mark.parametrize("code", ["def reward(:\n", "\n  x = 1\n"])
+def test_code_that_does_not_parse_is_one_sentence_with_its_line(file: Path, code: str):
+    file.write_text("BOARD = 1\n" + code)
+    with pytest.raises(ValueError, match=rf"cannot be imported: .* in {file}, line [23]$"):
+        load_object(f"{file}:Game")
+
+
+def test_an_error_in_the_users_file_is_raised_as_it_is_every_time(file: Path):
+    file.write_text("BOARD = 1 / 0\nclass Game:\n    pass\n")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            load_object(f"{file}:Game")
+    file.write_text(FILE)
+    assert load_object(f"{file}:Game.Board").size == 9
+
+
+def test_a_library_the_users_file_lacks_is_named(file: Path):
+    file.write_text("import no_such_library\n")
+    with pytest.raises(ValueError, match="No module named 'no_such_library'"):
+        load_object(f"{file}:Game")
+
+
+WORKFLOW = """
+import json
+from json import dumps
+
+import judge
+import numpy as np
+from judge import fair
+
+class Game:
+    def play(self):
+        return fair("x"), dumps({}), np.zeros(1)
+"""
+
+
+def _digest(folder: Path, file: str = "game.py") -> str:
+    """The digest as a fresh process computes it: here modules stay loaded."""
+    code = f"from infra.user_code import source_sha256; print(source_sha256({str(folder / file) + ':Game'!r}))"
+    environment = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[3]}", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _game(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "game.py").write_text(WORKFLOW)
+    (folder / "judge.py").write_text("from rules import strict\n\ndef fair(reply):\n    return strict(reply)\n")
+    (folder / "rules.py").write_text("def strict(reply):\n    return 1.0\n")
+    return folder
+
+
+def test_the_digest_of_a_workflow_covers_its_file_and_the_functions_it_uses(tmp_path: Path):
+    folder = _game(tmp_path / "a")
+    digest = _digest(folder)
+    assert len(digest) == 64 and digest == _digest(folder)
+    assert digest == _digest(_game(tmp_path / "b")), "wherever it lies"
+    (folder / "other.py").write_text("NOTHING = 1\n")
+    assert digest == _digest(folder)
+    (folder / "judge.py").write_text("def fair(reply):\n    return 0.0\n")
+    edited = _digest(folder)
+    (folder / "game.py").write_text(WORKFLOW + "\n")
+    assert len({digest, edited, _digest(folder)}) == 3
+
+
+def test_the_digest_of_our_example_covers_its_reward():
+    example, reward = source_file(load_object("examples.arithmetic:Arithmetic")), source_file(exact)
+    assert source_sha256("examples.arithmetic:Arithmetic") == sha256_of_json(
+        sorted(sha256_of_file(file) for file in (example, reward, source_file(score)))
+    )
+
+
+def test_what_python_is_made_of_has_no_source_file():
+    with pytest.raises(ValueError, match="no source file"):
+        source_file(len)

@@ -1,0 +1,77 @@
+"""Weights from one process to others over gloo: they arrive byte for byte, or an error says that they did not."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from infra import weight_broadcast
+from infra.weight_broadcast import Broadcast, receive, send
+from storage.log.entries import Policy
+from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, seal_folder
+from tests.builders import a_broadcast
+
+
+def _policy(folder: Path) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "a.weight": torch.randn(30, 7, generator=generator).to(torch.bfloat16),
+        "odd": torch.randint(0, 255, (5,), generator=generator).to(torch.uint8),
+        "b.bias": torch.randn(9, generator=generator),
+        "c": torch.randn(11, 3, 2, generator=generator).to(torch.float16),
+        "scalar": torch.tensor(3.5),
+    }
+    folder.mkdir()
+    save_file(tensors, str(folder / WEIGHTS_FILE), metadata={"format": "pt"})
+    return tensors
+
+
+def _broadcast(digest: str, *, num_receivers: int) -> Broadcast:
+    policy = Policy(version=3, path="policies/3", weights_sha256=digest, parent=2)
+    return a_broadcast(policy, num_receivers=num_receivers)
+
+
+def _exchange(file: Path, broadcast: Broadcast, **settings: Any) -> list[dict[str, torch.Tensor]]:
+    """What each receiver gets."""
+
+    def take(rank: int) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in receive(broadcast, rank=rank, **settings)}
+
+    with ThreadPoolExecutor() as pool:
+        taking = [pool.submit(take, rank) for rank in range(1, broadcast.num_receivers + 1)]
+        pool.submit(send, file, broadcast, **settings).result()
+        return [future.result() for future in taking]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20], ids=["a tensor each", "a few", "all in one"])
+def test_every_receiver_gets_every_tensor_bit_for_bit(tmp_path: Path, bucket_bytes: int):
+    tensors = _policy(tmp_path / "p")
+    broadcast = _broadcast(seal_folder(tmp_path / "p"), num_receivers=2)
+    for got in _exchange(tmp_path / "p" / WEIGHTS_FILE, broadcast, bucket_bytes=bucket_bytes):
+        assert got.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
+
+
+def test_other_bytes_than_the_log_s_are_refused(tmp_path: Path):
+    _policy(tmp_path / "p")
+    broadcast = _broadcast(seal_folder(tmp_path / "p"), num_receivers=1)
+    wrong = dataclasses.replace(broadcast, weights_sha256="0" * 64)
+    with pytest.raises(DigestMismatch, match="policy 3 arrived by broadcast with other weights"):
+        _exchange(tmp_path / "p" / WEIGHTS_FILE, wrong)
+
+
+def test_a_receiver_that_does_not_come_ends_the_wait_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(weight_broadcast, "SECONDS", 2.0)
+    _policy(tmp_path / "p")
+    broadcast = _broadcast(seal_folder(tmp_path / "p"), num_receivers=2)
+    with ThreadPoolExecutor() as pool:
+        taking = pool.submit(lambda: list(receive(broadcast, rank=1)))
+        sending = pool.submit(send, tmp_path / "p" / WEIGHTS_FILE, broadcast)
+        assert sending.exception(timeout=60) is not None and taking.exception(timeout=60) is not None

@@ -1,0 +1,306 @@
+"""What follows a reply is found without rendering the past again, whatever a model family's template does with it.
+
+The templates here are short ones in the style of Qwen2.5, Qwen3, Llama 3 and Mistral; the tokenizers are byte-level.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from rollouts.chat.chat import Chat
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tool_parsing import ToolParser
+from rollouts.chat.tools import tool
+from rollouts.engines.scripted_engine import ScriptedEngine
+from storage.records import Message, Sampling
+from trainers.model.warmup import character_tokenizer
+
+QWEN2 = """
+{%- if tools %}<|im_start|>system
+You are helpful.
+
+# Tools
+{% for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}<|im_end|>
+{% else %}<|im_start|>system
+You are helpful.<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}<|im_end|>
+{% endif %}
+{%- else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+QWEN3 = """
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}
+{%- if message.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == "assistant" %}
+{%- set said = message.content.split("</think>")[-1].lstrip("\\n") %}<|im_start|>assistant
+{% if loop.index0 > ns.last %}<think>
+
+</think>
+
+{% endif %}{{ said }}<|im_end|>
+{% else %}<|im_start|>{{ "user" if message.role == "tool" else message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+LLAMA3 = """
+{{- bos_token }}
+{%- if tools %}<|start_header_id|>system<|end_header_id|>
+
+{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|eot_id|>{% endif %}
+{%- for message in messages %}
+{%- if message.role == "tool" %}<|start_header_id|>ipython<|end_header_id|>
+
+{{ message.content | tojson }}<|eot_id|>
+{%- else %}<|start_header_id|>{{ message.role }}<|end_header_id|>
+
+{{ message.content | trim }}<|eot_id|>
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+
+MISTRAL = """
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == "user" %}[INST] {{ message.content }}[/INST]
+{%- elif message.role == "tool" %}
+{%- if message.tool_call_id is not defined or message.tool_call_id | length != 9 %}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}
+{%- endif %}[TOOL_RESULTS] {"content": {{ message.content }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]
+{%- else %} {{ message.content }}{{ eos_token }}
+{%- endif %}
+{%- endfor %}"""
+
+FAMILIES: dict[str, tuple[str, list[str], str]] = {
+    "qwen2": (QWEN2, ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+    "qwen3": (QWEN3, ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+    "llama3": (
+        LLAMA3,
+        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
+        "<|eot_id|>",
+    ),
+    "mistral": (
+        MISTRAL,
+        ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
+        "</s>",
+    ),
+}
+
+
+def family(name: str, *, merges: Sequence[tuple[str, str]] = ()) -> ChatTokens:
+    """A byte-level tokenizer with a family's special tokens and template."""
+    template, special, end = FAMILIES[name]
+    return ChatTokens(byte_tokenizer(template=template, special=special, end=end, merges=merges))
+
+
+def byte_tokenizer(*, template: str, special: list[str], end: str, merges: Sequence[tuple[str, str]] = ()) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    bpe = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=list(merges)))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    first = {"bos_token": special[0]} if special[0] in ("<|begin_of_text|>", "<s>") else {}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=end, additional_special_tokens=[s for s in special if s != end], **first
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@tool
+def lookup(key: str) -> str:
+    """Look something up.
+
+    Args:
+        key: what to look for
+    """
+    return f"value of {key}"
+
+
+def _user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def _said(text: str) -> Message:
+    return Message(role="assistant", content=text)
+
+
+def _result(text: str) -> Message:
+    return Message(role="tool", content=text)
+
+
+def _decoded(tokens: ChatTokens, ids: list[int]) -> str:
+    return tokens.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3"])
+@pytest.mark.parametrize("new", [[_user("and?")], [_result("42")], [_result("42"), _result("43")]])
+def test_what_follows_a_reply_is_what_the_template_puts_there(name: str, new: list[Message]):
+    tokens = family(name)
+    past = [_user("hi"), _said("hello")]
+    end = tokens.tokenizer.eos_token
+    whole = _decoded(tokens, tokens.prompt([*past, *new]))
+    behind = whole.partition("hello" + end)[2]
+    assert _decoded(tokens, tokens.continuation(new, ended=True)) == behind
+    assert _decoded(tokens, tokens.continuation(new, ended=False)) == end + behind
+
+
+def test_after_a_template_that_shortens_older_replies_the_continuation_is_still_right():
+    """Qwen3's drops what was thought before the last question; a reply that is the last one looks different."""
+    tokens = family("qwen3")
+    asked, answered = tokens.continuation([_user("and?")], ended=True), tokens.continuation([_result("42")], ended=True)
+    assert _decoded(tokens, asked) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
+    assert _decoded(tokens, answered) == "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():
+    tokens = family("qwen3")
+    replies = ["<think>\nhm\n</think>\n\n4", "5"]
+    ids = [[*tokens.tokenizer.encode(reply), tokens.end_id] for reply in replies]
+
+    async def play(chat: Chat) -> None:
+        await chat.ask("2+2")
+        await chat.ask("and 1?")
+
+    chat = _chat(tokens, ids)
+    asyncio.run(play(chat))
+    recorded = [i for turn in chat.turns for i in (*turn.context_ids, *turn.sampled_ids)]
+    assert _decoded(tokens, recorded) == (
+        "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\n4<|im_end|>\n"
+        "<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
+    )
+    assert {turn.sequence_idx for turn in chat.turns} == {0}
+
+
+def test_a_mistral_template_gets_the_call_ids_it_insists_on():
+    tokens = family("mistral")
+    text = _decoded(tokens, tokens.continuation([_result("42")], ended=True))
+    assert text == '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'
+
+
+@pytest.mark.parametrize(
+    ("name", "parser", "call"),
+    [
+        ("qwen2", "hermes", '<tool_call>\n{"name": "lookup", "arguments": {"key": "k"}}\n</tool_call>'),
+        ("llama3", "llama3_json", '<|python_tag|>{"name": "lookup", "parameters": {"key": "k"}}'),
+    ],
+)
+def test_three_turns_with_tools_are_what_the_template_would_render(name: str, parser: str, call: str):
+    """With the tools in the first prompt, and special tokens in the call where the family has them."""
+    tokens = family(name)
+    ids = [[*tokens.tokenizer.encode(text, add_special_tokens=False), tokens.end_id] for text in (call, call, "done")]
+    chat = _chat(tokens, ids, parser)
+    assert asyncio.run(chat.ask("find k", tools=[lookup])) == "done"
+    assert [turn.sequence_idx for turn in chat.turns] == [0, 0, 0]
+    assert [len(turn.tool_calls) for turn in chat.turns] == [1, 1, 0]
+    assert [message.content for message in chat.messages] == [
+        "find k",
+        *[call, "value of k"] * 2,
+        "done",
+    ]
+    recorded = [i for turn in chat.turns for i in (*turn.context_ids, *turn.sampled_ids)]
+    assert '"name": "lookup"' in _decoded(tokens, chat.turns[0].context_ids)
+    rendered = tokens.prompt(chat.messages, tools=[lookup.schema])
+    assert recorded == rendered[: len(recorded)] and len(rendered) - len(recorded) < 40  # the next turn's opening
+
+
+def test_what_the_policy_sampled_is_never_tokenised_again():
+    """It may write `ab` as two tokens where the tokenizer would use one; its history keeps the two."""
+    tokens = family("qwen2", merges=[("a", "b")])
+    vocab = tokens.tokenizer.get_vocab()
+    unusual = [vocab["a"], vocab["b"], tokens.end_id]
+    assert tokens.tokenizer.encode("ab") == [vocab["ab"]]
+
+    async def play(chat: Chat) -> None:
+        assert await chat.ask("ab") == "ab"
+        await chat.ask("go on")
+
+    asked: list[list[int]] = []
+    chat = _chat(tokens, [unusual, unusual], asked=asked)
+    asyncio.run(play(chat))
+    first = tokens.prompt([_user("ab")])
+    assert vocab["ab"] in first  # what was not sampled is tokenised as always
+    assert asked[1][: len(first) + 3] == [*first, *unusual]
+    assert vocab["ab"] not in asked[1][len(first) :]
+
+
+def test_special_tokens_are_text_only_where_calls_may_consist_of_them():
+    tokens = family("llama3")
+    ids = tokens.tokenizer.encode("<|python_tag|>{}<|eot_id|>", add_special_tokens=False)
+    assert tokens.text(ids) == "{}"
+    assert tokens.text(ids, keep_special=True) == "<|python_tag|>{}"
+    assert tokens.text(ids[:-1], keep_special=True) == "<|python_tag|>{}"
+
+
+def test_a_template_that_does_not_close_replies_cannot_be_continued_and_says_so():
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokens = ChatTokens(byte_tokenizer(template=template, special=["<end>"], end="<end>"))
+    assert tokens.prompt([_user("hi")])
+    with pytest.raises(ValueError, match=r"does not end an assistant's reply with the end token '<end>'"):
+        tokens.continuation([_user("and?")], ended=True)
+
+
+def _chat(
+    tokens: ChatTokens, replies: list[list[int]], parser: str = "hermes", *, asked: list[list[int]] | None = None
+) -> Chat:
+    def reply(prompt_ids: list[int], request_id: str) -> list[int]:
+        if asked is not None:
+            asked.append(prompt_ids)
+        return replies[int(request_id.rsplit("/", 1)[1])]
+
+    return Chat(
+        engine=ScriptedEngine(reply),
+        tokens=tokens,
+        sampling=Sampling(max_tokens=200),
+        max_model_len=4096,
+        request_id="0.task/0",
+        tool_parser=ToolParser(parser, tokens.tokenizer),
+    )
+
+
+@pytest.mark.parametrize(("model_type", "is_spared"), [("qwen2", True), ("qwen3", True), ("llama", False)])
+def test_the_tokenizer_is_autotokenizers_choice_and_where_there_is_none_its_import_is_spared(
+    model_type: str, is_spared: bool, tmp_path: Path
+) -> None:
+    tokenizer = character_tokenizer(set("0123456789+="))
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    code = (
+        "import sys; from pathlib import Path; from rollouts.chat.chat_tokens import ChatTokens\n"
+        f"found = ChatTokens.load(Path({str(tmp_path)!r})).tokenizer\n"
+        "print(type(found).__name__, found.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    chosen = AutoTokenizer.from_pretrained(str(tmp_path))
+    assert said.split("\n")[-2] == f"{type(chosen).__name__} {chosen.encode('12+7=')} {not is_spared}"

@@ -1,0 +1,131 @@
+"""Vendors' formats of tool calls are read by vLLM's own parsers; what they cannot read is told apart, never raised."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+
+from rollouts.chat.tool_parsing import ParsedReply, ToolParser, check_tool_parser, known_tool_parsers
+from rollouts.chat.tools import tool
+from tests.unit.rollouts.chat.test_chat_tokens import family
+
+
+@tool
+def weather(city: str, days: int = 1) -> str:
+    """The weather somewhere."""
+    return city
+
+
+def _parsed(parser: str, model: str, text: str) -> ParsedReply:
+    return asyncio.run(ToolParser(parser, family(model).tokenizer).parse(text, [weather.schema]))
+
+
+BERLIN = {"city": "Berlin"}
+READ = [
+    ("hermes", "qwen2", '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin"}}\n</tool_call>', ""),
+    ("hermes", "qwen2", 'Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Berlin"}}', "Let me see."),
+    ("qwen3_json", "qwen3", '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin"}}\n</tool_call>', ""),
+    ("llama3_json", "llama3", '<|python_tag|>{"name": "weather", "parameters": {"city": "Berlin"}}', ""),
+    ("llama3_json", "llama3", '{"name": "weather", "parameters": {"city": "Berlin"}}', ""),
+    ("mistral", "mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Berlin"}}]', ""),
+    ("mistral", "mistral", 'Well.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Berlin"}}]', "Well."),
+    ("pythonic", "llama3", "[weather(city='Berlin')]", ""),
+]
+
+
+@pytest.mark.parametrize(("parser", "model", "text", "content"), READ)
+def test_a_call_is_read_with_its_arguments(parser: str, model: str, text: str, content: str):
+    reply = _parsed(parser, model, text)
+    [call] = reply.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("weather", BERLIN)
+    assert call.id and (reply.content, reply.malformed_call) == (content, "")
+
+
+@pytest.mark.parametrize(
+    ("parser", "model", "text"),
+    [
+        (
+            "hermes",
+            "qwen2",
+            '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
+            '<tool_call>{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}</tool_call>',
+        ),
+        (
+            "llama3_json",
+            "llama3",
+            '{"name": "weather", "parameters": {"city": "Rome"}}; '
+            '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}',
+        ),
+        (
+            "mistral",
+            "mistral",
+            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}, '
+            '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]',
+        ),
+        ("pythonic", "llama3", "[weather(city='Rome'), weather(city='Oslo', days=3)]"),
+    ],
+)
+def test_several_calls_keep_their_order(parser: str, model: str, text: str):
+    calls = _parsed(parser, model, text).tool_calls
+    assert [json.loads(call.arguments) for call in calls] == [{"city": "Rome"}, {"city": "Oslo", "days": 3}]
+    assert len({call.id for call in calls}) == 2
+
+
+@pytest.mark.parametrize(
+    ("parser", "model", "text", "rest"),
+    [
+        ("hermes", "qwen2", '<tool_call>{"name": "weather", "argum', '{"name": "weather", "argum'),
+        ("hermes", "qwen2", 'So: <tool_call>{"arguments": {}}</tool_call>', '{"arguments": {}}</tool_call>'),
+        ("llama3_json", "llama3", '<|python_tag|>{"name": "weather", ', '{"name": "weather", '),
+    ],
+)
+def test_a_call_that_begins_and_cannot_be_read_is_malformed(parser: str, model: str, text: str, rest: str):
+    assert _parsed(parser, model, text) == ParsedReply(content=text, tool_calls=[], malformed_call=rest)
+
+
+@pytest.mark.parametrize(
+    ("parser", "model"),
+    [("hermes", "qwen2"), ("llama3_json", "llama3"), ("mistral", "mistral"), ("pythonic", "llama3")],
+)
+@pytest.mark.parametrize("text", ["", "It rains.", "a > b {sort of}", "[1, 2", "\x00\ud7ff", "weather('Rome')"])
+def test_what_is_no_call_is_content(parser: str, model: str, text: str):
+    reply = _parsed(parser, model, text)
+    assert (reply.content, reply.tool_calls) == (text, [])
+
+
+def test_one_parser_reads_many_replies_and_keeps_nothing_of_them():
+    parser = ToolParser("mistral", family("mistral").tokenizer)
+
+    async def play() -> list[ParsedReply]:
+        texts = ['[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Berlin"}}]', "It rains."] * 2
+        return [await parser.parse(text, [weather.schema]) for text in texts]
+
+    replies = asyncio.run(play())
+    assert [len(reply.tool_calls) for reply in replies] == [1, 0, 1, 0]
+    assert [reply.content for reply in replies] == ["", "It rains.", "", "It rains."]
+
+
+def test_broken_calls_by_the_thousand_do_not_fill_the_log():
+    _parsed("hermes", "qwen2", "<tool_call>{")
+    assert not logging.getLogger("vllm.tool_parsers.hermes_tool_parser").isEnabledFor(logging.ERROR)
+
+
+def test_the_names_found_in_vllms_source_are_those_it_registers():
+    from vllm.tool_parsers import ToolParserManager
+
+    assert known_tool_parsers() == sorted(ToolParserManager.lazy_parsers)
+
+
+def test_an_unknown_parser_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"'herms': vLLM has no such parser; did you mean 'hermes'\?.*llama3_json"):
+        check_tool_parser("herms")
+    with pytest.raises(ValueError, match="engine.tool_parser = 'herms'"):
+        ToolParser("herms", family("qwen2").tokenizer)
+
+
+def test_a_parser_of_another_model_family_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="'llama3_json' does not fit this model's tokenizer: .*python_tag"):
+        _parsed("llama3_json", "qwen2", "hi")

@@ -1,0 +1,399 @@
+"""An environment's observations are what the policy reads, its rewards become returns, and its faults nobody's reward.
+
+Ids here: 0 pad, 1 end, 2 user, 3 assistant, 4 `+`, 5 … 14 the digits 0 … 9, 15 `=`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tools import tool
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.environments import environments
+from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation, returns
+from rollouts.production.attempts import Player
+from rollouts.rewards.scoring import RewardPool, score
+from rollouts.workflow import RolloutWorkflow, Score, WrongWorkflow, workflow_context
+from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory
+from storage.shards.shards import commit_shard
+from storage.views.exports import export_sft
+from storage.views.queries import open_queries
+from tests.builders import ATTEMPT_LIMITS, SAMPLING, a_log, local_store, provenance
+from tests.unit.rollouts.scripted_text import Brackets, an_engine
+
+TASK = RolloutTask(id="count", prompt="3")
+
+
+class _Counter(Environment):
+    """Says one number more each time; done when `length` replies were given, the last one worth `prize`."""
+
+    def __init__(self, *, length: int = 3, prize: float = 1.0, step_reward: float = 0.0) -> None:
+        self.length, self.prize, self.step_reward = length, prize, step_reward
+        self.replies: list[str] = []
+        self.closed = 0
+
+    async def reset(self, task: RolloutTask) -> str:
+        return f"{task.prompt}="
+
+    async def step(self, reply: str) -> Observation | str:
+        self.replies.append(reply)
+        self.is_done = self.is_done or len(self.replies) == self.length
+        if self.is_done:
+            return Observation(reward=self.prize)
+        return Observation(text=f"{len(self.replies)}+", reward=self.step_reward)
+
+    async def close(self) -> None:
+        self.closed += 1
+
+
+class _Workflow(EnvironmentWorkflow):
+    """Keeps the environments it made, in the order of the attempts."""
+
+    def __init__(self, make: Callable[[], Environment], *, max_turns: int = 8, discount: float = 1.0) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+        self._make, self.max_turns, self.discount = make, max_turns, discount
+
+    def make_environment(self) -> Environment:
+        self.made.append(self._make())
+        return self.made[-1]
+
+
+def _group(
+    tokens: ChatTokens,
+    workflow: RolloutWorkflow,
+    *,
+    n_samples: int = 1,
+    attempt_timeout: float = 10.0,
+    engine: Any = None,
+) -> RolloutGroup:
+    """A group of attempts at `TASK` whose every reply is `7`, unless `engine` says something else."""
+
+    async def play() -> RolloutGroup:
+        async with RewardPool(num_processes=1, timeout=5) as rewards:
+            player = Player(
+                workflow=workflow,
+                engine=engine or ScriptedEngine(lambda *_: [12, 1]),
+                tokens=tokens,
+                rewards=rewards,
+                limits=replace(ATTEMPT_LIMITS, attempt_timeout=attempt_timeout, min_usable=1),
+                max_model_len=1024,
+                tool_parser=Brackets(),  # type: ignore[arg-type]
+            )
+            return await player.group(
+                TASK,
+                group_id="0.count",
+                position=0,
+                epoch=0,
+                n_samples=n_samples,
+                sampling=Sampling(max_tokens=64),
+                is_eval=False,
+            )
+
+    return asyncio.run(play())
+
+
+def _attempt(tokens: ChatTokens, workflow: RolloutWorkflow, **options: Any) -> Trajectory:
+    [trajectory] = _group(tokens, workflow, **options).trajectories
+    return trajectory
+
+
+def test_the_observation_of_reset_and_of_every_step_is_in_the_prompt(tokens: ChatTokens):
+    workflow = _Workflow(_Counter)
+    trajectory = _attempt(tokens, workflow)
+    assert [turn.context_ids for turn in trajectory.turns] == [[2, 8, 15, 3], [2, 6, 4, 3], [2, 7, 4, 3]]
+    assert [(m.role, m.content) for m in trajectory.messages] == [
+        *(("user", "3="), ("assistant", "7"), ("user", "1+"), ("assistant", "7"), ("user", "2+"), ("assistant", "7"))
+    ]
+    assert workflow.made[0].replies == ["7", "7", "7"]
+    assert (trajectory.status, trajectory.reward, workflow.made[0].closed) == ("ok", 1.0, 1)
+
+
+def test_a_final_reward_is_discounted_once_per_turn(tokens: ChatTokens):
+    trajectory = _attempt(tokens, _Workflow(lambda: _Counter(prize=8.0), discount=0.5))
+    assert trajectory.reward_parts == {"turn_0": 8.0 * 0.5**2, "turn_1": 8.0 * 0.5, "turn_2": 8.0}
+    assert trajectory.reward == 2.0
+
+
+def test_rewards_of_earlier_turns_are_added(tokens: ChatTokens):
+    trajectory = _attempt(tokens, _Workflow(lambda: _Counter(prize=8.0, step_reward=-1.0), discount=0.5))
+    assert trajectory.reward_parts == {"turn_0": -1.0 - 0.5 + 2.0, "turn_1": -1.0 + 4.0, "turn_2": 8.0}
+    assert trajectory.reward == 0.5
+
+
+@given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1))
+def test_a_return_is_the_discounted_sum_of_what_follows(rewards: list[float], discount: float):
+    expected = [
+        sum(reward * discount**later for later, reward in enumerate(rewards[turn:])) for turn in range(len(rewards))
+    ]
+    assert returns(rewards, discount=discount) == pytest.approx(expected, abs=1e-9)
+
+
+def test_per_turn_values_survive_storage_and_export(tokens: ChatTokens, tmp_path: Path):
+    group = _group(tokens, _Workflow(lambda: _Counter(prize=8.0), discount=0.5), n_samples=2)
+    log = a_log(local_store(tmp_path))
+    commit_shard(log, [group], provenance=provenance("s0"), sampling=SAMPLING)
+    file = tmp_path / "sft.parquet"
+    assert export_sft(open_queries(log, verify=True), file) == 2
+    exported = [{part["key"]: part["value"] for part in row["reward_parts"]} for row in pq.read_table(file).to_pylist()]
+    assert exported == [{"turn_0": 2.0, "turn_1": 4.0, "turn_2": 8.0}] * 2
+
+
+def test_an_episode_that_is_not_done_in_time_ends_as_max_turns_and_is_trained(tokens: ChatTokens):
+    workflow = _Workflow(lambda: _Counter(length=5, step_reward=0.25), max_turns=2)
+    trajectory = _attempt(tokens, workflow)
+    assert (trajectory.status, len(trajectory.turns), trajectory.usable) == ("max_turns", 2, True)
+    assert trajectory.reward == 0.5 and trajectory.reward_parts == {"turn_0": 0.5, "turn_1": 0.25}
+    assert workflow.made[0].closed == 1
+
+
+def test_an_episode_done_in_the_very_last_turn_is_ok(tokens: ChatTokens):
+    assert _attempt(tokens, _Workflow(_Counter, max_turns=3)).status == "ok"
+
+
+class _SaysStrings(_Counter):
+    async def step(self, reply: str) -> str:
+        self.replies.append(reply)
+        self.is_done = len(self.replies) == 2
+        return "5"
+
+
+class _Till(_Counter):
+    """A shop: look prices up as often as you like, then say the sum."""
+
+    @tool
+    async def price(self, name: str) -> int:
+        """The price of something."""
+        self.looked_up = name
+        return 7
+
+    @tool
+    def leave(self) -> str:
+        """Leave the shop."""
+        self.is_done = True
+        return "bye"
+
+
+def _in_words(tokens: ChatTokens, *replies: str, **options: Any) -> tuple[Trajectory, _Till]:
+    workflow = _Workflow(lambda: _Till(length=2))
+    trajectory = _attempt(tokens, workflow, engine=an_engine(tokens, *replies), **options)
+    return trajectory, workflow.made[0]
+
+
+def test_the_methods_of_an_environment_may_be_tools(text_tokens: ChatTokens):
+    trajectory, shop = _in_words(text_tokens, '[price {"name": "tea"}]', "7?", "7!")
+    assert [(m.role, m.content) for m in trajectory.messages] == [
+        *(("user", "3="), ("assistant", '[price {"name": "tea"}]'), ("tool", "7"), ("assistant", "7?")),
+        *(("user", "1+"), ("assistant", "7!")),
+    ]
+    assert (shop.looked_up, shop.replies) == ("tea", ["7?", "7!"])  # the environment sees replies, not calls
+    assert trajectory.reward_parts == {"turn_0": 1.0, "turn_1": 1.0}
+
+
+def test_a_tool_may_end_the_episode(text_tokens: ChatTokens):
+    trajectory, shop = _in_words(text_tokens, "[leave {}]", "bye bye")
+    assert (trajectory.status, shop.replies, len(trajectory.turns)) == ("ok", ["bye bye"], 2)
+
+
+def test_a_policy_that_only_calls_tools_runs_out_of_turns(text_tokens: ChatTokens):
+    trajectory, shop = _in_words(text_tokens, *["[price {}]"] * 9)
+    assert (trajectory.status, trajectory.reward, trajectory.usable) == ("max_turns", 0.0, True)
+    assert (shop.replies, shop.closed, len(trajectory.turns)) == ([], 1, 9)
+
+
+def test_a_string_is_an_observation_without_a_reward(tokens: ChatTokens):
+    trajectory = _attempt(tokens, _Workflow(_SaysStrings))
+    assert [m.content for m in trajectory.messages] == ["3=", "7", "5", "7"]
+    assert (trajectory.reward, trajectory.reward_parts) == (0.0, {"turn_0": 0.0, "turn_1": 0.0})
+
+
+class _Broken(_Counter):
+    """Raises in one of its methods, in attempt 1 only."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def _fail(self, where: str) -> None:
+        if where == self._where and workflow_context().attempt == 1:
+            raise OSError(f"{where}: disk full")
+
+    async def reset(self, task: RolloutTask) -> str:
+        self._fail("reset")
+        return await super().reset(task)
+
+    async def step(self, reply: str) -> Observation | str:
+        self._fail("step")
+        return await super().step(reply)
+
+    async def close(self) -> None:
+        await super().close()
+        self._fail("close")
+
+
+@pytest.mark.parametrize("where", ["reset", "step", "close"])
+def test_a_fault_of_the_environment_is_never_reward_zero_and_leaves_the_others_alone(tokens: ChatTokens, where: str):
+    workflow = _Workflow(lambda: _Broken(where))
+    group = _group(tokens, workflow, n_samples=4)
+    assert [(t.status, t.reward) for t in group.trajectories] == [
+        ("ok", 1.0),
+        ("env_error", None),
+        ("ok", 1.0),
+        ("ok", 1.0),
+    ]
+    assert group.trajectories[1].error == f"OSError: {where}: disk full"
+    assert [t.attempt for t in group.usable] == [0, 2, 3] and group.accepted
+    assert [made.closed for made in workflow.made] == [1, 1, 1, 1]
+
+
+class _Slow(_Counter):
+    """Its step never returns."""
+
+    async def step(self, reply: str) -> Observation | str:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+def test_an_environment_past_the_deadline_is_closed_all_the_same(tokens: ChatTokens):
+    workflow = _Workflow(_Slow)
+    trajectory = _attempt(tokens, workflow, attempt_timeout=0.05)
+    assert (trajectory.status, trajectory.reward, workflow.made[0].closed) == ("timeout", None, 1)
+
+
+def test_a_cancelled_attempt_closes_its_environment(tokens: ChatTokens):
+    workflow = _Workflow(_Slow)
+
+    async def play() -> None:
+        async with RewardPool(num_processes=1, timeout=5) as rewards:
+            player = Player(
+                workflow=workflow,
+                engine=ScriptedEngine(lambda *_: [12, 1]),
+                tokens=tokens,
+                rewards=rewards,
+                limits=ATTEMPT_LIMITS,
+                max_model_len=64,
+            )
+            names: dict[str, Any] = {"group_id": "0.count", "position": 0, "epoch": 0}
+            playing = asyncio.create_task(
+                player.group(TASK, n_samples=2, sampling=Sampling(max_tokens=8), is_eval=False, **names)
+            )
+            while len(workflow.made) < 2:
+                await asyncio.sleep(0)
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+
+    asyncio.run(play())
+    assert [made.closed for made in workflow.made] == [1, 1]
+
+
+class _NeverCloses(_Broken):
+    async def close(self) -> None:
+        self.closed += 1
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("where", ["", "step"])
+def test_an_environment_that_does_not_close_is_abandoned(
+    tokens: ChatTokens, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    monkeypatch.setattr(environments, "CLOSE_SECONDS", 0.05)
+    first, second = _group(tokens, _Workflow(lambda: _NeverCloses(where)), n_samples=2).trajectories
+    assert (first.status, first.reward) == ("env_error", None)
+    assert first.error == "RuntimeError: _NeverCloses.close did not return within 0.05 s"
+    assert second.error == ("OSError: step: disk full" if where else first.error)  # the first error is the one to see
+
+
+class _Ranked(RolloutWorkflow):
+    """Replies are all alike, so `run` cannot tell them apart; the group is scored by `compare`."""
+
+    def __init__(self, compare: Callable[[Sequence[Trajectory]], Any]) -> None:
+        super().__init__()
+        self._compare = compare
+
+    async def run(self, task: RolloutTask, chat: Any) -> Score:
+        if workflow_context().attempt == 2:
+            raise OSError("no board")
+        await chat.ask(task.prompt)
+        return Score(reward=float(workflow_context().attempt), parts={"length": 1.0})
+
+    async def score_group(self, task: RolloutTask, attempts: Sequence[Trajectory]) -> Any:
+        returned = self._compare(attempts)
+        return await returned if asyncio.iscoroutine(returned) else returned
+
+
+def _ranks(attempts: Sequence[Trajectory]) -> list[Score]:
+    """The best of the group gets 1, the worst 0."""
+    order = sorted(attempt.reward or 0.0 for attempt in attempts)
+    ranks = [order.index(attempt.reward or 0.0) / (len(order) - 1) for attempt in attempts]
+    return [Score(reward=rank, parts={"rank": rank}) for rank in ranks]
+
+
+def test_rewards_may_compare_the_attempts_of_a_group(tokens: ChatTokens):
+    group = _group(tokens, _Ranked(_ranks), n_samples=4)
+    assert [t.reward for t in group.trajectories] == [0.0, 0.5, None, 1.0]
+    assert [t.status for t in group.trajectories] == ["ok", "ok", "env_error", "ok"]
+    assert group.trajectories[3].reward_parts == {"length": 1.0, "rank": 1.0}
+
+
+def test_a_group_is_scored_by_its_usable_attempts_only(tokens: ChatTokens):
+    seen: list[list[int]] = []
+
+    def look(attempts: Sequence[Trajectory]) -> None:
+        seen.append([attempt.attempt for attempt in attempts])
+
+    group = _group(tokens, _Ranked(look), n_samples=4)
+    assert seen == [[0, 1, 3]]
+    assert [t.reward for t in group.trajectories] == [0.0, 1.0, None, 3.0]  # null leaves the rewards of `run`
+
+
+async def _divided(attempts: Sequence[Trajectory]) -> Sequence[Score]:
+    """Scores in a child process, as `run` may."""
+    return [await score(divmod, int(attempt.reward or 0), 0) for attempt in attempts]
+
+
+async def _never(attempts: Sequence[Trajectory]) -> Sequence[Score]:
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+def _buggy(attempts: Sequence[Trajectory]) -> Sequence[Score]:
+    return [Score(reward=1 / 0) for _ in attempts]
+
+
+@pytest.mark.parametrize(
+    ("compare", "status", "words"),
+    [
+        (_buggy, "reward_error", "score_group: ZeroDivisionError: division by zero"),
+        (_divided, "reward_error", "score_group: RewardFailed: builtins:divmod: ZeroDivisionError"),
+        (_never, "timeout", "score_group: TimeoutError"),
+    ],
+)
+def test_a_group_that_cannot_be_scored_is_lost_and_the_run_goes_on(
+    tokens: ChatTokens, compare: Callable[..., Any], status: str, words: str
+):
+    group = _group(tokens, _Ranked(compare), n_samples=4, attempt_timeout=1.0 if compare is _never else 60.0)
+    assert [(t.status, t.reward) for t in group.trajectories] == [
+        *((status, None), (status, None), ("env_error", None), (status, None))
+    ]
+    assert group.trajectories[0].error.startswith(words)
+    assert group.trajectories[2].error == "OSError: no board"
+    assert not group.accepted and group.reject_reason.startswith("0 usable of 4")
+
+
+@pytest.mark.parametrize(
+    "returned", [[Score(reward=1.0)], [1.0, 2.0, 3.0], []], ids=["too few", "no scores", "nothing"]
+)
+def test_one_score_per_attempt_or_the_workflow_is_wrong(tokens: ChatTokens, returned: list[Any]):
+    with pytest.raises(WrongWorkflow, match="for 3 attempts; return one Score each"):
+        _group(tokens, _Ranked(lambda _: returned), n_samples=4)

@@ -1,0 +1,252 @@
+"""Environments written for `verifiers` train unchanged: its tasks, rewards, turns and tools; our tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verifiers", reason="the verifiers package is not installed")
+
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.engine import EngineError, Generation
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.environments.verifiers_environments import VerifiersWorkflow
+from rollouts.production.attempts import Player
+from rollouts.rewards.scoring import RewardPool
+from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory
+from tests.builders import ATTEMPT_LIMITS
+from tests.unit.rollouts.scripted_text import Brackets, an_engine
+
+_TASKSETS = Path(__file__).parent / "verifiers_tasksets"
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasksets can be imported by name here and in the processes of their tool servers."""
+    monkeypatch.syspath_prepend(str(_TASKSETS))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_TASKSETS), os.environ.get("PYTHONPATH", "")]))
+
+
+def _group(
+    workflow: VerifiersWorkflow,
+    task: RolloutTask,
+    tokens: ChatTokens,
+    engine: Any,
+    *,
+    n_samples: int = 1,
+    max_model_len: int = 4096,
+    attempt_timeout: float = 60.0,
+) -> RolloutGroup:
+    async def play() -> RolloutGroup:
+        async with RewardPool(num_processes=1, timeout=5) as rewards:
+            player = Player(
+                workflow=workflow,
+                engine=engine,
+                tokens=tokens,
+                rewards=rewards,
+                limits=dataclasses.replace(ATTEMPT_LIMITS, min_usable=1, attempt_timeout=attempt_timeout),
+                max_model_len=max_model_len,
+                tool_parser=Brackets(),  # type: ignore[arg-type]
+            )
+            try:
+                return await player.group(
+                    task,
+                    group_id=f"0.{task.id}",
+                    position=0,
+                    epoch=0,
+                    n_samples=n_samples,
+                    sampling=Sampling(max_tokens=64),
+                    is_eval=False,
+                )
+            finally:
+                await workflow.close()
+
+    return asyncio.run(play())
+
+
+def _attempt(workflow: VerifiersWorkflow, task: RolloutTask, *arguments: Any, **options: Any) -> Trajectory:
+    [trajectory] = _group(workflow, task, *arguments, **options).trajectories
+    return trajectory
+
+
+def _said(trajectory: Trajectory) -> list[tuple[str, str]]:
+    return [(message.role, message.content) for message in trajectory.messages]
+
+
+def test_a_taskset_becomes_tasks_and_holds_out_every_tenth():
+    workflow = VerifiersWorkflow("sums_taskset")
+    assert [task.id for task in workflow.tasks("test")] == ["test-9", "test-19"]
+    train = workflow.tasks("train")
+    assert len(train) == 18 and train[0] == RolloutTask(id="train-0", prompt="0+1=")
+
+
+def test_a_single_turn_is_recorded_and_scored_by_verifiers(text_tokens: ChatTokens):
+    workflow = VerifiersWorkflow("sums_taskset")
+    task = workflow.tasks("train")[5]
+    engine = ScriptedEngine(lambda *_: [*text_tokens.tokenizer("6")["input_ids"], text_tokens.end_id])
+    group = _group(workflow, task, text_tokens, engine, n_samples=4)
+    for trajectory in group.trajectories:
+        assert (trajectory.status, trajectory.error) == ("ok", "")
+        assert _said(trajectory) == [("system", "add"), ("user", "5+1="), ("assistant", "6")]
+        assert trajectory.reward == 2.5  # weighted by verifiers
+        assert trajectory.reward_parts == {"correct": 1.0, "brief": 1.0, "length": 1.0}
+        [turn] = trajectory.turns
+        assert turn.sampled_ids == [*text_tokens.tokenizer("6")["input_ids"], text_tokens.end_id]
+        assert len(turn.logprobs) == len(turn.weight_versions) == 2
+
+
+def test_a_wrong_answer_scores_low_and_is_trained(text_tokens: ChatTokens):
+    workflow = VerifiersWorkflow("sums_taskset")
+    trajectory = _attempt(workflow, workflow.tasks("train")[5], text_tokens, an_engine(text_tokens, "no idea"))
+    assert (trajectory.status, trajectory.reward, trajectory.usable) == ("ok", 0.0, True)
+    assert trajectory.reward_parts == {"correct": 0.0, "brief": 0.0, "length": 7.0}
+
+
+def test_an_exchange_of_several_turns_is_one_sequence(text_tokens: ChatTokens):
+    workflow = VerifiersWorkflow("guessing_taskset")
+    task = workflow.tasks("train")[6]
+    trajectory = _attempt(workflow, task, text_tokens, an_engine(text_tokens, "4", "8", "6"))
+    assert (trajectory.status, trajectory.error) == ("ok", "")
+    assert _said(trajectory) == [
+        *(("user", "0-9?"), ("assistant", "4"), ("user", "higher"), ("assistant", "8")),
+        *(("user", "lower"), ("assistant", "6")),
+    ]
+    assert [turn.sequence_idx for turn in trajectory.turns] == [0, 0, 0]
+    assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"found": 1.0, "guesses": 3.0})
+
+
+def test_verifiers_turn_limit_ends_the_attempt_as_max_turns(text_tokens: ChatTokens):
+    workflow = VerifiersWorkflow("guessing_taskset")
+    engine = an_engine(text_tokens, "1", "1", "1", "1")
+    trajectory = _attempt(workflow, workflow.tasks("train")[6], text_tokens, engine)
+    assert (trajectory.status, trajectory.error, len(trajectory.turns)) == ("max_turns", "", 4)
+    assert (trajectory.reward, trajectory.usable) == (0.0, True)
+
+
+def test_its_tools_are_offered_to_the_policy_and_executed(text_tokens: ChatTokens):
+    workflow = VerifiersWorkflow("lookup_taskset")
+    engine = an_engine(text_tokens, '[lookup_price {"name": "tea"}]', "3")
+    trajectory = _attempt(workflow, workflow.tasks("train")[0], text_tokens, engine)
+    assert (trajectory.status, trajectory.error) == ("ok", "")
+    assert _said(trajectory) == [
+        *(("user", "price of tea?"), ("assistant", '[lookup_price {"name": "tea"}]'), ("tool", "3")),
+        ("assistant", "3"),
+    ]
+    [call] = trajectory.turns[0].tool_calls
+    assert (call.name, call.arguments, call.result) == ("lookup_price", '{"name": "tea"}', "3")
+    assert [turn.sequence_idx for turn in trajectory.turns] == [0, 0]
+    assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"correct": 1.0})
+
+
+def test_a_fault_in_the_environment_is_never_reward_zero(text_tokens: ChatTokens):
+    workflow = VerifiersWorkflow("broken_taskset")
+    engine = ScriptedEngine(lambda *_: [*text_tokens.tokenizer("6")["input_ids"], text_tokens.end_id])
+    for task, words in zip(workflow.tasks("train"), ["in setup", "in reward"], strict=True):
+        trajectory = _attempt(workflow, task, text_tokens, engine)
+        assert (trajectory.status, trajectory.reward) == ("env_error", None)
+        assert trajectory.error.startswith("EpisodeFailed: TaskError") and words in trajectory.error
+
+
+class _OutOfOrder(ScriptedEngine):
+    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+        raise EngineError("out of memory")
+
+
+def test_the_engines_fault_and_the_length_limit_keep_their_names(text_tokens: ChatTokens):
+    workflow = VerifiersWorkflow("sums_taskset")
+    task = workflow.tasks("train")[5]
+    failed = _attempt(workflow, task, text_tokens, _OutOfOrder(lambda *_: []))
+    assert (failed.status, failed.reward, failed.error) == ("engine_error", None, "out of memory")
+    full = _attempt(workflow, task, text_tokens, an_engine(text_tokens, "6"), max_model_len=8)
+    assert (full.status, full.reward) == ("truncated", None)
+
+
+@pytest.fixture
+def other_model() -> Iterator[str]:
+    """The address of an OpenAI-compatible server whose model says `yes` to everything."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": asked["model"]}
+            delta = {"role": "assistant", "content": "yes"}
+            steps = [{"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": "stop"}]
+            chunks = [json.dumps({**head, "choices": [{"index": 0, **step}]}) for step in steps]
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write("".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"]).encode())
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+def _debate(tmp_path: Path, text: str) -> VerifiersWorkflow:
+    settings = tmp_path / "debate.toml"
+    settings.write_text(text + '[taskset]\nid = "debate_taskset"\n')
+    return VerifiersWorkflow(str(settings))
+
+
+def test_a_seat_with_a_model_of_its_own_is_not_recorded(text_tokens: ChatTokens, tmp_path: Path, other_model: str):
+    client = f'client = {{ type = "eval", base_url = "{other_model}", api_key_var = "NONE" }}'
+    workflow = _debate(tmp_path, f'[judge]\nmodel = "big"\n{client}\n')
+    trajectory = _attempt(workflow, workflow.tasks("train")[0], text_tokens, an_engine(text_tokens, "it is"))
+    assert (trajectory.status, trajectory.error) == ("ok", "")
+    assert _said(trajectory) == [("user", "1+1=2?"), ("assistant", "it is")]
+    assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"convincing": 1.0})
+
+
+def test_a_seat_that_is_not_trained_needs_a_model_of_its_own(text_tokens: ChatTokens, tmp_path: Path):
+    workflow = _debate(tmp_path, "")
+    trajectory = _attempt(workflow, workflow.tasks("train")[0], text_tokens, an_engine(text_tokens, "it is"))
+    assert (trajectory.status, trajectory.reward) == ("env_error", None)
+    assert "seat 'judge' is not trained but would be played by the policy" in trajectory.error
+
+
+def test_two_trained_seats_are_refused(text_tokens: ChatTokens, tmp_path: Path):
+    workflow = _debate(tmp_path, "judge_is_trained = true\n")
+    trajectory = _attempt(workflow, workflow.tasks("train")[0], text_tokens, an_engine(text_tokens, "it is", "yes"))
+    assert (trajectory.status, trajectory.reward) == ("env_error", None)
+    assert trajectory.error.endswith("one reward; here are: speaker, judge")
+
+
+class _Stuck(ScriptedEngine):
+    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+
+def test_an_attempt_past_its_deadline_is_stopped(text_tokens: ChatTokens):
+    workflow = VerifiersWorkflow("sums_taskset")
+    engine = _Stuck(lambda *_: [])
+    trajectory = _attempt(workflow, workflow.tasks("train")[5], text_tokens, engine, attempt_timeout=2.0)
+    assert (trajectory.status, trajectory.reward, trajectory.turns) == ("timeout", None, [])
+
+
+def test_settings_come_from_a_file_as_verifiers_has_them(text_tokens: ChatTokens, tmp_path: Path):
+    settings = tmp_path / "guessing.toml"
+    settings.write_text('[taskset]\nid = "guessing_taskset"\n[player]\nmax_turns = 2\n')
+    workflow = VerifiersWorkflow(str(settings))
+    trajectory = _attempt(workflow, workflow.tasks("train")[6], text_tokens, an_engine(text_tokens, "1", "2"))
+    assert (trajectory.status, len(trajectory.turns)) == ("max_turns", 2)
+
+
+def test_a_missing_taskset_is_named():
+    with pytest.raises(ValueError, match="dataset must be set: the id of a verifiers taskset"):
+        VerifiersWorkflow(None)
+    with pytest.raises(ModuleNotFoundError, match="'no-such-thing' not found"):
+        VerifiersWorkflow("no-such-thing")

@@ -1,0 +1,115 @@
+"""Attempts are scored, shaped and given a status as the run file's `[reward]` says."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rollouts.chat.chat import Chat
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.attempts import Player
+from rollouts.rewards.scoring import RewardPool, RewardTimeout, score, score_all
+from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from settings.reward import RewardSettings
+from storage.records import RolloutGroup, RolloutTask, Sampling
+from tests.builders import ATTEMPT_LIMITS
+from tests.unit.rollouts.reward_functions import for_ever, length, nothing
+
+
+class _Lengths(RolloutWorkflow):
+    """The reply's length is worth something, its style is not applicable."""
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        reply = await chat.ask(task.prompt)
+        return await score_all({"length": (length, reply), "style": (nothing, "none"), "constant": 1.0})
+
+
+class _SecondEndless(_Lengths):
+    """The second attempt's reward never ends."""
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        if workflow_context().attempt != 1:
+            return await super().run(task, chat)
+        return await score(for_ever, await chat.ask(task.prompt))
+
+
+class _Ranked(_Lengths):
+    """The longest reply of a group wins."""
+
+    async def score_group(self, task: RolloutTask, attempts: Any) -> list[Score]:
+        longest = max(attempt.reward_parts["length"] for attempt in attempts)
+        return [Score(reward=0.5, parts={"won": float(a.reward_parts["length"] == longest)}) for a in attempts]
+
+
+def _group(tokens: ChatTokens, workflow: RolloutWorkflow, *, is_eval: bool = False, **settings: Any) -> RolloutGroup:
+    """Four attempts with replies of 1, 2, 3 and 4 tokens before the end token, of at most 5."""
+    shaping = RewardSettings(**settings)
+
+    async def play() -> RolloutGroup:
+        async with RewardPool(num_processes=2, timeout=shaping.timeout, on_timeout=shaping.on_timeout) as pool:
+            player = Player(
+                workflow=workflow,
+                engine=ScriptedEngine(lambda _, request: [5] * (int(request.split("/")[1]) + 1) + [1]),
+                tokens=tokens,
+                rewards=pool,
+                limits=replace(ATTEMPT_LIMITS, attempt_timeout=60.0),
+                max_model_len=64,
+                shaping=shaping,
+            )
+            task = RolloutTask(id="the task", prompt="3")
+            where = {"group_id": "0.task", "position": 0, "epoch": 0, "n_samples": 4, "is_eval": is_eval}
+            return await player.group(task, sampling=Sampling(max_tokens=5), **where)
+
+    return asyncio.run(play())
+
+
+def test_parts_stay_raw_and_the_reward_is_shaped(tokens: ChatTokens):
+    group = _group(tokens, _Lengths(), weights={"length": 0.5, "constant": -1.0}, scale=2.0, clip=2.0)
+    assert [t.reward for t in group.trajectories] == [-1.0, 0.0, 1.0, 2.0]
+    assert [t.reward_parts for t in group.trajectories] == [
+        {"length": float(n), "style": None, "constant": 1.0} for n in (1, 2, 3, 4)
+    ]
+
+
+def test_a_long_reply_loses_reward_and_the_loss_is_a_part(tokens: ChatTokens):
+    group = _group(tokens, _Lengths(), weights={"length": 0.0}, overlong_tokens=2, overlong_penalty=3.0)
+    assert [t.reward_parts["overlong"] for t in group.trajectories] == [0.0, 0.0, -1.5, -3.0]
+    assert [t.reward for t in group.trajectories] == [1.0, 1.0, -0.5, -2.0]
+
+
+def test_an_evaluation_reports_the_tasks_own_reward(tokens: ChatTokens):
+    group = _group(tokens, _Lengths(), is_eval=True, scale=2.0, bias=7.0, overlong_tokens=2, weights={"constant": 3.0})
+    assert [t.reward for t in group.trajectories] == [4.0, 5.0, 6.0, 7.0]
+    assert "overlong" not in group.trajectories[3].reward_parts
+
+
+def test_rewards_that_compare_a_group_are_shaped_too(tokens: ChatTokens):
+    assert [t.reward for t in _group(tokens, _Ranked(), scale=3.0).trajectories] == [1.5] * 4
+    weights = {"length": 0.0, "constant": 0.0, "won": 4.0}
+    assert [t.reward for t in _group(tokens, _Ranked(), weights=weights).trajectories] == [0.0, 0.0, 0.0, 4.0]
+
+
+def test_a_misspelt_weight_stops_the_first_group(tokens: ChatTokens):
+    with pytest.raises(ValueError, match="names lenght, but the reward parts are constant, length, style"):
+        _group(tokens, _Lengths(), weights={"lenght": 2.0})
+
+
+def test_a_reward_that_takes_too_long_excludes_its_attempt(tokens: ChatTokens):
+    group = _group(tokens, _SecondEndless(), timeout=5.0)
+    assert [t.status for t in group.trajectories] == ["ok", "timeout", "ok", "ok"]
+    assert group.trajectories[1].reward is None and len(group.usable) == 3 and group.expected == 4
+
+
+def test_or_it_counts_as_zero(tokens: ChatTokens):
+    group = _group(tokens, _SecondEndless(), timeout=5.0, on_timeout="zero", bias=1.0)
+    assert [(t.status, t.reward) for t in group.trajectories] == [("ok", 3.0), ("ok", 1.0), ("ok", 5.0), ("ok", 6.0)]
+    assert group.trajectories[1].reward_parts == {"for_ever": 0.0}
+
+
+def test_or_it_fails_the_run_with_the_function_and_the_task(tokens: ChatTokens):
+    with pytest.raises(RewardTimeout, match="reward_functions:for_ever took more than 5 s .* 'the task'.*on_timeout"):
+        _group(tokens, _SecondEndless(), timeout=5.0, on_timeout="fail")

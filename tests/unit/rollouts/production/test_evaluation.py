@@ -1,0 +1,368 @@
+"""A held-out score: what it counts, how much it holds at once, and what is left of one that was stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import statistics
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.chat.chat import Chat
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production import evaluation
+from rollouts.production.attempts import AttemptLimits, Player
+from rollouts.production.evaluation import MixedVersions, Tally, evaluate_tasks, failure_of, pass_at_k
+from rollouts.rewards.scoring import RewardPool
+from rollouts.workflow import RolloutWorkflow, Score, WrongWorkflow, workflow_context
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.entries import Evaluation, from_json, to_json
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict
+from storage.records import RolloutGroup, RolloutTask, Sampling
+from storage.shards.shards import commit_shard, read_shard
+from tests.builders import ATTEMPT_LIMITS, SAMPLING, a_group, a_log, a_policy_folder, a_step, provenance
+
+
+@pytest.mark.parametrize(
+    ("num_attempts", "num_correct", "k", "chance"),
+    [
+        (5, 2, 2, 0.7),  # 1 − C(3,2)/C(5,2) = 1 − 3/10
+        (10, 3, 1, 0.3),  # k = 1: the share of correct ones
+        (10, 3, 5, 1 - 21 / 252),
+        (4, 1, 4, 1.0),  # all of them are drawn
+        (4, 3, 2, 1.0),  # fewer incorrect ones than are drawn
+        (8, 0, 8, 0.0),
+        (8, 8, 1, 1.0),
+        (200, 1, 100, 0.5),
+        (2000, 20, 1000, 1 - math.prod((1000 - i) / (2000 - i) for i in range(20))),  # no overflow
+    ],
+)
+def test_pass_at_k_has_the_known_values(num_attempts: int, num_correct: int, k: int, chance: float):
+    assert pass_at_k(num_attempts=num_attempts, num_correct=num_correct, k=k) == pytest.approx(chance, rel=1e-12)
+
+
+@given(attempts=st.lists(st.booleans(), min_size=1, max_size=9), k=st.integers(1, 9))
+def test_pass_at_k_is_the_share_of_the_subsets_with_a_correct_attempt(attempts: list[bool], k: int):
+    if k > len(attempts):
+        with pytest.raises(ValueError, match="not defined"):
+            pass_at_k(num_attempts=len(attempts), num_correct=sum(attempts), k=k)
+        return
+    drawn = [any(subset) for subset in itertools.combinations(attempts, k)]
+    found = pass_at_k(num_attempts=len(attempts), num_correct=sum(attempts), k=k)
+    assert found == pytest.approx(sum(drawn) / len(drawn), abs=1e-12)
+
+
+def _tally(groups: Sequence[RolloutGroup], n_samples: int) -> Tally:
+    tally = Tally(n_samples)
+    for group in groups:
+        tally.add(group)
+    return tally
+
+
+def test_failed_attempts_stay_in_every_denominator():
+    """Of four attempts at the first problem one fails; one that earned 0.5 is no correct one."""
+    tally = _tally([a_group(0, rewards=[1.0, 0.5, None, 0.0]), a_group(1, rewards=[1.0, 1.0, 1.0, None])], 4)
+    means = [1.5 / 4, 3 / 4]
+    assert tally.score == statistics.mean(means)
+    assert tally.standard_error == pytest.approx(statistics.stdev(means) / math.sqrt(2))
+    # One correct of four, and three of four.
+    assert tally.pass_at == {"1": (1 / 4 + 3 / 4) / 2, "2": (1 / 2 + 1) / 2, "4": 1.0}
+    assert tally.failures == {"env_error": 2} and tally.num_tasks == 2
+
+
+def test_pass_at_k_goes_in_powers_of_two_up_to_the_attempts():
+    for n_samples, ks in [(1, "1"), (2, "12"), (3, "12"), (7, "124"), (8, "1248")]:
+        assert list(_tally([a_group(rewards=[1.0] * n_samples)], n_samples).pass_at) == list(ks)
+
+
+def test_one_problem_has_no_standard_error():
+    assert _tally([a_group(rewards=[1.0, 0.0])], 2).standard_error is None
+
+
+_REWARDS = st.none() | st.floats(-1e6, 1e6)
+
+
+@given(problems=st.lists(st.lists(_REWARDS, min_size=3, max_size=3), min_size=2, max_size=8), order=st.randoms())
+def test_the_order_in_which_groups_finish_changes_no_digit(problems: list[list[float | None]], order: Any):
+    groups = [a_group(position, rewards=rewards) for position, rewards in enumerate(problems)]
+    shuffled = order.sample(groups, len(groups))
+    one, other = _tally(groups, 3), _tally(shuffled, 3)
+    assert (one.score, one.standard_error, one.pass_at) == (other.score, other.standard_error, other.pass_at)
+    means = [sum(reward or 0.0 for reward in rewards) / 3 for rewards in problems]
+    assert one.score == pytest.approx(statistics.mean(means), rel=1e-9, abs=1e-6)
+    assert one.standard_error == pytest.approx(statistics.stdev(means) / math.sqrt(len(means)), rel=1e-6, abs=1e-6)
+
+
+class _Held(RolloutWorkflow):
+    """Answers, and counts how many attempts stand in it at once; problem 3 fails, 4 is answered with half a reward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak_live = 0
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        self.live += 1
+        self.peak_live = max(self.peak_live, self.live)
+        try:
+            await chat.ask(task.prompt)
+            if task.id == "3":
+                raise KeyError("held out by mistake")
+            return Score(reward={"4": 0.5}.get(task.id, float(workflow_context().attempt)))
+        finally:
+            self.live -= 1
+
+
+class _CountedPlayer(Player):
+    """Knows how many groups are being attempted or held by anybody."""
+
+    running = peak_running = peak_held = 0
+    held: set[int] = set()
+
+    async def group(self, task: RolloutTask, **fields: Any) -> RolloutGroup:
+        self.running += 1
+        self.peak_running = max(self.peak_running, self.running)
+        group = await super().group(task, **fields)
+        self.running -= 1
+        self.held.add(id(group))
+        weakref.finalize(group, self.held.discard, id(group))
+        self.peak_held = max(self.peak_held, self.running + len(self.held))
+        return group
+
+
+class _Bench:
+    """A log in memory, a player, and the evaluation between them."""
+
+    def __init__(
+        self,
+        tokens: ChatTokens,
+        workflow: RolloutWorkflow | None = None,
+        *,
+        limits: AttemptLimits = ATTEMPT_LIMITS,
+        max_tokens: int = 8,
+    ) -> None:
+        self.workflow = workflow or _Held()
+        self.engine = ScriptedEngine(lambda *_: [5, 6, 1])
+        self.player = _CountedPlayer(
+            workflow=self.workflow,
+            engine=self.engine,
+            tokens=tokens,
+            rewards=RewardPool(num_processes=1, timeout=5),
+            limits=limits,
+            max_model_len=64,
+        )
+        self.player.held = set()
+        self.log: RunLog = a_log()
+        self.drawn = 0
+        self.sampling = Sampling(max_tokens=max_tokens)
+
+    def tasks(self, count: int) -> Iterator[RolloutTask]:
+        for number in range(count):
+            self.drawn += 1
+            yield RolloutTask(id=str(number), prompt="3")
+
+    async def evaluate(self, count: int, **changes: Any) -> Evaluation:
+        settings = {"n_samples": 2, "max_concurrent": 4, "shard_bytes": 2**20, "shard_id": "eval0", **changes}
+
+        async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
+            for _ in range(20):
+                await asyncio.sleep(0)  # the others play on
+            commit_shard(self.log, groups, provenance=provenance(shard_id), sampling=self.sampling, is_eval=True)
+
+        settings = {"commit": commit, **settings}
+        async with asyncio.timeout(100):
+            return await evaluate_tasks(
+                self.tasks(count), player=self.player, version=0, split="test", sampling=self.sampling, **settings
+            )
+
+
+def test_an_evaluation_says_what_was_asked_and_what_failed(tokens: ChatTokens):
+    bench = _Bench(tokens)
+    found = asyncio.run(bench.evaluate(5))
+    # Problems 0, 1, 2 earn 0 and 1; both attempts at 3 fail; 4 earns a half twice.
+    assert (found.num_tasks, found.n_samples, found.num_failed, found.failures) == (5, 2, 2, {"env_error": 2})
+    assert found.score == pytest.approx((3 * 0.5 + 0.0 + 0.5) / 5)
+    assert found.standard_error == pytest.approx(statistics.stdev([0.5, 0.5, 0.5, 0.0, 0.5]) / math.sqrt(5))
+    assert found.pass_at == {"1": pytest.approx(0.3), "2": pytest.approx(0.6)}
+    assert found.last_error == "KeyError: 'held out by mistake'"
+    assert not found.failed and failure_of(found) == ""
+    assert (found.version, found.split, found.shard_ids) == (0, "test", ["eval0"])
+    bench.log.append(found)
+    assert bench.log.refresh().evaluations == [found]
+
+
+def test_ten_thousand_problems_are_held_a_few_at_a_time_and_committed_in_pieces(tokens: ChatTokens):
+    bench = _Bench(tokens)
+    limit = 16
+    found = asyncio.run(bench.evaluate(10_000, n_samples=1, max_concurrent=limit))
+    assert found.num_tasks == 10_000 and found.num_failed == 1
+    assert bench.player.peak_running == limit == bench.workflow.peak_live  # type: ignore[attr-defined]
+    assert evaluation.GROUPS_PER_SHARD < bench.player.peak_held <= limit + evaluation.GROUPS_PER_SHARD
+    assert found.num_shards == math.ceil(10_000 / evaluation.GROUPS_PER_SHARD) == len(bench.log.state.shards)
+    assert list(bench.log.state.shards) == found.shard_ids and found.shard_ids[:2] == ["eval0", "eval0-1"]
+    asked = [group.prompt_id for shard in bench.log.state.shards.values() for group in shard.groups]
+    assert sorted(asked, key=int) == [str(number) for number in range(10_000)]
+
+
+def test_long_replies_are_committed_by_their_size(tokens: ChatTokens):
+    every = _Bench(tokens)
+    found = asyncio.run(every.evaluate(10, shard_bytes=1, max_concurrent=3))
+    assert found.num_shards == 10 and every.player.peak_held <= 3 + 1
+    group_bytes = 2 * 13 * (3 + 3)  # two attempts, each of 3 tokens asked and 3 sampled
+    pairs = asyncio.run(_Bench(tokens).evaluate(10, shard_bytes=2 * group_bytes))
+    assert pairs.num_shards == 5
+
+
+def test_what_takes_groups_and_attempts_out_of_training_leaves_an_evaluation_alone(tokens: ChatTokens):
+    """Replies are cut off, rewards are uniform, and the workflow accepts nothing."""
+
+    class Strict(_Held):
+        async def run(self, task: RolloutTask, chat: Chat) -> Score:
+            await super().run(task, chat)
+            return Score(reward=float(workflow_context().is_eval))
+
+        def accept(self, group: RolloutGroup) -> bool:
+            return False
+
+    limits = dataclasses.replace(ATTEMPT_LIMITS, drop_uniform_groups=True, exclude_statuses=["truncated"])
+    bench = _Bench(tokens, Strict(), limits=limits, max_tokens=2)
+    found = asyncio.run(bench.evaluate(3))
+    assert found.score == 1.0 and found.num_failed == 0
+    [shard] = bench.log.refresh().shards.values()
+    assert all(group.accepted and group.usable == 2 for group in shard.groups)
+
+
+def test_problems_are_drawn_as_they_are_played(tokens: ChatTokens):
+    bench = _Bench(tokens)
+    ahead: list[int] = []
+
+    async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
+        ahead.append(bench.drawn - len(ahead))
+
+    asyncio.run(bench.evaluate(50, shard_bytes=1, commit=commit))
+    assert len(ahead) == 50 and max(ahead) <= 4, "no more than are played"
+
+
+def test_evaluation_rows_can_never_be_trained(tokens: ChatTokens):
+    bench = _Bench(tokens)
+    rules = ClaimRules(batch_size=1, max_staleness=8, stale_policy="mask", min_usable=1)
+    found = asyncio.run(bench.evaluate(4))
+    log = bench.log
+    log.append(found)
+    state = log.refresh()
+    shard = state.shards[found.shard_id]
+    rows = read_shard(log, shard)
+    assert set(rows["is_eval"].to_pylist()) == {True} and rows.num_rows == 6
+    assert [group.id for group in shard.groups if group.position != -1] == []
+    assert sorted(group.id for group in shard.groups) == [f"eval0.{number}" for number in range(4)]
+    assert not state.pending and not state.positions and state.counters()["submitted"] == 0
+    assert next_claim(state, rules) is None
+    # Not even beside groups that can be.
+    commit_shard(log, [a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
+    claim = next_claim(log.refresh(), rules)
+    assert claim is not None and [group.group_id for group in claim.trained] == ["0.task0"]
+    with pytest.raises(Conflict, match="not pending"):
+        step = a_step(log.state, trained=["0.task0"])
+        stolen = dataclasses.replace(claim.trained[0], shard_id=shard.id, group_id=shard.groups[0].id)
+        log.append(dataclasses.replace(step, claim=dataclasses.replace(claim, trained=[stolen])))
+
+
+def test_tokens_of_another_version_give_the_evaluation_up_before_they_are_committed(tokens: ChatTokens, tmp_path: Path):
+    """Somebody swaps the engine's weights although it was pinned, while the third problem is being answered."""
+    a_policy_folder(tmp_path / "next")
+
+    class Swapped(_Held):
+        async def run(self, task: RolloutTask, chat: Chat) -> Score:
+            if task.id == "2" and bench.engine.version == 0:
+                await chat.ask(task.prompt)
+                await bench.engine.load_policy(tmp_path / "next", 1)
+            return await super().run(task, chat)
+
+    bench = _Bench(tokens, Swapped())
+    with pytest.raises(MixedVersions, match=r"policy 0 was given up: group 'eval0\.\d+' has tokens of policies .*1"):
+        asyncio.run(bench.evaluate(100, shard_bytes=1, max_concurrent=1))
+    committed = bench.log.refresh().shards.values()
+    assert len(committed) == 2 and {shard.tail_version for shard in committed} == {0}
+    assert not bench.log.state.evaluations and bench.drawn == 3
+
+
+def test_an_evaluation_that_is_stopped_leaves_no_score_and_can_be_made_again(tokens: ChatTokens):
+    bench = _Bench(tokens)
+
+    async def stopped() -> None:
+        evaluating = asyncio.create_task(bench.evaluate(1000, shard_bytes=1, max_concurrent=2, shard_id="first"))
+        while len(bench.log.state.shards) < 3:
+            await asyncio.sleep(0)
+        evaluating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await evaluating
+        assert bench.workflow.live == 0 and asyncio.all_tasks() == {asyncio.current_task()}  # type: ignore[attr-defined]
+
+    asyncio.run(stopped())
+    left = len(bench.log.refresh().shards)
+    assert 3 <= left < 1000 and not bench.log.state.evaluations
+    again = asyncio.run(bench.evaluate(10, shard_id="second"))
+    state = bench.log.append(again)
+    assert state.evaluations == [again] and len(state.shards) == left + 1
+
+
+def test_a_fault_of_the_workflow_ends_the_evaluation_with_its_own_words(tokens: ChatTokens):
+    class Listing(_Held):
+        async def run(self, task: RolloutTask, chat: Chat) -> Any:
+            score = await super().run(task, chat)
+            return [score] if task.id == "20" else score
+
+    bench = _Bench(tokens, Listing())
+    with pytest.raises(WrongWorkflow, match="returned list"):
+        asyncio.run(bench.evaluate(1000))
+    assert bench.drawn < 30 and not bench.log.state.evaluations
+
+
+def test_an_empty_split_is_an_error_and_commits_nothing(tokens: ChatTokens):
+    bench = _Bench(tokens)
+    with pytest.raises(ValueError, match="'test' split is empty"):
+        asyncio.run(bench.evaluate(0))
+    assert not bench.log.state.shards
+
+
+def test_an_evaluation_in_which_every_attempt_failed_is_a_failed_one(tokens: ChatTokens):
+    class Broken(_Held):
+        async def run(self, task: RolloutTask, chat: Chat) -> Score:
+            raise ConnectionError(f"no database {'!' * 1000}")
+
+    found = asyncio.run(_Bench(tokens, Broken()).evaluate(7))
+    assert found.score == 0 and found.num_failed == 14 and found.failed
+    assert found.pass_at == {"1": 0.0, "2": 0.0} and len(found.last_error) == evaluation.LONGEST_ERROR
+    told = failure_of(found)
+    assert "evaluation of policy 0 on split 'test' failed: all 14 attempts did (env_error 14)" in told
+    assert "says nothing about the policy" in told and "ConnectionError: no database" in told
+
+
+def test_a_score_of_zero_is_no_failure_while_one_attempt_came_through(tokens: ChatTokens):
+    class Wrong(_Held):
+        async def run(self, task: RolloutTask, chat: Chat) -> Score:
+            await super().run(task, chat)
+            if workflow_context().attempt:
+                raise ConnectionError("no database")
+            return Score(reward=0.0)
+
+    found = asyncio.run(_Bench(tokens, Wrong()).evaluate(3))
+    assert found.score == 0 and found.num_failed == 3 and not found.failed and failure_of(found) == ""
+
+
+def test_an_evaluation_survives_the_log_and_an_older_one_can_be_read(tokens: ChatTokens):
+    found = asyncio.run(_Bench(tokens).evaluate(5))
+    assert from_json(Evaluation, to_json(found)) == found
+    kept = ("version", "split", "score", "num_tasks", "num_failed", "shard_id", "seconds")
+    older = from_json(Evaluation, {key: value for key, value in to_json(found).items() if key in kept})
+    assert older.shard_ids == [found.shard_id] and older.pass_at == {} and older.standard_error is None
+    assert older.n_samples == 0 and not older.failed

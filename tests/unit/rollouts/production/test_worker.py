@@ -1,0 +1,950 @@
+"""A rollout worker turns prompts into committed shards, and after any restart goes on where the log stands."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from infra.starting import NotStarted
+from rollouts.chat.chat import Chat
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.production.executor import Limits
+from rollouts.production.prompts import PromptOrder
+from rollouts.production.worker import RolloutWorker
+from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from settings.engine import EngineSettings
+from settings.reward import RewardSettings
+from storage.log.claims import ClaimRules
+from storage.log.entries import Join, Lease, Pause, Policy, Quarantine, Release, Resume, Session, Shard, Step
+from storage.log.producers import withdraw
+from storage.log.run_state import Conflict
+from storage.log.runs import open_run
+from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder
+from storage.policies.adapters import ADAPTER_WEIGHTS, check_adapters
+from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
+from storage.records import RolloutTask, Sampling
+from storage.shards.shards import read_shard
+from tests import builders
+from tests.builders import ATTEMPT_LIMITS, BASE, a_broadcast, a_log, a_policy_folder, a_step, local_store
+
+LIMITS = replace(builders.LIMITS, batch_size=3, total_groups=300, max_concurrent=8)
+
+
+class Digits(RolloutWorkflow):
+    """Ten tasks to train on, two held out; the reward is the attempt's number."""
+
+    order: Sequence[int] = range(10)
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        numbers = {"train": self.order, "test": [90, 91], "empty": []}[split]
+        return [RolloutTask(id=f"task{number}", prompt=str(number)) for number in numbers]
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        if task.id == "task91":
+            raise KeyError("held out by mistake")
+        return Score(reward=float(workflow_context().attempt))
+
+
+class Flaky(Digits):
+    """Of every task the first two attempts fail, which are one group, and the next ones do not."""
+
+    def __init__(self, dataset: str | None) -> None:
+        super().__init__(dataset)
+        self._attempts: Counter[str] = Counter()
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        self._attempts[task.id] += 1
+        if self._attempts[task.id] <= LIMITS.n_samples:
+            raise ConnectionError("no database")
+        return await super().run(task, chat)
+
+
+class _Run:
+    """A run with its base policy in a store, and workers on it."""
+
+    def __init__(self, folder: Path, tokenizer: Path) -> None:
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.store = local_store(folder)
+        base = replace(BASE, weights_sha256=self._put_policy(BASE.path, b"base"))
+        self.log = a_log(self.store, base=base)
+
+    def _put_policy(self, path: str, weights: bytes) -> str:
+        source = self.folder / "made" / path
+        digest = a_policy_folder(source, weights=weights, tokenizer=self.tokenizer)
+        self.store.put_folder(source, path, last=DIGEST_FILE)
+        return digest
+
+    def train(self, batch_size: int = LIMITS.batch_size, **metrics: float) -> Policy:
+        """Take a step on the first batch of accepted groups; returns its policy."""
+        state = self.log.refresh()
+        accepted = [group_id for group_id in state.pending if state.groups[group_id].accepted]
+        step: Step = a_step(state, trained=accepted[:batch_size])
+        digest = self._put_policy(step.policy.path, f"weights of {step.policy.version}".encode())
+        policy = replace(step.policy, weights_sha256=digest)
+        self.log.append(replace(step, policy=policy, metrics={**step.metrics, **metrics}))
+        return policy
+
+    def train_delta(self) -> Policy:
+        """As `train`, with weights of which one value changes, stored as a delta but for the first."""
+        state = self.log.refresh()
+        step: Step = a_step(state, trained=list(state.pending)[: LIMITS.batch_size])
+        version, source = step.policy.version, self.folder / "made" / str(step.policy.version)
+        a_policy_folder(source, tokenizer=self.tokenizer)
+        weights = np.zeros(1000, np.float32)
+        weights[0] = version
+        save_file({"w": weights}, source / "model.safetensors")
+        digest = seal_folder(source)
+        writer = PolicyWriter(self.log, self.folder / "cache", anchor_every=10)
+        written = writer.put(source, step.policy.path, version=version)
+        policy = replace(step.policy, weights_sha256=digest, anchor=written.anchor)
+        self.log.append(replace(step, policy=policy))
+        return policy
+
+    def train_adapter(self) -> Policy:
+        """As `train`, with a policy that is an adapter: no tokenizer, no configuration of a model."""
+        step: Step = a_step(state := self.log.refresh(), trained=list(state.pending)[: LIMITS.batch_size])
+        source = self.folder / "made" / step.policy.path
+        source.mkdir(parents=True)
+        (source / "adapter_config.json").write_text("{}")
+        (source / ADAPTER_WEIGHTS).write_bytes(f"adapter {step.policy.version}".encode())
+        policy = replace(step.policy, weights_sha256=seal_folder(source))
+        self.store.put_folder(source, policy.path, last=DIGEST_FILE)
+        self.log.append(replace(step, policy=policy))
+        return policy
+
+    def worker(self, name: str = "rollout-0", **changes: Any) -> RolloutWorker:
+        arguments = {
+            "store_uri": self.store.uri,
+            "run_id": "run",
+            "name": name,
+            "workflow": f"{__name__}:Digits",
+            "dataset": None,
+            "engine": EngineSettings(kind="scripted", max_model_len=64),
+            "limits": LIMITS,
+            "rules": ClaimRules(batch_size=LIMITS.batch_size, max_staleness=0, stale_policy="strict", min_usable=2),
+            "sampling": Sampling(max_tokens=8),
+            "attempt_limits": ATTEMPT_LIMITS,
+            "reward": RewardSettings(timeout=20.0),
+            "seed": 0,
+            "code_version": "c0de",
+            "config_sha256": "a" * 64,
+            "cache": str(self.folder / "cache"),
+        }
+        return RolloutWorker(**{**arguments, **changes})
+
+    def play(
+        self, script: Callable[..., Awaitable[Any]], *, workers: int = 1, version: int | None = None, **changes: Any
+    ) -> Any:
+        """Run `script(worker, …)` on started workers."""
+
+        async def inside() -> Any:
+            started = [self.worker(f"rollout-{rank}", **changes) for rank in range(workers)]
+            async with asyncio.timeout(60):
+                for worker in started:
+                    await worker.start(version)
+                for worker in started if workers > 1 else []:
+                    await worker.join()
+                for worker in started:
+                    await worker.refresh()
+                try:
+                    return await script(*started)
+                finally:
+                    for worker in started:
+                        await worker.close()
+
+        return asyncio.run(inside())
+
+    def committed(self) -> list[int]:
+        return sorted(self.log.refresh().positions)
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer_folder: Path) -> _Run:
+    return _Run(tmp_path, tokenizer_folder)
+
+
+async def _collect(worker: RolloutWorker) -> Any:
+    await worker.wait_for_work()
+    return await worker.collect()
+
+
+def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatTokens):
+    shard = run.play(_collect)
+    state = run.log.refresh()
+    assert state.shards == {shard.id: shard}
+    assert run.committed() == [0, 1, 2] and state.pending_accepted == 3
+    assert shard.producer == "rollout-0" and shard.id.startswith("000000-rollout-0-")
+    assert set(shard.seconds) == {"generate", "reward", "commit"}
+    table = read_shard(run.log, shard)
+    assert table.num_rows == shard.num_rows == 6
+    assert set(table["head_version"].to_pylist()) == {0}
+    assert sorted(table["reward"].to_pylist()) == [0.0] * 3 + [1.0] * 3
+    assert set(table["is_eval"].to_pylist()) == {False}
+    metadata = table.schema.metadata
+    assert metadata[b"tokenizer_sha256"].decode() == tokens.tokenizer_sha256
+    assert metadata[b"chat_template_sha256"].decode() == tokens.chat_template_sha256
+    assert metadata[b"code_version"] == b"c0de" and metadata[b"run_id"] == b"run"
+
+
+def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is_counted_twice(run: _Run):
+    def worked(shard: Shard) -> float:
+        return shard.seconds["generate"] + shard.seconds["reward"]
+
+    async def script(worker: RolloutWorker) -> tuple[float, list[Shard]]:
+        while worker.progress() < LIMITS.batch_size:  # attempts are played before anybody collects them
+            await asyncio.sleep(0)
+        asked, first = time.time(), await worker.collect()
+        await worker.publish(run.train())
+        return asked, [first, await _collect(worker)]
+
+    began = time.time()
+    asked, shards = run.play(script)
+    ended = time.time()
+    begun = min(read_shard(run.log, run.log.refresh().shards[shards[0].id])["queued_at"].to_pylist())
+    assert worked(shards[0]) >= asked - begun > 0
+    assert sum(map(worked, shards)) <= ended - began
+
+
+def test_a_worker_that_has_not_started_says_what_to_do(run: _Run):
+    with pytest.raises(NotStarted, match=r"RolloutWorker .* call start\(\) first"):
+        asyncio.run(run.worker().collect())
+
+
+def test_a_worker_closed_while_it_starts_has_nothing_to_say(run: _Run):
+    asyncio.run(run.worker().close())
+
+
+def test_synchronous_production_has_nothing_more_to_do_before_the_next_policy(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        assert await _collect(worker) is not None
+        assert await worker.collect() is None
+
+    run.play(script)
+    assert run.committed() == [0, 1, 2]
+
+
+def test_adapters_are_served_with_the_base_models_tokenizer_and_stand_beside_their_rows(run: _Run):
+    async def publish(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        await worker.publish(run.train_adapter())
+        assert await _collect(worker) is not None
+
+    run.play(publish, lora_rank=4)
+    run.train_adapter()
+    run.play(_collect, lora_rank=4)  # a worker that starts on an adapter
+    state = run.log.refresh()
+    tables = {shard.id: read_shard(run.log, shard) for shard in state.shards.values()}
+    served = [
+        {v: d for row in t["adapters"].to_pylist() for v, d in row} if "adapters" in t.schema.names else {}
+        for t in tables.values()
+    ]
+    assert served == [{}, {1: state.policies[1].weights_sha256}, {2: state.policies[2].weights_sha256}]
+    for shard_id, table in tables.items():
+        check_adapters(table, shard_id=shard_id, policies=state.policies)
+
+
+def test_a_published_policy_samples_the_next_tokens(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        await _collect(worker)
+        policy = run.train()
+        update = await worker.publish(policy)
+        assert len(update.checksum) == 64
+        return await _collect(worker)
+
+    shard = run.play(script)
+    assert run.committed() == [0, 1, 2, 3, 4, 5]
+    assert (shard.head_version, shard.tail_version) == (1, 1)
+    assert set(read_shard(run.log, shard)["weight_versions"].to_pylist()[0]) == {-1, 1}
+
+
+def test_a_broadcast_that_fails_is_replaced_by_the_store(run: _Run, caplog: pytest.LogCaptureFixture):
+    async def script(worker: RolloutWorker) -> Any:
+        await _collect(worker)
+        policy = run.train()
+        assert worker.can_receive()
+        update = await worker.receive(policy, a_broadcast(policy))
+        assert update is not None and update.transfer == "store"
+        return await _collect(worker)
+
+    assert run.play(script).head_version == 1
+    assert "policy 1 is read from the store, its broadcast failed" in caplog.text
+
+
+def test_a_policy_that_comes_after_a_newer_one_is_not_loaded(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        await _collect(worker)
+        older = run.train()
+        await worker.publish(older)
+        await _collect(worker)
+        newer = run.train()
+        assert await worker.publish(newer) is not None
+        assert await worker.publish(older) is None
+        return await _collect(worker)
+
+    assert run.play(script).head_version == 2
+
+
+def test_a_damaged_policy_is_refused_and_the_old_one_serves_on(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        await _collect(worker)
+        policy = run.train()
+        run.store.put(f"{policy.path}/model.safetensors", b"other weights")
+        with pytest.raises(DigestMismatch, match="model.safetensors"):
+            await worker.publish(policy)
+        run.store.put(f"{policy.path}/model.safetensors", b"weights of 1")
+        await worker.publish(policy)
+        return await _collect(worker)
+
+    assert run.play(script).head_version == 1
+
+
+def test_a_restarted_worker_asks_only_what_the_log_lacks(run: _Run):
+    run.play(_collect)
+    state = run.log.refresh()
+    run.play(lambda worker: worker.collect())  # nothing to do: the batch is there
+    assert run.log.refresh() == state
+    run.train()
+    shard = run.play(_collect)
+    assert sorted(group.position for group in shard.groups) == [3, 4, 5]
+    assert shard.head_version == 1
+    run.train()
+    assert run.log.refresh().counters()["pending"] == 0
+
+
+def test_an_interrupted_batch_is_completed_and_no_more(run: _Run):
+    """One group was committed before the crash: two are missing."""
+    run.play(_collect, limits=Limits(**{**vars(LIMITS), "batch_size": 1}))
+    assert run.committed() == [0]
+    run.play(_collect)
+    assert run.committed() == [0, 1, 2]
+
+
+def test_a_lost_shard_is_made_again_even_when_the_worker_restarts_later(run: _Run):
+    shard = run.play(_collect)
+    run.log.refresh()
+    run.log.append(Quarantine(shard_id=shard.id, reason="cut off"))
+    again = run.play(_collect)
+    assert sorted(group.position for group in again.groups) == [0, 1, 2]
+    assert all(group.id.endswith(".retry1") for group in again.groups)
+    run.train()
+    later = run.play(_collect)
+    assert sorted(group.position for group in later.groups) == [3, 4, 5]
+    assert run.log.refresh().pending_accepted == 3
+
+
+def test_a_shard_lost_under_a_running_worker_is_made_again(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        shard = await _collect(worker)
+        run.log.refresh()
+        run.log.append(Quarantine(shard_id=shard.id, reason="cut off"))
+        await worker.refresh()
+        return await _collect(worker)
+
+    again = run.play(script)
+    assert run.committed() == [0, 1, 2] and len(again.groups) == 3
+    assert all(group.id.endswith(".retry1") for group in again.groups)
+
+
+def test_two_workers_share_the_prompts_and_none_runs_twice(run: _Run):
+    async def script(first: RolloutWorker, second: RolloutWorker) -> None:
+        shards = await asyncio.gather(first.collect(), second.collect())
+        assert sum(len(shard.groups) for shard in shards if shard is not None) == 3
+        assert await first.collect() is None and await second.collect() is None
+        policy = run.train()
+        await asyncio.gather(first.publish(policy), second.publish(policy))
+        await asyncio.gather(first.collect(), second.collect())
+
+    run.play(script, workers=2)
+    state = run.log.refresh()
+    assert run.committed() == [0, 1, 2, 3, 4, 5] and state.counters()["submitted"] == 6
+    assert not state.leased
+
+
+SHORT = {"load_seconds": 0.01, "train_seconds": 0.06, "save_seconds": 0.02}
+"""A step that takes less than a hundredth of what an attempt may take."""
+
+
+async def _collect_until(run: _Run, count: int, *workers: RolloutWorker) -> None:
+    while len(run.committed()) < count:
+        await asyncio.gather(*(worker.collect() for worker in workers))
+
+
+async def _begin_third_batch(run: _Run, worker: RolloutWorker, **seconds: float) -> asyncio.Task[Any]:
+    """Two batches are committed, one step is taken, and where that is short the engine holds the third batch; returns
+    the call that collects it."""
+    await _collect(worker)
+    await worker.publish(run.train(**{**SHORT, **seconds}))
+    await _collect(worker)
+    collecting = asyncio.create_task(_collect(worker))
+    while not seconds and "3 running" not in worker.report():
+        await asyncio.sleep(0)
+    for _ in range(100):  # they come as far as they may
+        await asyncio.sleep(0)
+    assert sorted(run.log.refresh().leased) == ([] if seconds else [6, 7, 8])
+    assert worker.progress() == 6 and not collecting.done()
+    return collecting
+
+
+async def _collect_third_batch(run: _Run, worker: RolloutWorker, collecting: asyncio.Task[Any]) -> None:
+    """With a shard or several; every token is of policy 2."""
+    await collecting
+    await _collect_until(run, 9, worker)
+    third = [group for group in run.log.state.groups.values() if group.position >= 6]
+    assert {(group.head_version, group.tail_version) for group in third} == {(2, 2)}
+
+
+def test_attempts_begin_while_a_short_step_is_taken_and_are_answered_by_its_policy(run: _Run):
+    async def script(worker: RolloutWorker) -> tuple[float, Shard]:
+        collecting = await _begin_third_batch(run, worker)
+        policy, released = run.train(), time.time()
+        await worker.publish(policy)
+        return released, await collecting
+
+    released, shard = run.play(script)
+    took = time.time() - released
+    assert sorted(group.position for group in shard.groups) == [6, 7, 8]
+    assert (shard.head_version, shard.tail_version) == (2, 2)
+    table = read_shard(run.log, shard)
+    assert max(table["queued_at"].to_pylist()) < released, "they began before their policy was there"
+    assert shard.seconds["generate"] + shard.seconds["reward"] <= took, "and nobody worked on them until it was"
+    turns = [turn for turns in table["turns"].to_pylist() for turn in turns]
+    assert max(turn["generate_seconds"] for turn in turns) <= took
+
+
+def test_attempts_do_not_begin_ahead_of_a_step_that_takes_long(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        collecting = await _begin_third_batch(run, worker, save_seconds=60.0)
+        await worker.publish(run.train())
+        await _collect_third_batch(run, worker, collecting)
+
+    run.play(script)
+
+
+def test_attempts_that_began_ahead_of_a_policy_that_does_not_come_are_called_back(
+    run: _Run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("rollouts.production.worker.AHEAD_PATIENCE", 0.02)
+
+    async def script(worker: RolloutWorker) -> None:
+        collecting = await _begin_third_batch(run, worker)
+        while "0 running" not in worker.report():
+            await asyncio.sleep(0)
+        await worker.refresh()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert "0 running" in worker.report(), "once for a policy"
+        await worker.publish(run.train())
+        await _collect_third_batch(run, worker, collecting)
+
+    run.play(script)
+    assert not run.log.refresh().leased and run.log.state.counters()["submitted"] == 9
+
+
+async def _lose_a_shard(run: _Run, worker: RolloutWorker) -> None:
+    state = run.log.refresh()
+    newest = max(state.shards.values(), key=lambda shard: shard.head_version)
+    run.log.append(Quarantine(shard_id=newest.id, reason="cut off"))
+    await worker.refresh()
+
+
+async def _evaluate(run: _Run, worker: RolloutWorker) -> None:
+    assert (await worker.evaluate(**_HELD_OUT)).version == 1
+
+
+async def _pause(run: _Run, worker: RolloutWorker) -> None:
+    run.log.append(Pause(reason="lunch"))
+    await worker.refresh()
+    await worker.publish(run.train())
+    assert worker.progress() == 6
+    run.log.append(Resume(reason="back"))
+    await worker.refresh()
+
+
+async def _publish_damaged(run: _Run, worker: RolloutWorker) -> None:
+    policy = run.train()
+    run.store.put(f"{policy.path}/model.safetensors", b"other weights")
+    with pytest.raises(DigestMismatch):
+        await worker.publish(policy)
+    run.store.put(f"{policy.path}/model.safetensors", b"weights of 2")
+    assert worker.progress() == 6
+    await worker.publish(policy)
+
+
+@pytest.mark.parametrize("needs_the_engine", [_lose_a_shard, _evaluate, _pause, _publish_damaged])
+def test_what_began_ahead_makes_room_for_whoever_needs_the_engine_before(run: _Run, needs_the_engine: Any):
+    async def script(worker: RolloutWorker) -> None:
+        collecting = await _begin_third_batch(run, worker)
+        await needs_the_engine(run, worker)
+        if run.log.refresh().step < 2:
+            while len(run.committed()) < 6:  # what was lost is made again first
+                await collecting
+                collecting = asyncio.create_task(_collect(worker))
+            await worker.publish(run.train())
+        await _collect_third_batch(run, worker, collecting)
+
+    run.play(script)
+    assert not run.log.refresh().leased and run.log.state.counters()["submitted"] == 9
+
+
+def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Run):
+    limits = replace(LIMITS, batch_size=4)  # two prompts for each of two
+
+    async def produce(worker: RolloutWorker, other: RolloutWorker) -> None:
+        while True:
+            await _collect(worker)
+            await other.refresh()
+
+    async def until(*, committed: int, leased: int) -> None:
+        while len(run.committed()) < committed or len(run.log.state.leased) < leased:
+            await asyncio.sleep(0.001)
+
+    async def script(first: RolloutWorker, second: RolloutWorker) -> None:
+        producing = [asyncio.create_task(produce(*pair)) for pair in ((first, second), (second, first))]
+        for step in range(3):
+            await until(committed=4 * step + 4, leased=4 if step else 0)
+            assert not step or set(run.log.state.leased.values()) == {"rollout-0", "rollout-1"}
+            policy = run.train(limits.batch_size, **SHORT)
+            await asyncio.gather(first.publish(policy), second.publish(policy))
+        for task in producing:
+            task.cancel()
+        await asyncio.gather(*producing, return_exceptions=True)
+
+    rules = ClaimRules(batch_size=4, max_staleness=0, stale_policy="strict", min_usable=2)
+    run.play(script, workers=2, limits=limits, rules=rules)
+    committed = 0
+    for entry in run.log.entries:
+        match entry.body:
+            case Shard(groups=groups):
+                committed += len(groups)
+                assert len({group.head_version for group in groups}) == 1
+            case Lease(positions=positions):
+                assert committed >= 4 * (max(positions) // 4), "the batch before is committed"
+
+
+def test_a_paused_run_leases_nothing_until_it_goes_on(run: _Run):
+    run.log.append(Pause(reason="lunch"))
+
+    async def script(worker: RolloutWorker) -> None:
+        assert await worker.collect() is None
+        assert not run.log.refresh().num_leases
+        run.log.append(Resume(reason="back"))
+        await worker.refresh()
+        await _collect(worker)
+
+    run.play(script)
+    assert run.committed() == [0, 1, 2]
+
+
+def test_what_a_dead_worker_had_leased_is_attempted_elsewhere(run: _Run):
+    run.log.append(Lease(holder="dead", positions=[0, 1, 2], number=0))
+
+    async def script(worker: RolloutWorker) -> None:
+        assert await worker.collect() is None  # somebody else has all there is to do
+        run.log.append(Release(holder="dead", reason="killed"))
+        await worker.refresh()
+        shard = await _collect(worker)
+        assert sorted(group.position for group in shard.groups) == [0, 1, 2]
+
+    run.play(script)
+
+
+def test_what_a_worker_given_up_for_dead_has_made_is_dropped_and_it_goes_on(run: _Run):
+    async def both() -> None:
+        late, other = run.worker("rollout-0"), run.worker("rollout-1")
+        await late.start()
+        await late.refresh()
+        while len(run.log.refresh().leased) < 3:
+            await asyncio.sleep(0.01)
+        run.log.append(Release(holder="rollout-0", reason="not heard of"))
+        await other.start()
+        await other.refresh()
+        try:
+            await _collect(other)
+            assert await late.collect() is None
+            await late.publish(run.train())
+            share, rest = await _collect(late), await _collect(late)  # of two workers' batch, each commits its part
+            assert sorted(group.position for group in [*share.groups, *rest.groups]) == [3, 4, 5]
+        finally:
+            await late.close()
+            await other.close()
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+    assert run.committed() == [0, 1, 2, 3, 4, 5] and run.log.refresh().counters()["submitted"] == 6
+
+
+def test_a_producer_given_up_for_dead_commits_nothing_twice_and_joins_anew(run: _Run):
+    """One that the driver has not started, with `retries`: what came to nothing is known by its id."""
+
+    async def both() -> None:
+        changes = {"outside": True, "workflow": f"{__name__}:Flaky", "limits": replace(LIMITS, retries=1)}
+        late, other = run.worker("elsewhere-0", **changes), run.worker("elsewhere-1", **changes)
+        await late.start()
+        await late.join()
+        joined = run.log.refresh().producers["elsewhere-0"]
+        await late.refresh()
+        while late.progress() < 3:  # each of its prompts came to nothing, which is not committed yet
+            await asyncio.sleep(0.01)
+        run.log.refresh()
+        withdraw(run.log, "elsewhere-0", reason="no sign of life for 60 s")
+        await other.start()
+        await other.join()
+        try:
+            while len(run.committed()) < 3:
+                await _collect(other)
+            before = run.log.refresh().counters()
+            while late.progress() < 6:  # and is tried again
+                assert await late.collect() is None
+            assert await late.collect() is None
+            assert run.log.refresh().counters() == before and before["submitted"] == 6
+            assert "elsewhere-0" not in run.log.state.producers
+            run.train()
+            await late.publish(run.log.refresh().live)
+            while len(run.committed()) < 6:
+                await _collect(late)
+            back = run.log.refresh().producers["elsewhere-0"]
+            assert back.outside and back.id != joined.id
+        finally:
+            await late.close()
+            await other.close()
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+    state = run.log.refresh()
+    assert state.producers == state.leased == {} and state.counters()["submitted"] == 12
+    assert not run.store.names("runs/run/producers")
+
+
+def test_two_at_one_prompt_commit_the_same_failed_try_once(run: _Run):
+    """Each had the prompt for its own; both found that it came to nothing, and tried again."""
+
+    async def both() -> None:
+        changes = {"workflow": f"{__name__}:Flaky", "limits": replace(LIMITS, retries=1, batch_size=1)}
+        first, second = run.worker("rollout-0", **changes), run.worker("rollout-1", **changes)
+        for worker, rival in ((first, "rollout-0"), (second, "rollout-1")):
+            await worker.start()
+            await worker.refresh()
+            while worker.progress() < 1:
+                await asyncio.sleep(0.01)
+            withdraw(run.log, rival, reason="silent")
+            run.log.refresh()
+        while await first.collect() is not None:
+            pass
+        assert [group.retried for group in run.log.refresh().groups.values()] == [True, False]
+        while second.progress() < 2:
+            assert await second.collect() is None
+        assert await second.collect() is None
+        assert run.log.refresh().counters()["submitted"] == 2
+        await first.close()
+        await second.close()
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+
+
+@pytest.mark.parametrize(
+    ("others", "changes", "at_most"),
+    [
+        (0, {}, 12),
+        (1, {}, 6),
+        (2, {}, 4),
+        (4, {}, 3),
+        (1, {"max_staleness": 1}, 12),
+        (1, {"max_staleness": 0.5}, 9),
+        (1, {"max_concurrent": 2}, 2),
+        (1, {"steps_per_update": 2}, 12),
+    ],
+)
+def test_the_prompts_in_flight_are_divided_among_who_takes_part_now(
+    run: _Run, others: int, changes: dict[str, Any], at_most: int
+):
+    limits = replace(LIMITS, **{"batch_size": 12, "max_concurrent": 64, **changes})
+    for number in range(others):
+        run.log.append(Join(holder=f"elsewhere-{number}", id=str(number), outside=True))
+
+    async def script(worker: RolloutWorker) -> None:
+        await worker.join()
+        await worker.refresh()
+        while not run.log.refresh().leased and not run.log.state.positions:
+            await asyncio.sleep(0.01)
+        first = next(entry.body for entry in run.log.entries if isinstance(entry.body, Lease))
+        assert len(first.positions) == at_most
+
+    run.play(script, limits=limits)
+
+
+def test_a_producer_ends_where_the_newest_session_means_to(run: _Run):
+    """It was told of a hundred steps; the driver that came later wants one, and the next one two."""
+    run.log.append(Session(id="second", code_version="", steps=1))
+
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        await worker.publish(run.train())
+        assert await worker.collect() is None
+        run.log.append(Session(id="third", code_version="", steps=2))
+        await worker.refresh()
+        assert sorted(group.position for group in (await _collect(worker)).groups) == [3, 4, 5]
+        await worker.publish(run.train())
+        assert await worker.collect() is None
+
+    run.play(script)
+
+
+def test_a_worker_that_leaves_gives_its_leases_back(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        state = run.log.refresh()
+        lease = Lease(holder="rollout-0", positions=state.free_positions(2), number=state.num_leases)
+        assert set(run.log.append(lease).leased) == {3, 4}
+
+    run.play(script)
+    assert not run.log.refresh().leased
+
+
+def test_a_data_set_that_changed_under_the_run_is_an_error_and_no_endless_loop(
+    run: _Run, monkeypatch: pytest.MonkeyPatch
+):
+    run.play(_collect)
+    run.train()
+    done = {group.prompt_id for group in run.log.refresh().groups.values()}
+    # The same tasks in another order: some that were trained come up again at free positions.
+    shifted = [number for number in range(10) if f"task{number}" in done]
+    rest = [number for number in range(10) if f"task{number}" not in done]
+    for order in ([*shifted, *rest], [*rest, *shifted]):
+        monkeypatch.setattr(Digits, "order", order)
+        upcoming = _tasks_at([3, 4, 5])
+        if done & upcoming:
+            with pytest.raises(Conflict, match="data set has changed"):
+                run.play(_collect)
+            return
+    pytest.fail("no order repeats a task")
+
+
+def test_evaluation_stores_its_trajectories_and_logs_a_score(run: _Run):
+    async def script(worker: RolloutWorker) -> Any:
+        return await worker.evaluate(split="test", num_tasks=10, n_samples=2, temperature=0.0, max_concurrent=8)
+
+    evaluation = run.play(script)
+    state = run.log.refresh()
+    assert state.evaluations == [evaluation]
+    # Of four attempts two fail and count as 0, the others earn 0 and 1.
+    assert (evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0.25, 2, 2)
+    assert (evaluation.version, evaluation.split) == (0, "test")
+    shard = state.shards[evaluation.shard_id]
+    table = read_shard(run.log, shard)
+    assert shard.is_eval and set(table["is_eval"].to_pylist()) == {True}
+    assert table["sampling"].to_pylist()[0]["temperature"] == 0.0
+    assert not any(group_id.startswith("eval") for group_id in state.groups)
+
+
+def test_evaluation_beside_a_swap_belongs_to_one_version(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        policy = run.train()
+        beside, after = (
+            worker.evaluate(split="test", num_tasks=2, n_samples=4, temperature=1.0, max_concurrent=8) for _ in range(2)
+        )
+        await asyncio.gather(beside, worker.publish(policy))
+        await after
+
+    run.play(script)
+    state = run.log.refresh()
+    assert {evaluation.version for evaluation in state.evaluations} == {0, 1}
+    for evaluation in state.evaluations:
+        table = read_shard(run.log, state.shards[evaluation.shard_id])
+        assert set(table["head_version"].to_pylist()) == set(table["tail_version"].to_pylist()) == {evaluation.version}
+        assert set(table["group_id"].to_pylist()) == {f"eval{evaluation.version}.task90"}
+
+
+class Gated(Digits):
+    """Held-out attempts wait until they are let through."""
+
+    started: asyncio.Event
+    let_through: asyncio.Event
+
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        if workflow_context().is_eval:
+            type(self).started.set()
+            await type(self).let_through.wait()
+        return await super().run(task, chat)
+
+
+_HELD_OUT: dict[str, Any] = {"split": "test", "num_tasks": 2, "n_samples": 1, "temperature": 0.0, "max_concurrent": 8}
+
+
+def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: _Run):
+    async def script(producer: RolloutWorker) -> None:
+        Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
+        evaluator = run.worker("evaluator-0", workflow=f"{__name__}:Gated")
+        await evaluator.start()
+        try:
+            await _collect(producer)
+            evaluating = asyncio.create_task(evaluator.evaluate_version(0, **_HELD_OUT))
+            next_one = asyncio.create_task(evaluator.evaluate_version(1, **_HELD_OUT))
+            await Gated.started.wait()
+            for version in (1, 2):
+                await producer.publish(run.train())
+                shard = await _collect(producer)
+                assert (shard.head_version, shard.tail_version) == (version, version)
+            assert not evaluating.done() and not run.log.refresh().evaluations
+            Gated.let_through.set()
+            found = [await evaluating, await next_one, await evaluator.evaluate_version(0, **_HELD_OUT)]
+            assert [evaluation.version for evaluation in found] == [0, 1, 0]
+            with pytest.raises(ValueError, match="no policy version 9; it has 0 to 2"):
+                await evaluator.evaluate_version(9, **_HELD_OUT)
+        finally:
+            await evaluator.close()
+
+    run.play(script)
+    state = run.log.refresh()
+    assert len(state.evaluations) == 3 and state.counters()["submitted"] == 9
+    for evaluation in state.evaluations:
+        shard = state.shards[evaluation.shard_id]
+        assert shard.is_eval and (shard.head_version, shard.tail_version) == (evaluation.version,) * 2
+        assert {group.id.split(".")[0] for group in shard.groups} == {f"eval{evaluation.version}"}
+
+
+def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_production_does_not(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
+        evaluating = asyncio.create_task(worker.evaluate(**_HELD_OUT))
+        await Gated.started.wait()
+        assert (await _collect(worker)).head_version == 0
+        publishing = asyncio.create_task(worker.publish(run.train()))
+        assert not worker.can_receive()
+        while not worker._served.pin._waiters:  # it has come so far that it would publish
+            await asyncio.sleep(0)
+        assert not publishing.done()
+        Gated.let_through.set()
+        assert (await evaluating).version == 0
+        await publishing
+        assert (await _collect(worker)).head_version == 1
+
+    run.play(script, workflow=f"{__name__}:Gated")
+
+
+def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
+    run.play(_collect)
+    run.train()
+
+    async def script(worker: RolloutWorker) -> Any:
+        return await worker.evaluate(split="test", num_tasks=1, n_samples=1, temperature=0.0, max_concurrent=8)
+
+    evaluation = run.play(script, version=0)
+    assert evaluation.version == 0
+    assert run.log.refresh().shards[evaluation.shard_id].groups[0].id == "eval0.task90"
+    with pytest.raises(ValueError, match="no policy version 7; it has 0 to 1"):
+        run.play(script, version=7)
+
+
+def test_an_empty_split_is_an_error_with_the_fix(run: _Run):
+    with pytest.raises(ValueError, match="'empty' split is empty"):
+        run.play(
+            lambda worker: worker.evaluate(split="empty", num_tasks=1, n_samples=1, temperature=0.0, max_concurrent=8)
+        )
+
+
+def test_the_arithmetic_example_is_scored_by_a_real_reward_process(run: _Run):
+    shard = run.play(_collect, workflow="examples.arithmetic:Arithmetic")
+    assert all(group.usable == 2 and not group.failures for group in shard.groups)
+    rows = read_shard(run.log, shard).to_pylist()
+    assert {name for row in rows for name, _ in row["reward_parts"]} == {"exact"}
+    assert all(row["messages"][0]["content"].endswith("=") for row in rows)
+
+
+def test_the_same_seed_makes_the_same_tokens(tmp_path: Path, tokenizer_folder: Path):
+    made = []
+    for name in ("one", "two"):
+        run = _Run(tmp_path / name, tokenizer_folder)
+        table = read_shard(open_run(run.store, "run"), run.play(_collect))
+        made.append(sorted(zip(table["group_id"].to_pylist(), table["input_ids"].to_pylist(), strict=True)))
+    assert made[0] == made[1]
+
+
+def _tasks_at(positions: Sequence[int]) -> set[str]:
+    order = PromptOrder(Digits().tasks("train"), seed=0)
+    return {order.at(position).task.id for position in positions}
+
+
+def test_a_policy_stored_as_a_delta_is_served(run: _Run):
+    async def script(worker: RolloutWorker) -> list[int]:
+        for _ in range(3):
+            await _collect(worker)
+            assert await worker.publish(run.train_delta()) is not None
+        return list(run.log.refresh().policies[3].__dict__.values())
+
+    run.play(script)
+    assert [policy.anchor for policy in run.log.refresh().policies.values()] == [None, None, 1, 1]
+
+
+def _break(run: _Run, policy: Policy) -> None:
+    (run.folder / "store" / policy.path / DELTA_FILE).write_bytes(b"broken")
+
+
+def test_a_damaged_delta_leaves_the_engine_where_the_bound_lets_it_and_is_tried_again(
+    run: _Run, caplog: pytest.LogCaptureFixture
+):
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        await worker.publish(run.train_delta())
+        await _collect(worker)
+        broken = run.train_delta()
+        _break(run, broken)
+        assert await worker.publish(broken) is None
+        assert worker._served.version == 1 and "policy 1 serves on instead of 2: policy 2 cannot be made" in caplog.text
+        shard = await _collect(worker)
+        assert shard.tail_version == 1, "never under the number of what was not loaded"
+        run.store.put_folder(run.folder / "made" / "2", broken.path, last=DIGEST_FILE)
+        await _collect(worker)
+        assert worker._served.version == 2
+
+    rules = ClaimRules(batch_size=LIMITS.batch_size, max_staleness=3, stale_policy="strict", min_usable=2)
+    run.play(script, limits=replace(LIMITS, max_staleness=3), rules=rules)
+
+
+def test_a_damaged_delta_is_an_error_where_the_bound_leaves_nothing_to_do(run: _Run):
+    async def script(worker: RolloutWorker) -> None:
+        await _collect(worker)
+        await worker.publish(run.train_delta())
+        await _collect(worker)
+        broken = run.train_delta()
+        _break(run, broken)
+        with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
+            await worker.publish(broken)
+        assert worker._served.version == 1
+
+    run.play(script)
+
+
+def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(run: _Run, caplog: pytest.LogCaptureFixture):
+    async def train(worker: RolloutWorker) -> None:
+        for _ in range(2):
+            await _collect(worker)
+            run.train_delta()
+
+    run.play(train, limits=replace(LIMITS, max_staleness=3))
+    live = run.log.refresh().policies[2]
+    _break(run, live)
+
+    async def inside() -> None:
+        worker = run.worker()
+        async with asyncio.timeout(60):
+            assert await worker.start() == "", "no checksum of the live policy"
+            assert worker._served.version == 1 and "starting with policy 1 instead of 2" in caplog.text
+            await worker.refresh()
+            with pytest.raises(DamagedDelta):
+                await worker.wait_for_work()
+            run.store.put_folder(run.folder / "made" / "2", live.path, last=DIGEST_FILE)
+            shard = await _collect(worker)
+            assert (shard.head_version, worker._served.version) == (2, 2)
+            await worker.close()
+
+    asyncio.run(inside())

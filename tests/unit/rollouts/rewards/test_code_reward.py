@@ -1,0 +1,237 @@
+"""Code is worth the share of tests it passes, and no trick inside its own process makes it worth more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import psutil
+import pytest
+
+from rollouts.rewards import code_reward
+from rollouts.rewards.code_reward import unit_tests
+from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
+from rollouts.sandbox.sandbox import SandboxUnavailable, sandbox_report
+from rollouts.workflow import Score
+
+pytestmark = pytest.mark.skipif(bool(sandbox_report()), reason="; ".join(sandbox_report()))
+
+ASSERTS = "assert add(2, 3) == 5\nassert add(-1, 1) == 0\n"
+PAIRS = json.dumps([{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1", "output": "0"}])
+RIGHT = "def add(a, b):\n    return a + b"
+HALF = "def add(a, b):\n    return abs(a) + abs(b)"
+RIGHT_SCRIPT = "a, b = map(int, input().split())\nprint(a + b)"
+HALF_SCRIPT = "a, b = map(int, input().split())\nprint(abs(a) + abs(b))"
+
+
+def _reply(code: str) -> str:
+    return f"Let me think. `add` is easy:\n```python\n{code}\n```\nThat is it."
+
+
+@pytest.mark.parametrize(
+    ("code", "tests", "worth"),
+    [(RIGHT, ASSERTS, 1.0), (HALF, ASSERTS, 0.5), (RIGHT_SCRIPT, PAIRS, 1.0), (HALF_SCRIPT, PAIRS, 0.5)],
+)
+def test_code_is_worth_the_share_of_tests_it_passes(code: str, tests: str, worth: float):
+    assert unit_tests(_reply(code), tests) == worth
+
+
+def test_the_last_python_block_counts():
+    assert unit_tests(_reply(HALF) + _reply(RIGHT), ASSERTS) == 1.0
+    assert unit_tests(_reply(RIGHT) + "\n```text\nadd\n```", ASSERTS) == 1.0
+    assert unit_tests(f"```py\n{RIGHT}", ASSERTS) == 1.0
+
+
+@pytest.mark.parametrize(
+    "reply", ["", "I cannot.", RIGHT, f"```\n{RIGHT}\n```", "```python\n```", "```python\n)(\n```"]
+)
+def test_a_reply_without_working_code_is_worth_nothing(reply: str):
+    assert unit_tests(reply, ASSERTS) == 0.0
+    assert unit_tests(reply, PAIRS) == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os; os._exit(0)",
+        "import sys; sys.exit(0)",
+        "raise SystemExit",
+        "print('2 passed'); print('{\"passed\": true}')",
+        "class Everything:\n    def __eq__(self, other): return True\ndef add(a, b): return Everything()",
+        "class Nine(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Nine(9)",
+        "import builtins\nbuiltins.AssertionError = Warning\nbuiltins.isinstance = lambda *_: True\n"
+        "def add(a, b): return 1",
+        'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'{"tests": 1}\\n{"passed": true}\\n\')\n'
+        "    except OSError: pass",
+        'import os\nfor fd in range(3, 64):\n    try: os.write(fd, b\'{"value": {"dict": []}}\\n\' * 9)\n'
+        "    except OSError: pass",
+        "open('../tests/tests.py', 'w').write('assert True')\ndef add(a, b): return 0",
+        "import glob\ndef add(a, b): return eval(open(glob.glob('../*/tests.py')[0]).read().split('==')[1])",
+        "import gc\ndef add(a, b): return [o for o in gc.get_objects() if isinstance(o, dict) and 'passed' in o][0]",
+        "def add(a, b):\n    import os\n    os._exit(0)",
+        "import atexit, os\natexit.register(os._exit, 0)",
+        "import sys, json\njson.dumps = lambda *_: '{\"value\": true}'\ndef add(a, b): return 1",
+    ],
+)
+def test_tricks_are_worth_nothing(code: str):
+    assert unit_tests(_reply(code), ASSERTS) == 0.0
+    assert unit_tests(_reply(code), PAIRS) == 0.0
+
+
+def test_what_the_tests_compare_with_stays_pythons_own():
+    code = "def add(a, b): return 99\ndef abs(x): return 0\ndef len(x): return 2\ndef sorted(x): return 'x'"
+    assert unit_tests(_reply(code), "assert abs(add(2, 3) - 5) < 0.1\nassert len([add(1, 1)]) == 2") == 0.0
+    code = "import math\nmath.isclose = lambda *_: True\ndef add(a, b): return 99"
+    assert unit_tests(_reply(code), "assert math.isclose(add(2, 3), 5)") == 0.0
+
+
+def test_an_endless_loop_costs_what_comes_after_it():
+    code = "def add(a, b):\n    while a < 0: pass\n    return a + b"
+    assert unit_tests(_reply(code), ASSERTS, 3.0) == 0.5
+    assert unit_tests(_reply("while True: pass"), ASSERTS, 2.0) == 0.0
+    script = "a, b = map(int, input().split())\nwhile a < 0: pass\nprint(a + b)"
+    assert unit_tests(_reply(script), PAIRS, 3.0) == 0.5
+
+
+def test_a_memory_hog_fails_its_test_alone():
+    code = "def add(a, b):\n    kept = bytearray(2**33) if a < 0 else 0\n    return a + b"
+    assert unit_tests(_reply(code), ASSERTS) == 0.5
+
+
+def test_a_fork_bomb_and_the_network_are_refused():
+    assert unit_tests(_reply("import os\nwhile True: os.fork()"), ASSERTS) == 0.0
+    code = "import socket\ndef add(a, b):\n    socket.create_connection(('127.0.0.1', 80))\n    return a + b"
+    assert unit_tests(_reply(code), ASSERTS) == 0.0
+    asks = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    print('refused')"
+    assert unit_tests(_reply(asks), '[{"input": "", "output": "refused"}]') == 1.0
+
+
+def test_nothing_is_left_behind(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(psutil.Process().children(recursive=True))
+    for code, tests in ((RIGHT, ASSERTS), ("while True: pass", ASSERTS), (RIGHT_SCRIPT, PAIRS)):
+        unit_tests(_reply(code), tests, 2.0)
+    assert list(tmp_path.iterdir()) == []
+    assert set(psutil.Process().children(recursive=True)) == before
+
+
+@pytest.mark.parametrize(
+    ("code", "tests"),
+    [
+        (RIGHT, "def check(candidate):\n    assert candidate(2, 3) == 5\n\ncheck(add)"),
+        (RIGHT, "import random\nfor _ in range(9):\n    a = random.random()\n    assert add(a, 1) == a + 1"),
+        (RIGHT, "from solution import add as plus\ndef test_it():\n    assert plus(1, b=1) == 2\n"),
+        (RIGHT, "import solution\nassert solution.add([1], (2).__index__ and [2]) == [1, 2]"),
+        ("def sort(x): x.sort()", "x = [3, 1, 2]\nsort(x)\nassert x == [1, 2, 3]"),
+        ("def put(d, s): d['a'] = 1; s.add(2)", "d, s = {}, {1}\nput(d, s)\nassert d == {'a': 1} and s == {1, 2}"),
+        ("def up(n):\n    for i in range(n): yield i", "assert list(up(3)) == [0, 1, 2]\nassert sum(up(4)) == 6"),
+        (
+            "def same(x): return x",
+            "x = {1: (2, {3}), 'a': [b'b', 1j, None, True, frozenset({4})]}\nassert same(x) == x",
+        ),
+        ("def same(x): return x", "assert str(same(float('nan'))) == 'nan' and same(range(3)) == range(3)"),
+        ("from math import factorial", "assert factorial(3000) > 10**9000"),
+        ("from fractions import Fraction\ndef half(): return Fraction(1, 2)", "assert half() == 0.5"),
+        ("import numpy as np\ndef double(x): return np.array(x) * 2", "assert double([1, 2]) == [2, 4]"),
+        (
+            "class Node:\n    def __init__(self, v, next=None): self.v, self.next = v, next\n"
+            "def total(node): return node.v + (total(node.next) if node.next else 0)",
+            "root = Node(1, Node(2))\nroot.next.next = Node(3)\nassert total(root) == 6\nassert root.next.v == 2",
+        ),
+        (
+            "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+            "    def __add__(self, other): return P(self.x + other.x)",
+            "assert P(1) + P(2) == P(3)\nassert P(1) != P(2)\nassert str(P(1)) == 'P(x=1)'",
+        ),
+        (
+            "def root(x):\n    if x < 0: raise ValueError('negative')\n    return x ** 0.5",
+            "try:\n    root(-1)\n    assert False\nexcept ValueError as error:\n    assert 'negative' in str(error)",
+        ),
+    ],
+)
+def test_tests_in_the_forms_that_data_sets_have(code: str, tests: str):
+    assert unit_tests(_reply(code), tests) == 1.0
+
+
+def test_objects_of_the_code_are_no_plain_data():
+    code = "class A:\n    def __eq__(self, o): return True\n    __lt__ = __gt__ = __le__ = __ge__ = __eq__\n"
+    code += "def f(): return A()"
+    tests = "assert f() == 1\nassert f() > 0\nassert f() < 0\nassert 1 == f()\nassert f() in [1]\nassert not f()"
+    assert unit_tests(_reply(code), tests) == 0.0
+
+
+def test_white_space_at_the_ends_of_lines_is_ignored_and_nothing_else():
+    code = _reply("print('1  \\n2\\n\\n')")
+    assert unit_tests(code, '[{"input": "", "output": "1\\n2"}]') == 1.0
+    assert unit_tests(code, '{"inputs": ["", ""], "outputs": ["1\\n2", "1 2"]}') == 0.5
+
+
+def test_foreign_letters_pass():
+    code = _reply("def shout(x): return x.upper() + 'ß🙂'\nif __name__ == '__main__': print(shout(input()))")
+    assert unit_tests(code, "assert shout('ü') == 'Üß🙂'") == 1.0
+    assert unit_tests(code, '[{"input": "ü", "output": "Üß🙂"}]') == 1.0
+    assert unit_tests(_reply("x = '\udc80'\nprint(1)"), '[{"input": "", "output": "1"}]') == 1.0
+
+
+def test_a_script_that_ends_with_an_error_has_failed():
+    assert unit_tests(_reply("print(5)\nraise KeyError"), '[{"input": "", "output": "5"}]') == 0.0
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        ("", "nothing to pass"),
+        ("x = 1", "nothing to pass"),
+        ("assert add(", "do not parse"),
+        ("import no_such_package\nassert add(2, 3) == 5", "no_such_package"),
+        ("assert add(lambda: 1, 2) == 3", "only plain data"),
+        ("[]", "JSON tests must be"),
+        ('[{"input": 1, "output": "1"}]', "JSON tests must be"),
+        ('{"inputs": ["1"], "outputs": []}', "JSON tests must be"),
+    ],
+)
+def test_tests_that_cannot_be_run_are_an_error_and_no_reward(tests: str, words: str):
+    with pytest.raises(ValueError, match=words):
+        unit_tests(_reply(RIGHT), tests)
+
+
+def test_a_machine_that_cannot_isolate_is_refused_unless_it_is_accepted(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise SandboxUnavailable("no Landlock")
+
+    monkeypatch.setattr(code_reward, "require_sandbox", refuse)
+    with pytest.raises(SandboxUnavailable):
+        unit_tests(_reply(RIGHT), ASSERTS)
+    assert unit_tests(_reply(RIGHT), ASSERTS, allow_unsandboxed=True) == 1.0
+
+
+def test_in_a_reward_process_it_is_a_reward_like_any_other():
+    async def play() -> tuple[Score, BaseException]:
+        async with RewardPool(num_processes=1, timeout=30.0, memory_gb=4.0) as pool:
+            scored = await pool.score(unit_tests, _reply(HALF), ASSERTS)
+            [failed] = await asyncio.gather(pool.score(unit_tests, _reply(HALF), "x = 1"), return_exceptions=True)
+            return scored, failed
+
+    scored, failed = asyncio.run(play())
+    assert scored == Score(reward=0.5, parts={"unit_tests": 0.5})
+    assert isinstance(failed, RewardFailed) and "nothing to pass" in str(failed)
+
+
+def test_sandboxes_die_with_the_reward_process():
+    others = set(psutil.Process().children(recursive=True))  # servers of other tests
+
+    async def play() -> set[psutil.Process]:
+        async with RewardPool(num_processes=1, timeout=3.0) as pool:
+            scoring = asyncio.create_task(pool.score(unit_tests, _reply("while True: pass"), ASSERTS, 600.0))
+            seen: set[psutil.Process] = set()
+            while not scoring.done():
+                seen |= set(await asyncio.to_thread(psutil.Process().children, recursive=True))
+                await asyncio.sleep(0.05)
+            with pytest.raises(RewardTimeout):
+                await scoring
+            return seen - others
+
+    seen = asyncio.run(play())
+    assert len(seen) >= 3  # the reward's process, the code's and the tests'
+    _, alive = psutil.wait_procs(seen, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,272 @@
+"""A rescore scores every recorded attempt once, survives a kill, and never touches what was recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollouts.rewards import rescoring
+from rollouts.rewards.rescoring import Comparison, Rescored, Rescoring, load_reward
+from rollouts.workflow import RolloutWorkflow
+from storage.log.entries import Evaluation, Quarantine, Retire, Shard
+from storage.log.run_log import RunLog
+from storage.log.runs import open_run
+from storage.objects.object_store import LocalStore
+from storage.records import Message, RolloutTask
+from storage.shards.rescored_rewards import RewardsTaken, read_rewards, rewards_key
+from storage.shards.shards import commit_shard
+from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, local_store, provenance
+
+WORKFLOW = f"{__name__}:Numbers"
+REWARDS = '''
+import os, signal, time
+from pathlib import Path
+
+def longer(reply, answer):
+    """By how many characters the reply is longer than the answer."""
+    with open(Path(__file__).parent / "calls", "a") as calls:
+        calls.write(reply + "\\n")
+    if (Path(__file__).parent / reply).exists():
+        os.kill(os.getppid(), signal.SIGKILL)
+    return {"length": len(reply), "answer": -len(answer)}
+
+def same(reply, answer):
+    return float(reply == answer)
+
+def picky(reply, answer):
+    if reply == "x0.0":
+        raise KeyError("no zero")
+    while reply == "x0.1":
+        pass
+    return None if reply == "x1.0" else 1.0
+
+def three(reply, answer, more):
+    return 0.0
+
+NUMBER = 3.0
+class Judge:
+    def score(reply, answer):
+        return 0.0
+'''
+
+
+class Numbers(RolloutWorkflow):
+    """Ten tasks to train on, two held out; the answer of task 3 is `3`."""
+
+    def tasks(self, split: str) -> Sequence[RolloutTask]:
+        numbers = range(10) if split == "train" else range(90, 92)
+        return [RolloutTask(id=f"task{number}", prompt="?", answer=str(number)) for number in numbers]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    return tmp_path / "rewards.py"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> RunLog:
+    """Three training shards of two groups and two attempts each: attempt 1 of task 3 said `x3.1` and got 1.0."""
+    log = a_log(local_store(tmp_path))
+    for number in range(3):
+        _commit(log, f"s{number}", [2 * number, 2 * number + 1])
+    return log
+
+
+def _commit(log: RunLog, shard_id: str, positions: Sequence[int], *, is_eval: bool = False) -> Shard:
+    groups = []
+    for position in positions:
+        attempts = [
+            a_trajectory(
+                float(attempt),
+                attempt=attempt,
+                messages=[
+                    Message(role="user", content="?"),
+                    Message(role="assistant", content=f"x{position}.{attempt}", is_completion=True),
+                ],
+            )
+            for attempt in range(2)
+        ]
+        groups.append(a_group(position, trajectories=attempts))
+    return commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
+
+
+def _rescore(
+    log: RunLog, reward: str, *, name: str = "", eval_split: str | None = None, timeout: float = 30.0
+) -> tuple[Rescored, int]:
+    """The result, and how many attempts progress was reported for."""
+    function, rewards = load_reward(reward, name=name)
+    work = Rescoring(log, function, rewards, workflow=WORKFLOW, dataset="", eval_split=eval_split)
+    reported: list[int] = []
+    result = asyncio.run(work.run(num_processes=2, timeout=timeout, on_attempts=reported.append))
+    if not result.skipped:
+        assert sum(reported) == work.num_attempts
+    return result, sum(reported)
+
+
+def _calls(file: Path) -> list[str]:
+    return sorted((file.parent / "calls").read_text().split())
+
+
+def test_every_attempt_is_scored_once_from_its_reply_and_its_tasks_answer(log: RunLog, file: Path) -> None:
+    before = log.state.entries
+    result, _ = _rescore(log, f"{file}:longer")
+    assert _calls(file) == sorted(f"x{p}.{a}" for p in range(6) for a in range(2))
+    assert (result.new_shards, result.known_shards, result.skipped, dict(result.failures)) == (3, 0, {}, {})
+    state = open_run(log.store, "run").state
+    assert state.entries == before + 1, "one entry for all three shards"
+    assert state.rescored["longer"].files.keys() == {"s0", "s1", "s2"}
+    for shard in state.shards.values():
+        rewards = read_rewards(log, shard, "longer")
+        assert rewards["reward"].to_pylist() == [3.0] * 4  # x3.1 is four characters, the answer one
+        assert rewards["reward_parts"].to_pylist() == [[("length", 4.0), ("answer", -1.0)]] * 4
+    found = result.comparisons["train"]
+    assert (found.attempts, found.changed, found.nulls) == (12, 12, 0)
+    assert found.means == (0.5, 3.0) and found.correlation is None, "a constant has no correlation"
+
+
+def test_the_same_call_again_scores_only_what_is_new(log: RunLog, file: Path) -> None:
+    first, _ = _rescore(log, f"{file}:longer")
+    entries = log.refresh().entries
+    again, _ = _rescore(log, f"{file}:longer")
+    assert log.refresh().entries == entries and len(_calls(file)) == 12
+    assert (again.new_shards, again.known_shards) == (0, 3) and again.comparisons == first.comparisons
+    _commit(log, "s3", [6, 7])
+    more, _ = _rescore(log, f"{file}:longer")
+    assert (more.new_shards, more.known_shards) == (1, 3) and len(_calls(file)) == 16
+    assert log.state.rescored["longer"].files.keys() == {"s0", "s1", "s2", "s3"}
+
+
+def test_a_killed_rescore_goes_on_where_it_was(log: RunLog, file: Path) -> None:
+    """The reward function kills its parent at a reply of the second shard, before any log entry was written."""
+    (file.parent / "x2.1").touch()
+    assert isinstance(log.store, LocalStore)
+    code = (
+        "import asyncio; from rollouts.rewards.rescoring import Rescoring, load_reward;"
+        "from storage.log.runs import open_run;"
+        "from storage.objects.opening import open_store; log = open_run(open_store({uri!r}), 'run');"
+        "function, rewards = load_reward({path!r});"
+        "work = Rescoring(log, function, rewards, workflow={workflow!r}, dataset='', eval_split=None);"
+        "asyncio.run(work.run(num_processes=1, timeout=30, on_attempts=lambda count: None))"
+    ).format(uri=log.store.uri, path=f"{file}:longer", workflow=WORKFLOW)
+    killed = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[4], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not log.refresh().rescored and log.store.exists(rewards_key(log, "longer", "s0"))
+    (file.parent / "x2.1").unlink()
+    before = len(_calls(file))
+    result, _ = _rescore(log, f"{file}:longer")
+    assert result.new_shards == 3 and result.comparisons["train"].attempts == 12
+    assert len(_calls(file)) == before + 8, "the first shard was not scored a second time"
+    assert log.state.rescored["longer"].files.keys() == {"s0", "s1", "s2"}
+
+
+def test_shards_are_logged_in_batches(log: RunLog, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescoring, "SHARDS_PER_ENTRY", 2)
+    before = log.state.entries
+    _rescore(log, f"{file}:same")
+    assert log.refresh().entries == before + 2
+    assert log.state.rescored["same"].files.keys() == {"s0", "s1", "s2"}
+
+
+def test_a_reward_that_raises_or_hangs_is_null_for_that_attempt_and_counted(log: RunLog, file: Path) -> None:
+    result, _ = _rescore(log, f"{file}:picky", timeout=5.0)
+    assert dict(result.failures) == {"raised": 1, "timeout": 1}
+    assert "no zero" in result.first_error or "was killed" in result.first_error
+    assert read_rewards(log, log.state.shards["s0"], "picky")["reward"].to_pylist() == [None, None, None, 1.0]
+    found = result.comparisons["train"]
+    assert (found.attempts, found.nulls) == (12, 3), "not applicable is null too, and no failure"
+    assert found.sums[0] == 9
+
+
+def test_an_attempt_without_a_reply_is_null(log: RunLog, file: Path) -> None:
+    silent = a_trajectory(1.0, messages=[Message(role="user", content="?")])
+    groups = [a_group(8, trajectories=[silent])]
+    commit_shard(log, groups, provenance=provenance("silent"), sampling=SAMPLING)
+    result, _ = _rescore(log, f"{file}:same")
+    assert dict(result.failures) == {"no reply": 1} and "0.task8" in result.first_error
+
+
+def test_evaluation_shards_are_scored_when_asked_with_the_answers_of_their_split(log: RunLog, file: Path) -> None:
+    shard = _commit(log, "e0", [90, 91], is_eval=True)
+    log.append(
+        Evaluation(version=0, split="test", score=0.0, num_tasks=2, num_failed=0, shard_id=shard.id, seconds=1.0)
+    )
+    without, _ = _rescore(log, f"{file}:longer")
+    assert without.comparisons.keys() == {"train"} and "e0" not in log.state.rescored["longer"].files
+    result, _ = _rescore(log, f"{file}:longer", eval_split="test")
+    assert (result.new_shards, result.known_shards) == (1, 3)
+    assert result.comparisons["test"].attempts == 4
+    assert read_rewards(log, shard, "longer")["reward"].to_pylist() == [3.0] * 4  # x90.0 is five, the answer two
+
+
+def test_a_prompt_the_data_set_does_not_have_is_an_error_before_anything_is_scored(log: RunLog, file: Path) -> None:
+    _commit(log, "s3", [11])
+    with pytest.raises(ValueError, match=r"prompt 'task11' of shard s3 is not in split 'train' of .*Numbers"):
+        _rescore(log, f"{file}:longer")
+    assert not (file.parent / "calls").exists() and not log.state.rescored
+
+
+def test_damaged_and_retired_shards_are_left_out_by_name_and_the_others_are_scored(log: RunLog, file: Path) -> None:
+    log.append(Quarantine(shard_id="s1", reason="rotten"))
+    log.append(a_step(log.state, trained=["0.task0", "0.task1"]))
+    log.append(Retire(shard_ids=["s0"], policy_versions=[], state_paths=[], reason="test"))
+    _commit(log, "s3", [6, 7])
+    log.store.put(log.shard_key("s3"), b"bits")
+    result, _ = _rescore(log, f"{file}:longer")
+    assert result.skipped.keys() == {"s0", "s1", "s3"} and "rotten" in result.skipped["s1"]
+    assert "sha256 differs" in result.skipped["s3"]
+    assert log.state.rescored["longer"].files.keys() == {"s2"}
+
+
+def test_edited_code_under_the_same_name_is_refused_and_under_a_new_one_it_is_scored(log: RunLog, file: Path) -> None:
+    _rescore(log, f"{file}:same")
+    kept = log.store.get(rewards_key(log, "same", "s0"))
+    file.write_text(REWARDS + "\n# edited\n")
+    with pytest.raises(RewardsTaken, match="--name same-2"):
+        _rescore(log, f"{file}:same")
+    _rescore(log, f"{file}:same", name="same-2")
+    assert log.store.get(rewards_key(log, "same", "s0")) == kept
+    assert log.state.rescored["same"].reward_sha256 != log.state.rescored["same-2"].reward_sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("three", "cannot be called as function"),
+        ("NUMBER", "no function at the top level"),
+        ("Judge", "no function at the top level"),
+        ("Judge.score", "no function at the top level"),
+        ("absent", "has no 'absent'"),
+    ],
+)
+def test_what_cannot_score_is_refused_before_anything_runs(file: Path, name: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        load_reward(f"{file}:{name}")
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "-x", "with space"])
+def test_a_name_that_is_no_file_name_is_refused(file: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="use letters"):
+        load_reward(f"{file}:same", name=name)
+
+
+def test_means_and_correlation_are_those_of_numpy() -> None:
+    import numpy as np
+
+    draw = np.random.default_rng(0)
+    old = draw.normal(size=50)
+    new = 0.5 * old + draw.normal(size=50)
+    comparison = Comparison()
+    for pair in zip(old, new, strict=True):
+        comparison.add(*map(float, pair))
+    comparison.add(1.0, None)
+    assert comparison.means == pytest.approx((old.mean(), new.mean()))
+    assert comparison.correlation == pytest.approx(np.corrcoef(old, new)[0, 1])
+    assert (comparison.attempts, comparison.nulls, comparison.changed) == (51, 1, 51)
+    assert Comparison().means is None and Comparison().correlation is None

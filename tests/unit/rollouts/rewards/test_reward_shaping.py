@@ -1,0 +1,119 @@
+"""Shaping is arithmetic: golden numbers, at every edge, and evaluation without what only shapes the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollouts.rewards.reward_shaping import check_weights, overlong, scaled, shaped, weighted_sum
+from settings.reward import RewardSettings
+from storage.records import Trajectory
+from tests.builders import a_trajectory, a_turn
+
+
+def _attempt(reward: float | None = 1.5, *, lengths: tuple[int, ...] = (2,), **parts: float | None) -> Trajectory:
+    return a_trajectory(reward, turns=[a_turn([12] * length) for length in lengths], reward_parts=parts)
+
+
+def _shaped(attempt: Trajectory, *, max_tokens: int = 100, is_eval: bool = False, **settings: Any) -> Trajectory:
+    return shaped(attempt, RewardSettings(**settings), max_tokens=max_tokens, is_eval=is_eval)
+
+
+@pytest.mark.parametrize(
+    ("parts", "weights", "total"),
+    [
+        ({"correct": 1.0, "format": 0.5}, {}, 1.5),
+        ({"correct": 1.0, "format": 0.5}, {"correct": 2.0, "format": -0.5}, 1.75),
+        ({"correct": 1.0, "format": 0.5}, {"format": 0.0}, 1.0),
+        ({"correct": 1.0, "style": None}, {"style": 100.0}, 1.0),
+        ({"correct": None, "style": None}, {"style": 100.0}, None),
+        ({}, {"style": 100.0}, None),
+    ],
+)
+def test_parts_are_weighted_and_those_that_do_not_apply_weigh_nothing(
+    parts: dict[str, float | None], weights: dict[str, float], total: float | None
+):
+    assert weighted_sum(parts, weights) == total
+
+
+@pytest.mark.parametrize(
+    ("reward", "bias", "scale", "clip", "result"),
+    [
+        (1.0, 0.0, 1.0, None, 1.0),
+        (1.0, -0.5, 10.0, None, 5.0),  # the bias is scaled too
+        (1.0, -0.5, 10.0, 2.0, 2.0),
+        (0.0, -0.5, 10.0, 2.0, -2.0),
+        (0.5, -0.5, 10.0, 2.0, 0.0),
+        (1.0, 1.0, -1.0, None, -2.0),
+    ],
+)
+def test_bias_scale_and_clip(reward: float, bias: float, scale: float, clip: float | None, result: float):
+    assert scaled(reward, bias=bias, scale=scale, clip=clip) == result
+
+
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20479, -4095 / 4096), (20480, -1.0), (30000, -1.0)],
+)
+def test_the_overlong_penalty_is_the_papers_with_the_papers_numbers(length: int, penalty: float):
+    """DAPO, section 4.1: expected length 16,384, cache 4,096, so at most 20,480 tokens."""
+    assert overlong(length, max_length=20480, zone=4096) == penalty
+
+
+def test_the_whole_sum():
+    attempt = _attempt(lengths=(5, 95, 7), correct=1.0, format=0.5, style=None)
+    settings = {"weights": {"format": 2.0}, "bias": -0.5, "scale": 4.0, "clip": 5.0}
+    result = _shaped(attempt, **settings, overlong_tokens=20, overlong_penalty=0.8)
+    # (1 + 2 · 0.5 − 0.5) · 4 = 6, clipped to 5; the longest reply is 15 tokens into the zone of 20
+    assert result.reward == 5.0 - 0.8 * 0.75
+    assert result.reward_parts == {"correct": 1.0, "format": 0.5, "style": None, "overlong": -0.8 * 0.75}
+
+
+def test_nothing_is_shaped_by_default():
+    attempt = _attempt(lengths=(100,), correct=1.0, format=0.5)
+    assert _shaped(attempt) == attempt
+
+
+def test_the_penalty_is_a_part_where_it_is_active_even_if_it_is_nothing():
+    assert _shaped(_attempt(lengths=(80,), correct=1.5), overlong_tokens=20).reward_parts["overlong"] == 0.0
+
+
+def test_without_weights_the_workflows_own_total_counts():
+    assert _shaped(_attempt(0.25, correct=1.0, format=0.5), scale=2.0).reward == 0.5
+
+
+def test_a_score_without_parts_has_nothing_to_weigh():
+    assert _shaped(_attempt(0.25), weights={"format": 2.0}).reward == 0.25
+
+
+def test_no_reward_stays_none_and_gets_no_penalty():
+    attempt = _attempt(None, lengths=(100,), correct=1.0)
+    assert _shaped(attempt, weights={"correct": 2.0}, bias=1.0, overlong_tokens=20) == attempt
+
+
+def test_an_evaluation_is_weighted_and_nothing_else():
+    attempt = _attempt(lengths=(100,), correct=1.0, format=0.5)
+    settings = {"weights": {"format": 2.0}, "bias": -0.5, "scale": 4.0, "clip": 1.0, "overlong_tokens": 20}
+    result = _shaped(attempt, is_eval=True, **settings)
+    assert (result.reward, result.reward_parts) == (2.0, attempt.reward_parts)
+
+
+def test_a_part_that_is_called_like_the_penalty_is_an_error():
+    with pytest.raises(ValueError, match="'overlong'.*rename"):
+        _shaped(_attempt(overlong=0.5), overlong_tokens=20)
+    assert _shaped(_attempt(overlong=0.5)).reward == 1.5
+
+
+def test_a_weight_of_a_part_that_there_is_not_is_an_error_with_the_parts_there_are():
+    with pytest.raises(ValueError, match=r"names formt, but the reward parts are correct, format\."):
+        check_weights({"formt", "correct"}, [_attempt(correct=1.0, format=None), _attempt(None)])
+    with pytest.raises(ValueError, match="none at all"):
+        check_weights({"correct"}, [_attempt(0.5)])
+
+
+def test_weights_wait_for_the_first_group_with_a_reward_and_are_then_checked_for_good():
+    unseen = check_weights({"format"}, [_attempt(None), _attempt(None)])
+    assert unseen == {"format"}
+    unseen = check_weights(unseen, [_attempt(correct=1.0), _attempt(format=None, correct=1.0)])
+    assert check_weights(unseen, [_attempt(correct=1.0)]) == set()

@@ -1,0 +1,184 @@
+"""Code in a sandbox reaches no network, no other process and no file but its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rollouts.sandbox.sandbox import SandboxedProcess, SandboxUnavailable, require_sandbox, sandbox_report
+
+ROOT = Path(__file__).parents[4]
+
+pytestmark = pytest.mark.skipif(bool(sandbox_report()), reason="; ".join(sandbox_report()))
+
+
+def _run(folder: Path, code: str, *, seconds: float = 20.0, memory_gb: float = 1.0) -> tuple[int | None, str]:
+    """Exit status and output of a script."""
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    (work / "solution.py").write_text(code)
+    with (folder / "stdout").open("wb") as stdout:
+        process = SandboxedProcess("script", work, seconds=seconds, memory_gb=memory_gb, stdout=stdout)
+        status = process.wait(time.monotonic() + seconds)
+    assert process.missing() == []
+    return status, (folder / "stdout").read_text()
+
+
+def _refused(folder: Path, statement: str) -> str:
+    """The name of the error that a statement ends with, `done` where it ends with none."""
+    code = "import ctypes, os, resource, signal, socket, subprocess, threading\n"
+    code += (
+        f"try:\n    {statement}\n    print('done')\nexcept BaseException as error:\n    print(type(error).__name__)\n"
+    )
+    status, printed = _run(folder, code)
+    assert status == 0
+    return printed.strip()
+
+
+def test_python_runs_with_its_packages_threads_and_event_loop(tmp_path: Path):
+    code = """
+import asyncio, threading
+import numpy
+async def main():
+    return await asyncio.to_thread(lambda: int(numpy.arange(4).sum()))
+with open("notes", "w") as file:
+    file.write(str(asyncio.run(main())))
+print(open("notes").read(), __name__)
+"""
+    assert _run(tmp_path, code) == (0, "6 __main__\n")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "socket.socket()",
+        "socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)",
+        "socket.socket(socket.AF_UNIX)",
+        "socket.create_connection(('127.0.0.1', 9))",
+        "socket.socketpair()[0].sendto(b'x', '/run/systemd/notify')",
+        "socket.socketpair()[0].connect('/run/systemd/notify')",
+        "os.fork()",
+        "subprocess.run(['true'])",
+        "os.execv('/bin/true', ['true'])",
+        "os.kill(os.getppid(), signal.SIGTERM)",
+        "os.kill(0, signal.SIGTERM)",
+        "os.kill(-1, signal.SIGTERM)",
+        "os.setsid()",
+        "os.setpgid(0, 0)",
+        "os.setpriority(os.PRIO_USER, os.getuid(), 10)",
+        "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (4, 4))",
+        "open('/etc/passwd')",
+        "open('/proc/self/environ')",
+        "open(f'/proc/{os.getppid()}/environ')",
+        "os.listdir('/')",
+        "os.remove('/etc/hostname')",
+        "os.chmod('/', 0o777)",
+        "os.chown('/', 1, 1)",
+        "os.truncate('/etc/hostname', 0)",
+        "os.utime('/')",
+        "os.mknod('device', 0o20600, 259)",
+    ],
+)
+def test_what_is_none_of_its_business_is_refused(statement: str, tmp_path: Path):
+    assert _refused(tmp_path, statement) == "PermissionError"
+
+
+def test_calls_past_pythons_own_functions_are_refused_too(tmp_path: Path):
+    calls = {
+        "clone": "56, 17, 0, 0, 0, 0",
+        "socket": "41, 2, 1, 0",
+        "io_uring": "425, 8, 0",
+        "ptrace": "101, 0, 0, 0, 0",
+    }
+    if os.uname().machine == "aarch64":
+        calls = {"clone": "220, 17, 0, 0, 0, 0", "socket": "198, 2, 1, 0", "io_uring": "425, 8, 0"}
+    code = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    code += "".join(f"print('{name}', libc.syscall({call}), ctypes.get_errno())\n" for name, call in calls.items())
+    code += "print('outlive the parent', libc.prctl(1, 0, 0, 0, 0), ctypes.get_errno())\n"
+    status, printed = _run(tmp_path, code)
+    assert status == 0
+    assert {line.rsplit(maxsplit=2)[1:] == ["-1", "1"] for line in printed.splitlines()} == {True}, printed
+
+
+def test_nothing_arrives_where_someone_listens(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        port = server.getsockname()[1]
+        assert _refused(tmp_path, f"socket.create_connection(('127.0.0.1', {port}), 5)") == "PermissionError"
+        with pytest.raises(TimeoutError):
+            server.accept()
+        socket.create_connection(("127.0.0.1", port)).close()
+        server.accept()[0].close()  # so it does listen
+
+
+def test_files_of_others_can_neither_be_written_nor_read(tmp_path: Path):
+    precious = tmp_path / "precious"
+    precious.write_text("weights")
+    for statement in (f"open({str(precious)!r}, 'w')", f"open({str(precious)!r})", f"os.remove({str(precious)!r})"):
+        assert _refused(tmp_path, statement) == "PermissionError"
+    assert _refused(tmp_path, f"os.rename({str(precious)!r}, 'mine')") in {"PermissionError", "OSError"}
+    assert _refused(tmp_path, f"os.link({str(precious)!r}, 'mine')") in {"PermissionError", "OSError"}
+    assert precious.read_text() == "weights"
+
+
+def test_the_environment_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SECRET_KEY", "sk-123")
+    status, printed = _run(tmp_path, "import os\nprint(sorted(os.environ))\n")
+    assert status == 0 and "SECRET" not in printed and "PATH" not in printed
+
+
+def test_memory_files_and_descriptors_are_limited(tmp_path: Path):
+    assert _refused(tmp_path, "bytearray(2 * 2**30)") == "MemoryError"
+    assert _refused(tmp_path, "open('big', 'wb').write(bytes(2**25))") == "OSError"
+    assert _refused(tmp_path, "[open('solution.py') for _ in range(100)]") == "OSError"
+    _, printed = _run(tmp_path, "while True:\n    print('x' * 10**6)\n")
+    assert len(printed) <= 2**24
+
+
+def test_a_process_that_does_not_end_is_killed(tmp_path: Path):
+    status, _ = _run(tmp_path, "import signal\nsignal.signal(15, signal.SIG_IGN)\nwhile True: pass\n", seconds=2.0)
+    assert status is None
+
+
+def test_a_fork_bomb_starts_no_process(tmp_path: Path):
+    code = (
+        "import os\nfor _ in range(1000):\n    try:\n        os.fork()\n    except OSError:\n        pass\nprint('x')\n"
+    )
+    assert _run(tmp_path, code) == (0, "x\n")
+
+
+def test_a_machine_without_landlock_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rollouts.sandbox.sandbox.sandbox_report", lambda: ("files: this kernel has no Landlock",))
+    with pytest.raises(SandboxUnavailable, match="files: this kernel has no Landlock.*allow_unsandboxed=True"):
+        require_sandbox()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_users_without_any_privilege_get_the_same_sandbox():
+    code = """
+import os, socket, tempfile
+from pathlib import Path
+from rollouts.sandbox.sandbox_rules import lock_down
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as other:
+    if os.fork() == 0:
+        print(lock_down(Path(folder), seconds=10.0, memory_gb=1.0))
+        for refused in (socket.socket, os.fork, lambda: open("/etc/passwd"), lambda: Path(other, "x").write_text("x")):
+            try:
+                refused()
+            except PermissionError:
+                print("refused")
+        print(Path(folder, "own").write_text("mine"), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\nrefused\nrefused\nrefused\nrefused\n4\n", done.stderr

@@ -1,0 +1,203 @@
+"""Segments only save time: with them, without them, or with damaged ones, a log says the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from storage.log.entries import Alias, GroupSummary, Session, Shard, Step
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict, LogDamaged
+from storage.objects.object_store import StoreError
+from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
+
+SIZE = 5
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(RunLog, "segment_sizes", (SIZE, 2 * SIZE))
+    yield
+
+
+def _run(num_rounds: int, store: MemoryStore | None = None) -> RunLog:
+    """Two entries, then a shard of two groups, a step on one of them and an alias per round."""
+    log = a_log(store)
+    for number in range(num_rounds):
+        log.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
+        log.append(a_step(log.state, trained=[f"0.task{2 * number}"]))
+        log.append(Alias(name="rollout", version=number + 1, checksum=str(number)))
+    return log
+
+
+def _segments(log: RunLog) -> list[str]:
+    return log.store.names("runs/run/log/segments")
+
+
+def test_every_complete_block_of_entries_becomes_a_segment():
+    log = _run(7)
+    assert log.state.entries == 23
+    assert _segments(log) == [
+        f"{number:020d}.{size}.arrow" for number, size in [(0, 10), (0, 5), (5, 5), (10, 10), (10, 5), (15, 5)]
+    ]
+
+
+def test_a_log_opened_from_segments_equals_the_log_that_grew():
+    log = _run(7)
+    reopened = RunLog(log.store, "run")
+    assert reopened.refresh() == log.state
+    assert list(reopened.entries) == list(log.entries) and reopened.entries[-1] == log.entries[-1]
+    assert reopened.state.steps[2:4] == log.state.steps[2:4] and reopened.state.steps[-1] == log.state.steps[-1]
+    assert reopened.state.aliases["rollout"].version == 7 and reopened.state.num_trajectories == 28
+    assert reopened.state.step_of["0.task6"] == 4 and "0.task7" in reopened.state.pending
+
+
+def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):
+    log = _run(7)
+    read: list[int] = []
+
+    def reading(document: bytes, *, number: int, source: str) -> Any:
+        read.append(number)
+        return original(document, number=number, source=source)
+
+    from storage.log import segments as log_segments
+
+    original = log_segments.read_entry
+    monkeypatch.setattr(log_segments, "read_entry", reading)
+    reopened = RunLog(log.store, "run")
+    reopened.refresh()
+    eager = list(read)
+    assert {type(log.entries[number].body) for number in eager} == {Session, Alias}
+    assert reopened.state.groups["0.task3"] == log.state.groups["0.task3"]
+    assert [type(log.entries[number].body) for number in read[len(eager) :]] == [Shard]
+
+
+def test_a_reopened_log_goes_on_where_it_was():
+    store = MemoryStore()
+    _run(4, store)
+    log = RunLog(store, "run")
+    log.refresh()
+    with pytest.raises(Conflict, match="already committed"):
+        log.append(a_shard("again", [a_summary(3)]))
+    with pytest.raises(Conflict, match="already committed at other positions"):
+        log.append(a_shard("moved", [a_summary(99, group_id="0.task3")]))
+    committed = log.state.steps[1]
+    assert log.append(committed).step == 4, "a step that is in a segment is recognised when it is sent again"
+    log.append(a_shard("s4", [a_summary(8), a_summary(9)]))
+    log.append(a_step(log.state, trained=["0.task9", "0.task1"]))
+    assert RunLog(store, "run").refresh() == log.state
+    assert isinstance(log.entries[-1].body, Step) and len(log.entries) == log.state.entries == 16
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_log_that_stays_open_lets_go_of_what_is_in_segments(writes: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", 10)
+    store = MemoryStore()
+    reader = RunLog(store, "run")
+    writer = _run(4, store)
+    reader.refresh()
+    for number in range(4, 20):
+        writer.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
+        writer.append(a_step(writer.state, trained=[f"0.task{2 * number}"]))
+        reader.refresh()
+    log = writer if writes else reader
+    assert len(log.entries) == log.state.entries > 40
+    assert len(log.entries._added) < 20  # type: ignore[attr-defined]
+    monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", 10**9)
+    grown = RunLog(store, "run")
+    grown.segment_sizes = (10**6, 10**7)  # never there, so it reads entry by entry
+    assert grown.refresh() == log.state and list(grown.entries) == list(log.entries)
+
+
+def test_a_segment_nobody_came_to_write_is_written_by_the_next_append():
+    log = _run(7)
+    log.store.delete([f"runs/run/log/segments/{name}" for name in _segments(log)])
+    reopened = RunLog(log.store, "run")
+    assert reopened.refresh() == log.state and not _segments(log)
+    reopened.append(Session(id="next", code_version=""))
+    assert len(_segments(log)) == 6
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[:-20], lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:], lambda data: b""],
+    ids=["truncated", "bit-flipped", "empty"],
+)
+@pytest.mark.parametrize(("number", "size"), [(20, 5), (10, 10)])
+def test_a_damaged_segment_is_said_and_its_entries_are_read(
+    damage: Any, number: int, size: int, caplog: pytest.LogCaptureFixture
+):
+    log = _run(8)
+    key = f"runs/run/log/segments/{number:020d}.{size}.arrow"
+    log.store.put(key, damage(log.store.get(key)))
+    with caplog.at_level(logging.WARNING):
+        reopened = RunLog(log.store, "run")
+        assert reopened.refresh() == log.state
+    assert key in caplog.text
+    caplog.clear()
+    reopened.append(Session(id="next", code_version=""))
+    assert RunLog(log.store, "run").refresh() == reopened.state and not caplog.text, "the next append mends it"
+
+
+def test_a_segment_of_another_run_or_place_is_not_used():
+    log, other = _run(7), _run(7)
+    foreign = MemoryStore()
+    foreign.files = {key.replace("runs/run/", "runs/other/"): data for key, data in other.store.files.items()}  # type: ignore[attr-defined]
+    names = [f"runs/run/log/segments/{number:020d}.10.arrow" for number in (0, 10)]
+    log.store.put(names[0], log.store.get(names[1]))
+    assert RunLog(log.store, "run").refresh() == log.state
+    assert RunLog(foreign, "other").refresh().counters() == other.state.counters()
+
+
+def test_a_full_disk_costs_the_segment_and_not_the_entry(caplog: pytest.LogCaptureFixture):
+    class Full(MemoryStore):
+        def put(self, key: str, data: bytes) -> None:
+            raise StoreError("no space left")
+
+    log = _run(3, Full())
+    assert log.state.entries == 11 and not _segments(log)
+    assert "no space left" in caplog.text
+    assert RunLog(log.store, "run").refresh() == log.state
+
+
+@pytest.mark.parametrize("missing", [3, 21])
+def test_a_missing_entry_with_later_ones_behind_it_is_a_gap_and_not_an_end(missing: int):
+    log = _run(7)
+    log.store.delete([f"runs/run/log/segments/{name}" for name in _segments(log)])
+    log.store.delete([f"runs/run/log/{missing:020d}.json"])
+    with pytest.raises(LogDamaged, match=rf"log/{missing:020d}.json is missing"):
+        RunLog(log.store, "run").refresh()
+
+
+def test_an_entry_committed_between_two_reads_is_no_gap():
+    grown = _run(2)
+
+    class Slow(MemoryStore):
+        """Reads the first missing entry just before a rival commits it, and the next one just after."""
+
+        def get_many(self, keys: Any) -> list[bytes | None]:
+            found = []
+            for key in keys:
+                found += super().get_many([key])
+                if key == late[0]:
+                    self.files.update(held)
+            return found
+
+    late = [f"runs/run/log/{number:020d}.json" for number in (6, 7)]
+    store = Slow()
+    store.files = {key: data for key, data in grown.store.files.items() if "segments" not in key}  # type: ignore[attr-defined]
+    held = {key: store.files.pop(key) for key in late}
+    assert RunLog(store, "run").refresh() == grown.state
+
+
+def test_the_fold_of_a_summary_survives_the_way_through_json_and_arrow():
+    log = a_log()
+    summary = a_summary(0, rewards=[1.0, None, 0.0])
+    log.append(a_shard("s0", [summary]))
+    for number in range(SIZE):
+        log.append(Session(id=str(number), code_version=""))
+    group: GroupSummary = RunLog(log.store, "run").refresh().groups["0.task0"]
+    assert group == summary and group.failures == {"env_error": 1}

@@ -1,0 +1,77 @@
+"""A sealed folder verifies; anything missing, altered or unfinished is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from storage.objects.digests import (
+    DIGEST_FILE,
+    DigestMismatch,
+    read_seal,
+    seal_folder,
+    sha256_of,
+    sha256_of_file,
+    sha256_of_json,
+    verify_folder,
+)
+from tests.builders import a_policy_folder
+
+
+def test_a_sealed_folder_verifies_to_the_digest_of_its_weights(tmp_path: Path):
+    digest = a_policy_folder(tmp_path / "policy")
+    assert verify_folder(tmp_path / "policy") == digest
+
+
+def test_equal_weights_have_equal_digests_whatever_lies_beside_them(tmp_path: Path):
+    first = a_policy_folder(tmp_path / "first", weights=b"same")
+    second = a_policy_folder(tmp_path / "second", weights=b"same")
+    (tmp_path / "second" / "notes.json").write_text("{}")
+    assert seal_folder(tmp_path / "second") == second == first
+    assert a_policy_folder(tmp_path / "third", weights=b"other") != first
+
+
+def test_a_folder_without_its_seal_was_never_finished(tmp_path: Path):
+    a_policy_folder(tmp_path / "policy")
+    (tmp_path / "policy" / DIGEST_FILE).unlink()
+    with pytest.raises(DigestMismatch, match="never finished"):
+        verify_folder(tmp_path / "policy")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"weights_sha256": "', b"\xff\xfe", b"[]", b'{"files": {}}', b'{"files": 1}']
+)
+def test_a_damaged_seal_is_damage(tmp_path: Path, content: bytes):
+    a_policy_folder(tmp_path / "policy")
+    (tmp_path / "policy" / DIGEST_FILE).write_bytes(content)
+    for read in (read_seal, verify_folder):
+        with pytest.raises(DigestMismatch, match=f"{DIGEST_FILE} is damaged"):
+            read(tmp_path / "policy")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_an_altered_or_missing_file_is_named(tmp_path: Path, name: str):
+    a_policy_folder(tmp_path / "policy")
+    file = tmp_path / "policy" / name
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(DigestMismatch, match=name):
+        verify_folder(tmp_path / "policy")
+    file.unlink()
+    with pytest.raises(DigestMismatch, match=name):
+        verify_folder(tmp_path / "policy")
+
+
+def test_the_seal_lists_every_file_but_itself(tmp_path: Path):
+    a_policy_folder(tmp_path / "policy")
+    seal = json.loads((tmp_path / "policy" / DIGEST_FILE).read_text())
+    assert sorted(seal["files"]) == ["config.json", "model.safetensors"]
+
+
+def test_json_digests_do_not_depend_on_key_order(tmp_path: Path):
+    assert sha256_of_json({"a": 1, "b": [2]}) == sha256_of_json({"b": [2], "a": 1})
+    assert sha256_of_json({"a": 1}) != sha256_of_json({"a": 2})
+    (tmp_path / "file").write_bytes(b"abc")
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sha256_of(b"abc") == sha256_of_file(tmp_path / "file") == known

@@ -1,0 +1,293 @@
+"""A folder as a store: what every store does, nothing half-written, and a full disk said in a sentence."""
+
+from __future__ import annotations
+
+import errno
+import filecmp
+import os
+import shutil
+import stat
+import subprocess
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from storage.objects.digests import DIGEST_FILE
+from storage.objects.object_store import MIN_FREE_VARIABLE, ConditionRefused, LocalStore, StoreError, StoreFull
+from storage.objects.opening import open_store, probe
+from storage.objects.s3_store import S3Store
+from storage.shards.shards import commit_shard
+from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, local_store, provenance
+from tests.store_behaviour import *  # noqa: F403
+
+FULL = shutil.disk_usage("/")._replace(free=10**8)
+"""A disk with 100 MB left."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return local_store(tmp_path)
+
+
+def test_nothing_but_the_winners_file_is_left(store: LocalStore):
+    assert store.put_if_absent("a/key", b"first")
+    assert not store.put_if_absent("a/key", b"second")
+    store.put("a/other", b"third")
+    assert _all_files(store) == ["a/key", "a/other"]
+
+
+def test_no_listing_shows_a_half_written_file(store: LocalStore):
+    for name in ("b", "a", "c"):
+        store.put(f"folder/{name}", b"")
+    (store.root / "folder" / ".d.0123.tmp").write_bytes(b"")
+    assert store.names("folder") == ["a", "b", "c"]
+    assert [file.key for file in store.walk("folder")] == ["folder/a", "folder/b", "folder/c"]
+
+
+def test_a_folder_arrives_with_the_named_file_last(tmp_path: Path):
+    order = []
+
+    class Watched(LocalStore):
+        def _put_file(self, file: Path, key: str) -> None:
+            order.append(key)
+            super()._put_file(file, key)
+
+    folder = tmp_path / "model"
+    (folder / "not-copied").mkdir(parents=True)
+    for name in ("z.json", "a.safetensors", "digest.json", "k.txt"):
+        (folder / name).write_text(name)
+    Watched(tmp_path / "store").put_folder(folder, "models/m", last="digest.json")
+    assert order == ["models/m/a.safetensors", "models/m/k.txt", "models/m/z.json", "models/m/digest.json"]
+
+
+def test_a_large_file_of_a_folder_is_copied_in_pieces(store: LocalStore, tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model" / "weights"
+    weights.write_bytes(os.urandom(2**20) * 64)
+    tracemalloc.start()
+    try:
+        store.put_folder(tmp_path / "model", "models/m", last="weights")
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < weights.stat().st_size / 8
+    assert filecmp.cmp(weights, store.root / "models/m/weights", shallow=False)
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if_absent"])
+def test_a_name_is_on_the_disk_before_a_write_returns(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, operation: str
+):
+    """Else a log entry could outlast a power loss that its shard does not."""
+    synced: list[tuple[int, list[str]]] = []
+
+    def watched(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino, _all_files(store)))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    getattr(store, operation)("new/folder/key", b"value")
+    folder = store.root / "new" / "folder"
+    content = (folder / "key").stat().st_ino
+    above = [path.stat().st_ino for path in (store.root.parent, store.root, folder.parent)]
+    assert [inode for inode, _ in synced] == [*above, content, folder.stat().st_ino]
+    assert "new/folder/key" in synced[-1][1] and "new/folder/key" not in synced[-2][1]
+    synced.clear()
+    getattr(store, operation)("new/folder/other", b"value")
+    assert [inode for inode, _ in synced] == [(folder / "other").stat().st_ino, folder.stat().st_ino]
+
+
+def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+):
+    sync = os.fsync
+
+    def refusing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    assert store.put_if_absent("a/key", b"value") and store.get("a/key") == b"value"
+
+
+def test_a_file_for_arrow_is_mapped_into_memory_and_not_copied(store: LocalStore):
+    rows = pa.table({"number": range(10**6)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    store.put("data.arrow", sink.getvalue().to_pybytes())
+    del sink
+    before = pa.total_allocated_bytes()
+    table = pa.ipc.open_file(store.open_input("data.arrow")).read_all()
+    assert pa.total_allocated_bytes() - before < table.nbytes / 100
+    assert table.equals(rows)
+
+
+def test_a_store_that_lets_two_writers_win_is_found_out(tmp_path: Path):
+    class Forgetful(LocalStore):
+        """Like an S3 server that ignores `If-None-Match`."""
+
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            self.put(key, data)
+            return True
+
+    store = Forgetful(tmp_path)
+    assert probe(store) is False
+    assert store.walk("probe") == []
+
+
+def test_a_store_where_nobody_wins_is_found_out(tmp_path: Path):
+    class Refusing(LocalStore):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            return False
+
+    with pytest.raises(ConditionRefused, match="already there"):
+        probe(Refusing(tmp_path))
+
+
+def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path):
+    # A path below a file is refused to root as well.
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written.*make it writable"):
+        probe(LocalStore(tmp_path / "file" / "store"))
+
+
+def test_a_nearly_full_disk_is_left_alone_by_data(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: FULL)
+    with pytest.raises(StoreFull) as raised:
+        store.put("shards/s0.arrow", bytes(2_000_000))
+    sentence = str(raised.value)
+    for part in (store.uri, "100.0 MB free", "2.0 MB to write", "1.0 GB", MIN_FREE_VARIABLE, "millrace gc", "`store`"):
+        assert part in sentence
+    assert _all_files(store) == []
+    monkeypatch.setenv(MIN_FREE_VARIABLE, "0.05")
+    store.put("shards/s0.arrow", bytes(2_000_000))
+    with pytest.raises(StoreFull, match="60.0 MB to write and 50.0 MB to be left free"):
+        store.put("shards/s1.arrow", bytes(60_000_000))
+    assert _all_files(store) == ["shards/s0.arrow"]
+
+
+def test_the_log_may_use_what_data_leaves_free(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    """What is written can be committed, and `millrace gc`, the way out, can record what it removes."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: FULL)
+    log = a_log(store)
+    with pytest.raises(StoreFull):
+        commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
+    assert log.state.entries == 2 and store.walk("runs/run/shards") == []
+    with pytest.raises(StoreFull, match="200.0 MB to write"):
+        store.put_if_absent("log", bytes(200_000_000))
+
+
+def test_a_probe_of_a_full_disk_says_that_it_is_full(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: FULL)
+    with pytest.raises(StoreFull, match="is full"):
+        probe(store)
+
+
+def test_a_policy_that_does_not_fit_is_not_begun(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    a_policy_folder(tmp_path / "model", weights=bytes(60_000_000))
+    (tmp_path / "model" / "optimizer").write_bytes(bytes(60_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: FULL)
+    monkeypatch.setenv(MIN_FREE_VARIABLE, "0")
+    with pytest.raises(StoreFull, match="120.0 MB to write"):
+        store.put_folder(tmp_path / "model", "policies/1", last=DIGEST_FILE)
+    assert _all_files(store) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("operation", ["put", "put_if_absent"])
+def test_a_disk_or_quota_that_fills_up_while_writing_leaves_nothing(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, number: int, operation: str
+):
+    """Some file systems find out only when the bytes go to the disk."""
+    store.put("key", b"old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StoreFull, match="is full.*millrace gc"):
+        getattr(store, operation)("key", b"new")
+    assert store.get("key") == b"old" and _all_files(store) == ["key"]
+
+
+@pytest.mark.parametrize("setting", ["much", "1 GB", "-1", "nan"])
+def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch, setting: str):
+    monkeypatch.setenv(MIN_FREE_VARIABLE, setting)
+    with pytest.raises(StoreError, match=f"{MIN_FREE_VARIABLE}=.*gigabytes"):
+        store.put("key", b"")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 2 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    try:
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no `mount` here")
+    if made.returncode != 0:
+        pytest.skip(f"cannot mount a small disk here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_really_full_disk_loses_nothing_and_goes_on_when_there_is_room(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(MIN_FREE_VARIABLE, "0")
+    store = LocalStore(small_disk / "store")
+    log = a_log(store)
+    shard = commit_shard(log, [a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
+    monkeypatch.setattr(
+        "storage.objects.object_store.check_room", lambda *args, **kwargs: None
+    )  # the disk itself says no
+    with pytest.raises(StoreFull, match="is full"):
+        store.put("ballast", bytes(3_000_000))
+    assert not store.exists("ballast") and len(_all_files(store)) == len(store.walk(""))
+    store.put("ballast", bytes(shutil.disk_usage(small_disk).free - 4096))
+    with pytest.raises(StoreFull, match="is full"):
+        commit_shard(log, [a_group(1)], provenance=provenance("s1"), sampling=SAMPLING)
+    assert list(log.refresh().shards) == ["s0"] and len(_all_files(store)) == len(store.walk(""))
+    store.delete(["ballast"])
+    commit_shard(log, [a_group(1)], provenance=provenance("s1"), sampling=SAMPLING)
+    assert list(log.refresh().shards) == ["s0", "s1"] and log.state.shards["s0"] == shard
+
+
+def test_an_unknown_scheme_is_refused_with_the_known_ones():
+    with pytest.raises(StoreError, match="gs.*s3://bucket/prefix"):
+        open_store("gs://bucket/prefix")
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "100%", "50%20", "grün", "a#b?c"])
+def test_a_store_opens_again_by_its_uri(tmp_path: Path, name: str):
+    store = open_store(str(tmp_path / name))
+    store.put("key", b"here")
+    again = open_store(store.uri)
+    assert again.uri == store.uri
+    assert again.get("key") == b"here"
+
+
+def test_a_file_uri_with_two_slashes_is_not_taken_for_a_folder_at_the_root():
+    with pytest.raises(StoreError, match="file:///"):
+        open_store("file://data/store")
+
+
+def test_plain_paths_and_s3_uris_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    relative = open_store("here")
+    assert isinstance(relative, LocalStore) and relative.root == tmp_path / "here"
+    assert isinstance(open_store("~/store"), LocalStore)
+    s3 = open_store("s3://bucket/prefix/")
+    assert isinstance(s3, S3Store) and s3.uri == "s3://bucket/prefix"
+
+
+def _all_files(store: LocalStore) -> list[str]:
+    """What really lies there, half-written files included."""
+    return sorted(path.relative_to(store.root).as_posix() for path in store.root.rglob("*") if path.is_file())

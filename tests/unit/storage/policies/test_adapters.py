@@ -1,0 +1,117 @@
+"""The digest of the adapter stands beside each row, and a row sampled by other weights is named."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pytest
+
+from storage.log.entries import Policy
+from storage.policies.adapters import check_adapters
+from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.shards.codec import Provenance, decode_shard, encode_shard
+from storage.shards.schema import SCHEMA, BadShard
+from storage.shards.shards import DamagedShard
+
+_POLICIES = {
+    0: Policy(version=0, path="models/base", weights_sha256="b" * 64, parent=None),
+    1: Policy(version=1, path="models/base", weights_sha256="b" * 64, parent=0),  # its step was skipped
+    2: Policy(version=2, path="runs/run/policies/2-a", weights_sha256="2" * 64, parent=1),
+    3: Policy(version=3, path="runs/run/policies/3-a", weights_sha256="3" * 64, parent=2),
+}
+_DIGESTS = {2: "2" * 64, 3: "3" * 64}
+
+
+def _turn(*versions: int, **changes: dict[int, str]) -> Turn:
+    """One sampled token for each version, and what an honest engine says of them."""
+    return Turn(
+        context_ids=[4],
+        sampled_ids=[5] * len(versions),
+        logprobs=[-0.5] * len(versions),
+        weight_versions=list(versions),
+        finish_reason="stop",
+        adapters=changes.get("adapters", {v: _DIGESTS[v] for v in set(versions) & _DIGESTS.keys()}),
+    )
+
+
+def _shard(*attempts: list[Turn]) -> bytes:
+    trajectories = [
+        Trajectory(attempt=number, turns=turns, messages=[Message(role="user", content="?")], status="ok", reward=1.0)
+        for number, turns in enumerate(attempts)
+    ]
+    group = RolloutGroup(
+        id="0.a",
+        task=RolloutTask(id="a", prompt="?"),
+        position=0,
+        epoch=0,
+        expected=len(attempts),
+        trajectories=trajectories,
+    )
+    provenance = Provenance(
+        run_id="run",
+        shard_id="s",
+        producer="test",
+        tokenizer_sha256="",
+        chat_template_sha256="",
+        config_sha256="",
+        code_version="",
+    )
+    return encode_shard([group], provenance=provenance, sampling=Sampling())
+
+
+def _table(*attempts: list[Turn]) -> pa.Table:
+    return decode_shard(_shard(*attempts), name="s")
+
+
+def test_each_row_holds_the_digests_of_the_adapters_that_sampled_it():
+    table = _table([_turn(0, 0)], [_turn(1, 2), _turn(2, 3)], [_turn(3)])
+    assert [dict(row) for row in table["adapters"].to_pylist()] == [{}, _DIGESTS, {3: "3" * 64}]
+    check_adapters(table, shard_id="s", policies=_POLICIES)
+
+
+def test_without_adapters_there_is_no_column_and_nothing_to_complain_of():
+    table = _table([_turn(0)], [_turn(0, 1)])
+    assert table.schema.names == SCHEMA.names
+    check_adapters(table, shard_id="s", policies=_POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("turns", "sentence"),
+    [
+        (
+            [_turn(2, adapters={})],
+            "version 2 that the engine sampled with no adapter; that policy has adapter 2222",
+        ),
+        ([_turn(2, adapters={2: "9" * 64})], "version 2 that the engine sampled with adapter 9999.*has adapter 2222"),
+        ([_turn(1, adapters={1: "9" * 64})], "version 1 that the engine sampled with adapter 9999.*has no adapter"),
+        ([_turn(2, 2, 0, 3, adapters={2: "2" * 64})], "version 3 that the engine sampled with no adapter"),
+        ([_turn(2, 1, 3, adapters={**_DIGESTS, 1: "9" * 64})], "version 1 that the engine sampled with adapter 9999"),
+        ([_turn(4, adapters={4: "4" * 64})], "version 4 .*that policy is not in the log"),
+    ],
+)
+def test_a_row_sampled_by_other_weights_is_refused_by_name(turns: list[Turn], sentence: str):
+    table = _table([_turn(2)], turns)
+    with pytest.raises(
+        DamagedShard, match=rf"shard s: row 1 \(group 0\.a, attempt 1\) has tokens of policy .*{sentence}"
+    ):
+        check_adapters(table, shard_id="s", policies=_POLICIES)
+
+
+def test_a_shard_without_the_column_is_refused_once_a_policy_is_an_adapter():
+    table = _table([_turn(2)]).drop_columns(["adapters"])
+    with pytest.raises(DamagedShard, match="row 0 .*sampled with no adapter"):
+        check_adapters(table, shard_id="s", policies=_POLICIES)
+
+
+def test_one_version_cannot_be_two_adapters():
+    with pytest.raises(BadShard, match="shard s: group 0.a was sampled by two adapters, both of policy version 2"):
+        _shard([_turn(2), _turn(2, adapters={2: "9" * 64})])
+
+
+def test_the_column_has_its_type_or_the_file_is_refused():
+    table = _table([_turn(2)])
+    renamed = table.set_column(table.schema.get_field_index("adapters"), "adapters", pa.array(["2"]))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, renamed.schema) as writer:
+        writer.write_table(renamed)
+    with pytest.raises(BadShard, match="column adapters has type string"):
+        decode_shard(bytes(sink.getvalue()), name="s")

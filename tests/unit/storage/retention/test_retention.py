@@ -1,0 +1,852 @@
+"""Housekeeping takes what nothing needs, says so first, and never what anybody needs, on a disk and on S3."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.log import segments as log_segments
+from storage.log.claims import ClaimRules, next_claim
+from storage.log.entries import Alias, Evaluation, Quarantine, Rescore, Retire
+from storage.log.replay_plan import plan_replay
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict, LogDamaged, RunState
+from storage.log.runs import open_run
+from storage.objects.object_store import LocalStore, ObjectStore, StoreError
+from storage.objects.opening import open_store
+from storage.retention import retention
+from storage.retention.retention import RunReport, collect_garbage, reading
+from storage.retention.rules import Rules, kept_policies, make_rules
+from storage.shards.shards import commit_shard, read_shard
+from tests.builders import (
+    SAMPLING,
+    MemoryStore,
+    a_group,
+    a_log,
+    a_shard,
+    a_step,
+    a_summary,
+    local_store,
+    provenance,
+)
+
+DAY = 86400.0
+
+
+@pytest.fixture(params=["disk", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "disk":
+        return local_store(tmp_path)
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/lake")
+
+
+def _shard(log: RunLog, number: int, *, version: int = 0, is_eval: bool = False) -> str:
+    """Commit one group as a shard of its own."""
+    shard_id = f"eval{version}" if is_eval else f"s{number}"
+    groups = [a_group(number, version=version, group_id=f"eval{version}.task" if is_eval else "")]
+    shard = commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
+    return shard.id
+
+
+def _train(log: RunLog, *, steps: int, state_every: int = 0) -> RunLog:
+    """Steps of one shard each, with a policy folder, and a state folder every so many."""
+    for _ in range(steps):
+        number = log.state.step + 1
+        _shard(log, number, version=number - 1)
+        step = a_step(log.state, trained=[f"0.task{number}"])
+        if state_every and number % state_every == 0:
+            step = replace(step, state_path=log.key(f"state/{number}-a"))
+            log.store.put(f"{step.state_path}/state.safetensors", b"moments")
+        for file in ("model.safetensors", "digest.json"):
+            log.store.put(f"{step.policy.path}/{file}", b"x" * 50)
+        log.append(step)
+    return log
+
+
+def _score(log: RunLog, version: int, score: float, shard_id: str) -> None:
+    fields = {"split": "test", "num_tasks": 1, "num_failed": 0, "seconds": 0.0}
+    log.append(Evaluation(version=version, score=score, shard_id=shard_id, **fields))  # type: ignore[arg-type]
+
+
+def _files(store: ObjectStore, *folders: str, run: str = "run") -> list[str]:
+    """What is left, without the log: `s1`, `policies/3-a`."""
+    found = [file.key.removeprefix(f"runs/{run}/") for file in store.walk(f"runs/{run}")]
+    names = {name.rpartition("/")[0] if name.startswith(("policies", "state")) else name for name in found}
+    return sorted(name.removesuffix(".arrow") for name in names if name.split("/")[0] in folders)
+
+
+def _collect(store: ObjectStore, *runs: str, dry_run: bool = False, **rules: object) -> RunReport:
+    """The report of a run; one policy is kept unless the rules say otherwise."""
+    chosen = Rules(**{"keep_last": 1, **rules})  # type: ignore[arg-type]
+    [report, *_] = collect_garbage(store, runs, chosen, dry_run=dry_run)
+    return report
+
+
+def _check(log: RunLog, rules: Rules) -> None:
+    """Everything a kept policy, a resume and the queue reach is there, and the log says so."""
+    state = RunLog(log.store, log.run_id).refresh()
+    present = {file.key for file in log.store.walk(log.prefix)}
+
+    def assert_trainable(first: int, last: int) -> None:
+        plan = plan_replay(state, run="run", first=first, last=last)
+        if plan.resumed_from:
+            assert f"{state.steps[plan.resumed_from - 1].state_path}/state.safetensors" in present
+        for number in plan.steps:
+            for shard_id in state.steps[number - 1].shard_sha256:
+                assert log.shard_key(shard_id) in present
+
+    for version in kept_policies(state, rules, state.evaluations):
+        if version:
+            assert f"{state.policies[version].path}/model.safetensors" in present
+            assert_trainable(version, version)
+    if state.step:
+        saved = [s.claim.step for s in state.steps if s.state_path and s.state_path not in state.retired_states]
+        if max(saved, default=0) < state.step:
+            assert_trainable(max(saved, default=0) + 1, state.step)
+        else:
+            assert f"{state.steps[-1].state_path}/state.safetensors" in present
+    for group_id in state.pending:
+        assert log.shard_key(state.shard_of[group_id]) in present
+    counters = state.counters()
+    assert counters["submitted"] == sum(
+        counters[term] for term in ("trained", "filtered", "stale", "failed", "cancelled", "pending")
+    )
+
+
+def test_only_what_keeps_the_newest_policy_and_the_run_going_stays(store: ObjectStore):
+    log = _train(a_log(store), steps=7, state_every=3)
+    _shard(log, 8, version=7)
+    report = _collect(store)
+    # Policy 7 is trained again from the state of step 6, and so is the run resumed; group 8 waits to be trained on.
+    assert _files(store, "policies", "state", "shards") == ["policies/7-a", "shards/s7", "shards/s8", "state/6-a"]
+    assert report.kept == {0: "base model", 7: "live, among the newest"} and report.removed
+    assert {kind: count for kind, (count, _) in report.by_kind().items()} == {"policy": 6, "state": 1, "shard": 6}
+    assert report.freed_bytes == sum(item.num_bytes for item in report.items) > 6 * 100
+    state = log.refresh()
+    assert state.retired_policies == {1, 2, 3, 4, 5, 6} and state.retired_states == {"runs/run/state/3-a"}
+    assert state.retired_shards == {f"s{number}" for number in range(1, 7)}
+    assert read_shard(log, state.shards["s7"]).num_rows == 2
+    _check(log, Rules(keep_last=1))
+
+
+def test_a_kept_policy_keeps_what_trains_it_again(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=9, state_every=2)
+    log.append(Alias(name="shipped", version=4, checksum=""))
+    _collect(log.store)
+    # Step 4 starts from the state of step 2 and needs the shards of steps 3 and 4.
+    assert _files(log.store, "policies", "state", "shards") == [
+        *("policies/4-a", "policies/9-a", "shards/s3", "shards/s4", "shards/s9", "state/2-a", "state/8-a")
+    ]
+    assert plan_replay(log.refresh(), run="run", first=4, last=4).resumed_from == 2
+
+
+def test_without_a_saved_state_everything_back_to_the_base_model_is_needed(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=3)
+    _collect(log.store)
+    assert _files(log.store, "policies", "shards") == ["policies/3-a", "shards/s1", "shards/s2", "shards/s3"]
+
+
+def test_policies_are_kept_by_count_interval_alias_and_score(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=10, state_every=1)
+    for version, score in ((0, 0.1), (3, 0.9), (7, 0.4)):
+        _score(log, version, score, _shard(log, -1, version=version, is_eval=True))
+    log.append(Alias(name="rollout", version=6, checksum=""))
+    rules = Rules(keep_last=2, keep_every=5)
+    assert kept_policies(log.state, rules, log.state.evaluations) == {
+        0: "base model, every 5",
+        3: "best on test",
+        5: "every 5",
+        6: "alias rollout",
+        9: "among the newest",
+        10: "live, among the newest, every 5",
+    }
+    collect_garbage(log.store, [], rules, dry_run=False)
+    # An evaluation's trajectories stay with the policy that was scored.
+    assert [name for name in _files(log.store, "shards") if "eval" in name] == ["shards/eval0", "shards/eval3"]
+    _check(log, rules)
+
+
+def _piece(log: RunLog, shard_id: str, *, version: int, age: float = 0.0) -> None:
+    """A committed shard of an evaluation, written so many seconds ago."""
+    group = a_group(-1, version=version, group_id=f"eval{version}.task")
+    commit_shard(log, [group], provenance=provenance(shard_id), sampling=SAMPLING, is_eval=True)
+    path = log.store.root / log.shard_key(shard_id)  # type: ignore[attr-defined]
+    os.utime(path, (path.stat().st_mtime - age,) * 2)
+
+
+def test_all_shards_of_an_evaluation_stay_and_go_with_the_policy_it_scored(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=3)
+    for version in (0, 1):
+        for number in range(3):
+            _piece(log, f"eval{version}-{number}" if number else f"eval{version}", version=version)
+        score = Evaluation(
+            version=version, split=f"split{version}", score=0.5, num_tasks=3, num_failed=0, shard_id=f"eval{version}",
+            num_shards=3, seconds=1.0,
+        )  # fmt: skip
+        log.append(score)
+    rules = Rules(keep_last=1, orphan_seconds=0.0)
+    collect_garbage(log.store, ["run"], rules, dry_run=False)
+    kept = ["shards/eval0", "shards/eval0-1", "shards/eval0-2"]
+    assert [name for name in _files(log.store, "shards") if "eval0" in name] == kept
+    assert [name for name in _files(log.store, "shards") if "eval1" in name] == [
+        name.replace("eval0", "eval1") for name in kept
+    ], "the best on its split"
+    better = _shard(log, -1, version=3, is_eval=True)
+    log.append(
+        Evaluation(version=3, split="split1", score=0.9, num_tasks=1, num_failed=0, shard_id=better, seconds=1.0)
+    )
+    collect_garbage(log.store, ["run"], rules, dry_run=False)
+    assert not [name for name in _files(log.store, "shards") if "eval1" in name]
+
+
+def test_shards_of_an_evaluation_that_runs_stay_and_those_of_a_killed_one_go(tmp_path: Path):
+    """Both are of the base model, which is always kept; only the running one has written something lately."""
+    log = _train(a_log(local_store(tmp_path)), steps=1)
+    for number, age in enumerate((7200.0, 5400.0, 60.0)):
+        _piece(log, f"running-{number}", version=0, age=age)
+    _collect(log.store)
+    assert len([name for name in _files(log.store, "shards") if "running" in name]) == 3
+    for number in range(3):
+        path = log.store.root / log.shard_key(f"running-{number}")  # type: ignore[attr-defined]
+        os.utime(path, (path.stat().st_mtime - 7200,) * 2)
+    [*items] = _collect(log.store).items
+    assert {item.reason for item in items if "running" in item.name} == {"its evaluation never ended"}
+    assert not [name for name in _files(log.store, "shards") if "running" in name]
+
+
+def test_an_evaluation_in_which_everything_failed_makes_no_policy_the_best(tmp_path: Path):
+    """Rewards are negative here, so that 0 would be the best score."""
+    log = _train(a_log(local_store(tmp_path)), steps=5)
+    for version, score, num_failed in ((1, -0.5, 0), (2, 0.0, 4), (3, -0.7, 0)):
+        log.append(
+            Evaluation(
+                version=version, split="test", score=score, num_tasks=2, n_samples=2, num_failed=num_failed,
+                shard_id=f"e{version}", seconds=1.0,
+            )
+        )  # fmt: skip
+    kept = kept_policies(log.state, Rules(keep_last=1), log.state.evaluations)
+    assert kept == {0: "base model", 1: "best on test", 5: "live, among the newest"}
+
+
+def test_what_is_retired_stays_retired_when_the_rules_change(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=6, state_every=2)
+    _collect(log.store)
+    before = _files(log.store, "policies", "state", "shards")
+    report = _collect(log.store, keep_last=5)
+    assert report.items == [] and _files(log.store, "policies", "state", "shards") == before
+    _check(log, Rules(keep_last=1))
+
+
+def test_a_dry_run_and_a_second_run_change_nothing(store: ObjectStore):
+    log = _train(a_log(store), steps=4, state_every=2)
+    before = _files(store, "policies", "state", "shards", "log")
+    would = _collect(store, dry_run=True)
+    assert not would.removed and _files(store, "policies", "state", "shards", "log") == before
+    did = _collect(store)
+    assert did.items == would.items and did.freed_bytes == would.freed_bytes
+    entries, left = log.refresh().entries, _files(store, "policies", "state", "shards")
+    again = _collect(store)
+    assert again.items == [] and log.refresh().entries == entries
+    assert _files(store, "policies", "state", "shards") == left
+
+
+def test_folders_of_what_went_go_too(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=3, state_every=1)
+    _collect(log.store)
+    assert log.store.names("runs/run/policies") == ["3-a"]
+    assert log.store.names("runs/run/state") == ["2-a", "3-a"]
+
+
+def test_files_without_an_entry_go_when_no_writer_can_still_be_at_it(tmp_path: Path):
+    store = local_store(tmp_path)
+    log = _train(a_log(store), steps=1)
+    orphans = ["shards/lost.arrow", "policies/2-lost/model.safetensors", "state/2-lost/state.safetensors"]
+    orphans += ["rewards/new/s1.arrow", "shards/.s9.arrow.0123.tmp"]
+    for name in orphans:
+        store.put(log.key(name), b"no entry came")
+    index = log.key("index/rows.lance")
+    store.put(index, b"not ours to judge")
+    assert _collect(store).items == [], "all of it may still get its entry"
+    for name in ("rewards/new/s1.arrow", "shards/lost.arrow"):
+        os.utime(store.root / log.key(name), (0, 0))
+    assert {item.name: item.kind for item in _collect(store).items} == {
+        "runs/run/rewards/new/s1.arrow": "orphan",
+        "runs/run/shards/lost": "orphan",
+    }
+    kinds = {item.name.removeprefix("runs/run/"): item.kind for item in _collect(store, orphan_seconds=0.0).items}
+    assert kinds == {"policies/2-lost": "orphan", "state/2-lost": "orphan", "shards/.s9.arrow.0123.tmp": "temporary"}
+    assert _files(store, "policies", "state", "shards", "rewards") == ["policies/1-a", "shards/s1"]
+    assert store.exists(index) and not (store.root / log.key("shards/.s9.arrow.0123.tmp")).exists()
+    state, entries = log.refresh(), log.state.entries
+    assert state.retired_shards == {"lost"}
+    assert state.retired_states == {"runs/run/policies/2-lost", "runs/run/state/2-lost"}
+    assert _collect(store, orphan_seconds=0.0).items == [] and log.refresh().entries == entries
+
+
+@pytest.mark.parametrize("folder", ["shards", "policies", "state"])
+def test_a_writer_that_comes_after_its_files_were_removed_is_refused(tmp_path: Path, folder: str):
+    store = local_store(tmp_path)
+    log = _train(a_log(store), steps=1)
+    _shard(log, 2, version=1)
+    files = {"shards": "shards/s9.arrow", "policies": "policies/2-late/m", "state": "state/2-late/m"}
+    store.put(log.key(files[folder]), b"its writer sleeps")
+    _collect(store, orphan_seconds=0.0)
+    assert not store.exists(log.key(files[folder]))
+    step = a_step(log.refresh(), trained=["0.task2"])
+    match folder:
+        case "shards":
+            with pytest.raises(Conflict, match="new id"):
+                log.append(a_shard("s9", [a_summary(9)]))
+        case "policies":
+            late = replace(step, policy=replace(step.policy, path=log.key("policies/2-late")))
+            with pytest.raises(Conflict, match="step 2 came so late that its files were removed"):
+                log.append(late)
+        case "state":
+            with pytest.raises(Conflict, match="start this run again"):
+                log.append(replace(step, state_path=log.key("state/2-late")))
+    log.append(step)
+    assert RunLog(store, "run").refresh() == log.state
+
+
+def test_an_orphan_that_was_retired_is_deleted_whatever_its_age(tmp_path: Path):
+    """Whoever retired it was killed, or found a reader."""
+    store = local_store(tmp_path)
+    log = _train(a_log(store), steps=1)
+    store.put(log.shard_key("s9"), b"x")
+    store.put(log.key("state/9-a/m"), b"x")
+    log.append(Retire(shard_ids=["s9"], policy_versions=[], state_paths=[log.key("state/9-a")], reason=""))
+    assert {(item.kind, item.retired) for item in _collect(store).items} == {("orphan", True)}
+    assert _files(store, "shards", "state") == ["shards/s1"]
+
+
+def test_a_step_that_gets_its_entry_in_the_end_keeps_its_files(tmp_path: Path):
+    """Its trainer slept between files and entry, and woke up while the plan called them orphans."""
+
+    class Late(LocalStore):
+        woken = False
+
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            if b'"retire"' in data and not Late.woken:
+                Late.woken = True
+                rival = open_run(LocalStore(self.root), "run")
+                step = a_step(rival.state, trained=["0.task3"])
+                rival.append(replace(step, state_path=rival.key("state/3-a")))
+            return super().put_if_absent(key, data)
+
+    log = _train(a_log(local_store(tmp_path)), steps=2)
+    _shard(log, 3, version=2)
+    for name in ("policies/3-a/model.safetensors", "state/3-a/state.safetensors"):
+        log.store.put(log.key(name), b"not yet committed")
+    report = _collect(Late(tmp_path / "store"), orphan_seconds=0.0)
+    assert Late.woken and {item.kind for item in report.items} == {"policy"}
+    assert log.refresh().retired_states == set() and log.state.retired_policies == {1}, "2 was live in the plan"
+    _check(log, Rules(keep_last=1))
+
+
+def test_an_orphan_that_gets_its_entry_in_the_end_stays(tmp_path: Path):
+    """A writer that slept between file and entry, and woke up while we were at it."""
+
+    class Late(LocalStore):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            if b'"retire"' in data and not self.exists("runs/run/log/late"):
+                self.put("runs/run/log/late", b"once")
+                _shard(RunLog(LocalStore(self.root), "run"), 50, version=3)
+            return super().put_if_absent(key, data)
+
+    store = Late(tmp_path)
+    log = _train(a_log(store), steps=3, state_every=1)
+    store.put(log.shard_key("s50"), b"written, and not yet committed")
+    report = _collect(store, orphan_seconds=0.0)
+    assert log.refresh().shard_of["0.task50"] == "s50" and "s50" not in str([item.name for item in report.items])
+    assert read_shard(log, log.state.shards["s50"]).num_rows == 2
+
+
+def test_rewards_go_with_their_shard(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=3, state_every=1)
+    for shard_id in ("s1", "s3"):
+        log.store.put(log.key(f"rewards/strict/{shard_id}.arrow"), b"rewards")
+    log.append(Rescore(name="strict", reward="m:f", reward_sha256="d", files={"s1": "x", "s3": "x"}))
+    _collect(log.store)
+    assert _files(log.store, "shards", "rewards") == ["rewards/strict/s3", "shards/s3"]
+
+
+def test_a_quarantined_shard_goes_with_its_step(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=2, state_every=1)
+    _shard(log, 9)
+    log.append(Quarantine(shard_id="s9", reason="cut off"))
+    _collect(log.store)
+    assert _files(log.store, "shards") == ["shards/s2"]
+
+
+@pytest.mark.parametrize("kept", ["nothing", "half a folder"])
+def test_killed_before_or_while_deleting_the_next_one_finishes(tmp_path: Path, kept: str):
+    class Killed(LocalStore):
+        def delete(self, keys: Sequence[str]) -> None:
+            if any("policies" in key for key in keys):
+                super().delete(keys[:0] if kept == "nothing" else keys[:3])
+                raise KeyboardInterrupt
+            super().delete(keys)
+
+    log = _train(a_log(local_store(tmp_path)), steps=4, state_every=2)
+    with pytest.raises(KeyboardInterrupt):
+        _collect(Killed(tmp_path / "store"))
+    state = log.refresh()
+    assert state.retired_policies == {1, 2, 3} and len(_files(log.store, "policies")) > 1
+    _check(log, Rules(keep_last=1))
+    entries = state.entries
+    report = _collect(log.store, older_than_seconds=DAY)  # whatever the rules are now
+    assert {item.reason for item in report.items} == {"retired before, and not deleted yet"}
+    assert _files(log.store, "policies", "shards") == ["policies/4-a", "shards/s3", "shards/s4"]
+    assert log.refresh().entries == entries
+
+
+def test_a_deletion_is_finished_even_if_somebody_would_like_the_file_back(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=3, state_every=3)
+    log.append(Retire(shard_ids=["s1"], policy_versions=[], state_paths=[], reason="by age, and then killed"))
+    log.append(Alias(name="shipped", version=2, checksum=""))  # it was trained from s1 and s2
+    assert [item.name for item in _collect(log.store).items if item.retired] == ["s1"]
+    assert _files(log.store, "policies", "shards") == ["policies/2-a", "policies/3-a", "shards/s2", "shards/s3"]
+
+
+def test_what_becomes_needed_while_the_plan_is_made_stays(tmp_path: Path):
+    class Meanwhile(LocalStore):
+        """Somebody sets an alias just before the plan's entry is written."""
+
+        aliased = False
+
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            if b'"retire"' in data and not Meanwhile.aliased:
+                Meanwhile.aliased = True
+                rival = open_run(LocalStore(self.root), "run")
+                rival.append(Alias(name="shipped", version=2, checksum=""))
+            return super().put_if_absent(key, data)
+
+    log = _train(a_log(local_store(tmp_path)), steps=5, state_every=1)
+    report = _collect(Meanwhile(tmp_path / "store"))
+    assert Meanwhile.aliased and report.kept[2] == "alias shipped"
+    assert _files(log.store, "policies", "shards") == ["policies/2-a", "policies/5-a", "shards/s2", "shards/s5"]
+    assert log.refresh().retired_policies == {1, 3, 4}
+    _check(log, Rules(keep_last=1))
+
+
+def test_a_reader_holds_everything_up(store: ObjectStore):
+    log = _train(a_log(store), steps=3, state_every=1)
+    with reading(log, "replay"):
+        report = _collect(store)
+        [reader] = report.readers
+        assert (reader.what, reader.pid) == ("replay", os.getpid()) and not report.removed
+        assert report.items and log.refresh().retired_policies == set()
+        [report] = collect_garbage(store, ["run"], Rules(keep_last=2), dry_run=False, ignore_readers=True)
+        assert report.removed and log.refresh().retired_policies == {1}
+    assert store.names("runs/run/readers") == []
+    assert _collect(store).removed and log.refresh().retired_policies == {1, 2}
+
+
+def test_a_reader_that_broke_off_is_gone_and_one_that_died_is_forgotten_after_three_hours(tmp_path: Path):
+    store = local_store(tmp_path)
+    log = _train(a_log(store), steps=3, state_every=1)
+    with pytest.raises(RuntimeError), reading(log, "replay"):
+        raise RuntimeError
+    assert store.names("runs/run/readers") == []
+    dead = reading(log, "index")
+    dead.__enter__()
+    [name] = store.names("runs/run/readers")
+    file = store.root / "runs/run/readers" / name
+    os.utime(file, (file.stat().st_mtime - 3 * 3600 + 60,) * 2)
+    assert [reader.what for reader in _collect(store).readers] == ["index"]
+    os.utime(file, (file.stat().st_mtime - 120,) * 2)
+    report = _collect(store)
+    assert report.removed and report.readers == [] and "temporary" in report.by_kind()
+    assert store.names("runs/run/readers") == []
+
+
+def test_a_reader_that_lives_long_says_so_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    renewed = threading.Event()
+
+    class Watched(LocalStore):
+        def delete(self, keys: Sequence[str]) -> None:
+            super().delete(keys)
+            renewed.set()
+
+    monkeypatch.setattr(retention, "_RENEW_SECONDS", 0.01)
+    log = RunLog(Watched(tmp_path / "store"), "run")
+    _train(a_log(local_store(tmp_path)), steps=1)
+    with reading(log, "replay"):
+        first = log.store.names("runs/run/readers")
+        renewed.clear()
+        assert renewed.wait(60)
+        assert log.store.names("runs/run/readers") != first
+    assert log.store.names("runs/run/readers") == []
+    assert "reader" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the real one")])
+def test_a_reader_that_cannot_sign_off_keeps_its_result_and_its_error(tmp_path: Path, error: Exception | None):
+    class Stuck(LocalStore):
+        def delete(self, keys: Sequence[str]) -> None:
+            raise StoreError("no connection")
+
+    _train(a_log(local_store(tmp_path)), steps=1)
+    log = RunLog(Stuck(tmp_path / "store"), "run")
+    with pytest.raises(RuntimeError, match="the real one") if error else contextlib.nullcontext():  # noqa: SIM117
+        with reading(log, "replay"):
+            if error:
+                raise error
+
+
+def test_a_damaged_run_is_left_alone_and_the_others_are_collected(tmp_path: Path):
+    store = local_store(tmp_path)
+    for run in ("broken", "whole"):
+        log = a_log(store, run_id=run)
+        store.put(log.shard_key("lost"), b"x")
+    store.put("runs/broken/log/00000000000000000001.json", b"{")
+    whole, broken = collect_garbage(store, [], Rules(orphan_seconds=0.0), dry_run=False)
+    assert (whole.run, whole.removed, whole.problem) == ("whole", True, "")
+    assert (broken.run, broken.removed, broken.items) == ("broken", False, [])
+    assert "00000000000000000001.json cannot be read" in broken.problem
+    assert store.exists("runs/broken/shards/lost.arrow") and not store.exists("runs/whole/shards/lost.arrow")
+    with pytest.raises(LogDamaged):
+        collect_garbage(store, ["broken"], Rules(), dry_run=True)
+
+
+def test_the_log_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = _train(a_log(local_store(tmp_path)), steps=60, state_every=10)
+    log.append(Alias(name="shipped", version=33, checksum=""))
+    asked: list[int] = []
+    decode = log_segments.Archive._entry
+
+    def counted(self: log_segments.Archive, number: int) -> object:
+        asked.append(number)
+        return decode(self, number)
+
+    monkeypatch.setattr(log_segments.Archive, "_entry", counted)
+    # The least a cache can hold: what is asked for twice is decoded twice.
+    uncached = SimpleNamespace(lru_cache=lambda maxsize: lambda function: function)
+    monkeypatch.setattr(log_segments, "functools", uncached)
+    assert _collect(log.store).removed
+    # Once for the plans; sessions and aliases once for the fold; an aliased policy when `Retire` is checked and folded,
+    # for its anchor.
+    assert asked and max(Counter(asked).values()) <= 3
+
+
+def test_a_reader_that_comes_after_the_entry_sees_it_and_stops_the_deletion(tmp_path: Path):
+    log = _train(a_log(local_store(tmp_path)), steps=3, state_every=1)
+    reader_log = open_run(local_store(tmp_path), "run")
+    came = reading(reader_log, "report")
+
+    class Meanwhile(LocalStore):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            written = super().put_if_absent(key, data)
+            if b'"retire"' in data:
+                came.__enter__()
+            return written
+
+    report = _collect(Meanwhile(tmp_path / "store"))
+    assert not report.removed and [reader.what for reader in report.readers] == ["report"]
+    assert reader_log.state.retired_policies == {1, 2}, "it folds the log after it has registered"
+    assert len(_files(log.store, "policies")) == 3
+    came.__exit__(None, None, None)
+    assert _collect(log.store).removed and len(_files(log.store, "policies")) == 1
+
+
+def test_whoever_may_only_read_reads_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class ReadOnly(LocalStore):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            raise PermissionError("read-only")
+
+    _train(a_log(local_store(tmp_path)), steps=1)
+    log = RunLog(ReadOnly(tmp_path / "store"), "run")
+    caplog.set_level(logging.INFO)
+    with reading(log, "report", quiet=True):
+        assert log.state.step == 1
+    assert caplog.text == ""
+    with reading(log, "replay"):
+        assert log.state.step == 1
+    assert "cannot register" in caplog.text
+
+
+def test_age_and_size_choose_among_what_may_go(tmp_path: Path):
+    store = local_store(tmp_path)
+    log = _train(a_log(store), steps=5, state_every=1)
+    for number in range(1, 6):
+        for name in (
+            f"policies/{number}-a/model.safetensors",
+            f"policies/{number}-a/digest.json",
+            f"shards/s{number}.arrow",
+        ):
+            path = store.root / log.key(name)
+            age = (10 - number) * DAY
+            os.utime(path, (path.stat().st_mtime - age,) * 2)
+    old = _collect(store, dry_run=True, older_than_seconds=7.5 * DAY)
+    assert sorted(item.name for item in old.items) == ["1", "2", "s1", "s2"]
+    everything = _collect(store, dry_run=True)
+    wanted = everything.num_bytes - 150  # the oldest policy has 100 bytes and its shard, as old, some thousand
+    some = _collect(store, dry_run=True, max_bytes=wanted)
+    assert {item.name for item in some.items} <= {"1", "s1"} and some.freed_bytes >= 150
+    assert _collect(store, dry_run=True, max_bytes=everything.num_bytes).items == []
+    both = _collect(store, max_bytes=0, older_than_seconds=7.5 * DAY)
+    assert both.items == old.items or sorted(i.name for i in both.items) == sorted(i.name for i in old.items)
+    _check(log, Rules(keep_last=1))
+
+
+def test_a_size_is_of_all_named_runs_together_oldest_first(tmp_path: Path):
+    store = local_store(tmp_path)
+    for run, age in (("young", 1), ("old", 2)):
+        log = a_log(store, run_id=run)
+        for version in (1, 2):
+            log.append(a_shard(f"{run}{version}", [a_summary(version)]))
+            step = a_step(log.state, trained=[f"0.task{version}"])
+            policy = replace(step.policy, path=log.key(f"policies/{version}"))
+            log.append(replace(step, policy=policy, state_path=log.key(f"state/{version}")))
+            store.put(f"{policy.path}/model.safetensors", b"x" * 1000)
+            path = store.root / policy.path / "model.safetensors"
+            os.utime(path, (path.stat().st_mtime - age * DAY,) * 2)
+    total = sum(file.num_bytes for file in store.walk("runs"))
+    reports = collect_garbage(store, [], Rules(keep_last=1, max_bytes=total - 1), dry_run=False)
+    assert {report.run: [item.name for item in report.items] for report in reports} == {"old": ["1"], "young": []}
+    with pytest.raises(FileNotFoundError, match="old, young"):
+        collect_garbage(store, ["odl"], Rules(), dry_run=True)
+
+
+@pytest.mark.parametrize(
+    ("age", "size", "seconds", "num_bytes"),
+    [("30d", "50GB", 30 * DAY, 50 * 10**9), ("12h", "1.5 GiB", 43200.0, 3 * 2**29), ("", "", 0.0, None)],
+)
+def test_rules_as_people_write_them(age: str, size: str, seconds: float, num_bytes: int | None):
+    rules = make_rules(keep_last=1, keep_every=0, older_than=age, max_size=size)
+    assert (rules.older_than_seconds, rules.max_bytes) == (seconds, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        ({"older_than": "3 years"}, "'3 years'.*30d"),
+        ({"older_than": "30"}, "30d"),
+        ({"max_size": "-5GB"}, "50GB"),
+        ({"keep_last": -1}, "keep_last = -1"),
+    ],
+)
+def test_rules_nobody_can_mean_are_refused(rules: dict[str, object], sentence: str):
+    with pytest.raises(ValueError, match=sentence):
+        make_rules(**{"keep_last": 1, "keep_every": 0, "older_than": "", "max_size": "", **rules})  # type: ignore[arg-type]
+
+
+def test_a_folder_that_several_versions_share_stays_while_one_of_them_is_kept(store: ObjectStore):
+    """A skipped step makes a version with the weights, and so the files, of the one before."""
+    log = _train(a_log(store), steps=2)
+    _skip(log), _skip(log)  # versions 2, 3 and 4 are one folder
+    _train(log, steps=3)
+    log.append(Alias(name="best", version=3, checksum=""))
+    report = _collect(store)
+    assert _files(store, "policies") == ["policies/2-a", "policies/7-a"]
+    assert log.refresh().retired_policies == {1, 5, 6} and set(report.kept) == {0, 3, 7}
+
+    log.append(Alias(name="best", version=7, checksum=""))
+    [shared] = [item for item in _collect(store).items if item.kind == "policy"]
+    assert shared.name == "2, 3, 4"
+    assert _files(store, "policies") == ["policies/7-a"]
+    assert log.refresh().retired_policies == {1, 2, 3, 4, 5, 6}
+
+
+def test_the_folder_of_the_live_policy_stays_when_it_is_older(store: ObjectStore):
+    log = _train(a_log(store), steps=2)
+    for _ in range(4):
+        _skip(log)
+    _collect(store)
+    assert _files(store, "policies") == ["policies/2-a"] and log.refresh().retired_policies == {1}
+
+
+def _skip(log: RunLog) -> None:
+    """A step that trains nothing and keeps the live policy's files."""
+    live = log.state.live
+    assert live is not None
+    step = a_step(log.state, trained=[])
+    log.append(replace(step, policy=replace(step.policy, path=live.path, weights_sha256=live.weights_sha256)))
+
+
+def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
+    """Nothing that anybody needs vanishes: every claimed shard is read, and the law holds at the end."""
+    rounds, rules = 25, Rules(keep_last=1)
+    a_log(local_store(tmp_path))
+    done = threading.Event()
+    failures: list[BaseException] = []
+
+    def produce() -> None:
+        log = open_run(local_store(tmp_path), "run")
+        for number in range(rounds):
+            _shard(log, number, version=0)
+
+    def train() -> None:
+        log = open_run(local_store(tmp_path), "run")
+        claim_rules = ClaimRules(batch_size=1, max_staleness=10**6, stale_policy="strict", min_usable=1)
+        while log.refresh().step < rounds:
+            claim = next_claim(log.state, claim_rules)
+            if claim is None:
+                continue
+            for claimed in claim.trained:
+                read_shard(log, log.state.shards[claimed.shard_id])
+            step = a_step(log.state, claim)
+            log.store.put(f"{step.policy.path}/model.safetensors", b"weights")
+            if claim.step % 4 == 0:
+                step = replace(step, state_path=log.key(f"state/{claim.step}-a"))
+                log.store.put(f"{step.state_path}/state.safetensors", b"moments")
+            log.append(step)
+            log.append(Alias(name="rollout", version=step.policy.version, checksum=""))
+
+    def collect() -> None:
+        while not done.is_set():
+            collect_garbage(local_store(tmp_path), ["run"], rules, dry_run=False)
+
+    def watched(work: Callable[[], None]) -> threading.Thread:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 - a thread's failure has to fail the test
+                failures.append(error)
+                done.set()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+    collectors = [watched(collect), watched(collect)]
+    workers = [watched(produce), watched(train)]
+    for worker in workers:
+        worker.join(timeout=120)
+    done.set()
+    for collector in collectors:
+        collector.join(timeout=120)
+    assert failures == [] and not any(thread.is_alive() for thread in workers + collectors)
+    log = open_run(local_store(tmp_path), "run")
+    assert log.state.step == rounds and log.state.retired_policies, "they met"
+    _check(log, rules)
+    _collect(log.store)
+    assert _files(log.store, "policies") == [f"policies/{rounds}-a"]
+    _check(log, rules)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    events=st.lists(
+        st.tuples(st.sampled_from(["step", "state", "eval", "alias", "shard", "gc"]), st.integers(0, 3)),
+        min_size=1,
+        max_size=25,
+    ),
+    keep_last=st.integers(0, 3),
+    keep_every=st.integers(0, 3),
+)
+def test_whatever_happened_before_what_is_kept_can_be_trained_again(
+    events: list[tuple[str, int]], keep_last: int, keep_every: int
+):
+    rules = Rules(keep_last=keep_last, keep_every=keep_every)
+    log = a_log(MemoryStore())
+    counts = {"shard": 0, "eval": 0}
+
+    def a_file_shard(*, is_eval: bool, version: int) -> str:
+        kind = "eval" if is_eval else "shard"
+        counts[kind] += 1
+        shard_id = f"{kind}{counts[kind]}"
+        log.store.put(log.shard_key(shard_id), b"rows")
+        log.append(replace(a_shard(shard_id, [a_summary(counts[kind])], is_eval=is_eval), head_version=version))
+        return shard_id
+
+    for kind, number in events:
+        state: RunState = log.refresh()
+        alive = sorted(set(state.policies) - state.retired_policies)
+        version = alive[number % len(alive)]
+        match kind:
+            case "step" | "state":
+                a_file_shard(is_eval=False, version=0)
+                taken = list(state.pending)[: number + 1]
+                step = a_step(state, trained=taken)
+                log.store.put(f"{step.policy.path}/model.safetensors", b"w")
+                if kind == "state":
+                    step = replace(step, state_path=log.key(f"state/{step.claim.step}"))
+                    log.store.put(f"{step.state_path}/state.safetensors", b"m")
+                log.append(step)
+            case "eval":
+                shard_id = a_file_shard(is_eval=True, version=version)
+                score = Evaluation(
+                    version=version,
+                    split="test",
+                    score=number / 3,
+                    num_tasks=1,
+                    num_failed=0,
+                    shard_id=shard_id,
+                    seconds=0,
+                )
+                log.append(score)
+            case "alias":
+                log.append(Alias(name="name", version=version, checksum=""))
+            case "shard":
+                a_file_shard(is_eval=False, version=0)
+            case "gc":
+                collect_garbage(log.store, ["run"], rules, dry_run=False)
+                _check(log, rules)
+                assert _collect(log.store, "run", keep_last=keep_last, keep_every=keep_every).items == []
+
+
+def test_the_log_refuses_to_retire_what_is_needed(tmp_path: Path):
+    """What the plan relies on: whatever a plan missed, the log does not take."""
+    log = _train(a_log(local_store(tmp_path)), steps=2)
+    _shard(log, 3, version=2)
+    for retire in (
+        Retire(shard_ids=["s3"], policy_versions=[], state_paths=[], reason=""),
+        Retire(shard_ids=[], policy_versions=[2], state_paths=[], reason=""),
+    ):
+        with pytest.raises(Conflict):
+            log.append(retire)
+
+
+def _train_deltas(log: RunLog, anchors: Sequence[int | None]) -> RunLog:
+    """Steps of one shard each; those with a number are deltas against that version."""
+    for anchor in anchors:
+        number = log.state.step + 1
+        _shard(log, number, version=number - 1)
+        step = a_step(log.state, trained=[f"0.task{number}"])
+        for file in ("model.safetensors" if anchor is None else "delta.safetensors", "digest.json"):
+            log.store.put(f"{step.policy.path}/{file}", b"x" * 50)
+        log.append(replace(step, policy=replace(step.policy, anchor=anchor)))
+    return log
+
+
+def test_an_anchor_stays_while_a_kept_policy_is_a_delta_against_it(store: ObjectStore):
+    _train_deltas(a_log(store), [None, 1, 1, None, 4, 4])
+    report = _collect(store)
+    assert _files(store, "policies") == ["policies/4-a", "policies/6-a"]
+    assert report.kept == {0: "base model", 4: "anchor of 6", 6: "live, among the newest"}
+
+
+def test_an_anchor_goes_with_its_deltas_and_never_before_them(store: ObjectStore):
+    """Also where the oldest go first, down to a size: without its anchor a delta is nothing."""
+    log = _train_deltas(a_log(store), [None, 1, 1, None, 4, None])
+    report = _collect(store, max_bytes=sum(file.num_bytes for file in store.walk("runs/run")) - 1)
+    assert log.refresh().retired_policies == {1, 2, 3}
+    assert [item.name for item in report.items if item.kind == "policy"] == ["1, 2, 3"]
+    assert {"policies/4-a", "policies/5-a", "policies/6-a"} <= set(_files(store, "policies"))
+
+
+def test_the_anchor_of_what_is_live_or_has_an_alias_is_not_retired(store: ObjectStore):
+    log = _train_deltas(a_log(store), [None, 1, None, 3])
+    log.append(Alias(name="shipped", version=2, checksum=""))
+    for version, kept in ((1, "1"), (3, "3")):
+        with pytest.raises(Conflict, match=rf"\[{kept}\] are anchors"):
+            log.append(Retire(shard_ids=[], policy_versions=[version], state_paths=[], reason=""))
+
+
+def test_a_delta_against_a_retired_anchor_is_not_committed(store: ObjectStore):
+    log = _train_deltas(a_log(store), [None, None])
+    log.append(Retire(shard_ids=[], policy_versions=[1], state_paths=[], reason=""))
+    with pytest.raises(Conflict, match="came so late"):
+        _train_deltas(log, [1])

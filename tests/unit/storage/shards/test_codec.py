@@ -1,0 +1,373 @@
+"""A shard comes back as it was written, and every rule of schema v1 is enforced on the way in and out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.records import Message, RolloutGroup, ToolCall
+from storage.shards.codec import decode_shard, encode_shard, open_shard, shard_table, summarise
+from storage.shards.schema import SCHEMA, BadShard, NewerSchema, check, content_sha256, flat, row_offsets
+from tests.builders import SAMPLING, a_group, a_trajectory, a_turn, provenance
+
+
+def _encode(groups: Sequence[RolloutGroup], **options: Any) -> bytes:
+    return encode_shard(groups, provenance=provenance(), sampling=SAMPLING, **options)
+
+
+def _table(groups: Sequence[RolloutGroup] | None = None) -> pa.Table:
+    return decode_shard(_encode(groups or [a_group(0)]), name="s0")
+
+
+def _file(table: pa.Table, **metadata: str) -> bytes:
+    """Arrow IPC bytes of a table, some of its metadata replaced; an empty value removes the key."""
+    merged = {key.decode(): value.decode() for key, value in table.schema.metadata.items()} | metadata
+    table = table.replace_schema_metadata({key: value for key, value in merged.items() if value})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def _with(column: str, rows: list[Any]) -> pa.Table:
+    """The default table with one column's values replaced."""
+    table = _table()
+    index = table.schema.get_field_index(column)
+    return table.set_column(index, SCHEMA.field(column), pa.array(rows, type=SCHEMA.field(column).type))
+
+
+def test_every_fact_of_an_attempt_comes_back():
+    call = ToolCall(name="add", arguments='{"a": 1}', result="2", failed=True, seconds=0.25)
+    first = a_turn([12, 13], context=[2, 8, 3], versions=[4, 5], tool_calls=[call], generate_seconds=1.5)
+    second = a_turn([14, 1], context=[1, 2, 9, 3], versions=5, finish_reason="length")
+    attempt = a_trajectory(
+        0.75,
+        turns=[first, second],
+        reward_parts={"sum": 0.75, "format": None},
+        status="truncated",
+        started_at=11.0,
+        finished_at=12.5,
+    )
+    group = replace(a_group(3, trajectories=[attempt], expected=2), queued_at=10.0, epoch=2)
+    row = _table([group]).to_pylist()[0]
+    assert row["group_id"] == "0.task3" and row["prompt_id"] == "task3" and row["epoch"] == 2
+    assert (row["attempt"], row["sample_idx"], row["sequence_idx"]) == (0, 0, 0)
+    assert (row["group_expected"], row["group_usable"]) == (2, 1)
+    assert row["input_ids"] == [2, 8, 3, 12, 13, 1, 2, 9, 3, 14, 1]
+    assert row["loss_mask"] == [False] * 3 + [True] * 2 + [False] * 4 + [True] * 2
+    assert row["logprobs"] == [0] * 3 + [-0.5] * 2 + [0] * 4 + [-0.5] * 2
+    assert row["weight_versions"] == [-1] * 3 + [4, 5] + [-1] * 4 + [5, 5]
+    assert (row["head_version"], row["tail_version"], row["prompt_len"]) == (4, 5, 3)
+    assert row["reward"] == 0.75 and row["reward_parts"] == [("sum", 0.75), ("format", None)]
+    assert row["status"] == "truncated" and row["accepted"] and row["reject_reason"] == ""
+    assert row["turns"][0] == {
+        "context_len": 3,
+        "sampled_len": 2,
+        "finish_reason": "stop",
+        "generate_seconds": 1.5,
+        "tool_calls": [{"name": "add", "arguments": '{"a": 1}', "result": "2", "failed": True, "seconds": 0.25}],
+    }
+    assert [turn["finish_reason"] for turn in row["turns"]] == ["stop", "length"]
+    assert [Message(**message) for message in row["messages"]] == attempt.messages
+    assert row["sampling"]["max_tokens"] == 8 and row["sampling"]["seed"] is None
+    assert (row["queued_at"], row["started_at"], row["finished_at"]) == (10.0, 11.0, 12.5)
+    assert row["worker_id"] == "rollout-0" and row["is_eval"] is False
+
+
+def test_the_file_says_where_it_comes_from():
+    data = _encode([a_group(0, version=3), a_group(1, version=5)], is_eval=True)
+    metadata = {key.decode(): value.decode() for key, value in decode_shard(data, name="s0").schema.metadata.items()}
+    content = metadata.pop("content_sha256")
+    assert metadata == {
+        "schema_version": "1",
+        "run_id": "run",
+        "shard_id": "s0",
+        "producer": "rollout-0",
+        "tokenizer_sha256": "t" * 64,
+        "chat_template_sha256": "c" * 64,
+        "config_sha256": "a" * 64,
+        "code_version": "c0de",
+        "head_version": "3",
+        "tail_version": "5",
+        "num_rows": "4",
+        "num_groups": "2",
+    }
+    assert content == content_sha256(decode_shard(data, name="s0"))
+    assert set(decode_shard(data, name="s0")["is_eval"].to_pylist()) == {True}
+
+
+def test_equal_groups_give_equal_bytes():
+    assert _encode([a_group(0)]) == _encode([a_group(0)])
+
+
+def test_only_usable_attempts_become_rows():
+    group = a_group(0, rewards=[1.0, None, 0.5])
+    table = _table([group])
+    assert table["attempt"].to_pylist() == [0, 2]
+    assert table["sample_idx"].to_pylist() == [0, 1]
+    assert table["group_usable"].to_pylist() == [2, 2]
+    summary = summarise(group)
+    assert (summary.expected, summary.usable, summary.rows) == (3, 2, 2)
+    assert summary.failures == {"env_error": 1} and summary.mean_reward == 0.75
+
+
+def test_a_group_of_failures_has_no_row_and_no_mean():
+    group = a_group(0, rewards=[None, None], accepted=False)
+    summary = summarise(group)
+    assert (summary.usable, summary.rows, summary.mean_reward) == (0, 0, None)
+    assert (summary.head_version, summary.tail_version) == (-1, -1)
+    table = _table([group])
+    assert table.num_rows == 0 and table.schema.metadata[b"num_groups"] == b"1"
+
+
+@pytest.mark.parametrize("status", ["ok", "truncated", "max_turns"])
+def test_an_attempt_without_a_reward_is_counted_as_such(status: str):
+    group = a_group(0, trajectories=[a_trajectory(None, status=status), a_trajectory(1.0, attempt=1)])
+    assert summarise(group).failures == {"no_reward": 1}
+
+
+def test_an_attempt_that_sampled_nothing_is_no_row():
+    silent = a_trajectory(0.0, turns=[a_turn([])])
+    group = a_group(0, trajectories=[silent, a_trajectory(1.0, attempt=1)])
+    assert _table([group])["attempt"].to_pylist() == [1]
+    assert summarise(group).usable == 1
+
+
+def test_a_rejected_group_is_stored_with_its_reason():
+    table = _table([a_group(0, accepted=False)])
+    assert table["accepted"].to_pylist() == [False, False]
+    assert set(table["reject_reason"].to_pylist()) == {"uniform reward 1"}
+
+
+def test_a_forked_attempt_is_two_rows_with_its_messages_once():
+    turns = [a_turn([12, 1]), a_turn([13, 1], context=[2, 9, 3], sequence_idx=1)]
+    group = a_group(0, trajectories=[a_trajectory(1.0, turns=turns), a_trajectory(0.0, attempt=1)])
+    table = _table([group])
+    assert table["attempt"].to_pylist() == [0, 0, 1]
+    assert table["sequence_idx"].to_pylist() == [0, 1, 0]
+    assert [len(messages) for messages in table["messages"].to_pylist()] == [2, 0, 2]
+    assert table["reward"].to_pylist() == [1.0, 1.0, 0.0]
+    assert table["group_usable"].to_pylist() == [2, 2, 2]
+    assert table["input_ids"].to_pylist()[:2] == [[2, 8, 3, 12, 1], [2, 9, 3, 13, 1]]
+    assert (summarise(group).rows, summarise(group).usable) == (3, 2)
+
+
+def test_a_fork_that_sampled_nothing_is_no_row():
+    turns = [a_turn([]), a_turn([13, 1], context=[2, 9, 3], sequence_idx=1)]
+    table = _table([a_group(0, trajectories=[a_trajectory(1.0, turns=turns)])])
+    assert table["input_ids"].to_pylist() == [[2, 9, 3, 13, 1]]
+    assert len(table["messages"][0]) == 2
+
+
+turns = st.builds(
+    lambda context, sampled, logprobs, version: replace(
+        a_turn(sampled, context=context, versions=version), logprobs=logprobs[: len(sampled)]
+    ),
+    st.lists(st.integers(0, 2**31 - 1), max_size=4),
+    st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4),
+    st.lists(st.floats(-100, 0, width=32), min_size=4, max_size=4),
+    st.integers(0, 1000),
+)
+rewards = st.one_of(st.none(), st.floats(-10, 10, width=32))
+
+
+@settings(max_examples=40, deadline=None)
+@given(attempts=st.lists(st.lists(st.tuples(rewards, st.lists(turns, max_size=3)), max_size=3), max_size=3))
+def test_any_groups_come_back_token_for_token(attempts: list[list[tuple[float | None, list[Any]]]]):
+    groups = [
+        a_group(
+            position,
+            trajectories=[
+                a_trajectory(reward, attempt=attempt, turns=turns) for attempt, (reward, turns) in enumerate(inside)
+            ],
+        )
+        for position, inside in enumerate(attempts)
+    ]
+    table = decode_shard(_encode(groups), name="s0")
+    usable = [(group, t) for group in groups for t in group.usable]
+    assert table["group_id"].to_pylist() == [group.id for group, _ in usable]
+    assert table["reward"].to_pylist() == [t.reward for _, t in usable]
+    sampled = [i for _, t in usable for turn in t.turns for i in turn.sampled_ids]
+    mask = flat(table["loss_mask"]).astype(bool)
+    assert flat(table["input_ids"])[mask].tolist() == sampled
+    logprobs = [p for _, t in usable for turn in t.turns for p in turn.logprobs]
+    assert np.array_equal(flat(table["logprobs"])[mask], np.array(logprobs, dtype=np.float32))
+    assert len(row_offsets(table["input_ids"])) == table.num_rows + 1
+    assert sum(summarise(group).rows for group in groups) == table.num_rows
+
+
+def _tokens(**changes: Any) -> RolloutGroup:
+    """A group whose first attempt has one turn of context 2 8 3 and reply 12 1, with some of its facts wrong."""
+    return a_group(0, trajectories=[a_trajectory(1.0, turns=[replace(a_turn(), **changes)])])
+
+
+@pytest.mark.parametrize(
+    ("group", "rule"),
+    [
+        (_tokens(logprobs=[-0.5]), "logprobs and input_ids differ in length"),
+        (_tokens(weight_versions=[0, 0, 0]), "weight_versions and input_ids differ in length"),
+        (_tokens(logprobs=[-0.5, 0.1]), "a logprob is positive"),
+        (_tokens(logprobs=[-0.5, math.nan]), "not finite"),
+        (_tokens(logprobs=[-math.inf, -0.5]), "not finite"),
+        (_tokens(weight_versions=[0, -1]), "a sampled token has no weight version"),
+        (_tokens(sampled_ids=[12, 2**31]), "input_ids: .*requires.* <= 2147483647"),
+        (_tokens(context_ids=[2, None, 3]), "input_ids: required argument is not an integer"),
+        (_tokens(logprobs=[-0.5, -1e39]), "a logprob is positive or not finite"),
+        (_tokens(weight_versions=[0, 0.5]), "weight_versions: required argument is not an integer"),
+        (_tokens(finish_reason=3), "finish_reason: Expected bytes, got a 'int' object"),
+        (a_group(0, trajectories=[a_trajectory(), a_trajectory()]), "group 0.task0 has 1 attempts, says 2"),
+    ],
+)
+def test_what_breaks_a_rule_is_never_written(group: RolloutGroup, rule: str):
+    with pytest.raises(BadShard, match=rf"shard s0: .*{rule}"):
+        _encode([group])
+
+
+@pytest.mark.parametrize(
+    ("table", "rule"),
+    [
+        (_with("loss_mask", [[False] * 3 + [True]] * 2), "loss_mask and input_ids differ in length"),
+        (_with("logprobs", [[0.0]] * 2), "logprobs and input_ids differ in length"),
+        (_with("weight_versions", [[]] * 2), "weight_versions and input_ids differ in length"),
+        (_with("logprobs", [[0, 0, 0, -1, 1e-6]] * 2), "a logprob is positive"),
+        (_with("logprobs", [[0, 0, 0, -1, math.nan]] * 2), "not finite"),
+        (_with("logprobs", [[0, 0, -0.1, -1, -1]] * 2), "a logprob is set where nothing was sampled"),
+        (_with("weight_versions", [[-1, -1, 0, 0, 0]] * 2), "a weight version is set where nothing was sampled"),
+        (_with("weight_versions", [[-1, -1, -1, 0, -1]] * 2), "a sampled token has no weight version"),
+        (_with("logprobs", [[0, 0, 0, None, -1]] * 2), "a token has a null"),
+        (_with("weight_versions", [[-1, -1, -1, 0, 0], None]), "weight_versions has nulls"),
+        (_with("group_id", ["0.task0", None]), "group_id has nulls"),
+        (_with("weight_versions", [[-1, -2, -1, 0, 0]] * 2), "a weight version is set where nothing was sampled"),
+        (_with("head_version", [0, 1]), "head_version is above tail_version"),
+        (_with("attempt", [0, 0]), "group 0.task0 has 1 attempts, says 2"),
+        (_with("group_usable", [3, 3]), "group 0.task0 has 2 attempts, says 3"),
+    ],
+)
+def test_what_breaks_a_rule_is_never_read(table: pa.Table, rule: str):
+    with pytest.raises(BadShard, match=f"shard s7: .*{rule}"):
+        check(table, name="s7")
+    with pytest.raises(BadShard, match=f"shard s7: .*{rule}"):
+        decode_shard(_file(table, content_sha256=content_sha256(table)), name="s7")
+
+
+def test_altered_tokens_are_found_by_the_content_digest():
+    altered = _with("input_ids", [[2, 8, 3, 12, 2]] * 2)
+    with pytest.raises(BadShard, match="shard s7: .*content_sha256"):
+        decode_shard(_file(altered), name="s7")
+
+
+def test_the_content_digest_does_not_depend_on_chunks():
+    table = _table([a_group(0), a_group(1)])
+    halves = pa.concat_tables([table.slice(0, 1), table.slice(1)])
+    assert halves["input_ids"].num_chunks == 2
+    assert content_sha256(halves) == content_sha256(table)
+    check(halves, name="s0")
+
+
+def test_offsets_that_lead_out_of_the_file_are_found_before_anything_follows_them():
+    """A flipped bit that decompresses; without this, numpy would read foreign memory."""
+    table = _table()
+    offsets = pa.array([0, 2**28, 10], type=pa.int32()).buffers()[1]
+    wild = pa.ListArray.from_buffers(
+        pa.list_(pa.int32()), 2, [None, offsets], children=[pa.array([1] * 10, pa.int32())]
+    )
+    column = table.schema.get_field_index("input_ids")
+    with pytest.raises(BadShard, match="shard s7: .*[Oo]ffset"):
+        check(table.set_column(column, SCHEMA.field("input_ids"), wild), name="s7")
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 100, 0.5, 0.9, -8, -1])
+def test_a_file_that_was_cut_off_is_no_shard(length: float):
+    data = _encode([a_group(0)])
+    kept = data[: int(length * len(data))] if 0 < length < 1 else data[: int(length)]
+    with pytest.raises(BadShard, match="shard s7: not an Arrow IPC file, or cut off"):
+        decode_shard(kept, name="s7")
+
+
+def test_bytes_that_are_no_arrow_file_are_no_shard():
+    with pytest.raises(BadShard, match="shard s7"):
+        decode_shard(b"PAR1" + bytes(1000) + b"PAR1", name="s7")
+
+
+@pytest.mark.parametrize("version", ["0", "", "1.5"])
+def test_a_version_that_never_was_is_no_shard(version: str):
+    with pytest.raises(BadShard, match="shard s7: schema version .*reads 1") as caught:
+        decode_shard(_file(_table(), schema_version=version), name="s7")
+    assert not isinstance(caught.value, NewerSchema)
+
+
+def test_a_newer_major_version_is_refused_with_the_way_out():
+    newer = _table().drop_columns(["reward"])  # whatever version 3 may have done to the columns
+    with pytest.raises(NewerSchema, match="shard s7: schema version 3, this Millrace reads 1; .*upgrade") as caught:
+        decode_shard(_file(newer, schema_version="3"), name="s7")
+    assert isinstance(caught.value, ValueError)  # the command line prints it without a traceback
+
+
+def test_a_file_without_its_content_digest_is_no_shard():
+    with pytest.raises(BadShard, match="shard s7: .*content_sha256"):
+        decode_shard(_file(_table(), content_sha256=""), name="s7")
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(BadShard, match=r"shard s7: columns \['reward'\] are missing"):
+        decode_shard(_file(_table().drop_columns(["reward"])), name="s7")
+
+
+def test_a_column_of_another_type_is_named_with_both():
+    wide = _table()
+    column = wide.schema.get_field_index("input_ids")
+    wide = wide.set_column(column, "input_ids", wide["input_ids"].cast(pa.list_(pa.int64())))
+    with pytest.raises(BadShard, match=r"shard s7: column input_ids has type list<.*int64>, .* list<.*int32>"):
+        decode_shard(_file(wide), name="s7")
+
+
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_every_compression_and_any_number_of_batches_is_read(compression: str | None):
+    table = _table([a_group(0), a_group(1)])
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+        writer.write_table(table, max_chunksize=1)
+    read = decode_shard(bytes(sink.getvalue()), name="s0")
+    assert read["input_ids"].num_chunks == 4 and read.to_pylist() == table.to_pylist()
+
+
+def test_only_the_columns_asked_for_are_opened_and_those_the_rules_need():
+    table = open_shard(_encode([a_group(0)]), name="s0", columns=["reward", "sequence_idx"])
+    assert {"reward", "sequence_idx", "input_ids", "group_usable"} <= set(table.column_names)
+    assert not {"messages", "turns", "sampling"} & set(table.column_names)
+    check(table, name="s0")
+
+
+def test_a_row_of_five_million_tokens_comes_back():
+    length = 5_000_000
+    attempt = a_trajectory(turns=[a_turn([7] * (length - 3), versions=2)])
+    table = decode_shard(_encode([a_group(0, trajectories=[attempt])]), name="s0")
+    assert row_offsets(table["input_ids"]).tolist() == [0, length]
+    assert flat(table["input_ids"])[3:].tolist() == [7] * (length - 3)
+    assert int(flat(table["loss_mask"]).sum()) == length - 3
+
+
+def test_more_tokens_than_a_shard_addresses_are_refused_with_the_way_out():
+    half = replace(a_turn(), context_ids=range(2**30))  # as long as that, without the memory
+    group = a_group(0, trajectories=[a_trajectory(turns=[half, half])])
+    with pytest.raises(BadShard, match="shard s0: 2147483652 tokens .*lower `shard_bytes`"):
+        _encode([group])
+
+
+def test_the_table_before_it_is_a_file_is_the_one_that_is_read():
+    groups = [a_group(0), a_group(1, rewards=[0.5, None])]
+    table = shard_table(groups, provenance=provenance(), sampling=SAMPLING)
+    assert table.schema.equals(_table(groups).schema, check_metadata=True) and table.equals(_table(groups))
+
+
+def test_a_column_of_a_newer_writer_is_kept():
+    newer = _table().append_column("mood", pa.array(["calm", "glad"]))
+    assert decode_shard(_file(newer), name="s7")["mood"].to_pylist() == ["calm", "glad"]

@@ -1,0 +1,269 @@
+"""A shard is committed once, and read only as it was committed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from storage.log.entries import Quarantine, Retire, Shard
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict
+from storage.objects.digests import sha256_of
+from storage.shards.codec import shard_table
+from storage.shards.schema import BadShard, NewerSchema
+from storage.shards.shards import DamagedShard, commit_shard, read_shard
+from tests.builders import SAMPLING, a_group, a_log, a_summary, a_trajectory, local_store, provenance
+
+
+def _commit(log: RunLog, shard_id: str = "s0", *, positions: tuple[int, ...] = (0, 1), is_eval: bool = False) -> Shard:
+    groups = [a_group(position, rewards=[1.0, 0.0, None]) for position in positions]
+    return commit_shard(
+        log,
+        groups,
+        provenance=provenance(shard_id),
+        sampling=SAMPLING,
+        is_eval=is_eval,
+        seconds={"generate": 2.0},
+    )
+
+
+def test_a_committed_shard_is_in_the_log_and_reads_back():
+    log = a_log()
+    shard = _commit(log)
+    assert log.state.shards == {"s0": shard}
+    assert shard.groups == [a_summary(0, rewards=[1, 0, None]), a_summary(1, rewards=[1, 0, None])]
+    assert (shard.num_rows, shard.num_tokens) == (4, 8)
+    assert shard.num_bytes == len(log.store.get("runs/run/shards/s0.arrow"))
+    assert (shard.head_version, shard.tail_version, shard.is_eval) == (0, 0, False)
+    assert shard.seconds["generate"] == 2.0 and shard.seconds["commit"] > 0
+    table = read_shard(log, shard)
+    assert table["group_id"].to_pylist() == ["0.task0"] * 2 + ["0.task1"] * 2
+
+
+def test_committing_twice_is_committing_once():
+    log = a_log()
+    shard = _commit(log)
+    entries = log.state.entries
+    _commit(log)
+    _commit(RunLog(log.store, "run"))  # a second process that retries the first one's work
+    assert log.refresh().entries == entries
+    assert log.state.shards == {"s0": shard}
+    assert read_shard(log, shard).num_rows == 4
+
+
+def test_committing_other_groups_under_a_committed_id_leaves_the_committed_ones():
+    """The file too: overwritten, it would no longer have the digest in the log."""
+    log = a_log()
+    shard = _commit(log)
+    data = log.store.get(log.shard_key("s0"))
+    assert _commit(RunLog(log.store, "run"), positions=(2, 3)) == shard
+    assert log.store.get(log.shard_key("s0")) == data
+    assert read_shard(log, shard).num_rows == 4 and list(log.refresh().shards) == ["s0"]
+
+
+def test_prompts_somebody_else_committed_are_a_conflict_and_the_log_is_untouched():
+    log = a_log()
+    _commit(log)
+    entries = log.state.entries
+    with pytest.raises(Conflict, match=r"s1: prompt positions \[1\]"):
+        _commit(log, "s1", positions=(1, 2))
+    assert log.refresh().entries == entries and list(log.state.shards) == ["s0"]
+
+
+def test_a_bad_group_is_refused_before_anything_is_written():
+    log = a_log()
+    twice = a_group(0, trajectories=[a_trajectory(), a_trajectory()])
+    with pytest.raises(BadShard):
+        commit_shard(log, [twice], provenance=provenance(), sampling=SAMPLING)
+    assert not log.store.exists("runs/run/shards/s0.arrow")
+
+
+def test_a_shard_of_nothing_but_failures_is_committed_and_reads_as_no_rows():
+    log = a_log()
+    failures = a_group(0, rewards=[None, None], accepted=False)
+    shard = commit_shard(log, [failures], provenance=provenance(), sampling=SAMPLING)
+    assert (shard.num_rows, shard.head_version, shard.tail_version) == (0, -1, -1)
+    assert read_shard(log, shard).num_rows == 0
+    assert log.state.counters()["pending"] == 1
+
+
+def test_a_missing_file_is_damage():
+    log = a_log()
+    shard = _commit(log)
+    del log.store.files["runs/run/shards/s0.arrow"]  # type: ignore[attr-defined]
+    with pytest.raises(DamagedShard, match="shard s0: the file is missing") as caught:
+        read_shard(log, shard)
+    assert (caught.value.shard_id, caught.value.reason) == ("s0", "the file is missing")
+
+
+def test_a_file_that_was_cut_off_is_damage(tmp_path: Path):
+    log = a_log(local_store(tmp_path))
+    shard = _commit(log)
+    file = tmp_path / "store" / "runs" / "run" / "shards" / "s0.arrow"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DamagedShard, match=rf"s0: its sha256 differs.*\(100 of {shard.num_bytes} bytes\)"):
+        read_shard(log, shard)
+
+
+@pytest.mark.parametrize("place", [0, 0.3, 0.6, -1])
+def test_one_flipped_bit_is_damage(place: float):
+    log = a_log()
+    shard = _commit(log)
+    data = bytearray(log.store.get("runs/run/shards/s0.arrow"))
+    data[int(place * len(data)) if place >= 0 else -1] ^= 1
+    log.store.put("runs/run/shards/s0.arrow", bytes(data))
+    with pytest.raises(DamagedShard, match="shard s0: its sha256 differs"):
+        read_shard(log, shard)
+
+
+def test_a_shard_of_another_run_is_damage():
+    other = a_log(run_id="other")
+    shard = commit_shard(other, [a_group(0)], provenance=provenance("s0", run_id="someone-elses"), sampling=SAMPLING)
+    with pytest.raises(DamagedShard, match="it belongs to run 'someone-elses'"):
+        read_shard(other, shard)
+
+
+def test_an_empty_file_is_damage(tmp_path: Path):
+    log = a_log(local_store(tmp_path))
+    shard = _commit(log)
+    (tmp_path / "store" / "runs" / "run" / "shards" / "s0.arrow").write_bytes(b"")
+    with pytest.raises(DamagedShard, match="s0: its sha256 differs"):
+        read_shard(log, shard)
+
+
+def _commit_file(log: RunLog, table: pa.Table, **metadata: str) -> Shard:
+    """A shard of some other writer: a file of its making, and a log entry that names it with its true digest."""
+    merged = {key.decode(): value.decode() for key, value in table.schema.metadata.items()} | metadata
+    table = table.replace_schema_metadata(merged)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = bytes(sink.getvalue())
+    log.store.put("runs/run/shards/s0.arrow", data)
+    groups = [a_summary(0)]
+    shard = replace(_commit(a_log()), sha256=sha256_of(data), num_bytes=len(data), groups=groups)
+    log.append(shard)
+    return shard
+
+
+def _table() -> pa.Table:
+    return shard_table([a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
+
+
+def test_a_file_without_the_schema_is_damage_although_the_log_vouches_for_its_bytes():
+    log = a_log()
+    shard = _commit_file(log, _table().drop_columns(["logprobs"]))
+    with pytest.raises(
+        DamagedShard, match=r"shard s0: columns \['logprobs'\] are missing \(memory:/runs/run/shards/s0"
+    ):
+        read_shard(log, shard)
+
+
+def test_a_broken_rule_is_damage_although_the_log_vouches_for_its_bytes():
+    log = a_log()
+    table = _table()
+    negative = pa.array([9, 9], pa.int32())
+    shard = _commit_file(log, table.set_column(table.schema.get_field_index("head_version"), "head_version", negative))
+    with pytest.raises(DamagedShard, match="shard s0: head_version is above tail_version"):
+        read_shard(log, shard)
+
+
+def test_a_shard_of_a_newer_millrace_is_refused_and_not_called_damaged():
+    log = a_log()
+    shard = _commit_file(log, _table(), schema_version="2")
+    with pytest.raises(NewerSchema, match=r"upgrade this one to read it \(memory:/runs/run/shards/s0.arrow\)"):
+        read_shard(log, shard)
+
+
+def test_a_retired_shard_says_that_retention_removed_it():
+    log = a_log()
+    failures = a_group(0, rewards=[None])
+    shard = commit_shard(log, [failures], provenance=provenance(), sampling=SAMPLING, is_eval=True)
+    log.append(Retire(shard_ids=["s0"], policy_versions=[], state_paths=[], reason="older than a day"))
+    with pytest.raises(DamagedShard, match="shard s0: retention removed it"):
+        read_shard(log, shard)
+
+
+def _commit_with(log: RunLog, shard_id: str, position: int, tokenizer_sha256: str) -> Shard:
+    made = replace(provenance(shard_id), tokenizer_sha256=tokenizer_sha256)
+    return commit_shard(log, [a_group(position)], provenance=made, sampling=SAMPLING)
+
+
+def test_a_shard_made_with_another_tokenizer_is_damage():
+    log = a_log()
+    ours, theirs = _commit_with(log, "s0", 0, "a" * 64), _commit_with(log, "s1", 1, "b" * 64)
+    more, silent = _commit_with(log, "s2", 2, "a" * 64), _commit_with(log, "s3", 3, "")
+    with pytest.raises(DamagedShard, match="shard s1: its tokenizer b{12} is not a{12}, .*first shard s0; .*rollout-0"):
+        read_shard(log, theirs)
+    assert [read_shard(log, shard).num_rows for shard in (ours, more, silent)] == [2, 2, 2]
+
+
+def test_the_tokenizer_is_that_of_the_first_shard_that_is_still_there():
+    log = a_log()
+    shards = [_commit_with(log, f"s{i}", i, digest * 64) for i, digest in enumerate("cbab")]
+    assert read_shard(log, shards[0]).num_rows == 2
+    log.append(Quarantine(shard_id="s0", reason="not ours"))
+    log.store.delete([log.shard_key("s0")])
+    assert read_shard(log, shards[1]).num_rows == read_shard(log, shards[3]).num_rows == 2
+    with pytest.raises(DamagedShard, match="first shard s1"):
+        read_shard(log, shards[2])
+
+
+def test_the_first_shard_after_all_were_quarantined_says_which_tokenizer():
+    log = a_log()
+    lost = _commit_with(log, "s0", 0, "a" * 64)
+    log.append(Quarantine(shard_id="s0", reason="not ours"))
+    assert read_shard(log, lost).num_rows == 2, "nothing to compare it with"
+    first, other = _commit_with(log, "s1", 1, "b" * 64), _commit_with(log, "s2", 2, "c" * 64)
+    assert read_shard(log, first).num_rows == 2
+    with pytest.raises(DamagedShard, match="first shard s1"):
+        read_shard(log, other)
+
+
+def test_reading_does_not_pass_over_the_retired_shards_every_time(monkeypatch: pytest.MonkeyPatch):
+    log = a_log()
+    shards = [_commit_with(log, f"s{i}", i, "a" * 64) for i in range(4)]
+    for shard in shards[:2]:
+        log.append(Quarantine(shard_id=shard.id, reason="not ours"))
+    passes = []
+
+    class Watched(dict[str, Shard]):
+        def __iter__(self) -> Iterator[str]:
+            passes.append(1)
+            return super().__iter__()
+
+    monkeypatch.setattr(log.state, "shards", Watched(log.state.shards))
+    for _ in range(3):
+        assert [read_shard(log, shard).num_rows for shard in shards[2:]] == [2, 2]
+    assert len(passes) == 1
+
+
+def test_a_local_shard_is_mapped_and_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    log = a_log(local_store(tmp_path))
+    shard = _commit(log)
+
+    def copied(key: str) -> Any:
+        raise AssertionError(f"{key} was read into memory")
+
+    monkeypatch.setattr(log.store, "get", copied)
+    assert read_shard(log, shard).num_rows == 4
+
+
+def test_the_columns_asked_for_are_what_is_read():
+    log = a_log()
+    shard = _commit(log)
+    table = read_shard(log, shard, columns=["reward"])
+    assert table["reward"].to_pylist() == [1.0, 0.0] * 2 and "messages" not in table.column_names
+
+
+def test_damage_crosses_processes_with_its_shard_id():
+    """Ray sends exceptions between processes this way."""
+    error = pickle.loads(pickle.dumps(DamagedShard("s0", "cut off", "file:///s0.arrow")))
+    assert (error.shard_id, error.reason, error.file) == ("s0", "cut off", "file:///s0.arrow")
+    assert str(error) == "shard s0: cut off (file:///s0.arrow)"

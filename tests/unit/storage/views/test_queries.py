@@ -1,0 +1,478 @@
+"""SQL over a run: what the views say, what is left out of them, and what a query reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiobotocore.client
+import pyarrow as pa
+import pytest
+import s3fs
+
+from storage.log.entries import Evaluation, Quarantine, Rescore, Retire, Shard
+from storage.log.run_log import RunLog
+from storage.objects.digests import sha256_of
+from storage.objects.object_store import LocalStore, ObjectStore, StoreError
+from storage.objects.opening import open_store
+from storage.records import Message, RolloutGroup, ToolCall
+from storage.shards.codec import encode_shard
+from storage.shards.rescored_rewards import NewReward, RewardSet, attempts_of, put_rewards, rewards_key
+from storage.shards.shards import commit_shard, read_shard
+from storage.views import query_shards
+from storage.views.queries import VIEWS, Queries, open_queries
+from tests.builders import (
+    SAMPLING,
+    a_group,
+    a_log,
+    a_shard,
+    a_step,
+    a_trajectory,
+    a_turn,
+    local_store,
+    provenance,
+)
+from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> ObjectStore:
+    return local_store(tmp_path)
+
+
+@pytest.fixture(params=["folder", "s3"])
+def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    if request.param == "folder":
+        return local_store(tmp_path)
+    return open_store(f"s3://{request.getfixturevalue('bucket')}/prefix")
+
+
+def _commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup], **fields: Any) -> Shard:
+    return commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, **fields)
+
+
+def _conversation() -> RolloutGroup:
+    """A group of one attempt that called a tool, was told the result, and then edited its history."""
+    said = [
+        Message(role="system", content="use the tool"),
+        Message(role="user", content="3+4"),
+        Message(role="assistant", content="call", is_completion=True),
+        Message(role="tool", content="7"),
+        Message(role="assistant", content="it is 7", is_completion=True),
+    ]
+    call = ToolCall(name="add", arguments='{"a": 3}', result="7", failed=False, seconds=0.25)
+    turns = [
+        a_turn([5, 1], context=[2, 8, 3], versions=[1, 2], tool_calls=[call]),
+        a_turn([6, 1], context=[9], versions=2),
+        a_turn([7], context=[2, 4], versions=3, sequence_idx=1, finish_reason="length"),
+    ]
+    attempt = a_trajectory(0.25, turns=turns, messages=said, reward_parts={"exact": 0.0, "style": 0.25})
+    return a_group(4, trajectories=[attempt])
+
+
+def _a_run(store: ObjectStore) -> RunLog:
+    """Five groups of which one is trained, stale, filtered, failed and pending each, and a held-out one."""
+    log = a_log(store)
+    _commit(log, "s0", [a_group(0, rewards=[1.0, 0.0]), a_group(1), a_group(2, accepted=False)])
+    _commit(log, "s1", [a_group(3, rewards=[None, 0.5]), _conversation()])
+    _commit(log, "e0", [a_group(-1, group_id="eval0.test", rewards=[1.0])], is_eval=True)
+    log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=2, num_failed=1, shard_id="e0", seconds=1.5))
+    outcomes = {"trained": ["0.task0"], "stale": ["0.task1"], "filtered": ["0.task2"], "failed": ["0.task3"]}
+    log.append(a_step(log.state, **outcomes))
+    return log
+
+
+def _rescore(log: RunLog, name: str, rewards: Sequence[float | None]) -> None:
+    """New rewards for the first attempts of shard `s0`."""
+    shard, made_by = log.state.shards["s0"], {"reward": f"my:{name}", "reward_sha256": "1" * 64}
+    attempts = attempts_of(read_shard(log, shard))[: len(rewards)]
+    new = [NewReward(reward=reward, parts={"style": reward}) for reward in rewards]
+    digest, _ = put_rewards(log, shard, RewardSet(name=name, **made_by), attempts, new)
+    log.append(Rescore(name=name, files={"s0": digest}, **made_by))
+
+
+def _rows(queries: Queries, sql: str) -> list[tuple[Any, ...]]:
+    return [tuple(row.values()) for row in queries.select(sql).to_pylist()]
+
+
+def test_every_trajectory_is_told_with_what_became_of_it(any_store: ObjectStore):
+    queries = open_queries(_a_run(any_store))
+    found = _rows(
+        queries,
+        """
+        SELECT id, reward, outcome, step, policy_version, shard_id, is_eval FROM trajectories
+        WHERE sequence_idx = 0 ORDER BY shard_number, position, attempt
+        """,
+    )
+    assert found == [
+        ("0.task0/0", 1.0, "trained", 1, 1, "s0", False),
+        ("0.task0/1", 0.0, "trained", 1, 1, "s0", False),
+        ("0.task1/0", 1.0, "stale", 1, None, "s0", False),
+        ("0.task1/1", 0.0, "stale", 1, None, "s0", False),
+        ("0.task2/0", 1.0, "filtered", 1, None, "s0", False),
+        ("0.task2/1", 0.0, "filtered", 1, None, "s0", False),
+        ("0.task3/1", 0.5, "failed", 1, None, "s1", False),
+        ("0.task4/0", 0.25, "pending", None, None, "s1", False),
+        ("eval0.test/0", 1.0, "eval", None, None, "e0", True),
+    ]
+    assert queries.left_out == {}
+
+
+def test_what_was_said_and_how_long_it_was(store: ObjectStore):
+    queries = open_queries(_a_run(store))
+    (first, forked) = queries.select(
+        "SELECT * FROM trajectories WHERE group_id = '0.task4' ORDER BY sequence_idx"
+    ).to_pylist()
+    assert (first["prompt"], first["reply"]) == ("3+4", "it is 7")
+    assert [m["role"] for m in first["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert (first["num_tokens"], first["num_sampled"], first["num_turns"], first["num_tool_calls"]) == (8, 4, 2, 1)
+    assert first["mean_logprob"] == pytest.approx(-0.5)
+    assert dict(first["reward_parts"]) == {"exact": 0.0, "style": 0.25}
+    assert (first["head_version"], first["tail_version"]) == (1, 2)
+    assert (forked["prompt"], forked["reply"], forked["num_sampled"], forked["tail_version"]) == (None, None, 1, 3)
+
+
+def test_turns_have_their_tool_calls(store: ObjectStore):
+    found = _rows(
+        open_queries(_a_run(store)),
+        """
+        SELECT sequence_idx, turn_idx, context_len, sampled_len, finish_reason, num_tool_calls, tool_calls[1].name,
+            tool_calls[1].result
+        FROM turns WHERE trajectory_id = '0.task4/0' ORDER BY ALL
+        """,
+    )
+    assert found == [
+        (0, 0, 3, 2, "stop", 1, "add", "7"),
+        (0, 1, 1, 2, "stop", 0, None, None),
+        (1, 0, 2, 1, "length", 0, None, None),
+    ]
+
+
+def test_tokens_have_their_logprobs_and_versions(store: ObjectStore):
+    found = _rows(
+        open_queries(_a_run(store)),
+        """
+        SELECT position, token_id, sampled, logprob, weight_version FROM tokens
+        WHERE trajectory_id = '0.task4/0' AND sequence_idx = 0 ORDER BY position
+        """,
+    )
+    assert found == [
+        (0, 2, False, 0.0, -1),
+        (1, 8, False, 0.0, -1),
+        (2, 3, False, 0.0, -1),
+        (3, 5, True, -0.5, 1),
+        (4, 1, True, -0.5, 2),
+        (5, 9, False, 0.0, -1),
+        (6, 6, True, -0.5, 2),
+        (7, 1, True, -0.5, 2),
+    ]
+
+
+def test_groups_steps_and_evaluations_are_those_of_the_log(store: ObjectStore):
+    queries = open_queries(_a_run(store))
+    (group,) = queries.select("SELECT * FROM groups WHERE id = '0.task3'").to_pylist()
+    assert dict(group.pop("failures")) == {"env_error": 1}
+    assert group.items() >= {
+        "position": 3, "expected": 2, "usable": 1, "mean_reward": 0.5, "outcome": "failed", "step": 1, "shard_id": "s1",
+    }.items()  # fmt: skip
+    (step,) = queries.select("SELECT * FROM steps").to_pylist()
+    counts = {outcome: 1 for outcome in ("trained", "stale", "filtered", "failed")}
+    assert step.items() >= {"step": 1, "base_version": 0, "policy_version": 1, "loss": 0.5, **counts}.items()
+    assert step["weights_sha256"] == f"{1:064x}" and step["session_id"] == "first" and step["written_at"].year > 2000
+    assert _rows(queries, "SELECT version, score, num_failed, shard_id FROM evaluations") == [(0, 0.5, 1, "e0")]
+
+
+def test_rewards_of_a_rescore_stand_beside_the_recorded_ones(any_store: ObjectStore):
+    log = _a_run(any_store)
+    _rescore(log, "strict", [0.0, None])
+    _rescore(log, "kind", [1.0, 0.5])
+    compared = """
+        SELECT t.id, t.reward AS old, w.reward AS new FROM trajectories t JOIN rewards w ON w.trajectory_id = t.id
+        WHERE w.name = 'strict' ORDER BY t.id
+    """
+    assert _rows(open_queries(log), compared) == [("0.task0/0", 1.0, 0.0), ("0.task0/1", 0.0, None)]
+    assert _rows(open_queries(log), "SELECT name, count(*) FROM rewards GROUP BY name ORDER BY name") == [
+        ("kind", 2),
+        ("strict", 2),
+    ]
+    any_store.put(rewards_key(log, "kind", "s0"), b"cut off")
+    queries = open_queries(log)
+    assert _rows(queries, "SELECT DISTINCT name FROM rewards") == [("strict",)]
+    assert "sha256 differs" in queries.left_out["rewards kind of s0"]
+    log.append(Quarantine(shard_id="s0", reason="lost"))
+    assert _rows(open_queries(log), "SELECT * FROM rewards") == []
+
+
+def test_every_view_has_columns_and_rows(store: ObjectStore):
+    log = _a_run(store)
+    _rescore(log, "strict", [0.0])
+    queries = open_queries(log)
+    for view in VIEWS:
+        assert list(queries.columns(view)) == queries.select(f"SELECT * FROM {view}").schema.names
+        assert _rows(queries, f"SELECT count(*) FROM {view}")[0][0] > 0
+
+
+def test_a_run_without_shards_answers_with_no_rows(store: ObjectStore):
+    queries = open_queries(a_log(store))
+    assert {view: len(queries.select(f"SELECT * FROM {view}")) for view in VIEWS} == dict.fromkeys(VIEWS, 0)
+
+
+def test_a_shard_without_rows_is_no_trouble(store: ObjectStore):
+    log = a_log(store)
+    _commit(log, "s0", [a_group(0, rewards=[None, None])])
+    _commit(log, "s1", [a_group(1)])
+    assert _rows(open_queries(log), "SELECT shard_id, count(*) FROM trajectories GROUP BY 1") == [("s1", 2)]
+
+
+def test_only_committed_shards_that_are_neither_quarantined_nor_retired_are_read(any_store: ObjectStore):
+    log = _a_run(any_store)
+    orphan = encode_shard([a_group(9)], provenance=provenance("orphan"), sampling=SAMPLING)
+    any_store.put(log.shard_key("orphan"), orphan)
+    log.append(Retire(shard_ids=["s0"], policy_versions=[], state_paths=[], reason="old"))
+    any_store.delete([log.shard_key("s0")])
+    log.append(Quarantine(shard_id="s1", reason="cut off"))
+    queries = open_queries(log)
+    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories") == [("e0",)]
+    assert queries.left_out == {"s0": "retired: retention has removed the file", "s1": "quarantined: cut off"}
+    # What was used stays in the log's own view; a pending group of a quarantined shard runs again under another id.
+    assert _rows(queries, "SELECT id FROM groups ORDER BY ALL") == [
+        ("0.task0",), ("0.task1",), ("0.task2",), ("0.task3",), ("eval0.test",)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "empty"])
+def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(any_store: ObjectStore, damage: str):
+    log = _a_run(any_store)
+    key = log.shard_key("s1")
+    data = any_store.get(key)
+    if damage == "missing":
+        any_store.delete([key])
+    else:
+        any_store.put(key, {"cut": data[: len(data) // 2], "garbage": b"\0" * len(data), "empty": b""}[damage])
+    queries = open_queries(log)
+    assert _rows(queries, "SELECT count(*) FROM trajectories") == [(7,)]
+    assert _rows(queries, "SELECT count(*), sum(reward) FROM trajectories WHERE outcome = 'trained'") == [(2, 1.0)]
+    assert list(queries.left_out) == ["s1"]
+    assert ("missing" if damage == "missing" else "sha256") in queries.left_out["s1"]
+
+
+@pytest.mark.parametrize("place", range(0, 96, 8))
+def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, monkeypatch: pytest.MonkeyPatch):
+    """DuckDB follows the offsets it is given, over the end of a buffer if need be."""
+    monkeypatch.setattr(query_shards, "WHOLE_BYTES", 0)
+    log = _a_run(store)
+    path = store.root / log.shard_key("s0")
+    data = bytearray(path.read_bytes())
+    for index in range(place, len(data), 96):
+        data[index] ^= 1 << (index % 8)
+    path.write_bytes(data)
+    queries = open_queries(log)
+    table = queries.select("SELECT *, unnest(input_ids), unnest(messages) FROM shard_rows")
+    assert set(table["shard_id"].to_pylist()) >= {"s1", "e0"}
+    verified = open_queries(log, verify=True)
+    assert set(_rows(verified, "SELECT DISTINCT shard_id FROM shard_rows")) == {("s1",), ("e0",)}
+    assert "sha256" in verified.left_out["s0"]
+
+
+@pytest.mark.parametrize("whole_bytes", [query_shards.WHOLE_BYTES, 0])
+def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
+    bucket: str, server: dict[str, str], monkeypatch: pytest.MonkeyPatch, whole_bytes: int
+):
+    monkeypatch.setattr(query_shards, "WHOLE_BYTES", whole_bytes)
+    with FaultyS3(server).running() as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.variables["AWS_ENDPOINT_URL"])
+        log = _a_run(open_store(f"s3://{bucket}/prefix"))
+        proxy.fail(Fault.DAMAGE, method="GET", part="/shards/s1", times=ALWAYS)
+        queries = open_queries(log)
+        assert set(_rows(queries, "SELECT DISTINCT shard_id FROM shard_rows")) == {("s0",), ("e0",)}
+    assert "is not what was written there" in queries.left_out["s1"]
+
+
+def test_verified_queries_notice_what_breaks_no_column(any_store: ObjectStore, monkeypatch: pytest.MonkeyPatch):
+    log = _a_run(any_store)
+    other = encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING)
+    any_store.put(log.shard_key("s1"), other)
+    monkeypatch.setattr(query_shards, "WHOLE_BYTES", 0)
+    assert ("0.task8/0",) in _rows(open_queries(log), "SELECT id FROM trajectories")
+    queries = open_queries(log, verify=True)
+    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
+    assert "sha256" in queries.left_out["s1"]
+
+
+def test_a_small_shard_is_always_compared_with_the_logs_digest(any_store: ObjectStore):
+    log = _a_run(any_store)
+    any_store.put(log.shard_key("s1"), encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING))
+    queries = open_queries(log)
+    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
+    assert "sha256" in queries.left_out["s1"]
+
+
+def _committed_bytes(log: RunLog, shard_id: str, table: pa.Table) -> None:
+    """Commit a table as the file of a shard."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    data = bytes(sink.getvalue())
+    log.store.put(log.shard_key(shard_id), data)
+    record = a_shard(shard_id, [])
+    log.append(dataclasses.replace(record, sha256=sha256_of(data), num_rows=len(table), num_bytes=len(data)))
+
+
+def _stored_table(log: RunLog, shard_id: str) -> pa.Table:
+    return pa.ipc.open_file(log.store.get(log.shard_key(shard_id))).read_all()
+
+
+def test_a_column_that_a_newer_minor_version_added_is_passed_over(store: ObjectStore):
+    log = _a_run(store)
+    table = _stored_table(log, "s0")
+    _committed_bytes(log, "newer", table.append_column("mood", pa.array(["good"] * len(table))))
+    queries = open_queries(log)
+    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'newer' AND reward = 1") == [(3,)]
+    assert queries.left_out == {}
+
+
+def test_a_newer_major_version_is_left_out_with_the_way_out(store: ObjectStore):
+    log = _a_run(store)
+    table = _stored_table(log, "s0")
+    _committed_bytes(log, "newer", table.replace_schema_metadata({**table.schema.metadata, b"schema_version": b"2"}))
+    queries = open_queries(log)
+    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'newer'") == [(0,)]
+    assert "upgrade" in queries.left_out["newer"]
+
+
+def test_a_query_reads_the_columns_it_names_and_the_shards_it_may_find_something_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log = _a_run(local_store(tmp_path))
+    queries = open_queries(log)
+    read: list[tuple[str, tuple[str, ...]]] = []
+    original = type(queries._rows)._read
+
+    def watched(self: Any, shard: Shard, columns: list[str]) -> Any:
+        read.append((shard.id, tuple(columns)))
+        return original(self, shard, columns)
+
+    monkeypatch.setattr(type(queries._rows), "_read", watched)
+    queries.select("SELECT avg(len(logprobs)) FROM shard_rows")
+    assert sorted(read) == [(name, ("logprobs",)) for name in ("e0", "s0", "s1")]
+    read.clear()
+    assert _rows(queries, "SELECT sum(reward) FROM trajectories WHERE shard_id = 's1' AND status = 'ok'")[0][0] > 0
+    assert {name for name, _ in read} == {"s1"}
+    assert not {"input_ids", "messages", "logprobs"}.intersection(*(columns for _, columns in read))
+    read.clear()
+    queries.select("SELECT count(*) FROM trajectories WHERE is_eval = true")
+    assert {name for name, _ in read} == {"e0"}
+
+
+def test_over_s3_a_query_fetches_little_of_a_large_shard(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    store = open_store(f"s3://{bucket}/prefix")
+    log = a_log(store)
+    draw = random.Random(0)
+    turns = [a_turn([draw.randrange(100_000) for _ in range(20_000)]) for _ in range(20)]
+    attempts = [a_trajectory(1.0, attempt=attempt, turns=[turn]) for attempt, turn in enumerate(turns)]
+    shard = _commit(log, "s0", [a_group(0, trajectories=attempts)])
+    fetched: list[int] = []
+    original = s3fs.S3File._fetch_range
+
+    def counted(self: Any, start: int, end: int) -> bytes:
+        data: bytes = original(self, start, end)
+        fetched.append(len(data))
+        return data
+
+    monkeypatch.setattr(s3fs.S3File, "_fetch_range", counted)
+    assert _rows(open_queries(log), "SELECT avg(reward) FROM trajectories") == [(1.0,)]
+    assert 0 < sum(fetched) < shard.num_bytes / 10
+
+
+def test_over_s3_a_query_asks_once_for_a_small_shard(bucket: str, monkeypatch: pytest.MonkeyPatch):
+    log = _a_run(open_store(f"s3://{bucket}/prefix"))
+    sql = "SELECT id, reward, prompt, reply FROM trajectories ORDER BY id"
+    expected = _rows(open_queries(log, verify=True), sql)
+    queries = open_queries(log)
+    asked: list[str] = []
+
+    def counted(self: Any, operation: str, parameters: dict[str, Any]) -> Any:
+        asked.append(operation)
+        return original(self, operation, parameters)
+
+    original = aiobotocore.client.AioBaseClient._make_api_call
+    monkeypatch.setattr(aiobotocore.client.AioBaseClient, "_make_api_call", counted)
+    assert _rows(queries, sql) == expected
+    assert asked == ["GetObject"] * 3
+
+
+def test_chosen_shards_alone_are_looked_at(store: ObjectStore):
+    log = _a_run(store)
+    store.delete([log.shard_key("s0")])
+    queries = open_queries(log, shard_ids=["s1"])
+    assert _rows(queries, "SELECT DISTINCT id, outcome, step FROM trajectories ORDER BY ALL") == [
+        ("0.task3/1", "failed", 1),
+        ("0.task4/0", "pending", None),
+    ]
+    assert queries.left_out == {} and _rows(queries, "SELECT count(*) FROM groups") == [(2,)]
+    assert _rows(open_queries(log, shard_ids=[]), "SELECT count(*) FROM trajectories") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("sql", "sentence"),
+    [
+        ("SELECT rewrd FROM trajectories", 'Referenced column "rewrd" not found.*"reward"'),
+        ("SELECT * FROM trajectorys", 'Did you mean "trajectories"'),
+        ("SELEC 1", 'syntax error at or near "SELEC"'),
+        ("SELECT 'ok' + [1]", "type"),
+        ("", "empty"),
+        ("SELECT * FROM trajectories WHERE reward = ?", "."),
+    ],
+)
+def test_wrong_sql_is_one_line_with_the_nearest_name(tmp_path: Path, sql: str, sentence: str):
+    queries = open_queries(_a_run(local_store(tmp_path)))
+    with pytest.raises(ValueError, match=sentence) as error:
+        queries.select(sql)
+    assert "\n" not in str(error.value)
+
+
+def test_sql_reaches_nothing_but_the_views(tmp_path: Path):
+    log = _a_run(local_store(tmp_path))
+    secret = tmp_path / "secret.csv"
+    secret.write_text("a\n1\n")
+    queries = open_queries(log)
+    hidden = pa.table({"a": [1]})  # noqa: F841 - what a replacement scan would find
+    for sql in [
+        f"SELECT * FROM read_csv('{secret}')",
+        f"SELECT * FROM '{secret}'",
+        f"COPY (SELECT 1) TO '{tmp_path / 'out.csv'}'",
+        f"ATTACH '{tmp_path / 'out.db'}'",
+        "SET enable_external_access = true",
+        "INSTALL httpfs",
+        "SELECT * FROM hidden",
+    ]:
+        with pytest.raises(ValueError):
+            queries.select(sql)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret.csv", "store"]
+    assert _rows(queries, "SELECT count(*) FROM trajectories") == [(10,)], "and the views are still there"
+
+
+def test_a_store_that_cannot_be_reached_is_an_error_and_no_empty_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log = _a_run(local_store(tmp_path))
+    queries = open_queries(log)
+    store = log.store.root / log.shard_key("s0")  # type: ignore[attr-defined]
+    store.unlink()
+
+    def unreachable(self: LocalStore, key: str) -> bytes:
+        raise StoreError("store is away; look for it")
+
+    monkeypatch.setattr(LocalStore, "get", unreachable)
+    with pytest.raises(StoreError, match="store is away"):
+        queries.select("SELECT count(*) FROM trajectories")
+
+
+def test_an_answer_comes_batch_by_batch(tmp_path: Path):
+    queries = open_queries(_a_run(local_store(tmp_path)))
+    sql = "SELECT t.id FROM trajectories t, range(100000)"
+    assert queries.stream(sql, lambda reader: reader.read_next_batch().num_rows) < 1_000_000
+    assert queries.stream("SELECT count(*) FROM trajectories", lambda reader: reader.read_all())[0][0].as_py() == 10

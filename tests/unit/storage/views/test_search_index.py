@@ -1,0 +1,566 @@
+"""The search index: it finds what reading everything would find, and it is only a view of the log and its shards."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3
+import lancedb
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from storage.log.entries import Quarantine, Retire
+from storage.log.run_log import RunLog
+from storage.objects.opening import open_store
+from storage.records import Message, ToolCall, Trajectory
+from storage.shards.shards import commit_shard
+from storage.views import search_index
+from storage.views.search_index import BadIndex, Found, SearchIndex, index_folder
+from storage.views.search_query import Filters, SearchQuery
+from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, a_turn, local_store, provenance
+
+
+def _said(*texts: str, attempt: int = 0, reward: float = 1.0, **fields: object) -> Trajectory:
+    messages = [Message(role="user", content=text) for text in texts]
+    return a_trajectory(reward, attempt=attempt, messages=messages, **fields)
+
+
+def _commit(log: RunLog, shard_id: str, *attempts: Trajectory, position: int = 0, is_eval: bool = False) -> None:
+    """One shard of one group, `0.task<position>`."""
+    group = a_group(position, trajectories=attempts)
+    commit_shard(log, [group], provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
+
+
+def _texts(log: RunLog, *texts: str) -> None:
+    _commit(log, "s0", *(_said(text, attempt=attempt) for attempt, text in enumerate(texts)))
+
+
+def _no_embedding(name: str) -> search_index.Embed:
+    raise AssertionError(f"nothing asked for embedding {name}")
+
+
+def _index(log: RunLog, folder: Path) -> SearchIndex:
+    return SearchIndex(log, folder / "index", load_embedding=_no_embedding)
+
+
+def _find(index: SearchIndex, text: str, *, count: int = 100, similar: bool = False, **filters: object) -> list[Found]:
+    return index.find(SearchQuery(text), Filters(**filters), count=count, similar=similar)  # type: ignore[arg-type]
+
+
+def _ids(index: SearchIndex, text: str, **filters: object) -> list[str]:
+    return sorted(found.id.removeprefix("0.task") for found in _find(index, text, **filters))
+
+
+def test_all_words_must_be_there_in_any_order_whatever_their_case_and_accents(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, "One is off by", "it was OFF by one!", "off by", "Zürich, off", "我喜欢编程")
+    index = _index(log, tmp_path)
+    index.update()
+    assert [found.id for found in _find(index, "off by one")] == ["0.task0/1", "0.task0/0"], "side by side first"
+    assert _ids(index, "zurich") == _ids(index, "ZÜRICH,") == ["0/3"]
+    assert _ids(index, "喜欢") == ["0/4"]
+    assert _ids(index, "of") == [] and _ids(index, "one zebra") == []
+    assert [found.id for found in _find(index, "off", count=2)] == [found.id for found in _find(index, "off")][:2]
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("37+45=", ["0/0"]),
+        ("37 45", ["0/0", "0/1"]),
+        ("foo_bar", ["0/2"]),
+        ("foo", ["0/2", "0/3"]),
+        ("X[I+1]", ["0/3"]),
+        ('"off by one"', ["0/2"]),
+        ('"off-by-one"', ["0/3"]),
+        ("one?", ["0/2", "0/3", "0/4"]),
+        ("o'brien", ["0/4"]),
+        ('{"city":', ["0/4"]),
+        ("+", ["0/0", "0/1", "0/3"]),
+        ("!=", ["0/3"]),
+        ("100%", ["0/4"]),
+        ("%", ["0/4"]),
+        ("\\", ["0/4"]),
+        ("🎉", ["0/4"]),
+        ("foo_bar, (off", []),
+        ("foo_bar, off!", ["0/2"]),
+        ("a AND (b", []),
+        ("'; DROP TABLE x --", []),
+        ("x" * 2000, []),
+    ],
+)
+def test_a_term_with_punctuation_must_be_there_exactly(query: str, found: list[str], index: SearchIndex) -> None:
+    assert _ids(index, query) == found
+
+
+@pytest.mark.parametrize("text", ["", "  ", '"', '""', '" "'])
+def test_a_query_without_text_says_so(text: str) -> None:
+    with pytest.raises(ValueError, match="nothing to search for"):
+        SearchQuery(text)
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
+    log = a_log()
+    _texts(
+        log,
+        "37+45=82",
+        "08+37=\n45",
+        "def foo_bar(): off by one",
+        "x[i+1] != foo bar, off-by-one",
+        'O\'Brien \\ 🎉 {"city": "one"} 100%',
+    )
+    index = _index(log, tmp_path_factory.mktemp("punctuation"))
+    index.update()
+    return index
+
+
+@pytest.mark.parametrize("most_unindexed", [0, 1000])
+def test_it_finds_what_reading_everything_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_unindexed: int
+) -> None:
+    """Shard by shard: the later ones are merged into the full-text index, or wait beside it."""
+    monkeypatch.setattr(search_index, "_MOST_UNINDEXED", most_unindexed)
+    draw = random.Random(5)
+    words = ["carry", "Carry", "37", "45", "3", "off", "by", "one", "Über", "x1", "the"]
+    texts = [
+        "".join(draw.choice(words) + draw.choice([" ", "+", "=", "_", "\n", ", "]) for _ in range(draw.randint(1, 9)))
+        for _ in range(300)
+    ]
+    log = a_log()
+    index = _index(log, tmp_path)
+    for shard in range(3):
+        attempts = [_said(text, attempt=attempt) for attempt, text in enumerate(texts[shard * 100 : shard * 100 + 100])]
+        _commit(log, f"s{shard}", *attempts, position=shard)
+        index.update()
+    table = lancedb.connect(str(tmp_path / "index")).open_table("trajectories")
+    assert table.index_stats("text_idx").num_unindexed_rows == (200 if most_unindexed else 0)
+    for _ in range(60):
+        asked = draw.choices(["carry", "37", "45", "3", "off", "one", "über", "x1", "the"], k=draw.randint(1, 3))
+        expected = {
+            f"{number // 100}/{number % 100}"
+            for number, text in enumerate(texts)
+            if set(asked) <= set(re.findall(r"[^\W_]+", text.lower()))
+        }
+        assert set(_ids(index, " ".join(asked), count=1000)) == expected, asked
+        literal = "+".join(asked[:2])
+        whole = re.compile(rf"(?<![^\W_]){re.escape(literal)}(?![^\W_])")
+        expected = {f"{n // 100}/{n % 100}" for n, text in enumerate(texts) if whole.search(text.lower())}
+        assert set(_ids(index, f'"{literal}"', count=1000)) == expected, literal
+
+
+def test_an_attempt_is_one_row_with_its_messages_and_tool_calls(tmp_path: Path) -> None:
+    log = a_log()
+    call = ToolCall(name="get_weather", arguments='{"city": "Paris"}', result="rain tomorrow")
+    turns = [a_turn(versions=3, tool_calls=[call]), a_turn(versions=4, sequence_idx=1)]
+    _commit(
+        log,
+        "s0",
+        _said("hello", "rain tomorrow", turns=turns, reward_parts={"style": 0.5, "none": None}, finished_at=9.0),
+    )
+    index = _index(log, tmp_path)
+    assert index.update().trajectories == 1
+    (found,) = _find(index, "get_weather paris hello tomorrow")
+    assert found.text == 'hello\nrain tomorrow\nget_weather {"city": "Paris"}'
+    assert (found.id, found.shard_id, found.prompt_id) == ("0.task0/0", "s0", "task0")
+    assert (found.head_version, found.tail_version, found.reward, found.finished_at) == (3, 4, 1.0, 9.0)
+    assert found.reward_parts == {"style": 0.5, "none": None}
+    assert found.accepted and not found.is_eval and found.score is not None and found.score > 0
+
+
+@pytest.fixture(scope="module")
+def filtered(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
+    log = a_log()
+    for position, (reward, status, versions) in enumerate(
+        [(0.1, "ok", [0, 0]), (0.5, "truncated", [1, 3]), (1.0, "max_turns", [4, 4]), (-1.0, "ok", [2, 2])]
+    ):
+        turn = a_turn(sampled=[5, 6], versions=versions)
+        _commit(log, f"s{position}", _said("word", reward=reward, status=status, turns=[turn]), position=position)
+    _commit(log, "held-out", _said("word"), position=9, is_eval=True)
+    log.append(a_step(log.state, trained=["0.task0"], filtered=["0.task1"]))
+    log.append(a_step(log.state, trained=["0.task2"]))
+    index = _index(log, tmp_path_factory.mktemp("filters"))
+    index.update()
+    return index
+
+
+@pytest.mark.parametrize(
+    ("filters", "found"),
+    [
+        ({}, "0123"),
+        ({"reward": ("<", 0.5)}, "03"),
+        ({"reward": ("<=", 0.5)}, "013"),
+        ({"reward": ("=", 0.1)}, "0"),
+        ({"reward": ("!=", 0.1)}, "123"),
+        ({"reward": (">", 0.1)}, "12"),
+        ({"reward": (">=", 0.1)}, "012"),
+        ({"reward": ("<", -0.5)}, "3"),
+        ({"status": "ok"}, "03"),
+        ({"first_version": 3}, "12"),
+        ({"last_version": 1}, "01"),
+        ({"first_version": 2, "last_version": 2}, "13"),
+        ({"outcome": "trained"}, "02"),
+        ({"outcome": "filtered"}, "1"),
+        ({"outcome": "stale"}, ""),
+        ({"outcome": "pending"}, "3"),
+        ({"step": 1}, "01"),
+        ({"step": 1, "outcome": "trained"}, "0"),
+        ({"step": 2, "reward": (">", 5.0)}, ""),
+        ({"include_eval": True}, "01239"),
+        ({"include_eval": True, "reward": ("=", 1.0)}, "29"),
+    ],
+)
+def test_filters_leave_only_what_they_name(filters: dict[str, object], found: str, filtered: SearchIndex) -> None:
+    for query in ("word", '"word"', "w"):  # by the index, and nothing at all
+        assert _ids(filtered, query, **filters) == ([f"{position}/0" for position in found] if query != "w" else [])
+
+
+def test_filters_come_before_the_count(tmp_path: Path) -> None:
+    """The only attempt that passes ranks last of 400, behind more than the first look fetches."""
+    log = a_log()
+    attempts = [_said("word word word", attempt=attempt, reward=0.0) for attempt in range(399)]
+    _commit(log, "s0", *attempts)
+    _commit(log, "s1", _said("word and much else that makes it rank last", reward=1.0), position=1)
+    log.append(a_step(log.state, trained=["0.task0"]))
+    index = _index(log, tmp_path)
+    index.update()
+    assert [found.id for found in _find(index, "word", count=1, reward=(">", 0.5))] == ["0.task1/0"]
+    assert [found.id for found in _find(index, "word", count=1, outcome="pending")] == ["0.task1/0"]
+
+
+def test_a_step_looks_at_its_own_shards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only attempt ranks last of 401: looking for it among all would take several looks, each larger."""
+    log = a_log()
+    _commit(log, "s0", *[_said("word word word", attempt=attempt) for attempt in range(400)])
+    _commit(log, "s1", _said("word and much else that makes it rank last"), position=1)
+    log.append(a_step(log.state, trained=["0.task1"]))
+    index = _index(log, tmp_path)
+    index.update()
+    looks = []
+    start = index._start_words
+
+    def counted(table: Any, query: SearchQuery) -> Any:
+        begin = start(table, query)
+        return lambda: looks.append(1) or begin()  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(index, "_start_words", counted)
+    assert [found.id for found in _find(index, "word", count=1, step=1)] == ["0.task1/0"]
+    assert len(looks) == 1
+    for nowhere in (0, 2):
+        assert _find(index, "word", step=nowhere) == []
+
+
+def test_outcome_and_step_are_asked_of_the_log_not_of_the_index(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, "word")
+    index = _index(log, tmp_path)
+    index.update()
+    (found,) = _find(index, "word")
+    assert (found.outcome, found.step) == ("pending", None)
+    log.append(a_step(log.state, stale=["0.task0"]))
+    (found,) = _find(index, "word")
+    assert (found.outcome, found.step) == ("stale", 1)
+
+
+def test_only_new_shards_are_read(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, "first word")
+    index = _index(log, tmp_path)
+    assert index.update().shards_added == 1
+    log.store.delete([log.shard_key("s0")])  # reading it again would find it damaged
+    _commit(log, "s1", _said("second word"), position=1)
+    assert index.behind() == 1
+    report = index.update()
+    assert (report.shards_added, report.trajectories, report.damaged) == (1, 2, {})
+    assert _ids(index, "word") == ["0/0", "1/0"] and index.behind() == 0
+    assert index.update().shards_added == 0
+
+
+def test_a_shard_without_rows_is_never_behind(tmp_path: Path) -> None:
+    log = a_log()
+    failed = a_trajectory(None, status="env_error")
+    _commit(log, "s0", failed)
+    index = _index(log, tmp_path)
+    assert index.update().shards_added == 0 and index.behind() == 0
+    assert _find(index, "word") == []
+
+
+def test_killed_half_way_and_run_again_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = a_log()
+    for position in range(20):
+        _commit(log, f"s{position}", _said(f"word {position}", f"other {position % 3}"), position=position)
+    whole = _index(log, tmp_path / "whole")
+    whole.update()
+    monkeypatch.setattr(search_index, "_COMMIT_BYTES", 1)
+    for killed_at in (0, 8, 16, 20):
+
+        def stop(done: int, total: int, killed_at: int = killed_at) -> None:
+            if done == killed_at:
+                raise KeyboardInterrupt
+
+        index = _index(log, tmp_path / str(killed_at))
+        with pytest.raises(KeyboardInterrupt):
+            index.update(progress=stop)
+        assert index.behind() == 20 - killed_at, "what was committed is kept"
+        assert index.update().shards_added == 20 - killed_at
+        assert _ids(index, "word") == _ids(whole, "word") and len(_ids(index, "word")) == 20
+        assert _ids(index, "other 2") == _ids(whole, "other 2")
+
+
+def test_two_updates_at_once_hold_every_attempt_once(tmp_path: Path) -> None:
+    log = a_log()
+    for position in range(10):
+        _commit(log, f"s{position}", _said("word"), position=position)
+    reports: list[search_index.Update] = []
+    threads = [threading.Thread(target=lambda: reports.append(_index(log, tmp_path).update())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(report.shards_added for report in reports) == [0, 0, 10]
+    assert len(_find(_index(log, tmp_path), "word")) == 10
+
+
+def test_a_damaged_shard_is_left_out_until_it_is_mended(tmp_path: Path) -> None:
+    log = a_log()
+    _commit(log, "s0", _said("word"))
+    _commit(log, "s1", _said("word"), position=1)
+    whole = log.store.get(log.shard_key("s0"))
+    log.store.put(log.shard_key("s0"), whole[:100])
+    index = _index(log, tmp_path)
+    report = index.update()
+    assert list(report.damaged) == ["s0"] and "sha256" in report.damaged["s0"]
+    assert _ids(index, "word") == ["1/0"]
+    log.store.put(log.shard_key("s0"), whole)
+    assert index.update().damaged == {} and _ids(index, "word") == ["0/0", "1/0"]
+
+
+def test_quarantined_and_retired_shards_disappear(tmp_path: Path) -> None:
+    log = a_log()
+    for position in range(3):
+        _commit(log, f"s{position}", _said("word"), position=position)
+    index = _index(log, tmp_path)
+    index.update()
+    log.append(a_step(log.state, trained=["0.task1"]))
+    log.append(Quarantine(shard_id="s0", reason="damaged"))
+    log.append(Retire(shard_ids=["s1"], policy_versions=[], state_paths=[], reason="old"))
+    assert _ids(index, "word") == ["2/0"], "at once, also before the next update"
+    report = index.update()
+    assert (report.shards_removed, report.trajectories) == (2, 1)
+    assert _ids(index, "word") == ["2/0"]
+
+
+def test_a_later_run_of_the_same_name_finds_nothing_of_the_earlier_one(tmp_path: Path) -> None:
+    earlier, later = a_log(), a_log()
+    _commit(earlier, "s-earlier", _said("word"))
+    _commit(later, "s-later", _said("other"))
+    _index(earlier, tmp_path).update()
+    index = _index(later, tmp_path)
+    assert index.update().shards_removed == 1
+    assert _find(index, "word") == [] and len(_find(index, "other")) == 1
+
+
+def _break_versions(table: Path) -> None:
+    for file in (table / "_versions").glob("*.manifest"):
+        file.write_bytes(b"not a manifest at all")
+
+
+def _cut_data(table: Path) -> None:
+    for file in (table / "data").iterdir():
+        file.write_bytes(file.read_bytes()[:50])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _break_versions,
+        _cut_data,
+        lambda table: shutil.rmtree(table / "data"),
+        lambda table: shutil.rmtree(table / "_indices"),
+    ],
+)
+def test_a_damaged_index_says_how_to_make_it_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    log = a_log()
+    _texts(log, "a word")
+    index = _index(log, tmp_path)
+    index.update()
+    damage(tmp_path / "index" / "trajectories.lance")
+    with pytest.raises(BadIndex, match=r"safe to delete: `millrace index run --rebuild`"):
+        _find(index, "word")
+    assert index.update(rebuild=True).shards_added == 1
+    assert _ids(index, "word") == ["0/0"]
+
+
+def test_an_index_of_another_schema_is_refused(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, "a word")
+    index = _index(log, tmp_path)
+    newer = pa.schema([("id", pa.string())], metadata={"millrace_index": "99"})
+    lancedb.connect(str(tmp_path / "index")).create_table("trajectories", schema=newer)
+    for use in (index.update, lambda: _find(index, "word")):
+        with pytest.raises(BadIndex, match=r"schema 99, this Millrace uses 1; `millrace index run --rebuild`"):
+            use()
+    assert index.update(rebuild=True).trajectories == 1
+
+
+def test_without_an_index_the_command_is_named(tmp_path: Path) -> None:
+    log = a_log()
+    index = _index(log, tmp_path)
+    for use in (index.behind, lambda: _find(index, "word")):
+        with pytest.raises(FileNotFoundError, match="`millrace index run`"):
+            use()
+    (tmp_path / "index" / "trajectories.lance" / "_versions").mkdir(parents=True)  # killed while it was being made
+    assert index.update().trajectories == 0 and _find(index, "word") == []
+
+
+def test_deleting_the_folder_costs_nothing_but_time(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, "a word")
+    index = _index(log, tmp_path)
+    index.update()
+    shutil.rmtree(tmp_path / "index")
+    assert index.update().shards_added == 1 and _ids(index, "word") == ["0/0"]
+
+
+def test_beside_the_shards_of_a_local_store(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path / "100% my #1 store"))
+    _texts(log, "a word")
+    folder = index_folder(log, tmp_path / "cache")
+    assert folder == tmp_path / "100% my #1 store" / "store" / "runs" / "run" / "index"
+    index = SearchIndex(log, folder, load_embedding=_no_embedding)
+    index.update()
+    assert _ids(index, "word") == ["0/0"] and (folder / "trajectories.lance").is_dir()
+
+
+# --- vectors -------------------------------------------------------------------------------------------------------
+
+
+def _hashing(texts: list[str]) -> list[list[float]]:
+    """Counts of letters: texts with the same letters are near each other."""
+    return [[float(text.lower().count(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts]
+
+
+EMBEDDINGS = {"my:hashing": _hashing, "my:other": _hashing}
+
+
+def _embedding_index(log: RunLog, folder: Path) -> SearchIndex:
+    return SearchIndex(log, folder / "index", load_embedding=EMBEDDINGS.__getitem__)
+
+
+def test_similar_finds_the_nearest_first(tmp_path: Path) -> None:
+    log = a_log()
+    texts = ["listen", "silence", "a zebra", "", "9"]
+    _commit(log, "s0", *(_said(text, attempt=attempt, reward=attempt) for attempt, text in enumerate(texts)))
+    index = _embedding_index(log, tmp_path)
+    assert index.update(embedding="my:hashing").embedding == "my:hashing"
+    found = _find(index, "enlist", similar=True)
+    assert [one.text for one in found][:2] == ["listen", "silence"] and len(found) == 5
+    vectors = np.array(_hashing(["enlist", "listen", "silence", "a zebra"]))
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    scores = {one.text: one.score for one in found}
+    assert [scores["listen"], scores["silence"], scores["a zebra"]] == pytest.approx(unit[1:] @ unit[0])
+    assert scores[""] == scores["9"] == 0.0, "a vector of zeros is like nothing"
+    assert [one.text for one in _find(index, "enlist", similar=True, reward=(">", 0.5), count=1)] == ["silence"]
+    assert _find(index, "enlist") == [], "words are still words"
+
+
+def test_later_shards_get_vectors_of_the_same_embedding(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, "listen")
+    _embedding_index(log, tmp_path).update(embedding="my:hashing")
+    _commit(log, "s1", _said("zebra"), position=1)
+    index = _embedding_index(log, tmp_path)
+    assert index.update().embedding == "my:hashing"
+    assert [one.text for one in _find(index, "braze", similar=True)] == ["zebra", "listen"]
+    assert index.update(embedding="my:hashing").shards_added == 0
+
+
+def test_another_embedding_needs_a_rebuild(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, "listen")
+    index = _embedding_index(log, tmp_path)
+    index.update(embedding="my:hashing")
+    with pytest.raises(
+        BadIndex, match=r"made with embedding my:hashing; `millrace index run --rebuild --embedding my:"
+    ):
+        index.update(embedding="my:other")
+    assert index.update(embedding="my:other", rebuild=True).embedding == "my:other"
+    assert index.update(rebuild=True).embedding == ""
+    with pytest.raises(BadIndex, match="made without vectors"):
+        index.update(embedding="my:other")
+    with pytest.raises(ValueError, match=r"no vectors; `millrace index run --rebuild --embedding module:function`"):
+        _find(index, "listen", similar=True)
+
+
+@pytest.mark.parametrize(
+    ("embed", "sentence"),
+    [
+        (lambda texts: [[1.0]] * (len(texts) + 1), "answers 1 texts with shape"),
+        (lambda texts: [1.0 for _ in texts], "answers 1 texts with shape"),
+        (lambda texts: [[] for _ in texts], "answers 1 texts with shape"),
+        (lambda texts: [[1.0], [1.0, 2.0]], "all equally long"),
+        (lambda texts: ["word"], "all equally long"),
+        (lambda texts: None, "all equally long"),
+        (lambda texts: [[float("nan")] for _ in texts], "not finite"),
+    ],
+)
+def test_an_embedding_that_is_none_is_refused_and_the_old_index_stays(
+    tmp_path: Path, embed: search_index.Embed, sentence: str
+) -> None:
+    log = a_log()
+    _texts(log, "a word")
+    _index(log, tmp_path).update()
+    index = SearchIndex(log, tmp_path / "index", load_embedding=lambda name: embed)
+    with pytest.raises(ValueError, match=f"embedding my:bad.*{sentence}"):
+        index.update(embedding="my:bad", rebuild=True)
+    assert _ids(index, "word") == ["0/0"]
+
+
+def test_an_embedding_that_changed_its_length_is_refused(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, "a word")
+    _embedding_index(log, tmp_path).update(embedding="my:hashing")
+    _commit(log, "s1", _said("zebra"), position=1)
+    index = SearchIndex(log, tmp_path / "index", load_embedding=lambda name: lambda texts: [[1.0, 2.0]] * len(texts))
+    with pytest.raises(ValueError, match="returns 2 numbers a text, the index holds 26; `millrace index run --rebuild"):
+        index.update()
+
+
+def test_many_texts_are_embedded_in_bounded_batches(tmp_path: Path) -> None:
+    log = a_log()
+    _texts(log, *(f"word {number}" for number in range(600)))
+    sizes: list[int] = []
+
+    def watched(texts: list[str]) -> Sequence[Sequence[float]]:
+        sizes.append(len(texts))
+        return _hashing(texts)
+
+    index = SearchIndex(log, tmp_path / "index", load_embedding=lambda name: watched)
+    index.update(embedding="my:watched")
+    assert sum(sizes) == 601 and max(sizes) <= 256, "one more to learn the length"
+    assert len(_find(index, "word", similar=True, count=600)) == 600
+
+
+# --- S3 ------------------------------------------------------------------------------------------------------------
+
+
+def test_on_s3_each_machine_has_an_index_of_its_own(bucket: str, tmp_path: Path) -> None:
+    log = a_log(open_store(f"s3://{bucket}/prefix"))
+    _texts(log, "a word")
+    _commit(log, "s1", _said("another word"), position=1)
+    keys = {item["Key"] for item in boto3.client("s3").list_objects_v2(Bucket=bucket)["Contents"]}
+    folders = [index_folder(log, tmp_path / machine) for machine in ("here", "there")]
+    for folder in folders:
+        index = SearchIndex(log, folder, load_embedding=_no_embedding)
+        index.update()
+        assert _ids(index, "word") == ["0/0", "1/0"]
+    assert {item["Key"] for item in boto3.client("s3").list_objects_v2(Bucket=bucket)["Contents"]} == keys
+    assert folders[0].is_relative_to(tmp_path / "here")
+    assert folders[0] != index_folder(a_log(open_store(f"s3://{bucket}/other")), tmp_path / "here")

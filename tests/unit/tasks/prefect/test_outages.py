@@ -1,0 +1,63 @@
+"""A server that is away is worth one sentence per outage, whatever the libraries have to say about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tasks.prefect import outages
+
+
+@pytest.fixture(autouse=True)
+def loggers() -> Iterator[None]:
+    names = (*outages._COMPLAINING, "urllib3.connectionpool")
+    before = {name: (logging.getLogger(name).filters[:], logging.getLogger(name).level) for name in names}
+    yield
+    for name, (filters, level) in before.items():
+        logging.getLogger(name).filters[:] = filters
+        logging.getLogger(name).setLevel(level)
+
+
+def _complain(times: int) -> None:
+    for _ in range(times):
+        logging.getLogger("prefect.events.clients").warning("Unable to connect to %r. Please check", "ws://there")
+        logging.getLogger("prefect._internal.concurrency").error("Service %r failed to process item %r", "Events", "e")
+
+
+def test_each_outage_is_said_once_and_other_errors_as_they_are(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(outages.time, "monotonic", lambda: now)
+    outages.say_outages_once("http://there/api")
+    outages.say_outages_once("http://there/api")
+    _complain(3)
+    now += outages._QUIET_SECONDS - 1  # a slow round later it is still away
+    _complain(3)
+    now += outages._QUIET_SECONDS - 1
+    _complain(1)
+    logging.getLogger("prefect._internal.concurrency").error("something else is wrong")
+    assert [record.name for record in caplog.records] == ["millrace.outages", "prefect._internal.concurrency"]
+    assert "Prefect at http://there/api does not answer: training goes on" in caplog.messages[0]
+    now += outages._QUIET_SECONDS + 1
+    _complain(2)
+    assert [record.name for record in caplog.records][2:] == ["millrace.outages"]
+
+
+def test_retries_of_a_request_are_nobodys_business(caplog: pytest.LogCaptureFixture) -> None:
+    outages.say_outages_once("x")
+    logging.getLogger("urllib3.connectionpool").warning("Retrying (Retry(total=1, connect=1")
+    assert caplog.records == []
+
+
+def test_the_loggers_and_words_are_still_those_of_the_installed_prefect() -> None:
+    import inspect
+
+    from prefect._internal.concurrency import logger, services
+    from prefect.events import clients
+
+    assert {clients.logger.name, logger.name} == set(outages._COMPLAINING)
+    said = inspect.getsource(clients) + inspect.getsource(services)
+    assert all(f'"{words}' in said for words in outages._COMPLAINTS)

@@ -1,0 +1,164 @@
+"""Samples are the claimed rows, in claim order, with one reward per attempt."""
+
+import dataclasses
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.log.entries import ClaimedGroup
+from storage.records import RolloutGroup, Sampling, Turn
+from storage.shards.codec import shard_table
+from storage.shards.shards import read_shard
+from tests.builders import provenance
+from tests.unit.trainers.builders import Row, commit, group_of, new_run
+from trainers.data.samples import COLUMNS, Samples, gather_samples
+
+
+def _row(attempt: int, *, token: int = 5, reply_length: int = 2, reward: float = 1.0) -> Row:
+    return Row(
+        prompt=[token, token],
+        reply=[token + 1] * reply_length,
+        logprobs=[-0.5] * reply_length,
+        versions=[3] * reply_length,
+        reward=reward,
+        group=0,
+        attempt=attempt,
+    )
+
+
+def _forked(group: RolloutGroup) -> RolloutGroup:
+    """The same group, each attempt with a second training sequence: [9] → [10]."""
+    fork = Turn(
+        context_ids=[9], sampled_ids=[10], logprobs=[-0.1], weight_versions=[4], finish_reason="stop", sequence_idx=1
+    )
+    attempts = [dataclasses.replace(t, turns=[*t.turns, fork]) for t in group.trajectories]
+    return dataclasses.replace(group, trajectories=attempts)
+
+
+def _tables(root: Path, model: Path, shards: dict[str, list[RolloutGroup]]) -> dict[str, pa.Table]:
+    log = new_run(root, model)
+    return {name: read_shard(log, commit(log, name, groups)) for name, groups in shards.items()}
+
+
+def _row_ids(samples: Samples) -> list[list[int]]:
+    return [
+        samples.input_ids_T[start:stop].tolist()
+        for start, stop in zip(samples.offsets, samples.offsets[1:], strict=False)
+    ]
+
+
+def test_rows_come_in_claim_order_from_two_shards(tmp_path: Path, tiny_folder: Path) -> None:
+    # Attempts are committed in the order they finished, not by number.
+    groups = [
+        group_of(
+            [_row(1, token=4 + 2 * p, reply_length=1, reward=p + 0.5), _row(0, token=4 + 2 * p, reward=p)], position=p
+        )
+        for p in range(4)
+    ]
+    tables = _tables(tmp_path, tiny_folder, {"a": groups[:3], "b": groups[3:]})
+    claimed = [ClaimedGroup(shard_id="ab"[p == 3], group_id=groups[p].id) for p in (3, 1, 0)]
+    samples = gather_samples(claimed, tables)
+
+    assert samples.num_rows == 6
+    assert _row_ids(samples) == [
+        [10, 10, 11, 11], [10, 10, 11],
+        [6, 6, 7, 7], [6, 6, 7],
+        [4, 4, 5, 5], [4, 4, 5],
+    ]  # fmt: skip
+    assert samples.mask_T.tolist() == 3 * [False, False, True, True, False, False, True]
+    assert samples.logprobs_T.tolist() == 3 * [0, 0, -0.5, -0.5, 0, 0, -0.5]
+    assert samples.versions_T.tolist() == 3 * [-1, -1, 3, 3, -1, -1, 3]
+    assert samples.groups_B.tolist() == [0, 0, 1, 1, 2, 2]
+    assert samples.attempts_B.tolist() == [0, 1, 2, 3, 4, 5]
+    assert samples.rewards_B.tolist() == [3, 3.5, 1, 1.5, 0, 0.5]
+
+
+def test_a_forked_attempt_has_several_rows_and_one_index(tmp_path: Path, tiny_folder: Path) -> None:
+    plain, forked = group_of([_row(0), _row(1)], position=0), _forked(group_of([_row(0), _row(2)], position=1))
+    tables = _tables(tmp_path, tiny_folder, {"a": [plain, forked]})
+    samples = gather_samples([ClaimedGroup(shard_id="a", group_id=g.id) for g in (forked, plain)], tables)
+
+    assert samples.attempts_B.tolist() == [0, 0, 1, 1, 2, 3]
+    assert samples.groups_B.tolist() == [0, 0, 0, 0, 1, 1]
+    assert _row_ids(samples)[:2] == [[5, 5, 6, 6], [9, 10]]
+
+
+def test_a_null_reward_becomes_nan(tmp_path: Path, tiny_folder: Path) -> None:
+    group = group_of([_row(0), _row(1, reward=0.25)], position=0)
+    table = _tables(tmp_path, tiny_folder, {"a": [group]})["a"]
+    column = table.column_names.index("reward")
+    table = table.set_column(column, "reward", pa.array([None, 0.25], type=pa.float32()))
+    samples = gather_samples([ClaimedGroup(shard_id="a", group_id=group.id)], {"a": table})
+    assert np.isnan(samples.rewards_B[0]) and samples.rewards_B[1] == 0.25
+
+
+def test_a_claim_on_a_shard_that_was_not_read_is_an_error(tmp_path: Path, tiny_folder: Path) -> None:
+    group = group_of([_row(0)], position=0)
+    with pytest.raises(KeyError):
+        gather_samples([ClaimedGroup(shard_id="b", group_id=group.id)], {})
+
+
+def test_a_group_without_rows_is_an_error_that_names_it(tmp_path: Path, tiny_folder: Path) -> None:
+    group = group_of([_row(0)], position=0)
+    tables = _tables(tmp_path, tiny_folder, {"a": [group]})
+    claimed = [ClaimedGroup(shard_id="a", group_id=group.id), ClaimedGroup(shard_id="a", group_id="0.other")]
+    with pytest.raises(ValueError, match=r"shard a has no row of group 0\.other"):
+        gather_samples(claimed, tables)
+
+
+def test_the_columns_that_are_trained_on_are_enough(tmp_path: Path, tiny_folder: Path) -> None:
+    groups = [group_of([_row(0), _row(1)], position=p) for p in range(3)]
+    table = _tables(tmp_path, tiny_folder, {"a": groups})["a"]
+    claimed = [ClaimedGroup(shard_id="a", group_id=groups[p].id) for p in (2, 0)]
+    few, all_columns = gather_samples(claimed, {"a": table.select(COLUMNS)}), gather_samples(claimed, {"a": table})
+    for field in dataclasses.fields(Samples):
+        assert np.array_equal(getattr(few, field.name), getattr(all_columns, field.name)), field.name
+
+
+rows_of_groups = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=4), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=rows_of_groups, seed=st.integers(0, 1000), batches=st.integers(1, 3))
+def test_any_claim_gathers_what_row_by_row_would(lengths: list[list[int]], seed: int, batches: int) -> None:
+    """Against plain Python: attempts in any order, groups in any order, tables in several batches."""
+    draw = random.Random(seed)
+    groups = []
+    for position, replies in enumerate(lengths):
+        rows = [
+            _row(attempt, token=10 * position + attempt, reply_length=n, reward=n / 4)
+            for attempt, n in enumerate(replies)
+        ]
+        group = group_of(draw.sample(rows, len(rows)), position=position)
+        groups.append(_forked(group) if draw.random() < 0.3 else group)
+    shard_of = [draw.choice("ab") for _ in groups]
+    tables = {}
+    for shard_id in set(shard_of):
+        inside = [group for group, where in zip(groups, shard_of, strict=True) if where == shard_id]
+        whole = shard_table(inside, provenance=provenance(), sampling=Sampling())
+        size = -(-whole.num_rows // batches)
+        tables[shard_id] = pa.Table.from_batches(whole.to_batches(max_chunksize=size))
+    claimed = [
+        ClaimedGroup(shard_id=shard_of[p], group_id=groups[p].id)
+        for p in draw.sample(range(len(groups)), draw.randint(1, len(groups)))
+    ]
+    samples = gather_samples(claimed, tables)
+
+    expected = []
+    for rank, claim in enumerate(claimed):
+        found = [row for row in tables[claim.shard_id].to_pylist() if row["group_id"] == claim.group_id]
+        found.sort(key=lambda row: (row["attempt"], row["sequence_idx"]))
+        expected += [(rank, row) for row in found]
+    assert _row_ids(samples) == [row["input_ids"] for _, row in expected]
+    assert samples.mask_T.tolist() == [bit for _, row in expected for bit in row["loss_mask"]]
+    assert samples.logprobs_T.tolist() == [p for _, row in expected for p in row["logprobs"]]
+    assert samples.versions_T.tolist() == [v for _, row in expected for v in row["weight_versions"]]
+    assert samples.groups_B.tolist() == [rank for rank, _ in expected]
+    assert samples.rewards_B.tolist() == [row["reward"] for _, row in expected]
+    attempts = list(dict.fromkeys((rank, row["attempt"]) for rank, row in expected))
+    assert samples.attempts_B.tolist() == [attempts.index((rank, row["attempt"])) for rank, row in expected]

@@ -1,0 +1,196 @@
+"""Packed attention: every sequence attends to itself alone, at a cost that is linear in their number."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import varlen
+
+from trainers.data.packing import shared_tokens
+from trainers.model import attention
+from trainers.model.attention import layout_of, packed_attention
+
+_CPU = torch.device("cpu")
+
+
+def _query_key_value(lengths: list[int], *, heads: int, groups: int, width: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(len(lengths))
+    shapes = [(1, heads, sum(lengths), width), *[(1, groups, sum(lengths), width)] * 2]
+    return [torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def _attend(
+    lengths: list[int], tensors: list[torch.Tensor], *, scale: float = 0.3, window: int | None = None
+) -> torch.Tensor:
+    layout = layout_of(lengths, device=_CPU)
+    module = torch.nn.Module()
+    return packed_attention(module, *tensors, None, scaling=scale, sliding_window=window, layout=layout)[0]
+
+
+def _by_definition(
+    lengths: list[int], tensors: list[torch.Tensor], *, scale: float = 0.3, window: int | None = None
+) -> torch.Tensor:
+    """softmax over the keys k ≤ q of the same sequence (and k > q − window), one sequence after the other."""
+    query, key, value = (tensor[0] for tensor in tensors)
+    key, value = (tensor.repeat_interleave(len(query) // len(key), 0) for tensor in (key, value))
+    outputs, start = [], 0
+    for length in lengths:
+        here = slice(start, start + length)
+        scores = scale * query[:, here] @ key[:, here].transpose(1, 2)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | (distance >= (window or length))
+        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[:, here])
+        start += length
+    return torch.cat(outputs, 1).transpose(0, 1)[None]
+
+
+@given(
+    st.lists(st.integers(1, 24), min_size=1, max_size=8),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    st.sampled_from([3, 8]),
+    st.sampled_from([None, 1, 5]),
+)
+@settings(max_examples=40)
+def test_output_and_gradients_are_those_of_the_definition(
+    lengths: list[int], heads: tuple[int, int], width: int, window: int | None
+) -> None:
+    tensors = _query_key_value(lengths, heads=heads[0], groups=heads[1], width=width)
+    found, expected = _attend(lengths, tensors, window=window), _by_definition(lengths, tensors, window=window)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    upstream = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).reshape(found.shape)
+    gradients = [torch.autograd.grad((output * upstream).sum(), tensors) for output in (found, expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("knows_groups", [True, False])
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_kernel_of_gpus_is_asked_for_what_the_definition_says(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, knows_groups: bool
+) -> None:
+    """A stand-in takes what torch documents: sequences end to end, where they start, and who is seen."""
+
+    def attend(
+        query_THd: torch.Tensor,
+        key_TGd: torch.Tensor,
+        value_TGd: torch.Tensor,
+        cu_seq_q: torch.Tensor,
+        cu_seq_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
+        lengths = cu_seq_q.diff().tolist()
+        assert max_q == max_k == max(lengths) and scale is not None
+        left, right = window_size
+        assert right == 0
+        tensors = [tensor.transpose(0, 1)[None] for tensor in (query_THd, key_TGd, value_TGd)]
+        return _by_definition(lengths, tensors, scale=scale, window=None if left == -1 else left + 1)[0]
+
+    def attend_in_groups(*arguments: Any, enable_gqa: bool, **options: Any) -> torch.Tensor:
+        assert enable_gqa
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(varlen, "varlen_attn", attend_in_groups if knows_groups else attend)
+    monkeypatch.setattr(attention, "_has_flash_kernel", lambda query: True)
+    lengths = [5, 1, 7]
+    tensors = _query_key_value(lengths, heads=4, groups=2, width=8)
+    found, expected = _attend(lengths, tensors, window=window), _by_definition(lengths, tensors, window=window)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("lengths", [[100, 1, 300, 77], [1500, 1030, 2048, 1]], ids=["short", "long"])
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("window", [None, 50])
+def test_kernels_of_a_gpu_compute_the_definition(
+    lengths: list[int], groups: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_LONG", 1024)
+    tensors = _query_key_value(lengths, heads=4, groups=groups, width=64)
+    on_gpu = [tensor.detach().to("cuda", torch.bfloat16).requires_grad_() for tensor in tensors]
+    rounded = [tensor.detach().double().cpu().requires_grad_() for tensor in on_gpu]
+    layout = layout_of(lengths, device=torch.device("cuda"))
+    assert layout.is_one_by_one == (max(lengths) > 1024)
+    found = packed_attention(torch.nn.Module(), *on_gpu, None, scaling=0.3, sliding_window=window, layout=layout)[0]
+    expected = _by_definition(lengths, rounded, window=window)
+    upstream = torch.randn(found.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mine = [found, *torch.autograd.grad((found * upstream.to(found)).sum(), on_gpu)]
+    theirs = [expected, *torch.autograd.grad((expected * upstream).sum(), rounded)]
+    for one, other in zip(mine, theirs, strict=True):
+        assert (one.double().cpu() - other).norm() < 2e-2 * other.norm()
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
+def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
+    layout = layout_of(lengths, device=_CPU)
+    assert sum(batch.num_sequences * batch.length for batch in layout.batches) <= sum(lengths) * 4 / 3
+    assert sum(batch.num_sequences for batch in layout.batches) == len(lengths)
+    assert layout.longest == max(lengths)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20))
+def test_every_token_has_a_place_of_its_own(lengths: list[int]) -> None:
+    places = layout_of(lengths, device=_CPU).side_by_side
+    assert places.take_P[places.place_U].tolist() == list(range(sum(lengths)))
+    assert sorted(places.empty_E.tolist() + places.place_U.tolist()) == list(range(len(places.take_P)))
+
+
+@given(st.data())
+def test_tokens_computed_once_attend_as_their_copies_would_and_get_the_sum_of_their_gradients(
+    data: st.DataObject,
+) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    ids = np.array(data.draw(st.lists(st.integers(0, 1), min_size=sum(lengths), max_size=sum(lengths))))
+    computed = shared_tokens(ids, lengths)
+    computed_T = torch.arange(len(ids)) if computed is None else computed
+    num_computed = int(computed_T.max()) + 1
+    once = _query_key_value([num_computed], heads=4, groups=2, width=3)
+    copied = [tensor.detach()[:, :, computed_T].requires_grad_() for tensor in once]
+    layout = layout_of(lengths, device=_CPU, computed_T=computed_T)
+    found = packed_attention(torch.nn.Module(), *once, None, scaling=0.3, layout=layout)[0]
+    expected = _by_definition(lengths, copied)
+    first_U = torch.tensor([computed_T.tolist().index(token) for token in range(num_computed)])
+    torch.testing.assert_close(found, expected[:, first_U], rtol=1e-9, atol=1e-12)
+    upstream = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).reshape(found.shape)
+    mine = torch.autograd.grad((found * upstream).sum(), once)
+    theirs = torch.autograd.grad((expected[:, first_U] * upstream).sum(), copied)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, torch.zeros_like(one).index_add(2, computed_T, other), rtol=1e-8, atol=1e-11)
+
+
+def test_the_number_of_batches_grows_with_the_spread_of_lengths_and_not_with_their_number() -> None:
+    draw = np.random.default_rng(0)
+    few, many = (layout_of(draw.integers(16, 257, size=size), device=_CPU) for size in (200, 4000))
+    assert len(many.batches) <= 11 and len(few.batches) <= 11
+
+
+def test_equal_lengths_stay_where_they_are() -> None:
+    assert layout_of([7, 7, 7], device=_CPU).side_by_side.is_identity
+    assert not layout_of([6, 7], device=_CPU).side_by_side.is_identity
+    assert layout_of([6, 7], device=_CPU).end_to_end.is_identity
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0], [2, -1]])
+def test_lengths_that_are_none_are_refused(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="a pack has a sequence, and a sequence a token"):
+        layout_of(lengths, device=_CPU)
+
+
+def test_attention_of_another_formula_is_refused() -> None:
+    tensors = _query_key_value([3], heads=2, groups=2, width=4)
+    layout = layout_of([3], device=_CPU)
+    for changed in ({"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}):
+        with pytest.raises(ValueError, match=f"Module needs {next(iter(changed))}"):
+            packed_attention(torch.nn.Module(), *tensors, None, layout=layout, **changed)
+    with pytest.raises(ValueError, match="needs dropout"):
+        packed_attention(torch.nn.Module(), *tensors, None, layout=layout, dropout=0.1)
+    with pytest.raises(ValueError, match="needs the pack's layout"):
+        packed_attention(torch.nn.Module(), *tensors, None)

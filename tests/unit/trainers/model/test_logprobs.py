@@ -1,0 +1,182 @@
+"""Sliced log-probabilities and entropy equal the plain softmax, in value and in gradient, at any slicing."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainers.model import logprobs as logprobs_module
+from trainers.model.logprobs import _compiled, _logits, linear_logprobs
+
+_ALL_AT_ONCE = 2**40
+
+
+def _inputs(
+    num_tokens: int = 11, width: int = 8, vocabulary: int = 150, *, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(num_tokens)
+    hidden = torch.randn(num_tokens, width, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+    output = torch.randn(vocabulary, width, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, output, torch.randint(vocabulary, (num_tokens,), generator=draw)
+
+
+def _by_hand(
+    hidden: torch.Tensor, output: torch.Tensor, targets: torch.Tensor, a: np.ndarray, b: np.ndarray, temperature: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Log p, H, and the gradients of Σ a log p + b H, in numpy: d log p / dz = 1[y] − p, dH / dz = −p (log p + H)."""
+    h, w, y = hidden.detach().double().numpy(), output.detach().double().numpy(), targets.numpy()
+    logits = h @ w.T / temperature
+    log_p = (
+        logits
+        - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+        - logits.max(1, keepdims=True)
+    )
+    p = np.exp(log_p)
+    entropy = -(p * log_p).sum(1)
+    one_hot = np.eye(len(w))[y]
+    by_logits = (a[:, None] * (one_hot - p) - b[:, None] * p * (log_p + entropy[:, None])) / temperature
+    return log_p[np.arange(len(y)), y], entropy, by_logits @ w, by_logits.T @ h
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 1.7])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("tile_bytes", [1, 11 * 32 * 70, _ALL_AT_ONCE])
+def test_values_and_gradients_are_those_of_the_formulas(
+    tile_bytes: int, entropy_grad: bool, temperature: float
+) -> None:
+    hidden, output, targets = _inputs()
+    a, b = np.linspace(-1, 2, 11), np.linspace(0.5, -0.7, 11) * entropy_grad
+    expected = _by_hand(hidden, output, targets, a, b, temperature)
+
+    logprobs, entropy = linear_logprobs(
+        hidden, output, targets, temperature=temperature, entropy_grad=entropy_grad, tile_bytes=tile_bytes
+    )
+    loss = (torch.from_numpy(a) * logprobs).sum()
+    if entropy_grad:
+        loss = loss + (torch.from_numpy(b) * entropy).sum()
+    assert entropy.requires_grad == entropy_grad
+    found = logprobs.detach(), entropy.detach(), *torch.autograd.grad(loss, [hidden, output])
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine.numpy(), theirs, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_equal_finite_differences() -> None:
+    hidden, output, targets = _inputs(5, 4, 130)
+
+    def both(h: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return linear_logprobs(h, w, targets, temperature=0.8, entropy_grad=True, tile_bytes=1)
+
+    assert torch.autograd.gradcheck(both, (hidden, output))
+
+
+@given(st.integers(1, 20), st.integers(2, 300), st.integers(1, 60_000), st.floats(0.3, 3.0))
+@settings(max_examples=40)
+def test_slicing_changes_nothing(num_tokens: int, vocabulary: int, tile_bytes: int, temperature: float) -> None:
+    hidden, output, targets = _inputs(num_tokens, 4, vocabulary)
+    results = [
+        linear_logprobs(hidden, output, targets, temperature=temperature, entropy_grad=True, tile_bytes=size)
+        for size in (tile_bytes, _ALL_AT_ONCE)
+    ]
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    gradients = [torch.autograd.grad((lp * 2 - h).sum(), [hidden, output]) for lp, h in results]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(("tile_bytes", "num_products"), [(2 * 11 * 150 * 8, 2), (2 * 11 * 150 * 8 - 1, 4)])
+def test_where_half_of_the_memory_holds_all_logits_they_are_computed_once(
+    tile_bytes: int, num_products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, output, targets = _inputs()
+    expected = linear_logprobs(hidden, output, targets, temperature=0.9)[0]
+    monkeypatch.setattr(logprobs_module, "_KEEP_BYTES", 0)
+    products = []
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        products.append(len(arguments[1]))
+        return _logits(*arguments)
+
+    monkeypatch.setattr(logprobs_module, "_logits", counted)
+    found = linear_logprobs(hidden, output, targets, temperature=0.9, tile_bytes=tile_bytes)[0]
+    gradients = [torch.autograd.grad((logprobs**2).sum(), [hidden, output]) for logprobs in (found, expected)]
+    for one, other in zip((found, *gradients[0]), (expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+    assert products == [128, 22] * (num_products // 2)
+
+
+def test_logits_of_a_thousand_neither_overflow_nor_lose_the_target() -> None:
+    hidden, output, targets = _inputs(dtype=torch.float32)
+    big = hidden.detach() * 300
+    found = linear_logprobs(big, output, targets, temperature=1.0, tile_bytes=1)
+    expected = linear_logprobs(big.double(), output.double(), targets, temperature=1.0)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("tile_bytes", [1, _ALL_AT_ONCE])
+def test_bfloat16_matrices_have_their_softmax_and_its_gradient_in_float32(tile_bytes: int) -> None:
+    hidden, output, targets = _inputs(64, 32, 400, dtype=torch.bfloat16)
+    logprobs, entropy = linear_logprobs(hidden, output, targets, temperature=1.0, tile_bytes=tile_bytes)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    a = np.linspace(-1, 2, 64)
+    expected = _by_hand(hidden, output, targets, a, a * 0, 1.0)
+    # bfloat16 holds 8 bits: of a logit of 20, that is 0.06.
+    np.testing.assert_allclose(logprobs.detach().numpy(), expected[0], atol=0.15)
+    found = torch.autograd.grad((logprobs * torch.from_numpy(a).float()).sum(), [hidden, output])
+    for mine, theirs in zip(found, expected[2:], strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert np.linalg.norm(mine.double().numpy() - theirs) < 0.02 * np.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("tile_bytes", [1, _ALL_AT_ONCE])
+def test_frozen_matrices_get_no_gradient(tile_bytes: int) -> None:
+    hidden, output, targets = _inputs()
+    logprobs, _ = linear_logprobs(hidden, output.detach(), targets, temperature=1.0, tile_bytes=tile_bytes)
+    frozen_output = torch.autograd.grad(logprobs.sum(), hidden)
+    logprobs, _ = linear_logprobs(hidden.detach(), output, targets, temperature=1.0, tile_bytes=tile_bytes)
+    frozen_hidden = torch.autograd.grad(logprobs.sum(), output)
+    logprobs, _ = linear_logprobs(hidden, output, targets, temperature=1.0, tile_bytes=tile_bytes)
+    both = torch.autograd.grad(logprobs.sum(), [hidden, output])
+    torch.testing.assert_close((*frozen_output, *frozen_hidden), both, rtol=1e-12, atol=1e-12)
+
+
+def test_equal_inputs_give_equal_bits() -> None:
+    hidden, output, targets = _inputs(dtype=torch.float32)
+    runs = []
+    for _ in range(2):
+        logprobs, _ = linear_logprobs(hidden, output, targets, temperature=0.9, tile_bytes=1)
+        runs.append((logprobs, *torch.autograd.grad(logprobs.sum(), [hidden, output])))
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_without_probabilities_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        linear_logprobs(*_inputs(), temperature=temperature)
+
+
+@pytest.fixture
+def _compiler_without_cpp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    _compiled.cache_clear()
+    yield
+    _compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("_compiler_without_cpp")
+def test_compiled_equals_not_compiled() -> None:
+    hidden, output, targets = _inputs()
+    results = []
+    for compile in (False, True):
+        options = {"temperature": 0.9, "entropy_grad": True, "tile_bytes": 1, "compile": compile}
+        logprobs, entropy = linear_logprobs(hidden, output, targets, **options)
+        results.append((logprobs, entropy, *torch.autograd.grad((logprobs * 2 - entropy).sum(), [hidden, output])))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

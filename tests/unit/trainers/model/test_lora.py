@@ -1,0 +1,287 @@
+"""Adapters: the base model at first and when off, alone trained, the same from peft, from disk and merged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+
+from storage.objects.digests import seal_folder, verify_folder
+from storage.policies.adapters import ADAPTER_WEIGHTS
+from tests.unit.trainers.builders import (
+    load_causal_lm,
+    logprobs_alone,
+    random_rows,
+    samples_of,
+    take_step,
+    tiny_model,
+    trainer_of,
+)
+from trainers.checkpoint import load_state, load_weights, save_policy, save_state
+from trainers.model.distributed import full, shard, start_process_group
+from trainers.model.lora import (
+    adapted_layers,
+    adapter_weights,
+    add_adapters,
+    merge_adapter,
+    read_adapter,
+    without_adapters,
+    write_adapter,
+)
+from trainers.model.model import PolicyModel
+
+_SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
+_RANK, _ALPHA = 3, 7.5
+_EVERY_LINEAR = 14  # 2 layers of 4 projections in attention and 3 in the MLP
+
+
+def _adapted(base: Path, *, seed: int = 0, target_modules: list[str] | str = "all-linear") -> nn.Module:
+    causal_lm = load_causal_lm(base)
+    add_adapters(causal_lm, rank=_RANK, alpha=_ALPHA, target_modules=target_modules, seed=seed)
+    return causal_lm
+
+
+def _trained(base: Path) -> nn.Module:
+    """Adapters that have moved: B is not zero."""
+    causal_lm, generator = _adapted(base), torch.Generator().manual_seed(1)
+    for weight in adapter_weights(causal_lm).values():
+        weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
+    return causal_lm
+
+
+def _written(causal_lm: nn.Module, folder: Path) -> Path:
+    folder.mkdir()
+    write_adapter(causal_lm, folder, base="tiny")
+    seal_folder(folder)
+    return folder
+
+
+@torch.no_grad()
+def _logprobs(causal_lm: nn.Module) -> torch.Tensor:
+    return logprobs_alone(causal_lm, _SEQUENCE)
+
+
+def _sharded(causal_lm: nn.Module, dtype: torch.dtype = torch.float32) -> PolicyModel:
+    model = PolicyModel(causal_lm)
+    shard(model, model.layers, mesh=start_process_group(torch.device("cpu")), dtype=dtype)
+    return model
+
+
+def _step(model: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
+    """Raise the log-probability of the sequence, through the module that is sharded."""
+    optimizer.zero_grad()
+    _forward(model).sum().neg().backward()
+    optimizer.step()
+
+
+def _forward(model: PolicyModel) -> torch.Tensor:
+    """Log-probabilities through the sharded layers."""
+    ids = torch.tensor(_SEQUENCE)
+    model.unshard()  # type: ignore[operator]  # the embeddings belong to the whole, whose forward is not called here
+    log_p = model.causal_lm(input_ids=ids[None]).logits[0].float().log_softmax(-1)
+    return log_p[:-1].gather(1, ids[1:, None])[:, 0]
+
+
+def _optimizer(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def test_fresh_adapters_leave_the_base_model_as_it_is_and_are_all_that_is_trained(tiny_folder: Path) -> None:
+    causal_lm = _adapted(tiny_folder)
+    assert torch.equal(_logprobs(causal_lm), _logprobs(load_causal_lm(tiny_folder)))
+    trained = {name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
+    assert len(adapted_layers(causal_lm)) == _EVERY_LINEAR
+    assert trained == {name for name, _ in causal_lm.named_parameters() if "lora_" in name}
+    assert len(trained) == 2 * _EVERY_LINEAR
+    assert all(bool(weight.any()) == (".lora_A." in name) for name, weight in adapter_weights(causal_lm).items())
+
+
+def test_the_seed_alone_decides_the_adapters_and_nobody_elses_random_numbers(tiny_folder: Path) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    first = adapter_weights(_adapted(tiny_folder, seed=5))
+    assert torch.equal(torch.rand(3), expected)
+    again, other = (adapter_weights(_adapted(tiny_folder, seed=seed)) for seed in (5, 6))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_only_the_named_layers_are_adapted(tiny_folder: Path) -> None:
+    found = adapted_layers(_adapted(tiny_folder, target_modules=["q_proj", "down_proj"]))
+    assert sorted(found) == [
+        f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("mlp.down_proj", "self_attn.q_proj")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "sentence"),
+    [
+        (["q_proj", "qproj"], "'qproj' is the name of no linear layer of this model; choose from down_proj, .*q_proj"),
+        (["q_proj", "lm_head"], "'lm_head' is no part of the decoder layers"),
+        (["embed_tokens"], "'embed_tokens' is the name of no linear layer"),
+    ],
+)
+def test_a_layer_that_could_not_be_trained_is_refused(tiny_folder: Path, names: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        _adapted(tiny_folder, target_modules=names)
+
+
+def test_the_update_is_alpha_over_rank_times_b_a(tiny_folder: Path) -> None:
+    causal_lm, plain = _trained(tiny_folder), load_causal_lm(tiny_folder)
+    weights = adapter_weights(causal_lm)
+    for name in adapted_layers(causal_lm):
+        a, b = (weights[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        plain.get_parameter(f"{name}.weight").data += _ALPHA / _RANK * b @ a
+    torch.testing.assert_close(_logprobs(causal_lm), _logprobs(plain), atol=1e-5, rtol=0)
+    assert (_logprobs(causal_lm) - _logprobs(load_causal_lm(tiny_folder))).abs().max() > 0.1
+
+
+def test_switched_off_it_is_the_base_model_bit_for_bit_and_switched_on_it_trains_again(tiny_folder: Path) -> None:
+    causal_lm = _trained(tiny_folder)
+    with_them = _logprobs(causal_lm)
+    with pytest.raises(RuntimeError, match="in between"), without_adapters(causal_lm):
+        assert torch.equal(_logprobs(causal_lm), _logprobs(load_causal_lm(tiny_folder)))
+        raise RuntimeError("in between")
+    assert torch.equal(_logprobs(causal_lm), with_them)
+    logprobs_alone(causal_lm, _SEQUENCE).sum().backward()
+    assert all(weight.grad is not None and weight.grad.any() for weight in adapter_weights(causal_lm).values())
+    assert not any(p.grad is not None for name, p in causal_lm.named_parameters() if "lora_" not in name)
+    with pytest.raises(ValueError, match="no adapters"), without_adapters(load_causal_lm(tiny_folder)):
+        pass
+
+
+def test_sharded_they_get_the_gradient_they_get_unsharded(tiny_folder: Path) -> None:
+    """The first use after sharding is with the adapters off, as a reference before the first update is."""
+    alone, model = _trained(tiny_folder), _sharded(_trained(tiny_folder))
+    with torch.no_grad(), without_adapters(model):
+        assert torch.equal(_forward(model), _logprobs(load_causal_lm(tiny_folder)))
+    _forward(model).sum().backward()
+    logprobs_alone(alone, _SEQUENCE).sum().backward()
+    for name, weight in adapter_weights(model.causal_lm).items():
+        assert weight.grad is not None
+        torch.testing.assert_close(full(weight.grad), adapter_weights(alone)[name].grad, atol=1e-5, rtol=1e-5)
+    assert not any(p.grad is not None for p in model.parameters() if not p.requires_grad)
+
+
+def test_in_bfloat16_master_weights_and_gradients_stay_float32(tiny_folder: Path) -> None:
+    model = _sharded(_trained(tiny_folder), dtype=torch.bfloat16)
+    before = {name: full(weight).clone() for name, weight in adapter_weights(model.causal_lm).items()}
+    _step(model, _optimizer(model))
+    for name, weight in adapter_weights(model.causal_lm).items():
+        assert weight.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.float32
+        assert (full(weight) != before[name]).any(), name
+
+
+def test_the_policy_is_an_adapter_that_peft_loads(tiny_folder: Path, tmp_path: Path) -> None:
+    model = _sharded(_trained(tiny_folder))
+    digest = save_policy(model, tiny_folder, tmp_path / "policy", dtype=torch.bfloat16)
+    assert digest == verify_folder(tmp_path / "policy")
+    names = {file.name for file in (tmp_path / "policy").iterdir()}
+    assert {"adapter_config.json", ADAPTER_WEIGHTS, "digest.json"} == names - {"README.md"}
+    by_peft = PeftModel.from_pretrained(load_causal_lm(tiny_folder), str(tmp_path / "policy"))
+    assert torch.equal(_logprobs(by_peft), _logprobs(_trained(tiny_folder)))
+    assert save_policy(model, tiny_folder, tmp_path / "again", dtype=torch.bfloat16) == digest
+    other = tmp_path / "other"
+    _step(model, _optimizer(model))
+    assert save_policy(model, tiny_folder, other, dtype=torch.bfloat16) != digest
+
+
+def test_a_policys_adapter_goes_back_into_the_model_and_the_base_policy_empties_it(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    policy = _written(_trained(tiny_folder), tmp_path / "policy")
+    model = _sharded(_adapted(tiny_folder))
+    load_weights(model, policy)
+    expected = adapter_weights(_trained(tiny_folder))
+    assert all(torch.equal(full(w), expected[name]) for name, w in adapter_weights(model.causal_lm).items())
+    load_weights(model, tiny_folder)
+    with torch.no_grad():
+        assert torch.equal(_forward(model), _logprobs(load_causal_lm(tiny_folder)))
+
+
+def test_an_adapter_of_other_layers_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    policy = _written(_adapted(tiny_folder, target_modules=["q_proj"]), tmp_path / "policy")
+    with pytest.raises(ValueError, match="other layers or of another rank"):
+        read_adapter(_adapted(tiny_folder), policy)
+
+
+def test_a_state_holds_the_adapters_only_and_resumes_to_the_very_next_step(tiny_folder: Path, tmp_path: Path) -> None:
+    model = _sharded(_trained(tiny_folder))
+    optimizer = _optimizer(model)
+    _step(model, optimizer)
+    save_state(model, optimizer, tmp_path / "state", step=1)
+    saved = load_file(str(tmp_path / "state" / "state.safetensors"))
+    held = {name.removeprefix("weight/") for name in saved if name.startswith("weight/")}
+    assert len(held) == 2 * _EVERY_LINEAR and all("lora_" in name for name in held)
+    _step(model, optimizer)
+
+    resumed = _sharded(_adapted(tiny_folder))
+    new_optimizer = _optimizer(resumed)
+    assert load_state(resumed, new_optimizer, tmp_path / "state") == 1
+    _step(resumed, new_optimizer)
+    expected = adapter_weights(model.causal_lm)
+    assert all(torch.equal(full(w), full(expected[name])) for name, w in adapter_weights(resumed.causal_lm).items())
+
+
+def test_a_state_of_another_kind_of_training_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    whole = _sharded(load_causal_lm(tiny_folder))
+    save_state(whole, _optimizer(whole), tmp_path / "state", step=1)
+    model = _sharded(_adapted(tiny_folder))
+    with pytest.raises(ValueError, match=r"train\.lora must be as when it was saved"):
+        load_state(model, _optimizer(model), tmp_path / "state")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_merged_it_is_one_model_with_the_same_logprobs(tmp_path: Path, tied: bool) -> None:
+    base = tiny_model(tmp_path / "base", tied=tied)
+    policy = _written(_trained(base), tmp_path / "policy")
+    digest = merge_adapter(base, policy, tmp_path / "merged")
+    assert digest == verify_folder(tmp_path / "merged") != verify_folder(base)
+    merged = load_causal_lm(tmp_path / "merged")
+    torch.testing.assert_close(_logprobs(merged), _logprobs(_trained(base)), atol=1e-5, rtol=0)
+    names = {file.name for file in (tmp_path / "merged").iterdir()}
+    assert {file.name for file in base.iterdir()} <= names and ADAPTER_WEIGHTS not in names
+    tensors, of_base = (load_file(str(f / "model.safetensors")) for f in (tmp_path / "merged", base))
+    assert {name: (t.shape, t.dtype) for name, t in tensors.items()} == {
+        name: (t.shape, t.dtype) for name, t in of_base.items()
+    }
+
+
+def test_merged_it_keeps_the_base_models_type(tmp_path: Path, tiny_folder: Path) -> None:
+    load_causal_lm(tiny_folder).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    config_file = tmp_path / "base" / "config.json"
+    config_file.write_text(json.dumps({k: v for k, v in json.loads(config_file.read_text()).items() if k != "dtype"}))
+    policy = _written(_trained(tmp_path / "base"), tmp_path / "policy")
+    merge_adapter(tmp_path / "base", policy, tmp_path / "merged")
+    tensors = load_file(str(tmp_path / "merged" / "model.safetensors"))
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_base_under_the_adapters_is_the_same_reference_as_a_frozen_copy(tiny_folder: Path) -> None:
+    samples, trained, divergence = samples_of(random_rows(tiny_folder)), {}, {}
+    for kind in ("lora_off", "base"):
+        trainer = trainer_of(
+            tiny_folder, lora={"rank": 4, "alpha": 8.0}, kl={"coefficient": 0.5}, reference={"kind": kind}
+        )
+        metrics = [take_step(trainer, samples, step=step, max_staleness=9) for step in (1, 2, 3)]
+        divergence[kind] = [step["reference_kl"] for step in metrics]
+        trained[kind] = {name: full(w).clone() for name, w in adapter_weights(trainer.model.causal_lm).items()}
+    assert divergence["lora_off"] == divergence["base"]
+    assert divergence["base"][0] == 0 < divergence["base"][2], "the first policy is the reference, the third is not"
+    assert all(torch.equal(trained["lora_off"][name], trained["base"][name]) for name in trained["base"])
+
+
+def test_equal_steps_give_the_same_adapter_whatever_the_memory_is_saved_with(tiny_folder: Path, tmp_path: Path) -> None:
+    samples, digests = samples_of(random_rows(tiny_folder)), []
+    for number, settings in enumerate([{}, {}, {"activation_checkpointing": True}]):
+        trainer = trainer_of(tiny_folder, lora={"rank": 4}, **settings)
+        take_step(trainer, samples)
+        digests.append(save_policy(trainer.model, tiny_folder, tmp_path / str(number), dtype=torch.float32))
+    assert len(set(digests)) == 1

@@ -1,0 +1,105 @@
+"""The three estimators: their values, and over a whole distribution their means and the gradients of those."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainers.objective.divergence import kl_estimate
+
+
+def _estimate(difference: list[float], estimator: str, clamp: float | None = None) -> list[float]:
+    logprobs = torch.tensor(difference, dtype=torch.float64)
+    zeros = torch.zeros_like(logprobs)
+    return kl_estimate(logprobs, zeros, zeros + 1, estimator=estimator, clamp=clamp).tolist()
+
+
+def test_estimates_by_hand() -> None:
+    # A token twice as likely as under the reference, and one half as likely.
+    log2 = math.log(2)
+    assert _estimate([log2, -log2], "k1") == pytest.approx([log2, -log2])
+    assert _estimate([log2, -log2], "k2") == pytest.approx([log2**2 / 2] * 2)
+    assert _estimate([log2, -log2], "k3") == pytest.approx([0.5 - 1 + log2, 2 - 1 - log2])
+
+
+def test_clamp_bounds_each_token_on_both_sides_and_takes_its_gradient() -> None:
+    assert _estimate([0.5, -9.0, 9.0], "k1", clamp=3) == pytest.approx([0.5, -3, 3])
+    assert _estimate([0.5, 9.0], "k2", clamp=3) == pytest.approx([0.125, 3])
+    logprobs = torch.tensor([0.5, -9.0, -1000.0, 1000.0], requires_grad=True)
+    estimate = kl_estimate(logprobs, torch.zeros(4), torch.ones(4), estimator="k3", clamp=10)
+    estimate.sum().backward()
+    assert estimate.tolist() == pytest.approx([math.exp(-0.5) - 0.5, 10, 10, 10])
+    assert logprobs.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 0, 0, 0])
+
+
+@given(st.lists(st.floats(-30, 30), min_size=1, max_size=20), st.sampled_from(["k2", "k3"]))
+def test_k2_and_k3_are_never_negative(differences: list[float], estimator: str) -> None:
+    assert min(_estimate(differences, estimator)) >= 0
+
+
+@given(st.floats(-1e-7, 1e-7))
+def test_k3_of_nearly_equal_policies_keeps_its_digits(difference: float) -> None:
+    # exp(−d) − 1 + d would be rounding: its terms are 1e14 times the result.
+    assert _estimate([difference], "k3")[0] == pytest.approx(difference**2 / 2, rel=1e-6, abs=1e-21)
+
+
+def test_masked_tokens_are_zero_and_without_gradient() -> None:
+    logprobs = torch.tensor([-1.0, -math.inf, -1.0], requires_grad=True)
+    reference = torch.tensor([-1.5, 0.0, math.nan])
+    estimate = kl_estimate(logprobs, reference, torch.tensor([1.0, 0, 0]), estimator="k3")
+    estimate.sum().backward()
+    assert estimate.tolist()[1:] == [0, 0]
+    assert logprobs.grad.tolist()[1:] == [0, 0]
+
+
+def _distributions() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits of a policy over 7 tokens, log-probabilities of a reference, and of another policy that sampled."""
+    draw = np.random.default_rng(0)
+    logits, *others = (torch.from_numpy(draw.normal(0, 1, 7)) for _ in range(3))
+    return logits.requires_grad_(), *(other.log_softmax(0) for other in others)
+
+
+def _mean(estimator: str, *, sampler: str, weighed: bool) -> tuple[float, torch.Tensor]:
+    """The exact mean of the estimate over the sampled token, and of its gradient by the logits."""
+    logits, reference, other = _distributions()
+    logprobs = logits.log_softmax(0)
+    old = logprobs.detach() if sampler == "policy" else other
+    ratio = (logprobs - old).exp() if weighed else None
+    estimate = kl_estimate(logprobs, reference, torch.ones(7), estimator=estimator, ratio_T=ratio)
+    mean = (old.exp() * estimate).sum()  # the sampling distribution is not differentiated, as in training
+    return mean.item(), torch.autograd.grad(mean, logits)[0]
+
+
+def _exact(direction: str) -> tuple[float, torch.Tensor]:
+    logits, reference, _ = _distributions()
+    logprobs = logits.log_softmax(0)
+    first, second = (logprobs, reference) if direction == "policy ‖ reference" else (reference, logprobs)
+    divergence = (first.exp() * (first - second)).sum()
+    return divergence.item(), torch.autograd.grad(divergence, logits)[0]
+
+
+def test_k1_and_k3_are_unbiased() -> None:
+    divergence, _ = _exact("policy ‖ reference")
+    for estimator in ("k1", "k3"):
+        assert _mean(estimator, sampler="policy", weighed=False)[0] == pytest.approx(divergence, rel=1e-12)
+
+
+def test_as_a_term_of_the_loss_each_estimator_follows_another_gradient() -> None:
+    """https://arxiv.org/abs/2506.09477"""
+    exact = {"rtol": 1e-10, "atol": 1e-14}
+    gradient = {name: _mean(name, sampler="policy", weighed=False)[1] for name in ("k1", "k2", "k3")}
+    torch.testing.assert_close(gradient["k1"], torch.zeros(7, dtype=torch.float64), **exact)
+    torch.testing.assert_close(gradient["k2"], _exact("policy ‖ reference")[1], **exact)
+    torch.testing.assert_close(gradient["k3"], _exact("reference ‖ policy")[1], **exact)
+
+
+@pytest.mark.parametrize("sampler", ["policy", "another"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_times_the_ratio_value_and_gradient_are_right_on_and_off_policy(estimator: str, sampler: str) -> None:
+    mean, gradient = _mean(estimator, sampler=sampler, weighed=True)
+    divergence, exact = _exact("policy ‖ reference")
+    assert mean == pytest.approx(divergence, rel=1e-12)
+    torch.testing.assert_close(gradient, exact, rtol=1e-10, atol=1e-14)

@@ -1,0 +1,155 @@
+"""Training samples: the rows of claimed groups, as flat arrays.
+
+In: shard tables and a claim. Out: `Samples`, rows end to end with offsets, in claim order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from storage.log.entries import ClaimedGroup
+from storage.shards.schema import flat, row_offsets
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """B rows over T tokens in all."""
+
+    input_ids_T: np.ndarray
+    """Int32, as stored: widening them here would double what a batch needs."""
+    mask_T: np.ndarray
+    """True where the token was sampled by the policy and is to be trained."""
+    logprobs_T: np.ndarray
+    """The engine's, at sampling time; 0 where nothing was sampled."""
+    versions_T: np.ndarray
+    """Policy version per token, −1 where nothing was sampled."""
+    offsets: np.ndarray
+    """Where each row starts, shape [B + 1]."""
+    attempts_B: np.ndarray
+    """Dense index of the attempt a row belongs to: a forked attempt has several rows and one reward."""
+    groups_B: np.ndarray
+    """Dense index of the group a row belongs to."""
+    rewards_B: np.ndarray
+    """Float32, NaN where not applicable."""
+    reward_parts_B: dict[str, np.ndarray] = field(default_factory=dict)
+    """The named parts of the reward, each as `rewards_B`; empty unless they were asked for."""
+    group_ids: list[str] = field(default_factory=list)
+    """What `groups_B` counts."""
+    attempt_numbers_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """The attempt's own number in its group, for people."""
+    shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Which of `shard_ids` a row is from."""
+    shard_ids: list[str] = field(default_factory=list)
+    """What `shards_B` counts."""
+    turn_metrics: dict[str, float] = field(default_factory=dict)
+    """How many turns the attempts had and what their tools did; for people, it changes nothing."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.offsets) - 1
+
+    def names(self, rows: np.ndarray) -> list[str]:
+        """Rows as errors name them: as `millrace traj show` takes each, and where it is."""
+        if not self.group_ids:
+            return [f"row {row}" for row in rows]
+        return [
+            f"{self.group_ids[group]}/{attempt} (shard {self.shard_ids[shard]})"
+            for group, attempt, shard in zip(
+                self.groups_B[rows], self.attempt_numbers_B[rows], self.shards_B[rows], strict=True
+            )
+        ]
+
+
+COLUMNS = (
+    "group_id",
+    "attempt",
+    "sequence_idx",
+    "input_ids",
+    "loss_mask",
+    "logprobs",
+    "weight_versions",
+    "reward",
+)
+"""What of a shard is trained on."""
+
+
+def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> Samples:
+    """The rows of `groups`, in that order, by attempt and sequence; `tables` maps shard id to its table.
+
+    Reward parts are there where the tables have the column `reward_parts`.
+    Values are copied once, in runs of neighbouring rows; a single run stays where it is, and is read-only.
+    Raises `KeyError` for a shard that is not in `tables`, `ValueError` for a group without a row in its shard.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, group in enumerate(groups):
+        ranks.setdefault(group.shard_id, []).append(rank)
+    found = [_rows_of([groups[rank].group_id for rank in ranks[shard]], tables[shard], shard=shard) for shard in ranks]
+    shard_B = np.repeat(np.arange(len(found)), [len(row_B) for row_B, _ in found])
+    row_B = np.concatenate([row_B for row_B, _ in found])
+    rank_B = np.concatenate([np.array(ranks[s])[which_B] for s, (_, which_B) in zip(ranks, found, strict=True)])
+
+    def facts(name: str) -> np.ndarray:
+        columns = [tables[shard][name].to_numpy(zero_copy_only=False) for shard in ranks]
+        return np.concatenate([column[rows] for column, (rows, _) in zip(columns, found, strict=True)])
+
+    attempt_B = facts("attempt")
+    order = np.lexsort((facts("sequence_idx"), attempt_B, rank_B))
+    shard_B, row_B, rank_B, attempt_B = shard_B[order], row_B[order], rank_B[order], attempt_B[order]
+    starts = np.flatnonzero(np.diff(shard_B, prepend=-1).astype(bool) | (np.diff(row_B, prepend=-2) != 1))
+    stops = np.append(starts[1:], len(order))
+    offsets = [row_offsets(tables[shard]["input_ids"]) for shard in ranks]
+    runs = [
+        (shard, slice(offsets[shard][row_B[start]], offsets[shard][row_B[stop - 1] + 1]))
+        for shard, start, stop in zip(shard_B[starts].tolist(), starts.tolist(), stops.tolist(), strict=True)
+    ]
+
+    def tokens(name: str) -> np.ndarray:
+        columns = [flat(tables[shard][name]) for shard in ranks]
+        parts = [columns[shard][run] for shard, run in runs]
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    lengths = np.concatenate([np.diff(ends)[rows] for ends, (rows, _) in zip(offsets, found, strict=True)])[order]
+    is_new_attempt = np.diff(rank_B, prepend=-1).astype(bool) | np.diff(attempt_B, prepend=-1).astype(bool)
+    return Samples(
+        input_ids_T=tokens("input_ids"),
+        mask_T=tokens("loss_mask"),
+        logprobs_T=tokens("logprobs"),
+        versions_T=tokens("weight_versions"),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        attempts_B=np.cumsum(is_new_attempt) - 1,
+        groups_B=rank_B,
+        rewards_B=facts("reward")[order],
+        reward_parts_B=_parts([tables[shard] for shard in ranks], [rows for rows, _ in found], order),
+        group_ids=[group.group_id for group in groups],
+        attempt_numbers_B=attempt_B,
+        shards_B=shard_B,
+        shard_ids=list(ranks),
+    )
+
+
+def _parts(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
+    if "reward_parts" not in tables[0].column_names:
+        return {}
+    found = [parts for table, taken in zip(tables, rows, strict=True) for parts in _rows_of_map(table, taken)]
+    names = sorted({name for parts in found for name in parts})
+    values = {name: [found[row].get(name) for row in order] for name in names}
+    return {name: np.array([np.nan if v is None else v for v in column], np.float32) for name, column in values.items()}
+
+
+def _rows_of_map(table: pa.Table, rows: np.ndarray) -> list[dict[str, float | None]]:
+    return [dict(parts or []) for parts in table["reward_parts"].take(pa.array(rows)).to_pylist()]
+
+
+def _rows_of(group_ids: Sequence[str], table: pa.Table, *, shard: str) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows belong to the groups, and to which of them each one does."""
+    which = pc.index_in(table["group_id"], value_set=pa.array(group_ids, pa.string())).fill_null(-1).to_numpy()
+    rows = np.flatnonzero(which >= 0)
+    missing = np.setdiff1d(np.arange(len(group_ids)), which)
+    if len(missing):
+        raise ValueError(f"shard {shard} has no row of group {group_ids[missing[0]]}, which was claimed from it")
+    return rows, which[rows]

@@ -1,0 +1,137 @@
+"""Mini-batches as packs on the device: whole groups spread over ranks, their rows end to end in forward passes.
+
+    groups of a mini-batch ─▶ one share per rank ─▶ packs of at most `budget` tokens ─▶ Pack, tensors of shape [T]
+
+In: samples, and arrays with one value per token of them. Out: `Pack`s, equally many on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trainers.data.packing import distribute_groups, pack_groups, position_ids, shared_tokens
+from trainers.data.samples import Samples
+from trainers.model.attention import Layout, layout_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack:
+    """Several sequences end to end, on the device.
+
+    Every tensor but `positions` has shape [T], and stands at the position that predicts: what belongs to
+    a token is found one place before it. A row's last token is left out, for nothing is predicted from it; a row of
+    one token keeps it, with mask 0.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    """The next token of the same row; 0 where there is none."""
+    mask: torch.Tensor
+    """1 where the target was sampled by the policy and is trained."""
+    position_ids: torch.Tensor
+    sequences: torch.Tensor
+    """Which sequence of the pack a token belongs to, int64."""
+    layout: Layout
+    """Where the sequences stand, and which of their tokens are the same."""
+    positions: torch.Tensor
+    """Where a sampled token is predicted: prompts and tools need no logits. Shape [N]."""
+    values: Mapping[str, torch.Tensor]
+    """Whatever else was asked for per token, by name."""
+    tokens: np.ndarray
+    """Where each token stands in the samples' flat arrays."""
+    is_last: np.ndarray
+    """True on a token that nothing follows: that of a row of one."""
+    is_idle: bool
+    """True for a pack that only keeps this rank in step with the others: nothing in it is trained."""
+
+    def to_tokens(self, values_T: torch.Tensor, out_T: np.ndarray) -> None:
+        """Write values at predicting positions to where their tokens stand in the samples."""
+        inner = ~self.is_last
+        out_T[self.tokens[inner] + 1] = values_T.detach().double().cpu().numpy()[inner]
+
+
+def packs_of(
+    samples: Samples,
+    rows: np.ndarray,
+    *,
+    mask_T: np.ndarray,
+    values: Mapping[str, np.ndarray],
+    budget: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> Iterator[Pack]:
+    """This rank's packs of `rows`, which are whole groups; all ranks get equally many, so that collectives match.
+
+    `mask_T` and each of `values` hold one number per token of the samples, at the token itself.
+    """
+    lengths = _num_predicting(samples, rows)
+    shares = _rows_by_rank(samples.groups_B[rows], lengths, world_size=world_size)
+    packed = [pack_groups(lengths[share], samples.groups_B[rows[share]], budget=budget) for share in shares]
+    mine = [rows[shares[rank][pack]] for pack in packed[rank]]
+    for pack in mine:
+        yield build_pack(samples, pack, mask_T=mask_T, values=values, device=device)
+    num_idle = max(map(len, packed)) - len(mine)
+    shortest = rows[[int(np.argmin(lengths))]]
+    for _ in range(num_idle):
+        yield build_pack(samples, shortest, mask_T=None, values=values, device=device)
+
+
+def build_pack(
+    samples: Samples,
+    rows: np.ndarray,
+    *,
+    mask_T: np.ndarray | None,
+    values: Mapping[str, np.ndarray],
+    device: torch.device,
+) -> Pack:
+    """The pack of these rows; an idle one without a mask."""
+    lengths = _num_predicting(samples, rows)
+    tokens = _first_tokens(samples, rows, lengths)
+    is_last = tokens == np.repeat(samples.offsets[rows + 1] - 1, lengths)
+    next_token = np.where(is_last, tokens, tokens + 1)
+
+    def shifted(values_T: np.ndarray) -> torch.Tensor:
+        moved = values_T[next_token]
+        moved[is_last] = 0
+        return torch.from_numpy(moved).to(device)
+
+    positions = np.flatnonzero(samples.mask_T[next_token] & ~is_last)
+    return Pack(
+        input_ids=torch.from_numpy(samples.input_ids_T[tokens]).to(device).long(),
+        targets=shifted(samples.input_ids_T).long(),
+        mask=shifted((np.zeros(len(samples.mask_T)) if mask_T is None else mask_T).astype(np.float32)),
+        position_ids=position_ids(lengths).to(device),
+        sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device),
+        layout=layout_of(lengths, device=device, computed_T=shared_tokens(samples.input_ids_T[tokens], lengths)),
+        positions=torch.from_numpy(positions if len(positions) else np.zeros(1, np.int64)).to(device),
+        values={name: shifted(values_T) for name, values_T in values.items()},
+        tokens=tokens,
+        is_last=is_last,
+        is_idle=mask_T is None,
+    )
+
+
+def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
+    """How many tokens of each row go through the model: all but the last."""
+    return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
+
+
+def _first_tokens(samples: Samples, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Where the first tokens of each row stand in the samples' flat arrays, row after row."""
+    before = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    return np.repeat(samples.offsets[rows] - before, lengths) + np.arange(lengths.sum())
+
+
+def _rows_by_rank(groups_R: np.ndarray, lengths_R: np.ndarray, *, world_size: int) -> list[np.ndarray]:
+    """Which of the rows each rank takes; a group's rows stay together."""
+    if world_size == 1:
+        return [np.arange(len(groups_R))]
+    groups, group_R = np.unique(groups_R, return_inverse=True)
+    tokens_G = np.bincount(group_R, weights=lengths_R, minlength=len(groups)).astype(np.int64)
+    shares = distribute_groups(tokens_G, num_ranks=world_size)
+    return [np.flatnonzero(np.isin(group_R, share)) for share in shares]

@@ -1,0 +1,35 @@
+"""A base model from a folder or from the Hugging Face hub, as a sealed folder.
+
+In: a path or a hub id. Out: configuration, safetensors weights and tokenizer, sealed by `digest.json`.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from storage.objects.digests import seal_folder
+
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def fetch_model(model: str, folder: Path) -> Path:
+    """Copy or download `model` into `folder`.
+
+    Raises `ValueError` where there are no safetensors weights, and what huggingface_hub raises when the hub has no
+    such model or cannot be reached.
+    """
+    source = Path(model).expanduser()
+    if not source.is_dir():
+        from huggingface_hub import snapshot_download
+
+        source = Path(snapshot_download(model, allow_patterns=_WANTED))
+    folder.mkdir(parents=True)
+    for pattern in _WANTED:
+        for file in source.glob(pattern):
+            shutil.copy(file, folder / file.name)
+    if not list(folder.glob("*.safetensors")):
+        raise ValueError(f"model {model!r} has no safetensors weights; convert it with transformers' save_pretrained")
+    (folder / "digest.json").unlink(missing_ok=True)
+    seal_folder(folder)
+    return folder

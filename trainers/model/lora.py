@@ -1,0 +1,170 @@
+"""Low-rank adapters (LoRA, by peft): put on, switched off, written, read, merged.
+
+In: a causal LM. Out: the same module with frozen weights and trainable adapters; adapter folders in peft's format, as
+`peft.PeftModel.from_pretrained` and vLLM load them.
+
+    add_adapters ─▶ FSDP2, training ─▶ write_adapter: adapter_model.safetensors + adapter_config.json
+                         └─ without_adapters: the base model, for a reference         └─▶ merge_adapter: a whole model
+
+LoRA: https://arxiv.org/abs/2106.09685: h = W x + (alpha / rank) · B A x, A random, B zero at first, so that the first
+policy is the base model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from storage.objects.digests import DIGEST_FILE, seal_folder
+from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
+from trainers.model.distributed import copy_into, full
+from trainers.model.stored import stored_dtype
+
+_SAVED_PREFIX = "base_model.model."  # peft's name of the model around the model
+_NAME = "default"  # of the only adapter
+_LAYERS = "model.layers."
+
+
+def add_adapters(
+    causal_lm: nn.Module, *, rank: int, alpha: float, target_modules: Sequence[str] | str, seed: int
+) -> None:
+    """Freeze the model and put adapters on its decoder layers, in place; before it is sharded.
+
+    `target_modules` are names such as `q_proj`, or `all-linear` for every linear layer of the decoder layers. Equal
+    seeds give equal adapters, whatever else has drawn random numbers; torch's own stream is left as it was.
+
+    Raises `ValueError` for a name that no linear layer has, and for one outside the decoder layers: the output matrix
+    and the embeddings are used without their module, so an adapter there would do nothing.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
+    chosen = [name for name in linear if name.startswith(_LAYERS)]
+    if target_modules != "all-linear":
+        wanted = [target_modules] if isinstance(target_modules, str) else list(target_modules)
+        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in chosen}))
+        chosen = []
+        for each in wanted:
+            found = [name for name in linear if f".{name}".endswith(f".{each}")]
+            if not found or not all(name.startswith(_LAYERS) for name in found):
+                what = "is no part of the decoder layers" if found else "is the name of no linear layer of this model"
+                raise ValueError(f"train.lora.target_modules: {each!r} {what}; choose from {known}")
+            chosen += found
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        # peft takes fractions for alpha, and so does vLLM.
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=sorted(set(chosen)))
+        inject_adapter_in_model(config, causal_lm, adapter_name=_NAME)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """True after `add_adapters`."""
+    return any(hasattr(module, "lora_A") for module in model.modules())
+
+
+def adapted_layers(causal_lm: nn.Module) -> list[str]:
+    """Names of the layers that have an adapter."""
+    return [name for name, module in causal_lm.named_modules() if hasattr(module, "lora_A")]
+
+
+@contextlib.contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is its base model: bit for bit, for the adapters' branch is not computed.
+
+    Raises `ValueError` for a model that has none.
+    """
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
+    if not layers:
+        raise ValueError("the model has no adapters to switch off")
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        # peft freezes what it switches off. FSDP2 notes at a parameter's first use, which may be in here, whether it
+        # takes a gradient.
+        for parameter in trainable:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def adapter_weights(causal_lm: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapters' parameters by their name in peft's files."""
+    return {saved_name(name): weight for name, weight in causal_lm.named_parameters() if _is_adapter(name)}
+
+
+def saved_name(name: str) -> str:
+    """What a parameter of `PolicyModel`, or of the model in it, is called in a policy's file.
+
+    >>> saved_name("causal_lm.model.layers.0.mlp.up_proj.lora_A.default.weight")
+    'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
+    """
+    name = name.removeprefix("causal_lm.")
+    return _SAVED_PREFIX + name.replace(f".{_NAME}.", ".") if _is_adapter(name) else name
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def write_adapter(causal_lm: nn.Module, folder: Path | None, *, base: str) -> None:
+    """Write the adapters, whole and in float32, into a folder; the caller seals it.
+
+    `base` says for people which model they belong to. Every rank has to call it: shards are gathered. Those that do not
+    write pass no folder.
+    """
+    tensors = {name: full(weight).float().contiguous() for name, weight in adapter_weights(causal_lm).items()}
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
+    config = copy.copy(causal_lm.peft_config[_NAME])
+    config.base_model_name_or_path, config.inference_mode = base, True
+    config.target_modules = sorted(adapted_layers(causal_lm))
+    config.save_pretrained(str(folder))
+
+
+def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
+    """Put a policy's adapter into the model's; a policy without one is the base model, so B becomes zero.
+
+    Raises `ValueError` where the tensors are not those of the model's adapters.
+    """
+    weights = adapter_weights(causal_lm)
+    if not has_adapter(folder):
+        for name, weight in weights.items():
+            if ".lora_B." in name:
+                copy_into(weight, torch.zeros(weight.shape))
+        return
+    tensors = load_file(str(folder / ADAPTER_WEIGHTS))
+    if {name: t.shape for name, t in tensors.items()} != {name: w.shape for name, w in weights.items()}:
+        raise ValueError(f"{folder} holds adapters of other layers or of another rank than train.lora asks for")
+    for name, weight in weights.items():
+        copy_into(weight, tensors[name].to(weight.dtype))
+
+
+def merge_adapter(base_folder: Path, adapter_folder: Path, folder: Path) -> str:
+    """Write the base model with W + (alpha / rank) · B A in the place of W as a sealed folder in HF layout.
+
+    Merged in float32 and stored in the type of the base's weights, tokenizer beside it; returns the weights digest.
+    """
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(base_folder), dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, str(adapter_folder)).merge_and_unload(safe_merge=True)
+    merged.to(stored_dtype(base_folder)).save_pretrained(folder)
+    for file in base_folder.iterdir():
+        beside = file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json")
+        if beside and file.name != DIGEST_FILE and not (folder / file.name).exists():
+            shutil.copy(file, folder / file.name)
+    return seal_folder(folder)

@@ -1,0 +1,181 @@
+"""The policy as the trainer sees it: packed token ids in, log-probabilities of the next tokens out.
+
+In: a model folder (HF layout), or a hub id. Out: `PolicyModel`, whose forward never materialises a batch's logits nor
+a mask over its tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from trainers.model.attention import PACKED_ATTENTION, Layout, layout_of
+from trainers.model.logprobs import linear_logprobs
+
+if TYPE_CHECKING:
+    from settings.train import LoraSettings
+
+
+class PolicyModel(nn.Module):
+    """A causal LM whose forward returns (logprobs, entropy) of given targets, each of shape [T]."""
+
+    def __init__(self, causal_lm: nn.Module, *, logits_gib: float = 0.5, compile: bool = False) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self._tile_bytes = int(logits_gib * 2**30)
+        self._compile = compile
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        targets_T: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        layout: Layout,
+        temperature: float,
+        *,
+        entropy_grad: bool = False,
+        positions_N: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences stand end to end; `layout` (`trainers.model.attention.layout_of`) says where.
+
+        With `positions_N`, both results are computed at these positions alone and are 0 elsewhere: prompts and what
+        is masked need no output matrix. The entropy has a gradient only with `entropy_grad`.
+        """
+        hidden_TD = self.hidden(input_ids_T, position_ids_T, layout, positions_N=positions_N)
+        if positions_N is not None:
+            targets_T = targets_T.index_select(0, positions_N)
+        logprobs, entropy = linear_logprobs(
+            hidden_TD,
+            self.causal_lm.get_output_embeddings().weight,
+            targets_T,
+            temperature=temperature,
+            entropy_grad=entropy_grad,
+            tile_bytes=self._tile_bytes,
+            compile=self._compile,
+        )
+        if positions_N is None:
+            return logprobs, entropy
+        zeros_T = logprobs.new_zeros(len(input_ids_T))
+        return zeros_T.index_copy(0, positions_N, logprobs), zeros_T.index_copy(0, positions_N, entropy)
+
+    def hidden(
+        self,
+        input_ids_T: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        layout: Layout,
+        *,
+        positions_N: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The last layer's normalised states, [T, D]: what the output matrix, or a critic's head, is applied to.
+
+        With `positions_N` only those, [N, D].
+        """
+        computed_T = layout.computed_T
+        if computed_T is not None:
+            first_U = layout.end_to_end.place_U
+            input_ids_T, position_ids_T = input_ids_T.index_select(0, first_U), position_ids_T.index_select(0, first_U)
+            positions_N = computed_T if positions_N is None else computed_T.index_select(0, positions_N)
+        states: torch.Tensor = self.causal_lm.model(
+            input_ids=input_ids_T[None], position_ids=position_ids_T[None], use_cache=False, layout=layout
+        ).last_hidden_state
+        states_TD = states.squeeze(0)
+        return states_TD if positions_N is None else states_TD.index_select(0, positions_N)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The transformer blocks, the units of sharding, compiling and activation checkpointing."""
+        layers = self.causal_lm.model.layers
+        assert isinstance(layers, nn.ModuleList)
+        return layers
+
+
+def load_model(
+    folder: Path,
+    *,
+    lora: LoraSettings | None = None,
+    activation_checkpointing: bool = False,
+    compile: bool = False,
+    logits_gib: float = 0.5,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> PolicyModel:
+    """A policy folder as a module of type `dtype` with exact packed attention, on the CPU and in evaluation mode.
+
+    With `lora` only adapters are trained, drawn from `seed`.
+
+    `activation_checkpointing` keeps only each layer's input and computes the layer again in the backward pass;
+    `compile` compiles every layer. Neither changes names of parameters, and both work under a later `fully_shard`.
+    `logits_gib` bounds what a pack's logits take at a time.
+    With `lora`, only adapters on the layers are trained; `seed` draws their first values.
+
+    Raises `OSError` or `ValueError` when the folder is no HF model, and `ValueError` for an architecture without
+    decoder layers, or one whose packed logprobs are not those of transformers' own forward pass.
+    """
+    causal_lm = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation="eager")
+    if not hasattr(getattr(causal_lm, "model", None), "layers"):
+        raise ValueError(f"{folder}: {type(causal_lm).__name__} has no decoder layers under .model.layers")
+    causal_lm.config.use_cache = False
+    model = PolicyModel(causal_lm, logits_gib=logits_gib, compile=compile)
+    _replace_attention(model, folder)
+    if lora is not None:
+        from trainers.model.lora import add_adapters
+
+        add_adapters(model.causal_lm, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=seed)
+    for layer in model.layers:
+        # On the method rather than the module: FSDP's hooks stay outside, and parameters keep their names.
+        if compile:
+            layer.forward = torch.compile(layer.forward)
+        if activation_checkpointing:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    return model
+
+
+@torch.no_grad()
+def _replace_attention(model: PolicyModel, folder: Path) -> None:
+    """Switch to packed attention, and check on a few tokens that the model computes what it did before.
+
+    Models differ in ways no list of them can hold: attention sinks, soft caps, scaled logits, a bias on the output.
+    """
+    causal_lm, refusal = model.causal_lm, f"{folder}: {type(model.causal_lm).__name__}"
+    change = "is trained wrongly by packing; use a model of the Llama, Qwen2 or Qwen3 architecture"
+    if what := _unseen_in_a_trial(causal_lm):
+        raise ValueError(f"{refusal} {what}; it {change}")
+    # More tokens than a short sliding window would let one see; any ids do.
+    vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
+    ids = torch.arange(1, 15) % vocabulary
+    parts = ids.split([9, 5])
+    expected = torch.cat([causal_lm(input_ids=part[None], use_cache=False).logits[0] for part in parts]).float()
+    causal_lm.set_attn_implementation(PACKED_ATTENTION)
+    if causal_lm.config._attn_implementation != PACKED_ATTENTION:
+        raise ValueError(f"{refusal} does not let its attention be replaced; it {change}")
+    positions = torch.cat([torch.arange(len(part)) for part in parts])
+    targets = ids.roll(-1)
+    try:
+        logprobs, entropy = model(ids, targets, positions, layout_of([9, 5], device=ids.device), 1.0)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{refusal} {change} ({error})") from error
+    log_p = expected.log_softmax(-1)
+    tolerance = 1e-3 if next(causal_lm.parameters()).dtype in (torch.float32, torch.float64) else 0.5
+    gap = (logprobs - log_p.gather(1, targets[:, None])[:, 0]).abs().max()
+    if not gap < tolerance:
+        raise ValueError(f"{refusal}: log-probabilities of a pack are {gap:.2g} nats off; it {change}")
+
+
+def _unseen_in_a_trial(causal_lm: nn.Module) -> str:
+    """What a few tokens do not show: it matters for long rows, or once the weights have grown. Empty: nothing."""
+    config = causal_lm.config
+    if getattr(config, "final_logit_softcapping", None):
+        return "caps its logits (final_logit_softcapping)"
+    if getattr(causal_lm.get_output_embeddings(), "bias", None) is not None:
+        return "has a bias on its output matrix"
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]  # or one a layer type
+    if found := {"dynamic", "longrope"}.intersection(kinds):
+        return f"rotates positions by the longest row of a pack (rope_type {found.pop()!r})"
+    return ""

@@ -1,0 +1,397 @@
+"""How much better an attempt, or one of its tokens, was than expected.
+
+In: rewards and group ids, one per attempt; or rewards and values, one per token. Out: advantages of the same shape.
+
+    per attempt (tensors [B])   rewards, groups ─▶ advantages_of ─▶ advantages, metrics of the rewards
+    per token (arrays [T])      rewards_at_end ─▶ gae ─▶ whitened   ·   distillation_advantages
+
+Groups are found by id, never by position, so partial groups cannot shift their neighbours. A null reward is NaN: it
+enters no mean and no deviation, and its attempt has advantage 0. A group of equal rewards has exactly 0 wherever the
+baseline is its own. docs/algorithms.md has every formula. Sums are taken in float64, results have the rewards' type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from settings.advantage import Advantage
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptAdvantages:
+    """Of B attempts."""
+
+    advantages_B: torch.Tensor
+    """NaN for the kinds that have one advantage per token, which nothing may train on."""
+    metrics: dict[str, float]
+    """Of the rewards; see `reward_metrics`."""
+
+
+def advantages_of(
+    settings: Advantage,
+    rewards_B: torch.Tensor,
+    groups_B: torch.Tensor,
+    *,
+    lengths_B: torch.Tensor,
+    reward_parts_B: Mapping[str, torch.Tensor],
+    reward_weights: Mapping[str, float],
+) -> AttemptAdvantages:
+    """Advantages of B attempts by `settings`; `lengths_B` are their sampled tokens, `reward_parts_B` named rewards.
+
+    Parts without a weight in `reward_weights` count 1. Raises `ValueError` where every reward is null, unless rewards
+    are not used, and where a part that the settings name is missing.
+    """
+    metrics = reward_metrics(rewards_B, groups_B, reward_parts_B=reward_parts_B)
+    if settings.kind != "distill" and rewards_B.isnan().all():
+        raise ValueError(
+            f"all {len(rewards_B)} rewards are null, which is for faults of the environment; an attempt that is merely"
+            " wrong gets a number, 0 for example. `millrace rollout once RUN --n 4` shows the errors"
+        )
+    match settings.kind:
+        case "grpo" if settings.per_reward:
+            advantages_B = gdpo_advantages(
+                rewards_B,
+                groups_B,
+                reward_parts_B=reward_parts_B,
+                reward_weights=reward_weights,
+                scale=settings.scale,
+                ddof=settings.ddof,
+                eps=settings.eps,
+                singleton=settings.singleton,
+            )
+        case "grpo":
+            advantages_B = group_advantages(
+                rewards_B,
+                groups_B,
+                scale=settings.scale,
+                ddof=settings.ddof,
+                eps=settings.eps,
+                singleton=settings.singleton,
+            )
+        case "leave_one_out":
+            advantages_B = leave_one_out_advantages(rewards_B, groups_B, scale=settings.scale, eps=settings.eps)
+        case "reinforce++":
+            advantages_B = reinforce_advantages(
+                rewards_B, groups_B, lengths_B=lengths_B, baseline=settings.baseline, eps=settings.eps
+            )
+        case "remax":
+            if settings.baseline_part not in reward_parts_B:
+                raise ValueError(
+                    f'train.advantage.baseline_part = "{settings.baseline_part}" is not a part of the reward'
+                    f" ({_listed(reward_parts_B)}): return it from the reward function, weight 0 in [reward.weights]"
+                )
+            advantages_B = remax_advantages(rewards_B, reward_parts_B[settings.baseline_part])
+        case "opo":
+            advantages_B = opo_advantages(rewards_B, groups_B, lengths_B=lengths_B)
+        case "pass_at_k":
+            advantages_B = pass_at_k_advantages(
+                rewards_B, groups_B, k=settings.k, threshold=settings.threshold, eps=settings.eps
+            )
+        case "gae" | "distill":
+            advantages_B = torch.full_like(rewards_B, torch.nan)
+    return AttemptAdvantages(advantages_B=advantages_B, metrics=metrics)
+
+
+def reward_metrics(
+    rewards_B: torch.Tensor, groups_B: torch.Tensor, *, reward_parts_B: Mapping[str, torch.Tensor]
+) -> dict[str, float]:
+    """What docs/algorithms.md lists; means are over what is not null, and absent where all is. B is at least 1."""
+    groups = _Groups(rewards_B, groups_B)
+    known = rewards_B[groups.known_B].double()
+    metrics = {"null_reward_fraction": 1 - len(known) / len(rewards_B)}
+    metrics["fraction_groups_without_signal"] = 1 - float(groups.differs_G.double().mean())
+    if len(known):
+        metrics |= {"reward": float(known.mean()), "reward_std": float(known.std()) if len(known) > 1 else 0.0}
+    for name, part_B in reward_parts_B.items():
+        if not part_B.isnan().all():
+            metrics[f"reward/{name}"] = float(part_B.double().nanmean())
+    return metrics
+
+
+class _Groups:
+    """Attempts with a reward, by group; every `_B` is per attempt, whatever it is about."""
+
+    def __init__(self, rewards_B: torch.Tensor, groups_B: torch.Tensor) -> None:
+        self.known_B = ~rewards_B.isnan()
+        self.values_B = torch.where(self.known_B, rewards_B.double(), 0.0)
+        ids, self._group_B = groups_B.unique(return_inverse=True)
+        self._num_groups = len(ids)
+        self.size_B = self.sum(torch.ones_like(self.values_B))
+        self.differs_G = self._extreme("amax", -torch.inf) > self._extreme("amin", torch.inf)
+        """Whether a group has two rewards that differ."""
+        self.differs_B = self.known_B & self.differs_G[self._group_B]
+        mean_B = self.sum(self.values_B) / self.size_B.clamp(min=1)
+        # Equal rewards leave rounding noise behind: dividing it by eps, or by Adam, would invent a preference.
+        self.centred_B = torch.where(self.differs_B, self.values_B - mean_B, 0.0)
+
+    def sum(self, x_B: torch.Tensor) -> torch.Tensor:
+        """Sum over the known attempts of each one's group."""
+        sums_G = torch.zeros(self._num_groups, dtype=torch.float64)
+        return sums_G.index_add_(0, self._group_B, torch.where(self.known_B, x_B, 0.0))[self._group_B]
+
+    def _extreme(self, kind: Literal["amin", "amax"], start: float) -> torch.Tensor:
+        starts_G = torch.full((self._num_groups,), start, dtype=torch.float64)
+        return starts_G.scatter_reduce(0, self._group_B, torch.where(self.known_B, self.values_B, start), kind)
+
+
+def group_advantages(
+    rewards_B: torch.Tensor,
+    groups_B: torch.Tensor,
+    *,
+    scale: Literal["std", "batch", "none"],
+    ddof: int = 1,
+    eps: float = 1e-4,
+    singleton: Literal["zero", "reward"] = "zero",
+) -> torch.Tensor:
+    """GRPO: A = (r − mean_g) / (std + eps), with `scale="none"` Dr. GRPO: A = r − mean_g. Shape [B].
+
+    The deviation is the group's, or with `scale="batch"` that of all rewards of the batch; `ddof` 1 is unbiased.
+    `singleton` says what a group's only reward gets: 0, or itself as if mean and deviation were 0 and 1 (verl).
+
+    GRPO: https://arxiv.org/abs/2402.03300 eq. 3 · Dr. GRPO: https://arxiv.org/abs/2503.20783 ·
+    batch: https://arxiv.org/abs/2508.08221
+
+    >>> group_advantages(torch.tensor([1., 2., 3.]), torch.tensor([0, 0, 1]), scale="none")
+    tensor([-0.5000,  0.5000,  0.0000])
+    """
+    groups = _Groups(rewards_B, groups_B)
+    match scale:
+        case "none":
+            spread_B = lone_B = torch.ones_like(groups.values_B)
+        case "std":
+            variance_B = groups.sum(groups.centred_B**2) / (groups.size_B - ddof).clamp(min=1)
+            spread_B, lone_B = variance_B.sqrt() + eps, torch.full_like(variance_B, 1 + eps)
+        case "batch":
+            spread_B = lone_B = torch.full_like(groups.values_B, _batch_deviation(groups, ddof) + eps)
+    advantages_B = torch.where(groups.differs_B, groups.centred_B / spread_B, 0.0)
+    if singleton == "reward":
+        is_lone_B = groups.known_B & (groups.size_B == 1)
+        advantages_B = torch.where(is_lone_B, groups.values_B / lone_B, advantages_B)
+    return advantages_B.to(rewards_B.dtype)
+
+
+def _batch_deviation(groups: _Groups, ddof: int) -> float:
+    """Of all known rewards; 1 where they are all equal, so that nothing is divided by eps alone."""
+    known = groups.values_B[groups.known_B]
+    return float(known.std(correction=ddof)) if len(known.unique()) > 1 else 1.0
+
+
+def leave_one_out_advantages(
+    rewards_B: torch.Tensor, groups_B: torch.Tensor, *, scale: Literal["std", "none"], eps: float = 1e-6
+) -> torch.Tensor:
+    """A = r − mean of the others in the group, with `scale="std"` over (their unbiased deviation + eps). Shape [B].
+
+    Without scale it is RLOO: r − Σ_{j≠i} r_j / (n − 1) = (r − mean_g) · n / (n − 1). Where the others all agree there
+    is nothing to scale by, and the difference stays as it is (so does NeMo-RL).
+
+    RLOO: https://arxiv.org/abs/2402.14740
+    """
+    groups = _Groups(rewards_B, groups_B)
+    size_B, centred_B = groups.size_B, groups.centred_B
+    advantages_B = centred_B * size_B / (size_B - 1).clamp(min=1)
+    if scale == "std":
+        squares_B = groups.sum(centred_B**2)
+        others_B = squares_B - centred_B * advantages_B
+        # The subtraction leaves rounding noise where the others agree.
+        varies_B = (size_B > 2) & (others_B > 1e-12 * squares_B)
+        deviation_B = (others_B.clamp(min=0) / (size_B - 2).clamp(min=1)).sqrt()
+        advantages_B = torch.where(varies_B, advantages_B / (deviation_B + eps), advantages_B)
+    return torch.where(groups.differs_B, advantages_B, 0.0).to(rewards_B.dtype)
+
+
+def reinforce_advantages(
+    rewards_B: torch.Tensor, groups_B: torch.Tensor, *, lengths_B: torch.Tensor, baseline: bool, eps: float = 1e-8
+) -> torch.Tensor:
+    """REINFORCE++: A = (r − mean) / (std + eps) over all sampled tokens of the batch. Shape [B].
+
+    Every token carries its attempt's reward, so an attempt counts by its length in mean and (biased) deviation. With
+    `baseline` the group's mean is subtracted from the rewards first; groups of equal rewards enter the deviation, but
+    are not moved by a batch mean that is only there because lengths differ: they get 0.
+
+    https://arxiv.org/abs/2501.03262
+    """
+    groups = _Groups(rewards_B, groups_B)
+    values_B = groups.centred_B if baseline else groups.values_B
+    moves_B = groups.differs_B if baseline else groups.known_B
+    weights_B = torch.where(groups.known_B, lengths_B.double(), 0.0)
+    return _whitened_over_batch(values_B, weights_B, moves_B, ddof=0, eps=eps).to(rewards_B.dtype)
+
+
+def _whitened_over_batch(
+    values_B: torch.Tensor, weights_B: torch.Tensor, moves_B: torch.Tensor, *, ddof: int, eps: float
+) -> torch.Tensor:
+    """(x − weighted mean) / (weighted deviation + eps) where `moves_B`, else 0; 0 where there is no deviation."""
+    if len(values_B[weights_B > 0].unique()) < 2:
+        return torch.zeros_like(values_B)
+    centred_B = values_B - (weights_B * values_B).sum() / weights_B.sum()
+    variance = (weights_B * centred_B**2).sum() / (weights_B.sum() - ddof).clamp(min=1)
+    return torch.where(moves_B, centred_B / (variance.sqrt() + eps), 0.0)
+
+
+def remax_advantages(rewards_B: torch.Tensor, baselines_B: torch.Tensor) -> torch.Tensor:
+    """ReMax: A = r − b, the baseline from outside the group; 0 where either is null. Shape [B].
+
+    https://arxiv.org/abs/2310.10505 (b is the reward of the greedy reply)
+    """
+    return (rewards_B - baselines_B.to(rewards_B.dtype)).nan_to_num(nan=0.0)
+
+
+def opo_advantages(rewards_B: torch.Tensor, groups_B: torch.Tensor, *, lengths_B: torch.Tensor) -> torch.Tensor:
+    """OPO: A = r − Σ_j l_j r_j / Σ_j l_j over the group, l in sampled tokens. Shape [B].
+
+    The baseline of least variance where a reply's squared gradient grows with its length.
+
+    https://arxiv.org/abs/2505.23585
+    """
+    groups = _Groups(rewards_B, groups_B)
+    lengths_B = lengths_B.double()
+    shift_B = groups.sum(lengths_B * groups.centred_B) / groups.sum(lengths_B).clamp(min=1)
+    return torch.where(groups.differs_B, groups.centred_B - shift_B, 0.0).to(rewards_B.dtype)
+
+
+def gdpo_advantages(
+    rewards_B: torch.Tensor,
+    groups_B: torch.Tensor,
+    *,
+    reward_parts_B: Mapping[str, torch.Tensor],
+    reward_weights: Mapping[str, float],
+    scale: Literal["std", "batch", "none"] = "std",
+    ddof: int = 1,
+    eps: float = 1e-4,
+    singleton: Literal["zero", "reward"] = "zero",
+) -> torch.Tensor:
+    """GDPO: s = Σ_k w_k · GRPO(r_k), then A = (s − mean) / (std + eps) over the batch's attempts. Shape [B].
+
+    Null parts are left out of the sum; an attempt without any part, or without a reward, gets 0 and is not counted.
+    Parts of weight 0 are not looked at. A group in which no part differs gets 0. Raises `ValueError` without parts.
+
+    https://arxiv.org/abs/2601.05242
+    """
+    weights = {name: reward_weights.get(name, 1.0) for name in reward_parts_B}
+    used = [name for name, weight in weights.items() if weight]
+    if not used:
+        raise ValueError(
+            f"train.advantage.per_reward needs named rewards with a weight ({_listed(reward_parts_B)}): return a"
+            " dictionary from the reward function, or set per_reward = false"
+        )
+    summed_B = torch.zeros_like(rewards_B, dtype=torch.float64)
+    is_scored_B = torch.zeros_like(rewards_B, dtype=torch.bool)
+    for name in used:
+        part_B = torch.where(rewards_B.isnan(), torch.nan, reward_parts_B[name].double())
+        normal_B = group_advantages(part_B, groups_B, scale=scale, ddof=ddof, eps=eps, singleton=singleton)
+        summed_B += weights[name] * normal_B
+        is_scored_B |= ~part_B.isnan()
+    scored = _Groups(torch.where(is_scored_B, summed_B, torch.nan), groups_B)
+    moves_B = is_scored_B & (scored.sum(summed_B.abs()) > 0)
+    return _whitened_over_batch(summed_B, is_scored_B.double(), moves_B, ddof=ddof, eps=eps).to(rewards_B.dtype)
+
+
+def _listed(reward_parts_B: Mapping[str, torch.Tensor]) -> str:
+    return "parts here: " + (", ".join(reward_parts_B) or "none")
+
+
+def pass_at_k_advantages(
+    rewards_B: torch.Tensor, groups_B: torch.Tensor, *, k: int, threshold: float = 0.5, eps: float = 1e-6
+) -> torch.Tensor:
+    """The mean GRPO advantage of the k-subsets of its group that an attempt is in, each scored pass or fail. Shape [B].
+
+    With n attempts, w of them wrong (reward at most `threshold`), R = 1 − C(w, k) / C(n, k) and σ = √(R (1 − R)):
+    right: (1 − R) / (σ + eps); wrong: (1 − R − C(w − 1, k − 1) / C(n − 1, k − 1)) / (σ + eps). Where all subsets pass
+    (w < k, so always where k ≥ n) or all fail, it is 0; a partial group of at most k attempts teaches nothing.
+
+    https://arxiv.org/abs/2508.10751
+    """
+    groups = _Groups(rewards_B, groups_B)
+    is_right_B = groups.known_B & (groups.values_B > threshold)
+    size_B = groups.size_B
+    wrong_B = size_B - groups.sum(is_right_B.double())
+    fails_beside_B = torch.ones_like(size_B)  # all of the other k − 1 are wrong, where this one is
+    for i in range(1, k):
+        fails_beside_B = fails_beside_B * (wrong_B - i).clamp(min=0) / (size_B - i).clamp(min=1)
+    fails_B = fails_beside_B * wrong_B / size_B.clamp(min=1)  # 1 − R
+    deviation_B = ((1 - fails_B) * fails_B).sqrt()
+    advantages_B = torch.where(is_right_B, fails_B, fails_B - fails_beside_B) / (deviation_B + eps)
+    varies_B = groups.known_B & (wrong_B >= k) & (wrong_B < size_B)
+    return torch.where(varies_B, advantages_B, 0.0).to(rewards_B.dtype)
+
+
+def rewards_at_end(rewards_B: np.ndarray, mask_T: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Each row's reward at its last sampled token, 0 elsewhere and in rows without one; float64 of shape [T].
+
+    `mask_T` is True on sampled tokens; row i is offsets[i]:offsets[i + 1].
+    """
+    sampled = np.flatnonzero(mask_T)
+    row = np.searchsorted(offsets, sampled, side="right") - 1
+    is_last = np.diff(row, append=-1) != 0
+    rewards_T = np.zeros(len(mask_T))
+    rewards_T[sampled[is_last]] = rewards_B[row[is_last]]
+    return rewards_T
+
+
+def gae(
+    rewards_T: np.ndarray, values_T: np.ndarray, mask_T: np.ndarray, offsets: np.ndarray, *, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantage estimation; advantages and returns, float64 of shape [T], 0 where nothing was sampled.
+
+    δ_t = r_t + γ V_{t+1} − V_t, A_t = δ_t + γλ A_{t+1}, return = A_t + V_t, where t + 1 is the row's next *sampled*
+    token: what tools and users wrote in between is skipped, and behind the last one V and A are 0. `values_T` stand at
+    the token they were predicted for: V_t is what the critic expected before token t was sampled.
+
+    Rows without a reward have to be masked. Raises `ValueError` for a reward or value that is not finite.
+
+    https://arxiv.org/abs/1506.02438 eq. 16
+    """
+    sampled = np.flatnonzero(mask_T)
+    row = np.searchsorted(offsets, sampled, side="right") - 1
+    rewards, values = rewards_T[sampled].astype(np.float64), values_T[sampled].astype(np.float64)
+    broken = np.unique(row[~(np.isfinite(rewards) & np.isfinite(values))])
+    if len(broken):
+        raise ValueError(f"rows {broken[:8].tolist()} have a reward or value that is null or infinite; mask null rows")
+    goes_on = np.diff(row, append=-1) == 0
+    deltas = rewards + gamma * np.where(goes_on, np.roll(values, -1), 0.0) - values
+    advantages = np.empty_like(deltas)
+    # From the last token of all rows backwards, one step for all rows that are long enough.
+    ends = np.flatnonzero(~goes_on)
+    lengths = np.diff(ends, prepend=-1)
+    longest_first = np.argsort(-lengths, kind="stable")
+    following = np.zeros(len(ends))
+    for back in range(max(lengths, default=0)):
+        at = ends[longest_first[: np.count_nonzero(lengths > back)]] - back
+        following = deltas[at] + gamma * lam * following[: len(at)]
+        advantages[at] = following
+    advantages_T, returns_T = np.zeros(len(mask_T)), np.zeros(len(mask_T))
+    advantages_T[sampled], returns_T[sampled] = advantages, advantages + values
+    return advantages_T, returns_T
+
+
+def whitened(values_T: np.ndarray, mask_T: np.ndarray, *, eps: float = 1e-8) -> np.ndarray:
+    """(x − mean) / √(variance + eps) over all masked-in tokens, 0 elsewhere; unbiased variance, as verl has it."""
+    known = values_T[mask_T > 0].astype(np.float64)
+    whitened_T = np.zeros(len(values_T))
+    if len(known) > 1 and known.min() != known.max():
+        whitened_T[mask_T > 0] = (known - known.mean()) / np.sqrt(known.var(ddof=1) + eps)
+    return whitened_T
+
+
+def distillation_advantages(
+    teacher_logprobs_T: np.ndarray,
+    sampled_logprobs_T: np.ndarray,
+    mask_T: np.ndarray,
+    *,
+    scale: float = 1.0,
+    clip: float | None = None,
+) -> np.ndarray:
+    """A_t = scale · (log π_teacher − log π_sampled), the difference clipped to ± `clip` nats; float64 of shape [T].
+
+    Minus the one-sample estimate of the reverse KL, 0 where nothing was sampled; https://arxiv.org/abs/2306.13649
+    """
+    difference_T = teacher_logprobs_T.astype(np.float64) - sampled_logprobs_T
+    if clip is not None:
+        difference_T = difference_T.clip(-clip, clip)
+    return np.where(mask_T > 0, scale * difference_T, 0.0)

@@ -1,0 +1,184 @@
+"""What a pack adds to the quantity that is minimised, and to the metrics.
+
+In: a pack with its log-probabilities, and the settings. Out: `LossInputs`, and of them `LossOutput`.
+
+    policy loss (one of `train.loss`) + β Σ w · KL(policy ‖ reference) − bonus Σ w · entropy
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+
+from settings.advantage import GaeAdvantage
+from settings.loss import CispoLoss, ClipLoss, CustomLoss, GspoLoss, KlSettings, Loss, SapoLoss, SftLoss
+from settings.train import TrainSettings
+from trainers.model.batches import Pack
+from trainers.objective.custom_loss import load_loss
+from trainers.objective.divergence import kl_estimate
+from trainers.objective.importance import importance_weights, loglinear_proximal
+from trainers.objective.losses import (
+    OF,
+    LossInputs,
+    LossOutput,
+    cispo_loss,
+    clip_loss,
+    gspo_loss,
+    numbers,
+    sapo_loss,
+    sft_loss,
+)
+
+OFF_POLICY = ("off_policy_kl", "ratio", "ratio_squared")
+"""Names of what `off_policy_sums` adds up."""
+
+
+def loss_inputs(
+    pack: Pack,
+    logprobs_T: torch.Tensor,
+    entropy_T: torch.Tensor,
+    settings: TrainSettings,
+    *,
+    base_version: int,
+    version: float,
+) -> tuple[LossInputs, dict[str, float]]:
+    """What the loss needs of a pack, and sums of the importance weights. `version` counts this step's updates too.
+
+    Decoupled PPO (https://arxiv.org/abs/2505.24298 eq. 5): clip around the policy as it was when the step began,
+    and weigh each token by how far that had moved from the policy that sampled it.
+    """
+    sampled_T, decoupled = pack.values["sampled_logprobs"], settings.decoupled
+    old_T, importance_T, sums = sampled_T, torch.ones_like(logprobs_T), {}
+    if decoupled is not None:
+        if decoupled.proximal == "recompute":
+            old_T = pack.values["proximal"]
+        else:
+            old_T = loglinear_proximal(
+                logprobs_T,
+                sampled_T,
+                pack.values["versions"],
+                proximal_version=base_version,
+                current_version=version,
+            )
+        correction = {name: getattr(decoupled, name) for name in ("correction", "cap", "floor")}
+        importance_T, sums = importance_weights(old_T, sampled_T, pack.mask, pack.sequences, **correction)
+    inputs = LossInputs(
+        logprobs=logprobs_T,
+        old_logprobs=old_T,
+        sampled_logprobs=sampled_T,
+        advantages=pack.values["advantages"],
+        mask=pack.mask,
+        weights=pack.values["weights"],
+        importance=importance_T,
+        sequences=pack.sequences,
+        entropy=entropy_T,
+        reference_logprobs=pack.values.get("reference"),
+        selected=pack.values.get("selected"),
+    )
+    return inputs, sums
+
+
+def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
+    """A pack's share of the objective; what it lacks for a term that is set is an `AssertionError`.
+
+    Sums beside the loss's own: `approx_kl`, `entropy`, and `reference_kl` where there is a reference.
+    """
+    policy_inputs, selected_T = inputs, inputs.mask
+    if inputs.selected is not None:
+        policy_inputs = dataclasses.replace(inputs, importance=inputs.importance * inputs.selected)
+        selected_T = inputs.mask * inputs.selected
+    output = policy_loss(policy_inputs, settings.loss)
+    loss = output.loss
+    trained_T = inputs.mask > 0
+    log_ratio_T = torch.where(trained_T, inputs.logprobs.detach() - inputs.old_logprobs, 0)
+    entropy_T = torch.where(trained_T, inputs.entropy, 0)
+    sums = {"approx_kl": (log_ratio_T.expm1() - log_ratio_T).sum(), "entropy": entropy_T.sum()}
+    if inputs.reference_logprobs is not None:
+        kl_T = _kl(inputs, inputs.reference_logprobs, settings.kl)
+        sums["reference_kl"] = kl_T.sum()
+        if settings.kl.coefficient and settings.kl.place == "loss":
+            loss = loss + settings.kl.coefficient * (inputs.weights * inputs.mask * kl_T).sum()
+    else:
+        assert not (settings.kl.coefficient and settings.kl.place == "loss"), "a KL penalty without reference_logprobs"
+    if settings.entropy_bonus:
+        assert inputs.entropy.requires_grad or not inputs.logprobs.requires_grad, "an entropy bonus without gradient"
+        loss = loss - settings.entropy_bonus * (inputs.weights * selected_T * entropy_T).sum()
+    return LossOutput(loss=loss, sums={**numbers(sums), **output.sums})
+
+
+def moved_by_advantages_alone(settings: TrainSettings) -> bool:
+    """Whether a token with the advantage 0 has no gradient: `objective` is a multiple of it, and no critic learns."""
+    with_kl = settings.kl.coefficient and settings.kl.place == "loss"
+    multiple = isinstance(settings.loss, ClipLoss | GspoLoss | CispoLoss | SapoLoss)
+    return multiple and not (with_kl or settings.entropy_bonus or isinstance(settings.advantage, GaeAdvantage))
+
+
+def needs_entropy_grad(settings: TrainSettings) -> bool:
+    """Whether the objective may move the entropy: with a bonus, or in a loss of the user's."""
+    return settings.entropy_bonus > 0 or isinstance(settings.loss, CustomLoss)
+
+
+def policy_loss(inputs: LossInputs, loss: Loss) -> LossOutput:
+    """The loss that `train.loss` names."""
+    match loss:
+        case ClipLoss():
+            return clip_loss(inputs, clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip)
+        case GspoLoss():
+            return gspo_loss(inputs, clip_low=loss.clip_low, clip_high=loss.clip_high)
+        case CispoLoss():
+            return cispo_loss(inputs, clip_low=loss.clip_low, clip_high=loss.clip_high)
+        case SapoLoss():
+            return sapo_loss(inputs, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
+        case SftLoss():
+            return sft_loss(inputs)
+        case CustomLoss():
+            return load_loss(loss.path)(inputs, **loss.arguments)
+
+
+@torch.no_grad()
+def off_policy_sums(inputs: LossInputs) -> dict[str, float]:
+    """How far the policy has moved from the ones that sampled, summed over trained tokens; ρ = now / when sampled.
+
+    k3 = ρ − 1 − ln ρ, http://joschu.net/blog/kl-approx.html
+    """
+    log_ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.sampled_logprobs, 0).double()  # ρ² is large
+    ratio_T = log_ratio_T.exp() * inputs.mask
+    k3_T = (log_ratio_T.expm1() - log_ratio_T) * inputs.mask
+    sums = torch.stack([k3_T.sum(), ratio_T.sum(), ratio_T.square().sum()]).tolist()
+    return dict(zip(OFF_POLICY, sums, strict=True))
+
+
+def mean_metrics(sums: Mapping[str, float], *, num_tokens: float) -> dict[str, float]:
+    """A step's metrics from the sums of all its packs and ranks, added up by name; `num_tokens` were trained.
+
+    Each is divided by its own denominator `<name>/of` where there is one, and left out where that is 0. Out of Σw and
+    Σw² comes the effective sample size (Σw)² / (n Σw²), Kong 1992.
+
+    >>> mean_metrics({"entropy": 6.0, "clip_fraction_low": 1.0, "clip_fraction_low/of": 4.0}, num_tokens=8)
+    {'entropy': 0.75, 'clip_fraction_low': 0.25}
+    """
+    means = {}
+    for name, total in sums.items():
+        of = sums.get(name + OF, num_tokens)
+        if not name.endswith(OF) and of:
+            means[name] = total / of
+    squared = means.pop("importance_squared", 0.0)
+    if squared:
+        means["importance_effective_sample_size"] = means["importance"] ** 2 / squared
+    return means
+
+
+def _kl(inputs: LossInputs, reference_logprobs_T: torch.Tensor, kl: KlSettings) -> torch.Tensor:
+    ratio_T = None
+    if kl.weighted:
+        ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.old_logprobs, 0).exp()
+    return kl_estimate(
+        inputs.logprobs,
+        reference_logprobs_T,
+        inputs.mask,
+        estimator=kl.estimator,
+        clamp=kl.clamp,
+        ratio_T=ratio_T,
+    )
