@@ -18,6 +18,7 @@ from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_nam
 from cli.terminal.errors import explained
 from cli.traj.traj_commands import traj
 from infra.environment import prepare_environment
+from settings.errors import InvalidInput
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -82,7 +83,7 @@ def status(
         from cli.operate.status import print_status, run_status
 
         if follow and as_json:
-            raise ValueError("--json prints the status once: leave out --follow, or --json")
+            raise InvalidInput("--json prints the status once: leave out --follow, or --json")
         log = open_named(run, store)
         if follow:
             from cli.operate.live_status import follow_run
@@ -376,7 +377,7 @@ def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
     for pair in pairs or []:
         key, separator, text = pair.partition("=")
         if not separator:
-            raise ValueError(f"{pair!r}: write overrides as key=value, for example steps=50")
+            raise InvalidInput(f"{pair!r}: write overrides as key=value, for example steps=50")
         try:
             parsed[key.strip()] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:

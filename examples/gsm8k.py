@@ -13,6 +13,7 @@ from rollouts.environments.datasets import read_dataset
 from rollouts.rewards.answers import gsm8k
 from rollouts.rewards.scoring import score
 from rollouts.workflow import RolloutWorkflow, Score
+from settings.errors import InvalidInput
 from storage.records import Message, RolloutTask
 
 INSTRUCTION = "Think step by step. Write the final answer as a number after ####."
@@ -23,7 +24,7 @@ class Gsm8k(RolloutWorkflow):
 
     def tasks(self, split: str) -> Sequence[RolloutTask]:
         if self.dataset is None:
-            raise ValueError("dataset must be set: a folder with train.jsonl and test.jsonl, or openai/gsm8k")
+            raise InvalidInput("dataset must be set: a folder with train.jsonl and test.jsonl, or openai/gsm8k")
         rows = read_dataset(self.dataset, split, required=["question", "answer"])
         return [
             RolloutTask(id=f"{split}-{number}", prompt=row["question"], answer=row["answer"])

@@ -16,6 +16,7 @@ from typing import Any
 from prefect import flow
 
 from flows.train_grpo import produce, start_engine
+from settings.errors import InvalidInput
 from settings.run_file import RunConfig, make_config
 from tasks.producers import follow, look_up_run, producer_name, wait_for_policy
 from tasks.session import producing_session
@@ -61,5 +62,5 @@ def plan_rollouts(*, run: str, store: str, name: str, shards: int, patience: flo
     starts."""
     producer_name(name)
     if shards < 0 or patience <= 0:
-        raise ValueError(f"shards = {shards} must not be negative, and patience = {patience:g} s be more than 0")
+        raise InvalidInput(f"shards = {shards} must not be negative, and patience = {patience:g} s be more than 0")
     return make_config(look_up_run(store=store, run=run), source=f"producing for run {run}")

@@ -22,11 +22,12 @@ from typing import Any
 
 from infra.placement import Placement, bundle, check_shares, gpu_share, gpus_of, node_resources, reserve
 from infra.worker_process import Host, run_function
+from settings.errors import UserError
 
 logger = logging.getLogger("millrace.fleet")
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(UserError):
     """A hosted worker's process is gone; the message names it and its log file."""
 
 

@@ -15,6 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from settings.errors import InvalidInput
+
 logger = logging.getLogger("millrace.placement")
 
 _LOOK_SECONDS = 5.0
@@ -51,23 +53,23 @@ def check_shares(
         engine = f"an engine is to compute on {gpus_per_engine} {device}s (engine.vllm.tensor_parallel_size"
         largest = max((node.get(device, 0.0) for node in nodes), default=0.0)
         if largest < gpus_per_engine:
-            raise ValueError(
+            raise InvalidInput(
                 f"{engine} × pipeline_parallel_size), all of one node, and no node has more than {largest:g}: lower "
                 "one of the two, or add a larger node"
             )
         if shared:
-            raise ValueError(
+            raise InvalidInput(
                 f"{engine}): with trainer and other engines that makes {num_workers}, and there are {num_gpus:g}; "
                 "lower it"
             )
         places = sum(int(node.get(device, 0.0) // gpus_per_engine) for node in nodes)
         if places < num_engines:
-            raise ValueError(
+            raise InvalidInput(
                 f"{engine} × pipeline_parallel_size), all of one node: the nodes have places for {places} of the "
                 f"{num_engines} engines; lower rollout.num_workers to {places}, or one of the two sizes"
             )
     if num_ranks > 1 and shared:
-        raise ValueError(
+        raise InvalidInput(
             f"train.num_ranks = {num_ranks}: {num_workers} processes hold a model and there are {num_gpus:g} GPUs, but "
             'each rank needs one of its own; lower train.num_ranks, or set train.device = "cpu"'
         )

@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from infra.ports import free_port
+from settings.errors import UserError
 
 POOL = "local"
 GPU_QUEUE = "gpu"
@@ -34,7 +35,7 @@ NOTIFY = "MILLRACE_NOTIFY"
 """Another one: who is told of failures. It may hold a token, so no service and no flow run inherits it."""
 
 
-class ServiceFailed(RuntimeError):
+class ServiceFailed(UserError):
     """A service did not come up; the message names its log."""
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TextIO
 
+from settings.errors import InvalidInput
+
 CALL: ContextVar[dict[str, Any]] = ContextVar("millrace_call", default={})  # noqa: B039 - nobody changes it in place
 """What the current task of this process was asked: `call`, and the step it is about."""
 
@@ -25,7 +27,7 @@ def logs_are_json() -> bool:
     """Whether `MILLRACE_LOG_FORMAT` asks for it. Raises `ValueError` where it asks for anything else."""
     wanted = os.environ.get("MILLRACE_LOG_FORMAT", "text")
     if wanted not in ("text", "json"):
-        raise ValueError(f"MILLRACE_LOG_FORMAT={wanted!r}: there are 'text', the default, and 'json'")
+        raise InvalidInput(f"MILLRACE_LOG_FORMAT={wanted!r}: there are 'text', the default, and 'json'")
     return wanted == "json"
 
 

@@ -15,6 +15,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file, sha256_of_json
 
 
@@ -28,18 +29,18 @@ def load_object(path: str) -> Any:
     module_path, _, name = path.rpartition(":")
     is_file = module_path.endswith(".py")
     if not module_path or not name or (module_path.startswith(".") and not is_file):
-        raise ValueError(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
+        raise InvalidInput(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
     try:
         module = _load_file(Path(module_path)) if is_file else _load_module(module_path)
     except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise ValueError(f"{path!r} cannot be imported: {error}; run from the folder that holds it") from error
+        raise InvalidInput(f"{path!r} cannot be imported: {error}; run from the folder that holds it") from error
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}" if error.filename else module_path
-        raise ValueError(f"{path!r} cannot be imported: {error.msg} in {where}") from error
+        raise InvalidInput(f"{path!r} cannot be imported: {error.msg} in {where}") from error
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{module_path} has no {name!r}; it has {_public_names(module)}")
+            raise InvalidInput(f"{module_path} has no {name!r}; it has {_public_names(module)}")
         found = getattr(found, part)
     return found
 
@@ -61,7 +62,7 @@ def source_file(target: Any) -> Path:
     """The file a function or class is written in. Raises `ValueError` where there is none."""
     file = _source_file(target)
     if file is None:
-        raise ValueError(f"{target!r} has no source file; define it in a module or a file")
+        raise InvalidInput(f"{target!r} has no source file; define it in a module or a file")
     return file
 
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollouts.chat.chat import Chat
+from settings.errors import UserError
 from storage.records import Message, RolloutGroup, RolloutTask, Trajectory
 
 
-class WrongWorkflow(TypeError):
+class WrongWorkflow(UserError):
     """The workflow returned something other than one `Score`."""
 
 

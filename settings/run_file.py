@@ -17,6 +17,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from settings.engine import EngineSettings
+from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings
 from settings.redaction import secret_settings
 from settings.reward import RewardSettings
@@ -27,7 +28,7 @@ from settings.train import Recipe, TrainSettings
 from settings.warmup import WarmupSettings
 
 
-class ConfigError(ValueError):
+class ConfigError(InvalidInput):
     """A run file that cannot be used; every line of the message names a key and what to do."""
 
 

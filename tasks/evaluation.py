@@ -11,6 +11,7 @@ from typing import Any
 from infra.environment import store_uri
 from infra.user_code import load_object
 from rollouts.production.evaluation import failure_of
+from settings.errors import InvalidInput, UserError
 from storage.log.entries import Evaluation
 from storage.log.runs import find_policy, open_run, run_config
 from storage.objects.opening import open_store
@@ -18,7 +19,7 @@ from storage.objects.opening import open_store
 logger = logging.getLogger("millrace.evaluation")
 
 
-class EvaluationFailed(RuntimeError):
+class EvaluationFailed(UserError):
     """Every attempt of an evaluation failed."""
 
 
@@ -34,7 +35,7 @@ def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[s
 def check_split(*, workflow: str, dataset: str, split: str) -> None:
     """Raise `ValueError` where there is nothing to ask."""
     if not load_object(workflow)(dataset or None).tasks(split):
-        raise ValueError(f"{workflow} has no tasks in split {split!r}; name another split")
+        raise InvalidInput(f"{workflow} has no tasks in split {split!r}; name another split")
 
 
 def warn_of_greedy_attempts(*, n_samples: int, temperature: float) -> None:

@@ -11,6 +11,7 @@ from infra.environment import store_uri
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_tool_parser
 from rollouts.workflow import RolloutWorkflow
+from settings.errors import InvalidInput
 from settings.loss import CustomLoss, Loss
 from settings.train import TrainSettings
 from storage.objects.object_store import StoreError
@@ -35,11 +36,11 @@ def check_run(
     """
     workflow_class = load_object(workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, RolloutWorkflow)):
-        raise ValueError(f"workflow = {workflow!r} is not a subclass of rollouts.workflow.RolloutWorkflow")
+        raise InvalidInput(f"workflow = {workflow!r} is not a subclass of rollouts.workflow.RolloutWorkflow")
     loaded = workflow_class(dataset or None)
     for split in dict.fromkeys(["train", evaluation_split]):
         if not loaded.tasks(split):
-            raise ValueError(f"{workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`")
+            raise InvalidInput(f"{workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`")
     check_tool_parser(tool_parser)
     if model:
         check_model(model)
@@ -71,8 +72,8 @@ def check_model(model: str) -> None:
     if folder.is_dir():
         missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).exists()]
         if missing or not list(folder.glob("*.safetensors")):
-            raise ValueError(f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}")
+            raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}")
     elif model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise ValueError(
+        raise InvalidInput(
             f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )

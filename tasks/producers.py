@@ -17,6 +17,7 @@ from typing import Any
 
 from infra.environment import store_uri
 from infra.user_code import source_sha256
+from settings.errors import InvalidInput
 from storage.log.entries import Policy, Shard
 from storage.log.producers import check_name
 from storage.log.run_state import RunState
@@ -56,11 +57,13 @@ async def wait_for_policy(session: RunSession, *, workflow: str, patience: float
     deadline = time.monotonic() + patience
     while not (state := session.log.refresh()).sessions or state.live is None:
         if time.monotonic() > deadline:
-            raise ValueError(f"run {session.log.run_id!r} has had no policy for {patience:g} s: start its driver first")
+            raise InvalidInput(
+                f"run {session.log.run_id!r} has had no policy for {patience:g} s: start its driver first"
+            )
         await asyncio.sleep(LOOK_SECONDS)
     ours, theirs = source_sha256(workflow), state.sessions[-1].reward_sha256
     if theirs and ours != theirs:
-        raise ValueError(
+        raise InvalidInput(
             f"the source of {workflow} here is not that of the run's driver: rewards of two kinds would be mixed; "
             "put the same version of it here"
         )

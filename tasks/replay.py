@@ -15,6 +15,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.environment import store_uri
+from settings.errors import InvalidInput
 from settings.train import Recipe
 from storage.log.entries import to_json
 from storage.log.replay_plan import Replay, ReplayedStep, ReplayPlan, plan_replay
@@ -35,7 +36,7 @@ def check_replay(
     """
     log = open_run(open_store(store_uri(store)), run)
     if save and Path(save).exists():
-        raise ValueError(f"{save} exists already; name a folder that does not, for the replayed policy")
+        raise InvalidInput(f"{save} exists already; name a folder that does not, for the replayed policy")
     last = log.state.step if last is None else last
     return plan_replay(log.state, run=run, first=first, last=last, rewards=rewards), run_config(log)
 

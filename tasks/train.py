@@ -17,6 +17,7 @@ from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from infra.fleet import WorkerDied
+from settings.errors import UserError
 from settings.rollout import RolloutSettings
 from settings.train import Recipe, TrainSettings
 from storage.log.claims import ClaimRules, next_claim
@@ -40,7 +41,7 @@ REFUSALS = 3
 """Claims in a row that may be refused for their shards, without a step in between, before a run gives up."""
 
 
-class EveryClaimRefused(RuntimeError):
+class EveryClaimRefused(UserError):
     """Claim after claim had shards that must not be trained: collecting more of them is of no use."""
 
 

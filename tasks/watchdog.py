@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from infra.fleet import Hosted, WorkerDied
+from settings.errors import UserError
 from tasks.session import RunSession
 
 Result = TypeVar("Result")
@@ -17,7 +18,7 @@ Result = TypeVar("Result")
 _ANSWER_SECONDS = 10.0
 
 
-class Stalled(RuntimeError):
+class Stalled(UserError):
     """Nothing has moved for too long; the message says what was waited for and where everybody stands."""
 
 

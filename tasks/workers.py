@@ -20,6 +20,7 @@ from infra.fleet import WorkerDied
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import WeightUpdate
 from settings.engine import EngineSettings
+from settings.errors import InvalidInput
 from settings.train import TrainSettings
 from storage.log.entries import Alias, Policy
 from storage.log.producers import withdraw
@@ -122,7 +123,7 @@ async def load_policy(session: RunSession, *, policy: Policy) -> None:
 def choose_transfer(session: RunSession, *, engine: EngineSettings, train: TrainSettings) -> None:
     """How policies come to the engines, from here on. Raises `ValueError` where GPUs cannot be joined by NCCL."""
     if engine.weight_transfer == "nccl" and (session.fleet.gpus_per_worker < 1 or train.device == "cpu"):
-        raise ValueError(
+        raise InvalidInput(
             "engine.weight_transfer = 'nccl' needs a GPU of its own for the trainer and for each engine; there are "
             f"{session.fleet.num_gpus:g}. Use 'gloo', or leave it out"
         )

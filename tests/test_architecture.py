@@ -99,7 +99,7 @@ def _table() -> dict[str, tuple[str, set[str]]]:
 
 def _may_import(allowed: str, room: str) -> bool:
     named = re.findall(r"`([\w/]+(?:/\*)?)`", allowed)
-    listed = room in named or f"{room.split('/')[0]}/*" in named and "/" in room
+    listed = room in named or (f"{room.split('/')[0]}/*" in named and "/" in room)
     return not listed if allowed.startswith("anything") else listed
 
 
@@ -130,7 +130,7 @@ def test_rooms_import_only_what_the_table_allows():
         f"{name} imports {other}"
         for name, imported in _import_graph().items()
         for other in imported
-        if _room(name) != _room(other) and not _may_import(table[_room(name)][0], _room(other))
+        if _room(other) not in (_room(name), "settings") and not _may_import(table[_room(name)][0], _room(other))
     ]
     assert not broken, "\n".join(broken)
 

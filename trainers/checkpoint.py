@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder, verify_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.critic import Critic
@@ -38,7 +39,7 @@ def refuse_other_names(model: PolicyModel, base_folder: Path) -> None:
     """
     other = set() if has_adapters(model) else _named_weights(model).keys() - stored_names(base_folder)
     if other:
-        raise ValueError(
+        raise InvalidInput(
             f"{base_folder}: {type(model.causal_lm).__name__} stores its weights under other names than it computes "
             f"with ({min(other)} is not in its files), so its policies could not be served; train adapters "
             "(train.lora), or use a model without experts"
@@ -123,7 +124,9 @@ def load_state(
         critic = None
     trained = _trained(model, optimizer, critic)
     if {name for name, *_ in trained} != {name for name in saved if critic is not None or not name.startswith(_CRITIC)}:
-        raise ValueError(f"{folder} holds the state of other trained weights; train.lora must be as when it was saved")
+        raise InvalidInput(
+            f"{folder} holds the state of other trained weights; train.lora must be as when it was saved"
+        )
     torch.set_rng_state(tensors["random_state"])
     for name, parameter, owner in trained:
         owner.state.pop(parameter, None)
@@ -159,7 +162,7 @@ def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
     tensors = load_file(str(state_folder / "state.safetensors"))
     average = {name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")}
     if not average:
-        raise ValueError("no moving average was kept; train with train.ema, such as 0.99")
+        raise InvalidInput("no moving average was kept; train with train.ema, such as 0.99")
     file = ADAPTER_WEIGHTS if has_adapter(policy_folder) else WEIGHTS_FILE
     saved_as = {saved_name(name): tensor for name, tensor in average.items()}
     policy = stored_weights(policy_folder)

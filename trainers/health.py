@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from settings.errors import UserError
 from storage.log.promotion import GAP
 from trainers.refusals import RefusedShards
 
@@ -53,7 +54,7 @@ class GapTooLarge(RefusedShards):
         return GapTooLarge, (self.gaps, self.max_gap)
 
 
-class NonFinite(Exception):
+class NonFinite(UserError):
     """A loss, log-probability, advantage or gradient is NaN or infinite. The optimizer has not seen it."""
 
     def __init__(self, what: str, rows: Sequence[str], num_updates: int = 0) -> None:

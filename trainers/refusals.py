@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from settings.errors import InvalidInput
 from settings.train import TrainSettings
 from storage.objects.digests import sha256_of_json
 
@@ -52,7 +53,7 @@ def refuse_options(settings: TrainSettings, *, has_cuda: bool, has_bfloat16: boo
     if settings.dtype == "bfloat16" and on_gpu and not has_bfloat16:
         problems.append("train.dtype = 'bfloat16', but this GPU has no bfloat16; use 'float32'")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise InvalidInput("\n".join(problems))
 
 
 def refuse_shards(
@@ -126,7 +127,7 @@ def refuse_long_rows(
     row = int(lengths.argmax())
     if lengths[row] > tokens_per_microbatch:
         group = group_ids[groups_B[row]] if group_ids else f"number {groups_B[row]}"
-        raise ValueError(
+        raise InvalidInput(
             f"group {group} has a row of {lengths[row]} tokens, above train.tokens_per_microbatch = "
             f"{tokens_per_microbatch}, and a sequence is never cut; raise it to at least engine.max_model_len"
         )

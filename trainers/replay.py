@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from infra.starting import Startable
+from settings.errors import InvalidInput
 from settings.train import Recipe, ReferenceSettings
 from storage.log.entries import Claim, Policy, Step
 from storage.log.replay_plan import CannotReplay, ReplayedStep, ReplayPlan, later_start, saved_steps
@@ -73,7 +74,7 @@ class Retrainer:
                 folder = self._fetch(model_key(model))
                 verify_folder(folder)
                 if tokenizer_sha256(folder) != self._base_tokenizer:
-                    raise ValueError(
+                    raise InvalidInput(
                         f"train.reference.model = {model!r} has another vocabulary than the run's base policy, so "
                         "it cannot judge the same tokens; name a model of the same family"
                     )
@@ -253,7 +254,7 @@ class Retrainer:
         except (DigestMismatch, FileNotFoundError) as error:
             return str(error)
         if loaded != step.claim.step:
-            raise ValueError(
+            raise InvalidInput(
                 f"{self._log.store.uri}/{step.state_path} holds the state of step {loaded}, the log says of step "
                 f"{step.claim.step}; put the right folder back, or remove it and an earlier one will do"
             )

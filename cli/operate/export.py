@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infra.environment import home
+from settings.errors import InvalidInput
 from storage.log.entries import Step
 from storage.log.replay_plan import is_saved
 from storage.log.run_log import RunLog
@@ -40,9 +41,9 @@ def export_policy(
     `FileNotFoundError` and `storage.objects.digests.DigestMismatch` where the policy's files are gone or altered.
     """
     if to.exists():
-        raise ValueError(f"{to} is there already; remove it, or choose another folder")
+        raise InvalidInput(f"{to} is there already; remove it, or choose another folder")
     if not to.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {to.absolute().parent}; make it first")
+        raise InvalidInput(f"there is no folder {to.absolute().parent}; make it first")
     state_path = ""
     if average:
         step = _saved_step(log, version)
@@ -52,7 +53,7 @@ def export_policy(
     folder = policies.fetch(policy)
     adapters = has_adapter(folder)
     if merge and not adapters:
-        raise ValueError(f"policy {policy.version} of run {log.run_id!r} has no adapters to merge; leave --merge out")
+        raise InvalidInput(f"policy {policy.version} of run {log.run_id!r} has no adapters to merge; leave --merge out")
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.absolute().parent) as scratch:
         made = Path(scratch) / "content"
         if average:
@@ -88,7 +89,7 @@ def _saved_step(log: RunLog, version: int | None) -> Step:
     if not saved or version not in {None, *saved}:
         kept = f"there are those of versions {', '.join(map(str, saved))}" if saved else "there is none"
         wanted = "" if version is None else f" of policy {version}"
-        raise ValueError(f"run {log.run_id!r} has no saved optimizer state{wanted}, which holds the average; {kept}")
+        raise InvalidInput(f"run {log.run_id!r} has no saved optimizer state{wanted}, which holds the average; {kept}")
     return saved[max(saved) if version is None else version]
 
 

@@ -25,6 +25,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from rich.console import Console
 
+from settings.errors import InvalidInput
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
@@ -125,7 +126,7 @@ def serve(store: ObjectStore, *, host: str, port: int, console: Console) -> None
     try:
         server, thread = start_http_server(port, addr=host, registry=registry)
     except OSError as error:
-        raise ValueError(
+        raise InvalidInput(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
         ) from error
     console.print(

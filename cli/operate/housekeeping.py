@@ -15,6 +15,7 @@ from rich.table import Table
 
 from cli.terminal.formatting import ranges, size
 from infra.environment import store_uri
+from settings.errors import InvalidInput
 from storage.objects.opening import open_store
 from storage.retention.retention import RunReport, collect_garbage
 from storage.retention.rules import Rules
@@ -36,7 +37,7 @@ def collect(
     Raises `ValueError` where JSON is wanted and nobody said that it is sure: then nobody can be asked.
     """
     if as_json and not (dry_run or sure):
-        raise ValueError("--json cannot ask; add --dry-run to look, or --yes to remove")
+        raise InvalidInput("--json cannot ask; add --dry-run to look, or --yes to remove")
     opened, console = open_store(store_uri(store)), Console(highlight=False)
     if as_json:
         reports = collect_garbage(opened, runs, rules, dry_run=dry_run, ignore_readers=ignore_readers)

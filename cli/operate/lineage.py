@@ -16,6 +16,7 @@ from rich.table import Table
 from cli.terminal.formatting import counted, held_out, number, ranges, versions_of
 from infra.environment import home, store_uri, tracking_uri
 from infra.services import running_services
+from settings.errors import InvalidInput
 from storage.log.entries import to_json
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
@@ -55,11 +56,11 @@ def show_lineage(
     run, at, name = target.partition("@")
     asked = [option for option, given in _given(at, policy, trajectory, prompt).items() if given]
     if len(asked) > 1:
-        raise ValueError(f"{' and '.join(asked)} ask different things; give one of them")
+        raise InvalidInput(f"{' and '.join(asked)} ask different things; give one of them")
     if at and not name:
-        raise ValueError(f"{target!r}: write MODEL@VERSION or MODEL@ALIAS, for example {run}@rollout")
+        raise InvalidInput(f"{target!r}: write MODEL@VERSION or MODEL@ALIAS, for example {run}@rollout")
     if verify and (trajectory or prompt):
-        raise ValueError("--verify checks the files behind a policy; leave it out with --trajectory and --prompt")
+        raise InvalidInput("--verify checks the files behind a policy; leave it out with --trajectory and --prompt")
     log = open_run(open_store(store_uri(store)), run)
     if trajectory or prompt:
         found = [trajectory_lineage(log, trajectory)] if trajectory else prompt_lineage(log, prompt)
@@ -93,7 +94,7 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
             version = registered_version(log, name, tracking_uri=tracking_uri(tracking))
         except RegistryUnavailable as error:
             known = ", ".join(sorted(log.state.aliases)) or "none"
-            raise ValueError(
+            raise InvalidInput(
                 f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
                 f"(its aliases: {known}), and MLflow cannot be asked ({error}); "
                 f"start it with `millrace up`, name it with --tracking, or give --policy N"

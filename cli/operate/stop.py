@@ -11,6 +11,7 @@ import time
 
 import psutil
 
+from settings.errors import InvalidInput
 from settings.redaction import without_secrets
 from storage.log.run_log import RunLog
 from storage.log.runs import RunBusy, trainer_lock
@@ -29,12 +30,12 @@ def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
     """
     try:
         with trainer_lock(log):
-            raise ValueError(
+            raise InvalidInput(
                 f"run {log.run_id!r} is not being trained on this machine; it stands at step {log.state.step}"
             )
     except RunBusy as busy:
         if busy.pid is None:
-            raise ValueError(f"run {log.run_id!r} is only just starting; try again") from None
+            raise InvalidInput(f"run {log.run_id!r} is only just starting; try again") from None
         _interrupt(busy.pid, run_id=log.run_id, seconds=seconds)
     return log.refresh().step
 
@@ -46,7 +47,7 @@ def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
     try:
         return asyncio.run(cancel_flow_run(flow_run_id, api_url=api_url))
     except Exception as error:  # whatever its client raises: the sentence has both ways out
-        raise ValueError(
+        raise InvalidInput(
             f"run {run_id!r} is trained by Prefect, whose server at {without_secrets(api_url) or 'an unknown URL'} "
             f"did not cancel it ({error!r}); try `prefect flow-run cancel {flow_run_id}` there, or end the process "
             f"with `kill {pid}`, which loses nothing that was committed"
@@ -64,7 +65,7 @@ def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
         # a zombie is one whose parent has yet to hear of its end, or whose other threads still hold the run's lock
         while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
             if time.monotonic() > deadline:
-                raise ValueError(
+                raise InvalidInput(
                     f"process {pid}, which trains run {run_id!r}, has not ended within {seconds:g} s; `kill -9 {pid}` "
                     "loses nothing that was committed"
                 )

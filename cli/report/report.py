@@ -42,6 +42,7 @@ from cli.report.report_prompts import VISITS, prompt_history
 from cli.terminal.formatting import held_out
 from infra.environment import home
 from rollouts.production.evaluation import failure_of
+from settings.errors import InvalidInput
 from storage.log.run_log import RunLog
 from storage.log.run_state import OUTCOMES
 from storage.log.runs import run_config
@@ -61,9 +62,9 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     """
     target = (out or home() / "reports" / f"{log.run_id}.html").expanduser().resolve()
     if target.is_dir():
-        raise ValueError(f"--out {target} is a folder; name a file in it, for example {target / log.run_id}.html")
+        raise InvalidInput(f"--out {target} is a folder; name a file in it, for example {target / log.run_id}.html")
     if any(parent.is_file() for parent in target.parents):
-        raise ValueError(f"--out {target} lies under a file, not under a folder; choose another place")
+        raise InvalidInput(f"--out {target} lies under a file, not under a folder; choose another place")
     target.parent.mkdir(parents=True, exist_ok=True)
     with reading(log, "report", quiet=True):
         found = gather(log)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from cli.run.training import run_flow
 from cli.terminal.formatting import number
+from settings.errors import InvalidInput
 
 _number = functools.partial(number, missing="-")
 
@@ -55,7 +56,7 @@ def span_of(*, step: int | None, first: int | None, last: int | None) -> tuple[i
         return step, step
     if step is None and (first is not None or last is not None):
         return 1 if first is None else first, last
-    raise ValueError("say which steps: --step 7, or --from 1 --to 10 (without --to up to the newest)")
+    raise InvalidInput("say which steps: --step 7, or --from 1 --to 10 (without --to up to the newest)")
 
 
 def print_replay(found: dict[str, Any], console: Console) -> None:

@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from settings.errors import UserError
 from settings.redaction import without_secrets
 
 console = Console(stderr=True, highlight=False)
-
-MENDABLE = (ValueError, FileNotFoundError, PermissionError)
-"""Errors whose message already says what to do; subclasses such as ConfigError and RunExists included."""
-
-
-MENDABLE_ELSEWHERE = {
-    "infra.fleet": ("WorkerDied",),
-    "infra.services": ("ServiceFailed",),
-    "rollouts.workflow": ("WrongWorkflow",),
-    "rollouts.engines.engine": ("EngineError",),
-    "rollouts.production.evaluation": ("MixedVersions",),
-    "storage.log.claims": ("NothingAccepted",),
-    "storage.objects.digests": ("DigestMismatch",),
-    "storage.objects.object_store": ("StoreError",),
-    "storage.tracking.registry": ("RegistryUnavailable",),
-    "storage.log.run_state": ("Conflict", "LogDamaged"),
-    "storage.log.runs": ("RunBusy",),
-    "storage.shards.shards": ("DamagedShard",),
-    "tasks.evaluation": ("EvaluationFailed",),
-    "tasks.train": ("EveryClaimRefused",),
-    "tasks.watchdog": ("Stalled",),
-    "trainers.health": ("NonFinite",),
-}
-"""More of them, by the module that defines them."""
-
-
-def mendable_types() -> tuple[type[BaseException], ...]:
-    """All such errors that can have been raised: what nobody has imported nobody has raised."""
-    elsewhere = [
-        getattr(sys.modules[module], name)
-        for module, names in MENDABLE_ELSEWHERE.items()
-        if module in sys.modules
-        for name in names
-    ]
-    return (*MENDABLE, *elsewhere)
 
 
 @contextlib.contextmanager
@@ -57,10 +22,10 @@ def explained() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         found = first_leaf(group)
-        if not isinstance(found, mendable_types()):
+        if not isinstance(found, UserError):
             raise
         _leave(found)
-    except mendable_types() as error:
+    except UserError as error:
         _leave(error)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.formatting import counted, one_line, shortened, size
+from settings.errors import InvalidInput
 from storage.log.run_log import RunLog
 from storage.retention.retention import reading
 from storage.views.exports import export_dpo, export_sft
@@ -40,7 +41,7 @@ def run_sql(log: RunLog, sql: str, *, as_json: bool, as_csv: bool, console: Cons
     Raises `ValueError` for wrong SQL, with where to find the names.
     """
     if as_json and as_csv:
-        raise ValueError("--json and --csv exclude each other")
+        raise InvalidInput("--json and --csv exclude each other")
     queries = open_queries(log)
     try:
         if as_json:
@@ -50,7 +51,7 @@ def run_sql(log: RunLog, sql: str, *, as_json: bool, as_csv: bool, console: Cons
         else:
             queries.stream(sql, lambda reader: _print(reader, console))
     except ValueError as error:
-        raise ValueError(f"{error}\n`millrace traj sql {log.run_id}` lists the views and their columns") from error
+        raise InvalidInput(f"{error}\n`millrace traj sql {log.run_id}` lists the views and their columns") from error
     return queries.left_out
 
 
@@ -88,9 +89,9 @@ def export(
     Every shard is compared with its digest in the log. Raises what `export_sft` and `export_dpo` raise.
     """
     if kind not in ("sft", "dpo"):
-        raise ValueError(f"--format {kind!r}: write sft or dpo")
+        raise InvalidInput(f"--format {kind!r}: write sft or dpo")
     if kind == "sft" and margin:
-        raise ValueError("--margin is about pairs: use it with --format dpo")
+        raise InvalidInput("--margin is about pairs: use it with --format dpo")
     with reading(log, f"traj export {kind}"):
         log.refresh()  # what retention has taken since is known from here on, and it takes nothing more
         queries = open_queries(log, verify=True)

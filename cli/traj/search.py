@@ -20,6 +20,7 @@ from rich.text import Text
 from cli.terminal.formatting import counted, number, one_line, versions_of
 from infra.environment import home
 from infra.user_code import absolute_path, load_object
+from settings.errors import InvalidInput
 from storage.log.run_log import RunLog
 from storage.log.run_state import OUTCOMES, RunState
 from storage.records import TRAINABLE_STATUSES
@@ -82,11 +83,11 @@ def parse_filters(
     first_version, last_version = _versions(version)
     if status and status not in TRAINABLE_STATUSES:
         kept = ", ".join(sorted(TRAINABLE_STATUSES))
-        raise ValueError(f"--status {status!r}: attempts are kept when they ended in one of {kept}")
+        raise InvalidInput(f"--status {status!r}: attempts are kept when they ended in one of {kept}")
     if outcome and outcome not in (*OUTCOMES, "pending"):
-        raise ValueError(f"--outcome {outcome!r}: write one of {', '.join(OUTCOMES)}, pending")
+        raise InvalidInput(f"--outcome {outcome!r}: write one of {', '.join(OUTCOMES)}, pending")
     if step is not None and not 1 <= step <= state.step:
-        raise ValueError(f"--step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}")
+        raise InvalidInput(f"--step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}")
     return Filters(
         reward=_reward(reward) if reward else None,
         status=status,
@@ -169,7 +170,7 @@ def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
 def _reward(text: str) -> tuple[Operator, float]:
     match = re.fullmatch(r"\s*(<=|>=|!=|==|<|>|=)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*", text)
     if not match or abs(float(match[2])) > _LARGEST_REWARD:
-        raise ValueError(f"--reward {text!r}: write a comparison in quotes, such as '<0.5', '>=1' or '!=0'")
+        raise InvalidInput(f"--reward {text!r}: write a comparison in quotes, such as '<0.5', '>=1' or '!=0'")
     operator = (match[1] or "=").replace("==", "=")
     return cast(Operator, operator), float(match[2])
 
@@ -177,9 +178,9 @@ def _reward(text: str) -> tuple[Operator, float]:
 def _versions(text: str) -> tuple[int | None, int | None]:
     match = re.fullmatch(r"\s*(\d*)\s*(\.\.)?\s*(\d*)\s*", text)
     if not match or (text and not match[1] and not match[3]) or (match[3] and not match[2]):
-        raise ValueError(f"--version {text!r}: write a policy version or a range: 5, 3..7, 3.. or ..7")
+        raise InvalidInput(f"--version {text!r}: write a policy version or a range: 5, 3..7, 3.. or ..7")
     first = int(match[1]) if match[1] else None
     last = int(match[3]) if match[3] else None if match[2] else first
     if first is not None and last is not None and first > last:
-        raise ValueError(f"--version {text!r}: {first} comes after {last}")
+        raise InvalidInput(f"--version {text!r}: {first} comes after {last}")
     return first, last

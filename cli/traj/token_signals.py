@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cli.terminal.formatting import number
 from cli.traj.trajectory_view import Coloring, by_advantage, by_gap, by_logprob, by_version
+from settings.errors import InvalidInput
 from storage.log.run_log import RunLog
 from storage.log.runs import run_config
 from storage.objects.digests import DigestMismatch, verify_folder
@@ -45,7 +46,7 @@ class Colorist:
                 return self._advantage(row)
             case "gap":
                 return self._gap(row)
-        raise ValueError(f"--color {by!r}: write one of {', '.join(COLORS)}")
+        raise InvalidInput(f"--color {by!r}: write one of {', '.join(COLORS)}")
 
     def _advantage(self, row: Mapping[str, Any]) -> Coloring:
         """The advantage by the run's own settings, from the rewards of the group's attempts.
@@ -60,7 +61,7 @@ class Colorist:
         config = run_config(self._log)
         settings = TrainSettings.model_validate(config["train"]).advantage
         if settings.kind not in ("grpo", "leave_one_out", "opo", "pass_at_k") or "batch" in vars(settings).values():
-            raise ValueError(
+            raise InvalidInput(
                 f"--color advantage: with train.advantage.kind = {settings.kind!r} it comes from more than the rewards "
                 "of one group; try --color logprob"
             )
@@ -137,19 +138,19 @@ class Colorist:
         """The policy that sampled. Raises `ValueError` where its weights are gone or are not what the log says."""
         state = self._log.state
         if version in state.retired_policies:
-            raise ValueError(f"--color gap needs the weights of policy {version}, and retention has removed them")
+            raise InvalidInput(f"--color gap needs the weights of policy {version}, and retention has removed them")
         policy = state.policies.get(version)
         if policy is None:
-            raise ValueError(f"--color gap needs the weights of policy {version}, which is not in this run's log")
+            raise InvalidInput(f"--color gap needs the weights of policy {version}, which is not in this run's log")
         try:
             folder = PolicyReader(self._log, self._cache).fetch(policy)
             is_it = verify_folder(folder) == policy.weights_sha256
         except FileNotFoundError:
-            raise ValueError(f"--color gap: the weights of policy {version} are missing from the store") from None
+            raise InvalidInput(f"--color gap: the weights of policy {version} are missing from the store") from None
         except DigestMismatch as error:
-            raise ValueError(f"--color gap: the weights of policy {version} are damaged: {error}") from error
+            raise InvalidInput(f"--color gap: the weights of policy {version} are damaged: {error}") from error
         if not is_it:
-            raise ValueError(f"--color gap: the weights in {folder} are not those of policy {version} in the log")
+            raise InvalidInput(f"--color gap: the weights in {folder} are not those of policy {version} in the log")
         import transformers
 
         from settings.train import LoraSettings

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named
 from cli.terminal.errors import explained
+from settings.errors import InvalidInput
 
 traj = typer.Typer(no_args_is_help=True, help="Look at trajectories; `traj ls` lists their ids, GROUP/ATTEMPT.")
 
@@ -67,7 +68,7 @@ def show(
         from infra.environment import home
 
         if color not in COLORS:
-            raise ValueError(f"--color {color!r}: write one of {', '.join(COLORS)}")
+            raise InvalidInput(f"--color {color!r}: write one of {', '.join(COLORS)}")
         log = open_named(run, store)
         colorist, tokenizer, console = (
             Colorist(log, cache=home() / "cache"),

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.formatting import counted, number, one_line, versions_of
+from settings.errors import InvalidInput
 from storage.log.run_log import RunLog
 from storage.views.queries import Queries, open_queries
 
@@ -43,10 +44,10 @@ def find_trajectories(
     Raises `ValueError` when nothing matches, and for an id, step or condition that cannot be.
     """
     if worst and best:
-        raise ValueError("--worst and --best exclude each other")
+        raise InvalidInput("--worst and --best exclude each other")
     if trajectory_id:
         if worst or best or group is not None or step is not None:
-            raise ValueError("an id names one trajectory: leave out --worst, --best, --group and --step")
+            raise InvalidInput("an id names one trajectory: leave out --worst, --best, --group and --step")
         group, attempt = split_id(trajectory_id)
     conditions = [f"({where}\n)"] if where else []
     parameters: list[Any] = []
@@ -76,7 +77,7 @@ def find_trajectories(
         shard_ids = None  # some of the newest shards are damaged: look further back
     if not rows:
         missing = trajectory_id or (f"group {group}" if group is not None else "such trajectory")
-        raise ValueError(
+        raise InvalidInput(
             f"run {log.run_id!r} has no {missing}{_because(queries.left_out)}; "
             f"`millrace traj ls {log.run_id}` lists what it has"
         )
@@ -104,7 +105,7 @@ def list_trajectories(log: RunLog, *, where: str, include_eval: bool, count: int
         rows = queries.select(sql).to_pylist()
     if not rows:
         hint = "" if include_eval else "; held-out ones are listed with --eval"
-        raise ValueError(f"run {log.run_id!r} has no such trajectory{_because(queries.left_out)}{hint}")
+        raise InvalidInput(f"run {log.run_id!r} has no such trajectory{_because(queries.left_out)}{hint}")
     console.print(_listing(rows[:count], console.width))
     if len(rows) > count:
         console.print(f"[dim]the newest {count}; more with -n, others with --where[/]")
@@ -130,7 +131,7 @@ def split_id(trajectory_id: str) -> tuple[str, int]:
     """Group and attempt of a trajectory id, `GROUP/ATTEMPT`. Raises `ValueError` for anything else."""
     group, _, attempt = trajectory_id.rpartition("/")
     if not group or not attempt.isdecimal():
-        raise ValueError(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT; take one from `traj ls`")
+        raise InvalidInput(f"{trajectory_id!r} is no trajectory id: write GROUP/ATTEMPT; take one from `traj ls`")
     return group, int(attempt)
 
 
@@ -207,7 +208,9 @@ def _scope(
     state = log.state
     if step is not None:
         if not 1 <= step <= state.step:
-            raise ValueError(f"step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}")
+            raise InvalidInput(
+                f"step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}"
+            )
         trained = [claimed.shard_id for claimed in state.steps[step - 1].claim.trained]
         return list(dict.fromkeys(trained))
     if group is not None:
@@ -216,7 +219,7 @@ def _scope(
         held_out = [shard for shard in state.shards.values() if shard.is_eval]
         holding = [shard.id for shard in held_out if any(g.id == group for g in shard.groups)]
         if not holding:
-            raise ValueError(
+            raise InvalidInput(
                 f"run {log.run_id!r} has no group {group!r}; `millrace traj ls {log.run_id}` lists its ids"
             )
         return holding

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.formatting import number, one_line
+from settings.errors import InvalidInput
 from storage.views.queries import Queries
 
 BY = {"version": "tail_version", "step": "step", "prompt": "prompt_id", "status": "status"}
@@ -64,12 +65,12 @@ def trajectory_stats(
     Raises `ValueError` for another `by` than in `BY`, wrong SQL, or no attempt.
     """
     if by and by not in BY:
-        raise ValueError(f"--by {by!r}: write one of {', '.join(BY)}")
+        raise InvalidInput(f"--by {by!r}: write one of {', '.join(BY)}")
     conditions = [*([f"({where}\n)"] if where else []), *([] if include_eval else ["is_eval = false"])]
     queries.select(_ATTEMPTS.format(where="WHERE " + " AND ".join(conditions) if conditions else ""))
     overall = queries.select(f"SELECT {_NUMBERS} FROM attempts").to_pylist()[0]
     if not overall["attempts"]:
-        raise ValueError(
+        raise InvalidInput(
             "no trajectory satisfies the conditions" + ("" if include_eval else "; --eval adds held-out ones")
         )
     prompts = queries.select(

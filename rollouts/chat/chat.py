@@ -23,6 +23,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import CallRequest, ParsedReply, ToolParser
 from rollouts.chat.tools import Tool, run_calls
 from rollouts.engines.engine import Engine
+from settings.errors import InvalidInput
 from storage.records import Message, Sampling, ToolCall, Turn
 
 
@@ -137,7 +138,7 @@ class Chat:
         """
         schemas = [each.schema if isinstance(each, Tool) else each for each in tools]
         if tools and self._tool_parser is None:
-            raise ValueError("this Chat was made without a tool parser, so it cannot read tool calls")
+            raise InvalidInput("this Chat was made without a tool parser, so it cannot read tool calls")
         branch = self._branch_for(messages, schemas)
         if branch is None:
             history, context_ids = [], self.tokens.prompt(messages, tools=schemas)

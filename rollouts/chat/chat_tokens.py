@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.records import Message
 
@@ -25,7 +26,7 @@ class ChatTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("the model's tokenizer has no chat template; use an instruction-tuned model or add one")
+            raise InvalidInput("the model's tokenizer has no chat template; use an instruction-tuned model or add one")
         self.tokenizer = tokenizer
         """The Hugging Face tokenizer."""
         self.end_id: int = tokenizer.eos_token_id
@@ -58,7 +59,7 @@ class ChatTokens:
         """
         if not self._can_continue:
             if self.end_id not in self._behind_stand_in([], add_generation_prompt=False):
-                raise ValueError(
+                raise InvalidInput(
                     "the model's chat template does not end an assistant's reply with the end token "
                     f"{self.tokenizer.eos_token!r}, so no second turn can follow; use one that does"
                 )

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from settings.errors import InvalidInput
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallRequest:
@@ -87,7 +89,7 @@ class ToolParser:
         try:
             parser = ToolParserManager.get_tool_parser(self._name)(self._tokenizer, request.tools)
         except RuntimeError as error:
-            raise ValueError(
+            raise InvalidInput(
                 f"engine.tool_parser = {self._name!r} does not fit this model's tokenizer: {error}"
             ) from error
         return parser, request
@@ -99,7 +101,9 @@ def check_tool_parser(name: str) -> None:
     if known and name not in known:
         nearest = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise ValueError(f"engine.tool_parser = {name!r}: vLLM has no such parser{hint}; there are {', '.join(known)}")
+        raise InvalidInput(
+            f"engine.tool_parser = {name!r}: vLLM has no such parser{hint}; there are {', '.join(known)}"
+        )
 
 
 def known_tool_parsers() -> list[str]:

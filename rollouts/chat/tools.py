@@ -31,6 +31,7 @@ from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, Validati
 from typing_extensions import TypedDict
 
 from rollouts.chat.tool_parsing import CallRequest
+from settings.errors import InvalidInput
 from storage.records import ToolCall
 
 logger = logging.getLogger("millrace.tools")
@@ -73,18 +74,18 @@ def tool(function: Callable[..., Any]) -> Tool:
     name = getattr(function, "__name__", repr(function))
     docstring = parse_docstring(inspect.getdoc(function) or "")
     if not docstring.description:
-        raise ValueError(f"tool {name!r} has no docstring; the policy needs to be told what it does")
+        raise InvalidInput(f"tool {name!r} has no docstring; the policy needs to be told what it does")
     described = {parameter.arg_name: parameter.description for parameter in docstring.params}
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:
-        raise ValueError(f"tool {name!r}: {error}; types in its hints must be importable from its module") from error
+        raise InvalidInput(f"tool {name!r}: {error}; types in its hints must be importable from its module") from error
     fields: dict[str, Any] = {}
     for parameter in _parameters(function):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise ValueError(f"tool {name!r}: parameter {parameter} cannot be given by name; write each one out")
+            raise InvalidInput(f"tool {name!r}: parameter {parameter} cannot be given by name; write each one out")
         if parameter.name not in hints:
-            raise ValueError(
+            raise InvalidInput(
                 f"tool {name!r}: parameter {parameter.name!r} has no type hint; the schema is made of them"
             )
         hint = _described(hints[parameter.name], described.get(parameter.name))
@@ -94,7 +95,7 @@ def tool(function: Callable[..., Any]) -> Tool:
         parameters: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)
         schema = _without_titles(parameters.json_schema())
     except PydanticUserError as error:
-        raise ValueError(f"tool {name!r}: a parameter's type has no JSON schema: {error.message}") from error
+        raise InvalidInput(f"tool {name!r}: a parameter's type has no JSON schema: {error.message}") from error
     described_as = {"name": name, "description": docstring.description.strip(), "parameters": schema}
     return Tool(function, name, {"type": "function", "function": described_as}, parameters)
 
@@ -116,7 +117,7 @@ async def run_calls(
     """
     known = {each.name: each for each in tools}
     if len(known) < len(tools):
-        raise ValueError(f"two tools have the same name: {', '.join(each.name for each in tools)}")
+        raise InvalidInput(f"two tools have the same name: {', '.join(each.name for each in tools)}")
     outcomes = await asyncio.gather(*(_run(request, known, timeout) for request in requests))
     calls = [
         ToolCall(

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from settings.errors import InvalidInput
 from storage.records import Sampling, Turn
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -127,7 +128,7 @@ def joined(content: Any) -> Any:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise ValueError(f"the policy reads text only, not {kind}")
+            raise InvalidInput(f"the policy reads text only, not {kind}")
     return "".join(part["text"] for part in content)
 
 

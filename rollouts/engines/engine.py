@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 from infra.weight_broadcast import Broadcast
 from settings.engine import WeightTransfer
+from settings.errors import UserError
 from storage.records import Sampling
 
 UpdateMode = Literal["keep", "wait", "abort"]
@@ -23,7 +24,7 @@ UpdateMode = Literal["keep", "wait", "abort"]
 continued from the tokens they have."""
 
 
-class EngineError(Exception):
+class EngineError(UserError):
     """The engine could not answer a request, or could not load a policy."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollouts.engines.engine import EngineError
 from settings.engine import num_parts
+from settings.errors import InvalidInput
 from storage.records import Sampling
 
 
@@ -27,7 +28,7 @@ def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
 
     backend = arguments.get("distributed_executor_backend", "mp")
     if backend != "mp":
-        raise ValueError(
+        raise InvalidInput(
             f'engine.vllm.distributed_executor_backend = "{backend}": the parts of an engine are processes of one '
             "node; leave it out"
         )

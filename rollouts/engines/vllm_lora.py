@@ -19,6 +19,7 @@ from typing import Any
 
 from rollouts.engines.engine import EngineError
 from rollouts.engines.vllm_worker import ReloadExtension, answering, results
+from settings.errors import InvalidInput
 from storage.objects.digests import sha256_of_file
 from storage.policies.adapters import ADAPTER_WEIGHTS
 
@@ -38,7 +39,7 @@ def adapter_arguments(rank: int) -> dict[str, Any]:
     served = sorted(get_args(MaxLoRARanks))
     fitting = [largest for largest in served if largest >= rank]
     if not fitting:
-        raise ValueError(f"train.lora.rank = {rank}: vLLM serves adapters up to rank {served[-1]}")
+        raise InvalidInput(f"train.lora.rank = {rank}: vLLM serves adapters up to rank {served[-1]}")
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0], "worker_extension_cls": EXTENSION}
 
 
@@ -129,11 +130,11 @@ class AdapterExtension(ReloadExtension):
             pairs = zip(module.lora_a_stacked, module.lora_b_stacked, expected_a, expected_b, strict=True)
             for held_a, held_b, a, b in pairs:
                 if not (_holds(held_a[0, 0], a, 1.0) and _holds(held_b[0, 0], b, scale)):
-                    raise ValueError(f"the adapter in the engine's layer {name} is not the one in the file")
+                    raise InvalidInput(f"the adapter in the engine's layer {name} is not the one in the file")
                 for held in (held_a, held_b):
                     digest.update(held[0, 0].float().cpu().numpy().tobytes())
         if left:
-            raise ValueError(f"the engine cannot adapt {min(left)}; take it out of train.lora.target_modules")
+            raise InvalidInput(f"the engine cannot adapt {min(left)}; take it out of train.lora.target_modules")
         return digest.hexdigest()
 
 

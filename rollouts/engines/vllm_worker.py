@@ -14,6 +14,7 @@ from typing import Any
 
 from infra.weight_broadcast import Broadcast, receive
 from rollouts.engines.engine import EngineError
+from settings.errors import InvalidInput
 
 logger = logging.getLogger("millrace.engine")
 
@@ -99,7 +100,7 @@ class ReloadExtension:
         padded = self.__dict__.setdefault("_padded_layers", incomplete)
         wrong = [f"{name} {incomplete[name]}" for name in incomplete if incomplete[name] != padded.get(name)]
         if wrong:
-            raise ValueError(f"{what} lacks tensors; elements loaded of elements needed: {', '.join(wrong[:3])}")
+            raise InvalidInput(f"{what} lacks tensors; elements loaded of elements needed: {', '.join(wrong[:3])}")
         if current_platform.is_cpu():
             for module in model.modules():
                 if type(module).__name__ == "ParallelLMHead":

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from settings.errors import InvalidInput, NotFound
+
 
 def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of one split.
@@ -24,11 +26,11 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
         return read_rows(path, required=required)
     if not path.is_dir():
         if dataset.startswith((".", "/", "~")) or dataset.count("/") != 1:
-            raise FileNotFoundError(f"dataset = {dataset!r}: no such file or folder, and not a Hugging Face id")
+            raise NotFound(f"dataset = {dataset!r}: no such file or folder, and not a Hugging Face id")
         path = _download(dataset, split)
     files = sorted(f for suffix in ("jsonl", "parquet") for f in path.rglob(f"*{split}*.{suffix}"))
     if not files:
-        raise FileNotFoundError(f"{path} has no file for split {split!r}; expected {split}.jsonl or {split}*.parquet")
+        raise NotFound(f"{path} has no file for split {split!r}; expected {split}.jsonl or {split}*.parquet")
     return [row for file in files for row in read_rows(file, required=required)]
 
 
@@ -44,10 +46,10 @@ def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
     for number, row in numbered:
         missing = [key for key in required if not isinstance(row, dict) or not str(row.get(key) or "").strip()]
         if missing:
-            raise ValueError(f"{file}, line {number}: {' and '.join(map(repr, missing))} missing or empty")
+            raise InvalidInput(f"{file}, line {number}: {' and '.join(map(repr, missing))} missing or empty")
         rows.append(row)
     if not rows:
-        raise ValueError(f"{file} has no rows")
+        raise InvalidInput(f"{file} has no rows")
     return rows
 
 
@@ -60,7 +62,7 @@ def _json_lines(file: Path) -> list[tuple[int, Any]]:
             try:
                 rows.append((number, json.loads(line)))
             except json.JSONDecodeError as error:
-                raise ValueError(f"{file}, line {number}: not JSON ({error.msg}); mend or remove the line") from None
+                raise InvalidInput(f"{file}, line {number}: not JSON ({error.msg}); mend or remove the line") from None
     return rows
 
 

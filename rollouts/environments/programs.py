@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from settings.errors import InvalidInput
+
 _LAUNCHER = Path(__file__).with_name("program_launcher.py")
 
 
@@ -68,7 +70,7 @@ class Launcher:
         Raises `ValueError` for another command, `LauncherEnded`.
         """
         if len(command) < 2 or command[0] != sys.executable or not command[1].endswith(".py"):
-            raise ValueError(f"{list(command)[:2]} cannot be forked: it is to be [sys.executable, 'script.py', …]")
+            raise InvalidInput(f"{list(command)[:2]} cannot be forked: it is to be [sys.executable, 'script.py', …]")
         control = await self._connected()
         request = os.memfd_create("request")
         ends = [os.pipe() for _ in range(3)]

@@ -43,6 +43,7 @@ from rollouts.chat.chat import Chat
 from rollouts.endpoint.agent_endpoint import Session
 from rollouts.endpoint.openai_wire import Refused, chat_completion, read_request
 from rollouts.workflow import RolloutWorkflow, Score
+from settings.errors import InvalidInput
 from storage.records import RolloutTask
 
 __all__ = ["ChatLoop", "VerifiersWorkflow"]  # verifiers finds the harness of a module in this list
@@ -66,7 +67,7 @@ class VerifiersWorkflow(RolloutWorkflow):
         """Raises `ValueError` where `dataset` is missing, and what verifiers raises for settings it does not know."""
         super().__init__(dataset)
         if not dataset:
-            raise ValueError("dataset must be set: the id of a verifiers taskset, or a TOML file with its [env] keys")
+            raise InvalidInput("dataset must be set: the id of a verifiers taskset, or a TOML file with its [env] keys")
         given = Path(dataset)
         settings = tomllib.loads(given.read_text()) if given.suffix == ".toml" else {"taskset": {"id": dataset}}
         self._env = vf.load_environment(_env_config(settings))
@@ -83,7 +84,7 @@ class VerifiersWorkflow(RolloutWorkflow):
             rows = [row for row in rows if (row.data.idx % 10 == 9) == (split == "test")]
         named = {f"{split}-{row.data.id or row.data.idx}": row for row in rows}
         if len(named) < len(rows):
-            raise ValueError(f"taskset {config.id!r} has {len(rows) - len(named)} rows with the id of another one")
+            raise InvalidInput(f"taskset {config.id!r} has {len(rows) - len(named)} rows with the id of another one")
         self._tasks |= named
         return [RolloutTask(id=name, prompt=row.data.prompt_text) for name, row in named.items()]
 
@@ -240,7 +241,7 @@ class _PolicyInterception(Interception):
             if session.ctx.client == _POLICY:
                 agent = session.trace.agent
                 if not agent.trainable:
-                    raise ValueError(
+                    raise InvalidInput(
                         f"seat {agent.name!r} is not trained but would be played by the policy: "
                         f"give it a model and a client of its own ({agent.name}.model, {agent.name}.client)"
                     )

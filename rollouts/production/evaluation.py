@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from fractions import Fraction
 
 from rollouts.production.attempts import Player
+from settings.errors import InvalidInput, UserError
 from storage.log.entries import Evaluation, piece_id
 from storage.records import RolloutGroup, RolloutTask, Sampling
 from storage.shards.codec import summarise
@@ -31,7 +32,7 @@ Commit = Callable[[str, list[RolloutGroup], float], Awaitable[object]]
 """(shard id, groups, wall-clock seconds they took) → committed."""
 
 
-class MixedVersions(RuntimeError):
+class MixedVersions(UserError):
     """An evaluation has tokens of another policy version than the one it is about."""
 
 
@@ -42,7 +43,7 @@ def pass_at_k(*, num_attempts: int, num_correct: int, k: int) -> float:
     and k = 2 it is 1 − 3/10 = 0.7. Raises `ValueError` unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
     """
     if not (0 <= num_correct <= num_attempts and 1 <= k <= num_attempts):
-        raise ValueError(f"pass@{k} of {num_correct} correct among {num_attempts} attempts is not defined")
+        raise InvalidInput(f"pass@{k} of {num_correct} correct among {num_attempts} attempts is not defined")
     return 1.0 - math.comb(num_attempts - num_correct, k) / math.comb(num_attempts, k)
 
 
@@ -161,7 +162,7 @@ async def evaluate_tasks(
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None  # one says it all
     if not tally.num_tasks:
-        raise ValueError(f"the workflow's {split!r} split is empty; name another in [evaluation] split")
+        raise InvalidInput(f"the workflow's {split!r} split is empty; name another in [evaluation] split")
     if piece:
         await flush()
     return Evaluation(

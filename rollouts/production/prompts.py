@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from settings.errors import InvalidInput
 from storage.records import RolloutTask
 
 
@@ -43,10 +44,10 @@ class PromptOrder:
 
     def __init__(self, tasks: Sequence[RolloutTask], *, seed: int) -> None:
         if not tasks:
-            raise ValueError("the workflow's train split is empty; give it at least one task")
+            raise InvalidInput("the workflow's train split is empty; give it at least one task")
         ids = {task.id for task in tasks}
         if len(ids) != len(tasks):
-            raise ValueError(f"task ids are not unique: {len(tasks)} tasks, {len(ids)} ids")
+            raise InvalidInput(f"task ids are not unique: {len(tasks)} tasks, {len(ids)} ids")
         self._tasks = tasks
         self._seed = seed
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))

@@ -22,6 +22,8 @@ The final answer is the first of these that holds something readable; within eac
 import re
 from fractions import Fraction
 
+from settings.errors import InvalidInput
+
 _TAIL_CHARACTERS = 20_000  # answers come last; a runaway reply must not cost more than a long one
 _REGION_CHARACTERS = 200  # how far after its mark an answer may reach
 _MARKS_TRIED = 20  # a reply can be nothing but marks
@@ -127,7 +129,7 @@ def math_answer(reply: str, answer: str) -> float:
     has_mark = re.search(r"\\boxed|(?<!\\)\$|\\[(\[]", answer)
     expected = parse(answer if has_mark else rf"\boxed{{{answer}}}", parsing_timeout=None)
     if not expected:
-        raise ValueError(f"the reference answer {answer!r} holds no mathematical expression")
+        raise InvalidInput(f"the reference answer {answer!r} holds no mathematical expression")
     return float(verify(expected, parse(reply, parsing_timeout=None), timeout_seconds=None))
 
 

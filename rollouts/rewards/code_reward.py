@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.sandbox.sandbox import SandboxedProcess, check_started, require_sandbox, run_script, write_text
+from settings.errors import InvalidInput
 
 _BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
@@ -73,7 +74,7 @@ def _pairs(tests: str) -> list[tuple[str, str]] | None:
         case _:
             pairs = []
     if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise ValueError('JSON tests must be [{"input": "…", "output": "…"}, …] with at least one pair of texts')
+        raise InvalidInput('JSON tests must be [{"input": "…", "output": "…"}, …] with at least one pair of texts')
     return pairs
 
 
@@ -110,8 +111,8 @@ def _run_asserts(code: str, tests: str, folder: Path, *, deadline: float, memory
     lines = (folder / "verdicts").read_text().split("\n")[:-1]  # a line that was being written is none yet
     said = [json.loads(line) for line in lines]
     if faults := [line["fault"] for line in said if "fault" in line]:
-        raise ValueError(faults[0])
+        raise InvalidInput(faults[0])
     check_started(has_served or (bool(said) and not said[0]["tests"]))
     if not said or not said[0]["tests"]:
-        raise ValueError("the tests have no assert, no test function and no call, so there is nothing to pass")
+        raise InvalidInput("the tests have no assert, no test function and no call, so there is nothing to pass")
     return sum(line.get("passed", False) for line in said) / said[0]["tests"]

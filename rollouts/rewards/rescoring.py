@@ -17,6 +17,7 @@ from typing import Any
 
 from infra.user_code import load_object, source_file
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
+from settings.errors import InvalidInput
 from storage.log.entries import Rescore, Shard
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of_file
@@ -97,14 +98,14 @@ def load_reward(path: str, *, name: str = "") -> tuple[Callable[..., Any], Rewar
     """
     function = load_object(path)
     if not inspect.isfunction(function) or "." in function.__qualname__:
-        raise ValueError(f"{path} is no function at the top level of a module, so no reward process could load it")
+        raise InvalidInput(f"{path} is no function at the top level of a module, so no reward process could load it")
     try:
         inspect.signature(function).bind("reply", "answer")
     except TypeError as error:
-        raise ValueError(f"{path} cannot be called as function(reply, answer): {error}") from None
+        raise InvalidInput(f"{path} cannot be called as function(reply, answer): {error}") from None
     name = name or function.__name__
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name[0] in "-.":
-        raise ValueError(f"rewards name {name!r}: use letters, digits, dot, dash and underscore")
+        raise InvalidInput(f"rewards name {name!r}: use letters, digits, dot, dash and underscore")
     digest = sha256_of_file(source_file(function))
     return function, RewardSet(name=name, reward=path, reward_sha256=digest)
 
@@ -252,7 +253,7 @@ class _Scorer:
 def _check_prompts(shard: Shard, answers: Mapping[str, str], *, split: str, workflow: str) -> None:
     for group in shard.groups:
         if group.usable and group.prompt_id not in answers:
-            raise ValueError(
+            raise InvalidInput(
                 f"prompt {group.prompt_id!r} of shard {shard.id} is not in split {split!r} of {workflow}: the data set "
                 "has changed since this run, so its answer is unknown. Put the data set of the run back"
             )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from settings.errors import InvalidInput
 from settings.reward import RewardSettings
 from storage.records import Trajectory
 
@@ -60,7 +61,7 @@ def shaped(trajectory: Trajectory, settings: RewardSettings, *, max_tokens: int,
     reward = scaled(reward, bias=settings.bias, scale=settings.scale, clip=settings.clip)
     if settings.overlong_tokens and settings.overlong_penalty:
         if OVERLONG in parts:
-            raise ValueError(
+            raise InvalidInput(
                 f"the workflow has a reward part {OVERLONG!r}, which is the name of the run file's length penalty; "
                 "rename it, or set reward.overlong_tokens = 0"
             )
@@ -80,7 +81,7 @@ def check_weights(unseen: set[str], trajectories: Sequence[Trajectory]) -> set[s
         return unseen
     names = sorted({name for trajectory in rewarded for name in trajectory.reward_parts})
     if missing := sorted(unseen - set(names)):
-        raise ValueError(
+        raise InvalidInput(
             f"reward.weights names {', '.join(missing)}, but the reward parts are {', '.join(names) or 'none at all'}. "
             "Correct the name; a part that does not always apply is to be returned as None where it does not"
         )

@@ -31,6 +31,7 @@ from typing import Any, Literal
 
 from infra.user_code import path_of
 from rollouts.workflow import Score
+from settings.errors import InvalidInput
 
 _LONGEST_ANSWER = 2**24  # bytes
 _COLLECT_SECONDS = 5.0
@@ -346,5 +347,5 @@ def _number(value: Any) -> float | None:
     if value is None or math.isnan(float(value)):
         return None
     if math.isinf(float(value)):
-        raise ValueError("an infinite reward leaves no finite mean")
+        raise InvalidInput("an infinite reward leaves no finite mean")
     return float(value)

@@ -27,6 +27,7 @@ from infra.user_code import path_of
 from rollouts.chat.tools import ToolUnavailable
 from rollouts.sandbox.sandbox import SandboxedProcess, require_sandbox, write_text
 from rollouts.sandbox.sandbox_process import exception_of
+from settings.errors import InvalidInput
 
 
 def sandboxed(*, seconds: float = 10.0, memory_gb: float = 1.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -42,7 +43,7 @@ def sandboxed(*, seconds: float = 10.0, memory_gb: float = 1.0) -> Callable[[Cal
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__qualname__
         if "." in name or function.__module__ == "__main__" or inspect.iscoroutinefunction(function):
-            raise ValueError(f"{name} cannot be sandboxed: write a plain function at the top level of a module")
+            raise InvalidInput(f"{name} cannot be sandboxed: write a plain function at the top level of a module")
 
         @functools.wraps(function)
         def call(*given: Any, **named: Any) -> Any:

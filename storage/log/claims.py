@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from settings.errors import UserError
 from storage.log.entries import Claim, ClaimedGroup, GroupSummary
 from storage.log.run_state import RunState
 
@@ -30,7 +31,7 @@ CANCELLED = "cancelled"
 """How the reject reason of a group begins that was given up from outside."""
 
 
-class NothingAccepted(RuntimeError):
+class NothingAccepted(UserError):
     """A step's every attempt failed or was rejected; the message counts the reasons."""
 
 

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Callable
 
+from settings.errors import InvalidInput
 from storage.log.entries import Join, Release
 from storage.log.run_log import RunLog
 from storage.objects.object_store import StoreError
@@ -33,7 +34,7 @@ SIGNS = 6
 def check_name(name: str) -> None:
     """Raise `ValueError` where a name cannot be that of a producer, which is part of file names in the store."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}", name):
-        raise ValueError(f"producer name {name!r}: use letters, digits, dot, dash and underscore, at most 60")
+        raise InvalidInput(f"producer name {name!r}: use letters, digits, dot, dash and underscore, at most 60")
 
 
 def give_sign(log: RunLog, holder: str) -> None:

@@ -6,6 +6,7 @@ tracking carries over to MLflow like any other.
 
 from __future__ import annotations
 
+from settings.errors import InvalidInput
 from storage.log.entries import Alias, Evaluation, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -17,7 +18,7 @@ GAP = "trainer–engine gap:"
 """How the reason of a quarantine begins where engine and trainer disagreed about the policy that sampled the shard."""
 
 
-class NotPromoted(ValueError):
+class NotPromoted(InvalidInput):
     """Something in the log speaks against the policy; the message has a line for each."""
 
     def __init__(self, run_id: str, version: int, problems: list[str]) -> None:
@@ -116,7 +117,7 @@ def roll_back(log: RunLog) -> Alias:
     before = [alias for alias in line[:-1] if alias.version not in state.retired_policies]
     if not before:
         now = f"policy {line[-1].version} is its champion, and " if line else ""
-        raise ValueError(f"run {log.run_id!r}: {now}there is no earlier champion to go back to")
+        raise InvalidInput(f"run {log.run_id!r}: {now}there is no earlier champion to go back to")
     return log.append(before[-1]).aliases[CHAMPION]
 
 

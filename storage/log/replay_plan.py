@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from settings.errors import InvalidInput
 from storage.log.entries import Step
 from storage.log.run_state import RunState
 
 
-class CannotReplay(ValueError):
+class CannotReplay(InvalidInput):
     """Recorded steps cannot be trained again; the message says why and what can be done."""
 
 

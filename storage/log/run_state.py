@@ -14,6 +14,7 @@ from collections.abc import Container, Iterable, MutableMapping, MutableSequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from settings.errors import UserError
 from storage.log.entries import (
     Alias,
     ClaimedGroup,
@@ -39,11 +40,11 @@ from storage.log.entries import (
 OUTCOMES = ("trained", "filtered", "stale", "failed", "cancelled")
 
 
-class Conflict(Exception):
+class Conflict(UserError):
     """Somebody else committed first and this entry no longer fits; nothing was written."""
 
 
-class LogDamaged(Exception):
+class LogDamaged(UserError):
     """The log contradicts itself; the message names the entry."""
 
 

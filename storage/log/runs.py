@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from settings.errors import InvalidInput, NotFound, UserError
 from storage.log.entries import Policy
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of, sha256_of_json
@@ -34,11 +35,11 @@ _LOOK_SECONDS = 0.02
 """Longer than `is_training` holds the lock to see whether anybody does."""
 
 
-class RunExists(ValueError):
+class RunExists(InvalidInput):
     """The run id is taken by a run with another configuration."""
 
 
-class RunBusy(RuntimeError):
+class RunBusy(UserError):
     """Another process is training this run."""
 
     def __init__(self, run_id: str, process: str) -> None:
@@ -60,7 +61,7 @@ def create_run(
     Raises `RunExists` naming the keys that differ and a free run id, `ValueError` for an unusable id.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
-        raise ValueError(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
+        raise InvalidInput(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
     frozen = {key: value for key, value in config.items() if key not in MAY_CHANGE}
     document = {"run_id": run_id, "config": frozen, "config_sha256": sha256_of_json(frozen)}
     key = f"runs/{run_id}/run.json"
@@ -85,7 +86,7 @@ def open_run(store: ObjectStore, run_id: str) -> RunLog:
     """The log of an existing run, folded. Raises `FileNotFoundError` listing the runs that exist."""
     if not store.exists(f"runs/{run_id}/run.json"):
         known = ", ".join(store.names("runs")) or "none yet"
-        raise FileNotFoundError(f"no run {run_id!r} in {store.uri}; runs there: {known}")
+        raise NotFound(f"no run {run_id!r} in {store.uri}; runs there: {known}")
     log = RunLog(store, run_id)
     log.refresh()
     return log
@@ -98,12 +99,12 @@ def find_policy(log: RunLog, version: int | None) -> Policy:
     """
     state = log.state
     if state.live is None:
-        raise ValueError(f"run {log.run_id!r} has no policy yet; train it first")
+        raise InvalidInput(f"run {log.run_id!r} has no policy yet; train it first")
     wanted = state.newest_version if version is None else version
     if wanted not in state.policies:
-        raise ValueError(f"run {log.run_id!r} has no policy version {wanted}; it has 0 to {state.newest_version}")
+        raise InvalidInput(f"run {log.run_id!r} has no policy version {wanted}; it has 0 to {state.newest_version}")
     if wanted in state.retired_policies:
-        raise ValueError(f"policy version {wanted} of run {log.run_id!r} was retired: its weights are gone")
+        raise InvalidInput(f"policy version {wanted} of run {log.run_id!r} was retired: its weights are gone")
     return state.policies[wanted]
 
 

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from settings.errors import UserError
+
 DIGEST_FILE = "digest.json"
 WEIGHTS_FILE = "model.safetensors"
 """The weights of a policy that is whole."""
 
 
-class DigestMismatch(Exception):
+class DigestMismatch(UserError):
     """A file is not what its digest says; the message names it."""
 
 

@@ -22,6 +22,8 @@ from typing import BinaryIO, Protocol
 
 import pyarrow as pa
 
+from settings.errors import UserError
+
 MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
 """Environment variable: gigabytes (10^9 bytes) of a disk that shards and policies leave free; 1 unless set."""
 
@@ -30,7 +32,7 @@ BLOCK_BYTES = 2**20
 """How much of a file is in memory while it is copied."""
 
 
-class StoreError(Exception):
+class StoreError(UserError):
     """The store cannot be used as asked; the message says what to do."""
 
 

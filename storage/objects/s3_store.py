@@ -28,6 +28,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from settings.errors import InvalidInput
 from settings.redaction import without_secrets
 from storage.objects.digests import DigestMismatch, sha256_of
 from storage.objects.object_store import (
@@ -103,7 +104,7 @@ class S3Store:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         if len(data) > MOST_CONDITIONAL_BYTES:
-            raise ValueError(f"{key}: {len(data)} bytes cannot be written with put-if-absent, which is one request")
+            raise InvalidInput(f"{key}: {len(data)} bytes cannot be written with put-if-absent, which is one request")
         writer = uuid.uuid4().hex
         for attempt in range(CONFLICT_ATTEMPTS):
             try:

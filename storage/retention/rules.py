@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from settings.errors import InvalidInput
 from storage.log.entries import Evaluation, Policy, Shard, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -38,7 +39,7 @@ class Rules:
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "older_than_seconds"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} is negative; use 0 or more")
+                raise InvalidInput(f"{name} = {getattr(self, name)} is negative; use 0 or more")
 
     def __str__(self) -> str:
         parts = [f"keep_last {self.keep_last}"]
@@ -172,5 +173,5 @@ def make_rules(*, keep_last: int, keep_every: int, older_than: str, max_size: st
 def _number(text: str, units: dict[str, float], *, example: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text.strip())
     if match is None or match[2] not in units:
-        raise ValueError(f"{text!r}: write a number and a unit, for example {example}; units: {', '.join(units)}")
+        raise InvalidInput(f"{text!r}: write a number and a unit, for example {example}; units: {', '.join(units)}")
     return float(match[1]) * units[match[2]]

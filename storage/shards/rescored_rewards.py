@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from settings.errors import InvalidInput
 from storage.log.entries import Shard
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -31,11 +32,11 @@ SCHEMA = pa.schema(
 )
 
 
-class DamagedRewards(ValueError):
+class DamagedRewards(InvalidInput):
     """A file of rewards is not what the log says; the message names it and the way out."""
 
 
-class RewardsTaken(ValueError):
+class RewardsTaken(InvalidInput):
     """The name belongs to rewards of another function; the message suggests a free one."""
 
 

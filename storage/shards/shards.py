@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from settings.errors import UserError
 from storage.log.entries import Shard
 from storage.log.run_log import RunLog
 from storage.objects.digests import DigestMismatch, sha256_of
@@ -22,7 +23,7 @@ from storage.shards.codec import Provenance, file_of, open_shard, shard_table, s
 from storage.shards.schema import BadShard, NewerSchema, check, flat
 
 
-class DamagedShard(Exception):
+class DamagedShard(UserError):
     """A committed shard cannot be read as committed. Quarantine it and go on: its prompts run again."""
 
     def __init__(self, shard_id: str, reason: str, file: str = "") -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from settings.errors import InvalidInput, UserError
 from settings.redaction import without_secrets
 from settings.tracking import TraceSettings
 from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
@@ -44,7 +45,7 @@ def import_mlflow() -> Any:
         return mlflow
 
 
-class RegistryUnavailable(Exception):
+class RegistryUnavailable(UserError):
     """MLflow did not take everything in; the log keeps it for later."""
 
 
@@ -377,13 +378,13 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
         store = client.get_run(version.run_id).data.tags.get("millrace.store")
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            raise ValueError(
+            raise InvalidInput(
                 f"neither the log of run {log.run_id!r} nor MLflow at {shown} knows {log.run_id}@{name}; "
                 f"aliases in the log: {', '.join(sorted(log.state.aliases)) or 'none'}"
             ) from error
         raise RegistryUnavailable(without_secrets(f"MLflow at {shown}: {error}")) from error
     if store != log.store.uri:
-        raise ValueError(f"{log.run_id}@{name} in MLflow at {shown} is of a run in {store}, not {log.store.uri}")
+        raise InvalidInput(f"{log.run_id}@{name} in MLflow at {shown} is of a run in {store}, not {log.store.uri}")
     return int(version.tags["millrace.version"])
 
 

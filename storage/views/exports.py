@@ -18,6 +18,7 @@ from string import Template
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from settings.errors import InvalidInput
 from storage.views.queries import Queries
 
 _SFT = Template("""
@@ -93,9 +94,9 @@ def _condition(where: str, include_eval: bool) -> str:
 
 def _export(queries: Queries, sql: str, file: Path, *, force: bool) -> int:
     if file.exists() and not force:
-        raise ValueError(f"{file} is there already; add --force to replace it, or choose another name")
+        raise InvalidInput(f"{file} is there already; add --force to replace it, or choose another name")
     if not file.parent.is_dir():
-        raise ValueError(f"there is no folder {file.parent}; make it first")
+        raise InvalidInput(f"there is no folder {file.parent}; make it first")
     partial = file.parent / f".{file.name}.{uuid.uuid4().hex}.tmp"
 
     def write(reader: pa.RecordBatchReader) -> int:
@@ -109,7 +110,7 @@ def _export(queries: Queries, sql: str, file: Path, *, force: bool) -> int:
     try:
         num_rows = queries.stream(sql, write)
         if not num_rows:
-            raise ValueError("nothing to export: no trajectory satisfies the conditions, so no file was written")
+            raise InvalidInput("nothing to export: no trajectory satisfies the conditions, so no file was written")
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)

@@ -24,6 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from settings.errors import InvalidInput
 from storage.log.entries import Evaluation, GroupSummary, Policy, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import OUTCOMES, RunState
@@ -170,7 +171,7 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
     state = log.state
     policy = state.policies.get(version)
     if policy is None:
-        raise ValueError(f"run {log.run_id!r} has no policy version {version}; it has 0 to {state.newest_version}")
+        raise InvalidInput(f"run {log.run_id!r} has no policy version {version}; it has 0 to {state.newest_version}")
     step = _maker(state, policy)
     shards = [_shard_use(log, shard_id, step) for shard_id in step.shard_sha256] if step else []
     groups = [state.groups[claimed.group_id] for claimed in step.claim.trained] if step else []
@@ -220,11 +221,11 @@ def trajectory_lineage(log: RunLog, trajectory: str) -> GroupLineage:
     """
     group_id, _, attempt = trajectory.rpartition("/")
     if not attempt.isdigit():
-        raise ValueError(f"trajectory {trajectory!r}: write it as GROUP/ATTEMPT, as `millrace traj show` prints them")
+        raise InvalidInput(f"trajectory {trajectory!r}: write it as GROUP/ATTEMPT, as `millrace traj show` prints them")
     lineage = _group_lineage(log, group_id)
     group = lineage.group
     if int(attempt) >= group.expected:
-        raise ValueError(f"group {group_id!r} has attempts 0 to {group.expected - 1}, not {attempt}")
+        raise InvalidInput(f"group {group_id!r} has attempts 0 to {group.expected - 1}, not {attempt}")
     return _with_attempt(log, lineage, int(attempt))
 
 
@@ -237,7 +238,7 @@ def prompt_lineage(log: RunLog, prompt_id: str) -> list[GroupLineage]:
     candidates = [group_id for group_id in log.state.groups if _prompt_of(group_id) == prompt_id]
     found = [group_id for group_id in candidates if log.state.groups[group_id].prompt_id == prompt_id]
     if not found:
-        raise ValueError(
+        raise InvalidInput(
             f"run {log.run_id!r} has no group of prompt {prompt_id!r}"
             + _nearest(prompt_id, {_prompt_of(group_id) for group_id in log.state.groups})
         )
@@ -254,8 +255,8 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
     group = state.groups.get(group_id)
     if group is None:
         if re.match(r"eval\d+\.", group_id):
-            raise ValueError(f"group {group_id!r} is of a held-out evaluation: it is never trained on")
-        raise ValueError(f"run {log.run_id!r} has no group {group_id!r}" + _nearest(group_id, state.groups))
+            raise InvalidInput(f"group {group_id!r} is of a held-out evaluation: it is never trained on")
+        raise InvalidInput(f"run {log.run_id!r} has no group {group_id!r}" + _nearest(group_id, state.groups))
     outcome = state.outcomes.get(group_id, "pending")
     number = state.step_of.get(group_id)
     step = state.steps[number - 1] if number is not None else None

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.fs
 
+from settings.errors import InvalidInput
 from storage.log.entries import Evaluation, LogEntry, Shard, Step, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import OUTCOMES, RunState
@@ -205,14 +206,14 @@ class Queries:
         try:
             relation = self._connection.sql(sql, params=list(parameters) or None)
             if relation is None:
-                raise ValueError("the SQL is empty")
+                raise InvalidInput("the SQL is empty")
             return use(relation.to_arrow_reader())
         except (duckdb.Error, pa.ArrowException, OSError) as error:
             failure, self._rows.failure = self._rows.failure, None  # kept, it would keep the connection alive
             if failure is not None:
                 raise failure from None
             if isinstance(error, duckdb.Error):
-                raise ValueError(_sentence(error)) from error
+                raise InvalidInput(_sentence(error)) from error
             raise
 
     def columns(self, view: str) -> dict[str, str]:

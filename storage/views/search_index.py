@@ -27,6 +27,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from settings.errors import InvalidInput, NotFound
 from storage.log.entries import Shard
 from storage.log.run_log import RunLog
 from storage.log.run_state import claimed_groups
@@ -237,9 +238,7 @@ class SearchIndex:
         import lancedb
 
         if not self._exists():
-            raise FileNotFoundError(
-                f"run {self.log.run_id!r} has no search index; `millrace index {self.log.run_id}` makes it"
-            )
+            raise NotFound(f"run {self.log.run_id!r} has no search index; `millrace index {self.log.run_id}` makes it")
         with self._damage_named():
             table = lancedb.connect(str(self.folder)).open_table(_TABLE)
             version = (table.schema.metadata or {}).get(b"millrace_index", b"none").decode()
@@ -288,7 +287,7 @@ class SearchIndex:
             vectors = unit_vectors(self._load_embedding(embedding), rows["text"].to_pylist(), name=embedding)
             column = table.schema.field("vector")
             if vectors.shape[1] != column.type.list_size:
-                raise ValueError(
+                raise InvalidInput(
                     f"embedding {embedding} returns {vectors.shape[1]} numbers a text, the index holds "
                     f"{column.type.list_size}; {self._again(embedding)} makes it again"
                 )
@@ -320,7 +319,7 @@ class SearchIndex:
     def _start_similar(self, table: Any, query: SearchQuery) -> Callable[[], Any]:
         embedding = _embedding_of(table)
         if not embedding:
-            raise ValueError(
+            raise InvalidInput(
                 f"the index of run {self.log.run_id!r} has no vectors; {self._again('module:function')} adds them; "
                 f"{EMBEDDING}"
             )

@@ -13,6 +13,8 @@ from typing import Literal
 
 import numpy as np
 
+from settings.errors import InvalidInput
+
 Operator = Literal["<", "<=", ">", ">=", "=", "!="]
 
 _TERM = re.compile(r'"([^"]*)"|(\S+)')
@@ -35,7 +37,7 @@ class SearchQuery:
 
     def __post_init__(self) -> None:
         if not self._terms:
-            raise ValueError(
+            raise InvalidInput(
                 f"{self.text!r}: nothing to search for; give a word, or look through trajectories with `traj show`"
             )
 

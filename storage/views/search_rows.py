@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from settings.errors import InvalidInput
+
 Embed = Callable[[list[str]], Sequence[Sequence[float]]]
 EMBEDDING = "an embedding is a function from a list of texts to as many lists of floats, all equally long"
 
@@ -67,11 +69,11 @@ def unit_vectors(embed: Embed, texts: list[str], *, name: str) -> np.ndarray:
         try:
             part = np.asarray(embed(chunk), dtype=np.float32)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"embedding {name}: {error}; {EMBEDDING}") from error
+            raise InvalidInput(f"embedding {name}: {error}; {EMBEDDING}") from error
         if part.ndim != 2 or len(part) != len(chunk) or not part.shape[1]:
-            raise ValueError(f"embedding {name} answers {len(chunk)} texts with shape {part.shape}; {EMBEDDING}")
+            raise InvalidInput(f"embedding {name} answers {len(chunk)} texts with shape {part.shape}; {EMBEDDING}")
         if not np.isfinite(part).all():
-            raise ValueError(f"embedding {name} returns numbers that are not finite")
+            raise InvalidInput(f"embedding {name} returns numbers that are not finite")
         parts.append(part)
     vectors = np.concatenate(parts)
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)

@@ -20,6 +20,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 
 from infra.services import NOTIFY
+from settings.errors import InvalidInput
 
 FLOWS = ["train-grpo", "evaluate", "rollout", "replay", "maintain"]
 """Flows whose failures are told: the server may have others' too."""
@@ -50,13 +51,13 @@ def check_destination(destination: str) -> None:
 
     if "://" in destination:
         if Apprise.instantiate(destination, suppress_exceptions=True) is None:
-            raise ValueError(
+            raise InvalidInput(
                 f"${NOTIFY} is no address that Apprise understands: https://hooks.slack.com/services/…, mailto://…, "
                 "discord://… and others are (https://appriseit.com/services/); a webhook of yours that takes JSON "
                 "is jsons://HOST/PATH"
             )
     elif not re.fullmatch(r"[a-z0-9-]+/[a-z0-9-]+", destination):
-        raise ValueError(
+        raise InvalidInput(
             f"${NOTIFY} is neither an address with :// nor a Prefect notification block as TYPE/NAME, such as "
             "slack-webhook/on-call; `prefect block ls` lists those there are"
         )
@@ -113,9 +114,9 @@ async def _find_block(reference: str) -> UUID:
         try:
             document = await client.read_block_document_by_name(name, slug, include_secrets=False)
         except ObjectNotFound:
-            raise ValueError(
+            raise InvalidInput(
                 f"${NOTIFY} names a block that the Prefect server does not have; `prefect block ls` lists its blocks"
             ) from None
     if document.block_schema is None or "notify" not in document.block_schema.capabilities:
-        raise ValueError(f"${NOTIFY} names a block that cannot notify; Prefect's Slack Webhook is one that can")
+        raise InvalidInput(f"${NOTIFY} names a block that cannot notify; Prefect's Slack Webhook is one that can")
     return document.id

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from settings.errors import InvalidInput
 from storage.log.entries import ClaimedGroup
 from storage.shards.schema import flat, row_offsets
 
@@ -151,5 +152,5 @@ def _rows_of(group_ids: Sequence[str], table: pa.Table, *, shard: str) -> tuple[
     rows = np.flatnonzero(which >= 0)
     missing = np.setdiff1d(np.arange(len(group_ids)), which)
     if len(missing):
-        raise ValueError(f"shard {shard} has no row of group {group_ids[missing[0]]}, which was claimed from it")
+        raise InvalidInput(f"shard {shard} has no row of group {group_ids[missing[0]]}, which was claimed from it")
     return rows, which[rows]

@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from settings.errors import InvalidInput
 from trainers.data.packing import position_ids
 
 PACKED_ATTENTION = "millrace_packed"
@@ -131,7 +132,7 @@ def layout_of(
     """
     lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
     if not len(lengths_S) or int(lengths_S.min()) < 1:
-        raise ValueError(f"lengths {lengths_S.tolist()}: a pack has a sequence, and a sequence a token")
+        raise InvalidInput(f"lengths {lengths_S.tolist()}: a pack has a sequence, and a sequence a token")
     return Layout(lengths_S, computed_T, device=device)
 
 
@@ -201,11 +202,11 @@ def packed_attention(
     Raises `ValueError` where the model asks for an attention that this is not.
     """
     if layout is None:
-        raise ValueError("packed attention needs the pack's layout; call the model through PolicyModel")
+        raise InvalidInput("packed attention needs the pack's layout; call the model through PolicyModel")
     changed = [name for name in _NOT_HONOURED if others.get(name) is not None]
     if changed or dropout or attention_mask is not None or not getattr(module, "is_causal", True):
         what = ", ".join(changed) or ("dropout" if dropout else "a mask, or attention that is not causal")
-        raise ValueError(f"{type(module).__name__} needs {what}, which packed attention does not have")
+        raise InvalidInput(f"{type(module).__name__} needs {what}, which packed attention does not have")
     window = sliding_window if sliding_window is not None and sliding_window < layout.longest else None
     # Views both ways: the gradient of an index, as in tensor[0], is a copy.
     by_token = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]

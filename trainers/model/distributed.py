@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from settings.errors import InvalidInput
+
 Json = TypeVar("Json")
 """A value that JSON gives back as it was."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -47,7 +49,7 @@ class RanksDiffer(RuntimeError):
 def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device this rank computes on. Raises `ValueError` when CUDA is asked for and absent."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("train.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
+        raise InvalidInput("train.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -96,7 +98,7 @@ def shard(
     visits the GPU; the parameters must not be moved there afterwards. Raises `ValueError` where there is no GPU.
     """
     if offload and mesh.device_type == "cpu":
-        raise ValueError(
+        raise InvalidInput(
             "train.offload_optimizer moves the optimizer from a GPU into host memory, and this trainer has no GPU: "
             "leave it out"
         )

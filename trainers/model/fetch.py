@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -29,7 +30,7 @@ def fetch_model(model: str, folder: Path) -> Path:
         for file in source.glob(pattern):
             shutil.copy(file, folder / file.name)
     if not list(folder.glob("*.safetensors")):
-        raise ValueError(f"model {model!r} has no safetensors weights; convert it with transformers' save_pretrained")
+        raise InvalidInput(f"model {model!r} has no safetensors weights; convert it with transformers' save_pretrained")
     (folder / "digest.json").unlink(missing_ok=True)
     seal_folder(folder)
     return folder

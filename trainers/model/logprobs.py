@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from settings.errors import InvalidInput
+
 TILE_BYTES = 512 * 2**20
 """Default bound on the temporaries of one slice: its logits and what is computed from them."""
 _KEEP_BYTES = 32 * 2**20
@@ -51,7 +53,7 @@ def linear_logprobs(
     Raises `ValueError` for a temperature that is not positive: a greedy reply has no probabilities to train on.
     """
     if not temperature > 0:
-        raise ValueError(f"temperature {temperature}: log-probabilities need one above 0")
+        raise InvalidInput(f"temperature {temperature}: log-probabilities need one above 0")
     num_tokens, vocabulary = len(hidden_TD), len(output_VD)
     if num_tokens * vocabulary * 4 <= min(_KEEP_BYTES, tile_bytes):
         return _logprobs_of_logits(hidden_TD @ output_VD.T, targets_T, temperature, entropy_grad=entropy_grad)

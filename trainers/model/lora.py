@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.model.distributed import copy_into, full
@@ -56,7 +57,7 @@ def add_adapters(
             found = [name for name in linear if f".{name}".endswith(f".{each}")]
             if not found or not all(name.startswith(_LAYERS) for name in found):
                 what = "is no part of the decoder layers" if found else "is the name of no linear layer of this model"
-                raise ValueError(f"train.lora.target_modules: {each!r} {what}; choose from {known}")
+                raise InvalidInput(f"train.lora.target_modules: {each!r} {what}; choose from {known}")
             chosen += found
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -83,7 +84,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
     if not layers:
-        raise ValueError("the model has no adapters to switch off")
+        raise InvalidInput("the model has no adapters to switch off")
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for layer in layers:
@@ -147,7 +148,7 @@ def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
         return
     tensors = load_file(str(folder / ADAPTER_WEIGHTS))
     if {name: t.shape for name, t in tensors.items()} != {name: w.shape for name, w in weights.items()}:
-        raise ValueError(f"{folder} holds adapters of other layers or of another rank than train.lora asks for")
+        raise InvalidInput(f"{folder} holds adapters of other layers or of another rank than train.lora asks for")
     for name, weight in weights.items():
         copy_into(weight, tensors[name].to(weight.dtype))
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
+from settings.errors import InvalidInput
 from trainers.model.attention import PACKED_ATTENTION, Layout, layout_of
 from trainers.model.logprobs import linear_logprobs
 
@@ -119,7 +120,7 @@ def load_model(
     """
     causal_lm = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, attn_implementation="eager")
     if not hasattr(getattr(causal_lm, "model", None), "layers"):
-        raise ValueError(f"{folder}: {type(causal_lm).__name__} has no decoder layers under .model.layers")
+        raise InvalidInput(f"{folder}: {type(causal_lm).__name__} has no decoder layers under .model.layers")
     causal_lm.config.use_cache = False
     model = PolicyModel(causal_lm, logits_gib=logits_gib, compile=compile)
     _replace_attention(model, folder)
@@ -145,7 +146,7 @@ def _replace_attention(model: PolicyModel, folder: Path) -> None:
     causal_lm, refusal = model.causal_lm, f"{folder}: {type(model.causal_lm).__name__}"
     change = "is trained wrongly by packing; use a model of the Llama, Qwen2 or Qwen3 architecture"
     if what := _unseen_in_a_trial(causal_lm):
-        raise ValueError(f"{refusal} {what}; it {change}")
+        raise InvalidInput(f"{refusal} {what}; it {change}")
     # More tokens than a short sliding window would let one see; any ids do.
     vocabulary = causal_lm.get_output_embeddings().weight.shape[0]
     ids = torch.arange(1, 15) % vocabulary
@@ -153,18 +154,18 @@ def _replace_attention(model: PolicyModel, folder: Path) -> None:
     expected = torch.cat([causal_lm(input_ids=part[None], use_cache=False).logits[0] for part in parts]).float()
     causal_lm.set_attn_implementation(PACKED_ATTENTION)
     if causal_lm.config._attn_implementation != PACKED_ATTENTION:
-        raise ValueError(f"{refusal} does not let its attention be replaced; it {change}")
+        raise InvalidInput(f"{refusal} does not let its attention be replaced; it {change}")
     positions = torch.cat([torch.arange(len(part)) for part in parts])
     targets = ids.roll(-1)
     try:
         logprobs, entropy = model(ids, targets, positions, layout_of([9, 5], device=ids.device), 1.0)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{refusal} {change} ({error})") from error
+        raise InvalidInput(f"{refusal} {change} ({error})") from error
     log_p = expected.log_softmax(-1)
     tolerance = 1e-3 if next(causal_lm.parameters()).dtype in (torch.float32, torch.float64) else 0.5
     gap = (logprobs - log_p.gather(1, targets[:, None])[:, 0]).abs().max()
     if not gap < tolerance:
-        raise ValueError(f"{refusal}: log-probabilities of a pack are {gap:.2g} nats off; it {change}")
+        raise InvalidInput(f"{refusal}: log-probabilities of a pack are {gap:.2g} nats off; it {change}")
 
 
 def _unseen_in_a_trial(causal_lm: nn.Module) -> str:

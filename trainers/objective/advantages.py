@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from settings.errors import InvalidInput
+
 if TYPE_CHECKING:
     from settings.advantage import Advantage
 
@@ -49,7 +51,7 @@ def advantages_of(
     """
     metrics = reward_metrics(rewards_B, groups_B, reward_parts_B=reward_parts_B)
     if settings.kind != "distill" and rewards_B.isnan().all():
-        raise ValueError(
+        raise InvalidInput(
             f"all {len(rewards_B)} rewards are null, which is for faults of the environment; an attempt that is merely"
             " wrong gets a number, 0 for example. `millrace rollout once RUN --n 4` shows the errors"
         )
@@ -82,7 +84,7 @@ def advantages_of(
             )
         case "remax":
             if settings.baseline_part not in reward_parts_B:
-                raise ValueError(
+                raise InvalidInput(
                     f'train.advantage.baseline_part = "{settings.baseline_part}" is not a part of the reward'
                     f" ({_listed(reward_parts_B)}): return it from the reward function, weight 0 in [reward.weights]"
                 )
@@ -276,7 +278,7 @@ def gdpo_advantages(
     weights = {name: reward_weights.get(name, 1.0) for name in reward_parts_B}
     used = [name for name, weight in weights.items() if weight]
     if not used:
-        raise ValueError(
+        raise InvalidInput(
             f"train.advantage.per_reward needs named rewards with a weight ({_listed(reward_parts_B)}): return a"
             " dictionary from the reward function, or set per_reward = false"
         )
@@ -352,7 +354,9 @@ def gae(
     rewards, values = rewards_T[sampled].astype(np.float64), values_T[sampled].astype(np.float64)
     broken = np.unique(row[~(np.isfinite(rewards) & np.isfinite(values))])
     if len(broken):
-        raise ValueError(f"rows {broken[:8].tolist()} have a reward or value that is null or infinite; mask null rows")
+        raise InvalidInput(
+            f"rows {broken[:8].tolist()} have a reward or value that is null or infinite; mask null rows"
+        )
     goes_on = np.diff(row, append=-1) == 0
     deltas = rewards + gamma * np.where(goes_on, np.roll(values, -1), 0.0) - values
     advantages = np.empty_like(deltas)

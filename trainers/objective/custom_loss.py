@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from infra.user_code import load_object
+from settings.errors import InvalidInput
 from trainers.objective.losses import LossInputs, LossOutput
 
 LossFunction = Callable[..., LossOutput]
@@ -34,9 +35,9 @@ def load_loss(path: str) -> LossFunction:
     try:
         function: LossFunction = load_object(path)
     except ValueError as error:
-        raise ValueError(f"loss.path: {error}") from error
+        raise InvalidInput(f"loss.path: {error}") from error
     if not callable(function):
-        raise ValueError(f"loss.path = {path!r} is no function but {function!r}")
+        raise InvalidInput(f"loss.path = {path!r} is no function but {function!r}")
     return function
 
 
@@ -52,7 +53,7 @@ def check_loss(path: str, arguments: Mapping[str, Any], *, with_reference: bool 
     try:
         inspect.signature(function).bind(inputs, **arguments)
     except TypeError as error:
-        raise ValueError(
+        raise InvalidInput(
             f"{named} is called with (inputs, **arguments), arguments = {dict(arguments)}, which does not fit its "
             f"signature {inspect.signature(function)}: {error}"
         ) from error
@@ -60,7 +61,7 @@ def check_loss(path: str, arguments: Mapping[str, Any], *, with_reference: bool 
     first = _try(function, _part(inputs, slice(0, 3)), arguments, named)
     second = _try(function, _part(inputs, slice(3, 5)), arguments, named)
     if not math.isclose(whole, first + second, rel_tol=1e-4, abs_tol=1e-6):
-        raise ValueError(
+        raise InvalidInput(
             f"{named} gives {whole:.6g} for two sequences in one pack and {first + second:.6g} for them in two: "
             "training would depend on packing. Multiply by inputs.weights, which hold the denominator, and sum"
         )
@@ -70,23 +71,23 @@ def _try(function: LossFunction, inputs: LossInputs, arguments: Mapping[str, Any
     try:
         output = function(inputs, **arguments)
     except Exception as error:
-        raise ValueError(f"{named} fails on a trial of five tokens: {type(error).__name__}: {error}") from error
+        raise InvalidInput(f"{named} fails on a trial of five tokens: {type(error).__name__}: {error}") from error
     if not isinstance(output, LossOutput):
-        raise ValueError(
+        raise InvalidInput(
             f"{named} returns {type(output).__name__}; return trainers.objective.losses.LossOutput(loss=…, sums=…)"
         )
     if not isinstance(output.loss, torch.Tensor) or output.loss.ndim != 0:
         shape = list(output.loss.shape) if isinstance(output.loss, torch.Tensor) else type(output.loss).__name__
-        raise ValueError(f"{named} returns a loss of shape {shape}; it has to be a scalar: sum over the tokens")
+        raise InvalidInput(f"{named} returns a loss of shape {shape}; it has to be a scalar: sum over the tokens")
     if not output.loss.requires_grad:
-        raise ValueError(f"{named} returns a loss without gradient; compute it from inputs.logprobs, undetached")
+        raise InvalidInput(f"{named} returns a loss without gradient; compute it from inputs.logprobs, undetached")
     if not math.isfinite(output.loss.item()):
-        raise ValueError(f"{named} returns {output.loss.item()} on a trial of five tokens")
+        raise InvalidInput(f"{named} returns {output.loss.item()} on a trial of five tokens")
     wrong = [key for key, value in output.sums.items() if not isinstance(value, (int, float))]
     if wrong:
-        raise ValueError(f"{named}: sums {wrong} are no numbers; write float(tensor)")
+        raise InvalidInput(f"{named}: sums {wrong} are no numbers; write float(tensor)")
     if taken := [key for key in output.sums if _TAKEN.fullmatch(key)]:
-        raise ValueError(f"{named}: sums {taken} have names that the trainer's own metrics have; give them others")
+        raise InvalidInput(f"{named}: sums {taken} have names that the trainer's own metrics have; give them others")
     return output.loss.item()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import io
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,6 @@ from typer.testing import CliRunner
 
 from cli.main import app, parse_overrides
 from cli.operate.status import print_status, run_status
-from cli.terminal.errors import MENDABLE_ELSEWHERE, mendable_types
 from storage.log.entries import Evaluation, LogEntry, Policy, Session
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
@@ -150,10 +147,3 @@ def test_wall_seconds_leave_out_the_time_between_sessions(tmp_path: Path) -> Non
         for kind, body in [("session", session), ("policy", policy)]:
             log.state.apply(LogEntry(number=log.state.entries, kind=kind, written_at=next(times), body=body))
     assert run_status(log)["wall_seconds"] == 15.0
-
-
-def test_every_mendable_error_exists() -> None:
-    for module, names in MENDABLE_ELSEWHERE.items():
-        for name in names:
-            assert issubclass(getattr(importlib.import_module(module), name), Exception)
-            assert getattr(sys.modules[module], name) in mendable_types()
