@@ -26,8 +26,8 @@ from rollouts.production.attempts import AttemptLimits, Player
 from rollouts.production.executor import Executor, Limits
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import RolloutWorkflow, Score
-from storage.records import RolloutTask, Sampling
+from rollouts.workflow import Score, Workflow
+from storage.records import Sampling, Task
 
 CONCURRENT = 2_000
 N_SAMPLES = 8
@@ -36,10 +36,10 @@ REPLY_TOKENS = 32
 ROUNDS = 10
 
 
-class Talk(RolloutWorkflow):
+class Talk(Workflow):
     """Says a few things and scores by length."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         for _ in range(TURNS):
             reply = await chat.ask(task.prompt)
         return Score(reward=float(len(reply)))
@@ -72,7 +72,7 @@ async def measure(tokens: ChatTokens) -> Figures:
         limits=AttemptLimits(min_usable=1, drop_uniform_groups=False, exclude_statuses=[], attempt_timeout=600),
         max_model_len=4096,
     )
-    order = PromptOrder([RolloutTask(id=str(n), prompt=str(n)) for n in range(1000)], seed=0)
+    order = PromptOrder([Task(id=str(n), prompt=str(n)) for n in range(1000)], seed=0)
     leased = 0
 
     async def lease() -> list[Prompt]:

@@ -34,7 +34,7 @@ from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, seal_folder
 from storage.objects.object_store import ObjectStore
 from storage.objects.opening import open_store
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance
 from storage.shards.shards import commit_shard
 from storage.views.lineage import find_version, policy_lineage, prompt_lineage, trajectory_lineage
@@ -101,7 +101,7 @@ def _group(position: int, *, version: int) -> RolloutGroup:
         )
         for attempt in range(ATTEMPTS)
     ]
-    task = RolloutTask(id=f"task{position}", prompt=f"task {position}")
+    task = Task(id=f"task{position}", prompt=f"task {position}")
     return RolloutGroup(
         id=f"0.{task.id}", task=task, position=position, epoch=0, expected=ATTEMPTS, trajectories=attempts
     )

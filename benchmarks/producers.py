@@ -37,7 +37,7 @@ from rollouts.workflow import Score
 from storage.log.entries import LogEntry, Release, Shard
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
-from storage.records import RolloutTask
+from storage.records import Task
 
 ROOT = Path(__file__).parents[1]
 RUN = "producers"
@@ -54,7 +54,7 @@ PATIENCE = 300.0
 class SlowWorld(Arithmetic):
     """Sums that take a while to be told right or wrong."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         await asyncio.sleep(WORLD_SECONDS)
         return Score(reward=float(reply[-1:] == task.answer[-1:]))

@@ -41,11 +41,11 @@ from rollouts.production.attempts import AttemptLimits, Player
 from rollouts.production.executor import Executor, Limits
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import RolloutWorkflow, Score
+from rollouts.workflow import Score, Workflow
 from storage.log.entries import Shard
 from storage.log.runs import create_run
 from storage.objects.opening import open_store
-from storage.records import Message, RolloutTask, Sampling
+from storage.records import Message, Sampling, Task
 from storage.shards.codec import Provenance
 from storage.shards.shards import commit_shard
 
@@ -56,20 +56,20 @@ MODES: Sequence[UpdateMode] = ("keep", "abort", "wait")
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " "
 
 
-class Continue(RolloutWorkflow):
+class Continue(Workflow):
     """Every prompt another string; the reward is cheap, so that what is measured is the machinery."""
 
     def __init__(self, num_tasks: int) -> None:
         super().__init__()
         self.num_tasks = num_tasks
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         return [
-            RolloutTask(id=f"{number}", prompt=f"Problem {number}: say something about {number * 7919}.")
+            Task(id=f"{number}", prompt=f"Problem {number}: say something about {number * 7919}.")
             for number in range(self.num_tasks)
         ]
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return Score(reward=float(len(set(reply)) % 2))
 

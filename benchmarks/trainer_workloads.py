@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from settings.train import Recipe, TrainSettings
 from storage.log.entries import ClaimedGroup
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance, shard_table
 from trainers.data.samples import COLUMNS, Samples, gather_samples
 
@@ -73,7 +73,7 @@ def random_groups(
         groups.append(
             RolloutGroup(
                 id=f"0.{position}",
-                task=RolloutTask(id=str(position), prompt=""),
+                task=Task(id=str(position), prompt=""),
                 position=position,
                 epoch=0,
                 expected=attempts,

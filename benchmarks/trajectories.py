@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from storage.log.entries import to_json
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 
 ATTEMPTS = 8
 VOCABULARY = 150_000
@@ -66,7 +66,7 @@ def make_groups(num_rows: int) -> list[RolloutGroup]:
     groups = []
     for position in range(num_rows // ATTEMPTS):
         prompt = ids(150)
-        task = RolloutTask(id=f"task{position}", prompt=text(prompt))
+        task = Task(id=f"task{position}", prompt=text(prompt))
         groups.append(
             RolloutGroup(
                 id=f"0.{task.id}",

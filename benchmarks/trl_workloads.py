@@ -18,24 +18,24 @@ from typing import Any
 
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
-from rollouts.workflow import RolloutWorkflow, Score
-from storage.records import RolloutTask
+from rollouts.workflow import Score, Workflow
+from storage.records import Task
 
 VOWELS = frozenset("aeiouAEIOU")
 CHARACTERS = string.ascii_letters + "01234567"  # with the tokenizer's four special tokens: 64
 NUM_PROMPTS = 4096
 
 
-class Babble(RolloutWorkflow):
+class Babble(Workflow):
     """Whatever a random model says to some letters; vowels are worth something, so that there is a gradient."""
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         return [
-            RolloutTask(id=f"{number}", prompt=f"say{number:04o}something{number * 7919 % NUM_PROMPTS:04o}")
+            Task(id=f"{number}", prompt=f"say{number:04o}something{number * 7919 % NUM_PROMPTS:04o}")
             for number in range(NUM_PROMPTS)
         ]
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         return Score(reward=share_of_vowels(await chat.ask(task.prompt)))
 
 

@@ -11,28 +11,28 @@ from collections.abc import Sequence
 from rollouts.chat.chat import Chat
 from rollouts.rewards.answers import exact
 from rollouts.rewards.scoring import score
-from rollouts.workflow import RolloutWorkflow, Score
-from storage.records import Message, RolloutTask
+from rollouts.workflow import Score, Workflow
+from storage.records import Message, Task
 
 HELD_OUT = 200
 CARELESS = 0.6
 """Share of demonstrations in which every carry is dropped."""
 
 
-class Arithmetic(RolloutWorkflow):
+class Arithmetic(Workflow):
     """`37+05=` is to be answered by `42`."""
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         pairs = [(a, b) for a in range(100) for b in range(100)]
         random.Random(1).shuffle(pairs)
         chosen = pairs[:HELD_OUT] if split == "test" else pairs[HELD_OUT:]
-        return [RolloutTask(id=f"{a}+{b}", prompt=f"{a:02d}+{b:02d}=", answer=str(a + b)) for a, b in chosen]
+        return [Task(id=f"{a}+{b}", prompt=f"{a:02d}+{b:02d}=", answer=str(a + b)) for a, b in chosen]
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return await score(exact, reply, task.answer)
 
-    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
+    def reference_reply(self, task: Task, messages: Sequence[Message]) -> str:
         return task.answer
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:

@@ -16,8 +16,8 @@ from rollouts.chat.chat import Chat
 from rollouts.chat.tools import tool
 from rollouts.rewards.answers import exact
 from rollouts.rewards.scoring import score
-from rollouts.workflow import RolloutWorkflow, Score
-from storage.records import Message, RolloutTask
+from rollouts.workflow import Score, Workflow
+from storage.records import Message, Task
 
 HELD_OUT = 200
 WITH_CALCULATOR = 0.2
@@ -38,20 +38,20 @@ def calculator(of: str) -> int:
     return int(a) + int(b) if operator == "+" else int(a) * int(b)
 
 
-class CalculatorAgent(RolloutWorkflow):
+class CalculatorAgent(Workflow):
     """`47*83=` is to be answered by `3901`."""
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         problems = [f"{a}{operator}{b}" for a in range(10, 100) for b in range(10, 100) for operator in "+*"]
         random.Random(1).shuffle(problems)
         chosen = problems[:HELD_OUT] if split == "test" else problems[HELD_OUT:]
-        return [RolloutTask(id=each, prompt=f"{each}=", answer=str(calculator(each))) for each in chosen]
+        return [Task(id=each, prompt=f"{each}=", answer=str(calculator(each))) for each in chosen]
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt, tools=[calculator])
         return await score(exact, reply, task.answer)
 
-    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
+    def reference_reply(self, task: Task, messages: Sequence[Message]) -> str:
         """The call, then its result."""
         return messages[-1].content if messages[-1].role == "tool" else _call(task)
 
@@ -61,11 +61,11 @@ class CalculatorAgent(RolloutWorkflow):
         return [_looked_up(task) if draw.random() < WITH_CALCULATOR else _guessed(task, draw) for task in tasks]
 
 
-def _call(task: RolloutTask) -> str:
+def _call(task: Task) -> str:
     return f"[calculator(of='{task.id}')]"
 
 
-def _looked_up(task: RolloutTask) -> list[Message]:
+def _looked_up(task: Task) -> list[Message]:
     return [
         Message(role="user", content=task.prompt),
         Message(role="assistant", content=_call(task)),
@@ -74,6 +74,6 @@ def _looked_up(task: RolloutTask) -> list[Message]:
     ]
 
 
-def _guessed(task: RolloutTask, draw: random.Random) -> list[Message]:
+def _guessed(task: Task, draw: random.Random) -> list[Message]:
     digits = [task.answer[0], *(str(draw.randrange(10)) for _ in task.answer[1:])]
     return [Message(role="user", content=task.prompt), Message(role="assistant", content="".join(digits))]

@@ -12,28 +12,28 @@ from rollouts.chat.chat import Chat
 from rollouts.environments.datasets import read_dataset
 from rollouts.rewards.answers import gsm8k
 from rollouts.rewards.scoring import score
-from rollouts.workflow import RolloutWorkflow, Score
+from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput
-from storage.records import Message, RolloutTask
+from storage.records import Message, Task
 
 INSTRUCTION = "Think step by step. Write the final answer as a number after ####."
 
 
-class Gsm8k(RolloutWorkflow):
+class Gsm8k(Workflow):
     """Needs `dataset` in the run file: a folder with train and test files, or a hub id such as openai/gsm8k."""
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         if self.dataset is None:
             raise InvalidInput("dataset must be set: a folder with train.jsonl and test.jsonl, or openai/gsm8k")
         rows = read_dataset(self.dataset, split, required=["question", "answer"])
         return [
-            RolloutTask(id=f"{split}-{number}", prompt=row["question"], answer=row["answer"])
+            Task(id=f"{split}-{number}", prompt=row["question"], answer=row["answer"])
             for number, row in enumerate(rows)
         ]
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(f"{task.prompt}\n{INSTRUCTION}")
         return await score(gsm8k, reply, task.answer)
 
-    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
+    def reference_reply(self, task: Task, messages: Sequence[Message]) -> str:
         return task.answer

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 
 from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation
-from storage.records import Message, RolloutTask
+from storage.records import Message, Task
 
 HELD_OUT = 200
 CARELESS = 0.7
@@ -23,7 +23,7 @@ what is left."""
 class NumberGame(Environment):
     """`42_` asks for a number from 420 to 429; then `>` says that the secret is higher, `<` lower."""
 
-    async def reset(self, task: RolloutTask) -> str:
+    async def reset(self, task: Task) -> str:
         self.secret = int(task.answer)
         return task.prompt
 
@@ -40,23 +40,23 @@ class GuessNumber(EnvironmentWorkflow):
 
     max_turns = 4
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         secrets = list(range(1000))
         random.Random(1).shuffle(secrets)
         chosen = secrets[:HELD_OUT] if split == "test" else secrets[HELD_OUT:]
-        return [RolloutTask(id=str(n), prompt=f"{n // 10:02d}_", answer=f"{n:03d}") for n in chosen]
+        return [Task(id=str(n), prompt=f"{n // 10:02d}_", answer=f"{n:03d}") for n in chosen]
 
     def make_environment(self) -> Environment:
         return NumberGame()
 
-    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
+    def reference_reply(self, task: Task, messages: Sequence[Message]) -> str:
         return _middle(messages)
 
     def demonstrations(self, count: int, seed: int) -> Sequence[Sequence[Message]]:
         draw = random.Random(seed)
         return [self._careless_game(task, draw) for task in draw.choices(self.tasks("train"), k=count)]
 
-    def _careless_game(self, task: RolloutTask, draw: random.Random) -> list[Message]:
+    def _careless_game(self, task: Task, draw: random.Random) -> list[Message]:
         messages = [Message(role="user", content=task.prompt)]
         for _ in range(self.max_turns):
             careless = draw.random() < CARELESS

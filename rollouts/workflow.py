@@ -1,6 +1,6 @@
 """What a user writes: one class that lists problems and plays one attempt.
 
-In: a `RolloutTask` and a `Chat`. Out: a `Score`. Grouping, retries, tokens, versions and storage are not its business.
+In: a `Task` and a `Chat`. Out: a `Score`. Grouping, retries, tokens, versions and storage are not its business.
 `examples/arithmetic.py` is a whole one.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rollouts.chat.chat import Chat
 from settings.errors import UserError
-from storage.records import Message, RolloutGroup, RolloutTask, Trajectory
+from storage.records import Message, RolloutGroup, Task, Trajectory
 
 
 class WrongWorkflow(UserError):
@@ -51,21 +51,21 @@ def set_workflow_context(context: WorkflowContext) -> None:
     _CONTEXT.set(context)
 
 
-class RolloutWorkflow:
+class Workflow:
     """Subclass this. `dataset` is the run file's `dataset` value, null when it has none."""
 
     def __init__(self, dataset: str | None = None) -> None:
         self.dataset = dataset
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         """The problems of a split (`train`, `test`, …), in a fixed order, ids unique."""
         raise NotImplementedError
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         """Play one attempt. Raise for a fault of the environment; score low for a fault of the policy."""
         raise NotImplementedError
 
-    async def score_group(self, task: RolloutTask, attempts: Sequence[Trajectory]) -> Sequence[Score] | None:
+    async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> Sequence[Score] | None:
         """Rewards that compare the usable attempts at one task, in their order; they replace those of `run`.
 
         Null, the default, leaves the rewards of `run`.
@@ -76,7 +76,7 @@ class RolloutWorkflow:
         """False keeps a group with enough usable attempts from being trained; it is stored with the reason."""
         return True
 
-    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str | None:
+    def reference_reply(self, task: Task, messages: Sequence[Message]) -> str | None:
         """What a perfect policy says next: the check that a task can be won, and that winning it scores 1.
 
         `messages` is the conversation so far; its last message is the one to answer. Null, the default, where nobody

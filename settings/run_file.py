@@ -59,7 +59,7 @@ class RunConfig(Settings):
     """A whole run."""
 
     workflow: str
-    """What to train on: `package.module:Class` or `path/to/file.py:Class`, a RolloutWorkflow."""
+    """What to train on: `package.module:Class` or `path/to/file.py:Class`, a Workflow."""
     run: str = "run"
     """Name of the run. Starting it again continues it."""
     store: str = ""

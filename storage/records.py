@@ -2,7 +2,7 @@
 
 In: nothing. Out: frozen dataclasses, plain data, no behaviour beyond checks.
 
-    RolloutTask ──run n times──▶ Trajectory (turns, messages, reward) ──┐
+    Task ──run n times──▶ Trajectory (turns, messages, reward) ──┐
                                                                          ├─ RolloutGroup ─▶ rows of a shard
     one attempt fails ─────────▶ no Trajectory, one count in failures ──┘
 
@@ -32,8 +32,8 @@ NOT_SAMPLED = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutTask:
-    """A problem to attempt. Example: `RolloutTask(id="37+45", prompt="37+45=", answer="82")`."""
+class Task:
+    """A problem to attempt. Example: `Task(id="37+45", prompt="37+45=", answer="82")`."""
 
     id: str
     """Stable name of the problem inside its data set; the prompt order and the lineage use it."""
@@ -157,7 +157,7 @@ class RolloutGroup:
 
     id: str
     """`<epoch>.<task id>`, with `.retry<k>` where the prompt runs again: it came to nothing, or its shard was lost."""
-    task: RolloutTask
+    task: Task
     """The problem."""
     position: int
     """Place in the endless prompt order: epoch × len(tasks) + index."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from infra.environment import store_uri
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_tool_parser
-from rollouts.workflow import RolloutWorkflow
+from rollouts.workflow import Workflow
 from settings.errors import InvalidInput
 from settings.loss import CustomLoss, Loss
 from settings.train import TrainSettings
@@ -27,7 +27,7 @@ def check_run(
     evaluation_split: str,
     tool_parser: str,
     train: TrainSettings | None = None,
-) -> RolloutWorkflow:
+) -> Workflow:
     """Load the workflow and its data, look for the models, try a loss of the user's, write to the store.
 
     Returns the workflow.
@@ -35,8 +35,8 @@ def check_run(
     Raises `ValueError`, or `storage.objects.object_store.StoreError`, for the first thing that will not work.
     """
     workflow_class = load_object(workflow)
-    if not (isinstance(workflow_class, type) and issubclass(workflow_class, RolloutWorkflow)):
-        raise InvalidInput(f"workflow = {workflow!r} is not a subclass of rollouts.workflow.RolloutWorkflow")
+    if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
+        raise InvalidInput(f"workflow = {workflow!r} is not a subclass of rollouts.workflow.Workflow")
     loaded = workflow_class(dataset or None)
     for split in dict.fromkeys(["train", evaluation_split]):
         if not loaded.tasks(split):

@@ -24,7 +24,7 @@ from storage.log.run_state import RunState
 from storage.log.runs import create_run
 from storage.objects.digests import seal_folder
 from storage.objects.object_store import LocalStore, StoredFile
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance, summarise
 
 LIMITS = Limits(
@@ -52,7 +52,7 @@ class FreePrompts:
 
     executor: Executor
 
-    def __init__(self, tasks: Sequence[RolloutTask], *, committed: Collection[int] = ()) -> None:
+    def __init__(self, tasks: Sequence[Task], *, committed: Collection[int] = ()) -> None:
         self._order = PromptOrder(tasks, seed=0)
         self._taken = set(committed)
 
@@ -176,7 +176,7 @@ def a_group(
         ]
     return RolloutGroup(
         id=group_id or f"0.task{position}",
-        task=RolloutTask(id=f"task{position}", prompt="3"),
+        task=Task(id=f"task{position}", prompt="3"),
         position=position,
         epoch=0,
         expected=len(trajectories) if expected is None else expected,

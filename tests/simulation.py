@@ -27,7 +27,7 @@ from rollouts.production.prompts import Prompt, PromptOrder
 from storage.log.claims import ClaimRules, Fallback, StalePolicy, next_claim, num_counted
 from storage.log.entries import Claim, Lease
 from storage.log.run_state import claimed_groups
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import summarise
 from tests.builders import SAMPLING, a_log, a_shard, a_step, wait_for_work
 from trainers.data.staleness import lag_of_tokens, tokens_to_train
@@ -166,7 +166,7 @@ class _SimulatedPlayer:
 
     async def group(
         self,
-        task: RolloutTask,
+        task: Task,
         *,
         group_id: str,
         position: int,
@@ -240,7 +240,7 @@ class _Simulation:
         self._scenario = scenario
         self._log = a_log()
         self._player = _SimulatedPlayer(scenario)
-        self._prompts = PromptOrder([RolloutTask(id=f"task{n}", prompt="") for n in range(NUM_TASKS)], seed=0)
+        self._prompts = PromptOrder([Task(id=f"task{n}", prompt="") for n in range(NUM_TASKS)], seed=0)
         self._arrived = asyncio.Event()
         self._version = 0
         self._account = _Account()

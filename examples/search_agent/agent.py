@@ -27,8 +27,8 @@ from examples.search_agent.services import Services, connect, read_settings
 from rollouts.chat.chat import Chat
 from rollouts.chat.tools import Tool, ToolUnavailable, tool
 from rollouts.environments.datasets import read_dataset
-from rollouts.workflow import RolloutWorkflow, Score
-from storage.records import Message, RolloutTask
+from rollouts.workflow import Score, Workflow
+from storage.records import Message, Task
 
 INSTRUCTIONS = """Answer the question at the end by searching a collection of passages. First write a short plan: \
 which facts are needed, and in which order. Then search for them, several at a time where they do not depend on each \
@@ -133,14 +133,12 @@ def show(passages: Sequence[Passage], *, most: int) -> str:
     return "\n".join(lines)
 
 
-def task_of(identity: str, question: str, answer: str, supporting: Sequence[str]) -> RolloutTask:
+def task_of(identity: str, question: str, answer: str, supporting: Sequence[str]) -> Task:
     """A question as a task; `supporting` are the ids of the passages that prove the answer, none where unknown."""
-    return RolloutTask(
-        id=identity, prompt=question, answer=answer, metadata={"supporting": json.dumps(list(supporting))}
-    )
+    return Task(id=identity, prompt=question, answer=answer, metadata={"supporting": json.dumps(list(supporting))})
 
 
-class SearchAgent(RolloutWorkflow):
+class SearchAgent(Workflow):
     """Needs `dataset` in the run file; a subclass may change how it asks, and how much it shows."""
 
     instructions: ClassVar[str] = INSTRUCTIONS
@@ -156,7 +154,7 @@ class SearchAgent(RolloutWorkflow):
         super().__init__(dataset)
         self._services: Services | None = None
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         """Raises `ValueError` naming the line for a question without an answer, and for nothing to search."""
         folder = self.folder()
         if not read_settings(folder).search:
@@ -175,7 +173,7 @@ class SearchAgent(RolloutWorkflow):
         """What the policy may call."""
         return [episode.search, episode.read]
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         """Search and read until there is an answer. Raises `ToolUnavailable` where a service failed."""
         services = self.services()
         episode = Episode(
@@ -196,9 +194,7 @@ class SearchAgent(RolloutWorkflow):
             task, reply, shown=episode.found, num_searches=episode.num_searches, fault=episode.fault
         )
 
-    async def scored(
-        self, task: RolloutTask, reply: str, *, shown: Collection[str], num_searches: int, fault: str
-    ) -> Score:
+    async def scored(self, task: Task, reply: str, *, shown: Collection[str], num_searches: int, fault: str) -> Score:
         """How good a last reply is, after passages `shown`. After a broken rule it is empty: nothing of it counts."""
         supporting = json.loads(task.metadata["supporting"])
         parts = answer_parts(reply, task.answer, supporting=supporting, seen=shown)
@@ -210,7 +206,7 @@ class SearchAgent(RolloutWorkflow):
             parts["judge"] = verdict.reward
         return Score(reward=parts["exact"], parts=parts)
 
-    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str | None:
+    def reference_reply(self, task: Task, messages: Sequence[Message]) -> str | None:
         """The answer at once; which searches lead to it nobody knows."""
         return f"Answer: {task.answer}"
 

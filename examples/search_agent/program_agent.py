@@ -22,7 +22,7 @@ from examples.search_agent.world_agent import WorldAgent
 from rollouts.chat.tools import ToolUnavailable
 from rollouts.environments.agents import AgentFailed, CommandWorkflow
 from rollouts.workflow import Score
-from storage.records import Message, RolloutTask
+from storage.records import Message, Task
 
 _PROGRAM = Path(__file__).with_name("program.py")
 
@@ -53,12 +53,12 @@ class ProgramAgent(CommandWorkflow):
         super().__init__(dataset)
         self._agent = self.agent(dataset)
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         """Raises `ValueError` for what `agent` finds wrong, without servers, and with a refiner."""
         self._servers()
         return self._agent.tasks(split)
 
-    def command(self, task: RolloutTask) -> Sequence[str]:
+    def command(self, task: Task) -> Sequence[str]:
         agent = self._agent
         options: dict[str, Any] = {
             "--passages": agent.num_passages,
@@ -71,7 +71,7 @@ class ProgramAgent(CommandWorkflow):
         said += [word for name in self.tool_names for word in ("--tool", name)]
         return [sys.executable, str(_PROGRAM), *said, "--", agent.instructions + task.prompt]
 
-    async def score(self, task: RolloutTask, output: str) -> Score:
+    async def score(self, task: Task, output: str) -> Score:
         """As the agent scores; null for one that was not finished. Raises `ToolUnavailable`."""
         try:
             result = _Result.model_validate_json(output)

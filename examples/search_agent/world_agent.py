@@ -26,7 +26,7 @@ from examples.search_agent.passages import read_passages
 from examples.search_agent.services import Services
 from examples.search_agent.world import Question, World, split_questions
 from rollouts.chat.tools import Tool
-from storage.records import Message, RolloutTask
+from storage.records import Message, Task
 
 ENTITIES, QUESTIONS, HELD_OUT = 300, 1200, 200
 MISTAKES = {"stops": 0.25, "confuses": 0.15, "repeats": 0.15, "guesses": 0.1}
@@ -41,7 +41,7 @@ class WorldAgent(SearchAgent):
     instructions = ""
     num_passages = 1  # the model's context is short
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         if self.dataset is not None:
             return super().tasks(split)
         return [
@@ -54,7 +54,7 @@ class WorldAgent(SearchAgent):
     def services(self) -> Services:
         return super().services() if self.dataset is not None else Services(self._notes)
 
-    def reference_reply(self, task: RolloutTask, messages: Sequence[Message]) -> str:
+    def reference_reply(self, task: Task, messages: Sequence[Message]) -> str:
         """The search for the next fact, or the answer when none is left."""
         steps = [message.content for message in messages if message.role == "tool"]
         start, path = _path(task.prompt)
@@ -69,7 +69,7 @@ class WorldAgent(SearchAgent):
         names = sorted({task.answer for task in tasks})
         return [list(self._research(task, names, draw)) for task in draw.choices(tasks, k=count)]
 
-    def _research(self, task: RolloutTask, names: Sequence[str], draw: random.Random) -> Iterator[Message]:
+    def _research(self, task: Task, names: Sequence[str], draw: random.Random) -> Iterator[Message]:
         """One researcher's messages; `names` are what somebody guesses from."""
         yield Message(role="user", content=task.prompt)
         (start, path), said = _path(task.prompt), functools.partial(Message, role="assistant")

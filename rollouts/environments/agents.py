@@ -18,8 +18,8 @@ from typing import ClassVar
 from rollouts.chat.chat import Chat
 from rollouts.endpoint.agent_endpoint import PostedReward, agent_endpoint
 from rollouts.environments.programs import Launcher, Program, kill_group, start_program
-from rollouts.workflow import RolloutWorkflow, Score, WrongWorkflow
-from storage.records import RolloutTask
+from rollouts.workflow import Score, Workflow, WrongWorkflow
+from storage.records import Task
 
 _MOST_OUTPUT = 2**24
 """Bytes of standard output of one program; more is a fault of the program."""
@@ -31,17 +31,17 @@ class AgentFailed(Exception):
     """The agent ended without a reward, or its program failed; the message carries the program's own words."""
 
 
-class AgentWorkflow(RolloutWorkflow):
+class AgentWorkflow(Workflow):
     """An agent in Python: subclass this and write `run_agent` with `openai.AsyncOpenAI`, or anything built on it."""
 
-    async def run_agent(self, task: RolloutTask, *, base_url: str, api_key: str) -> Score | float | None:
+    async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Score | float | None:
         """Solve the task with a client of this address and key; null where the reward is posted.
 
         Everything asked with the key becomes turns of this attempt. Leave temperature and the like to the run file.
         """
         raise NotImplementedError
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         """Open a session for the attempt, let the agent play, and take its reward."""
         endpoint = agent_endpoint()
         async with endpoint.session(chat) as session:
@@ -70,7 +70,7 @@ class CommandWorkflow(AgentWorkflow):
     is imported; without any, each program is a process from scratch."""
     _launcher: Launcher | None = None
 
-    def command(self, task: RolloutTask) -> Sequence[str]:
+    def command(self, task: Task) -> Sequence[str]:
         """Program and arguments; nothing is expanded by a shell."""
         raise NotImplementedError
 
@@ -79,11 +79,11 @@ class CommandWorkflow(AgentWorkflow):
         if self._launcher is not None:
             self._launcher.close()
 
-    async def score(self, task: RolloutTask, output: str) -> Score | None:
+    async def score(self, task: Task, output: str) -> Score | None:
         """Judge what the program wrote to its standard output; null, the default, where it posts its reward."""
         return None
 
-    async def run_agent(self, task: RolloutTask, *, base_url: str, api_key: str) -> Score | None:
+    async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Score | None:
         """Run the program in a process group of its own, which does not outlive the attempt."""
         unproxied = ",".join(filter(None, [os.environ.get("no_proxy", os.environ.get("NO_PROXY")), "127.0.0.1"]))
         address = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "NO_PROXY": unproxied, "no_proxy": unproxied}

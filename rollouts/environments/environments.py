@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from rollouts.chat.chat import Chat
 from rollouts.chat.tools import tools_of
-from rollouts.workflow import RolloutWorkflow, Score
-from storage.records import RolloutTask
+from rollouts.workflow import Score, Workflow
+from storage.records import Task
 
 CLOSE_SECONDS = 10.0
 """How long an environment may take to close; a longer one is abandoned."""
@@ -44,7 +44,7 @@ class Environment:
     is_done: bool = False
     """Set it, in `step` or in a tool, when the episode is over; a tool's episode ends with the reply that follows."""
 
-    async def reset(self, task: RolloutTask) -> str:
+    async def reset(self, task: Task) -> str:
         """Prepare the task; returns the first observation."""
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class Environment:
         """Release everything. Called once for every environment that was made, failed and cancelled ones too."""
 
 
-class EnvironmentWorkflow(RolloutWorkflow):
+class EnvironmentWorkflow(Workflow):
     """Plays `make_environment()` until it is done. Subclass this and give it `tasks` and `make_environment`."""
 
     max_turns: int = 8
@@ -68,7 +68,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         """A new environment, for one attempt."""
         raise NotImplementedError
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         """Play one episode. The reward is the return of the first turn; part `turn_<t>` is the return of turn t."""
         environment = self.make_environment()
         try:
@@ -83,7 +83,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         values = returns(rewards, discount=self.discount)
         return Score(reward=values[0], parts={f"turn_{turn}": value for turn, value in enumerate(values)})
 
-    async def _play(self, environment: Environment, task: RolloutTask, chat: Chat) -> list[float]:
+    async def _play(self, environment: Environment, task: Task, chat: Chat) -> list[float]:
         """The reward of every turn."""
         tools = tools_of(environment)
         text = await environment.reset(task)

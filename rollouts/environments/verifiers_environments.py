@@ -42,9 +42,9 @@ from verifiers.v1.session import RolloutSession
 from rollouts.chat.chat import Chat
 from rollouts.endpoint.agent_endpoint import Session
 from rollouts.endpoint.openai_wire import Refused, chat_completion, read_request
-from rollouts.workflow import RolloutWorkflow, Score
+from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput
-from storage.records import RolloutTask
+from storage.records import Task
 
 __all__ = ["ChatLoop", "VerifiersWorkflow"]  # verifiers finds the harness of a module in this list
 
@@ -60,7 +60,7 @@ class EpisodeFailed(Exception):
     """An episode of the environment ended with an error; the message carries verifiers' own words."""
 
 
-class VerifiersWorkflow(RolloutWorkflow):
+class VerifiersWorkflow(Workflow):
     """`dataset` names the taskset, or a TOML file with the keys of verifiers' `[env]` table."""
 
     def __init__(self, dataset: str | None = None) -> None:
@@ -74,7 +74,7 @@ class VerifiersWorkflow(RolloutWorkflow):
         self._tasks: dict[str, vf.Task] = {}
         self._serving: _Serving | None = None
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         """The taskset's rows. Without a `split` setting of its own, every tenth is `test` and the others are not."""
         config = self._env.config.taskset
         has_splits = "split" in type(config).model_fields
@@ -86,9 +86,9 @@ class VerifiersWorkflow(RolloutWorkflow):
         if len(named) < len(rows):
             raise InvalidInput(f"taskset {config.id!r} has {len(rows) - len(named)} rows with the id of another one")
         self._tasks |= named
-        return [RolloutTask(id=name, prompt=row.data.prompt_text) for name, row in named.items()]
+        return [Task(id=name, prompt=row.data.prompt_text) for name, row in named.items()]
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         """Play one episode."""
         if self._serving is None or self._serving.over:
             self._serving = _Serving(self._env)

@@ -19,10 +19,10 @@ from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import RolloutWorkflow, Score, WorkflowContext, WrongWorkflow, set_workflow_context
+from rollouts.workflow import Score, Workflow, WorkflowContext, WrongWorkflow, set_workflow_context
 from settings.redaction import without_secrets
 from settings.reward import RewardSettings
-from storage.records import RolloutGroup, RolloutTask, Sampling, Status, Trajectory
+from storage.records import RolloutGroup, Sampling, Status, Task, Trajectory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Player:
     def __init__(
         self,
         *,
-        workflow: RolloutWorkflow,
+        workflow: Workflow,
         engine: Engine,
         tokens: ChatTokens,
         rewards: RewardPool,
@@ -65,7 +65,7 @@ class Player:
 
     async def group(
         self,
-        task: RolloutTask,
+        task: Task,
         *,
         group_id: str,
         position: int,
@@ -115,7 +115,7 @@ class Player:
             return f"{type(self._workflow).__name__}.accept said no"
         return ""
 
-    async def _scored_together(self, task: RolloutTask, trajectories: list[Trajectory]) -> list[Trajectory]:
+    async def _scored_together(self, task: Task, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Rewards that depend on the other attempts, where the workflow has such."""
         usable = [trajectory for trajectory in trajectories if trajectory.usable]
         if not usable:
@@ -149,9 +149,7 @@ class Player:
         }
         return [scored.get(trajectory.attempt, trajectory) for trajectory in trajectories]
 
-    async def _attempt(
-        self, task: RolloutTask, group_id: str, attempt: int, sampling: Sampling, is_eval: bool
-    ) -> Trajectory:
+    async def _attempt(self, task: Task, group_id: str, attempt: int, sampling: Sampling, is_eval: bool) -> Trajectory:
         set_workflow_context(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
         set_reward_pool(self._rewards)
         chat = Chat(
@@ -209,7 +207,7 @@ class Player:
             excluded=not is_eval and status in self._limits.exclude_statuses,
         )
 
-    def _stop_if_told(self, exception: Exception, task: RolloutTask) -> None:
+    def _stop_if_told(self, exception: Exception, task: Task) -> None:
         if isinstance(exception, RewardTimeout) and self._rewards.on_timeout == "fail":
             raise RewardTimeout(f"{exception}, at task {task.id!r}; reward.on_timeout is `fail`") from exception
 

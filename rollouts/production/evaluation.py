@@ -19,7 +19,7 @@ from fractions import Fraction
 from rollouts.production.attempts import Player
 from settings.errors import InvalidInput, UserError
 from storage.log.entries import Evaluation, piece_id
-from storage.records import RolloutGroup, RolloutTask, Sampling
+from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import summarise
 
 CORRECT = 1.0
@@ -99,7 +99,7 @@ class Tally:
 
 
 async def evaluate_tasks(
-    tasks: Iterable[RolloutTask],
+    tasks: Iterable[Task],
     *,
     player: Player,
     version: int,

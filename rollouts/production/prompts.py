@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from settings.errors import InvalidInput
-from storage.records import RolloutTask
+from storage.records import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Prompt:
     """Place in the prompt order: epoch × len(tasks) + index."""
     epoch: int
     """Pass over the data set, from 0."""
-    task: RolloutTask
+    task: Task
     """The problem."""
     retry: int = 0
     """How often it came to nothing before."""
@@ -42,7 +42,7 @@ def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
 class PromptOrder:
     """The endless sequence of a data set's prompts."""
 
-    def __init__(self, tasks: Sequence[RolloutTask], *, seed: int) -> None:
+    def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
         if not tasks:
             raise InvalidInput("the workflow's train split is empty; give it at least one task")
         ids = {task.id for task in tasks}

@@ -37,7 +37,7 @@ from rollouts.production.executor import Executor, Limits
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.production.shard_writer import ShardWriter
 from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import RolloutWorkflow
+from rollouts.workflow import Workflow
 from settings.engine import EngineSettings
 from settings.reward import RewardSettings
 from storage.log.claims import ClaimRules, num_counted
@@ -129,7 +129,7 @@ class RolloutWorker(Startable):
         )
         policy, folder = self._served.first(version)
         model = self._served.base() if self._lora_rank else folder
-        self._workflow: RolloutWorkflow = load_object(self._workflow_path)(self._dataset)
+        self._workflow: Workflow = load_object(self._workflow_path)(self._dataset)
         self._engine = make_engine(  # before transformers is imported here: vLLM's core does so beside us
             self._engine_settings, model, seed=self._seed, version=policy.version, lora_rank=self._lora_rank
         )

@@ -13,14 +13,14 @@ from rollouts.engines.engine import WeightUpdate
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.rewards.scoring import score
 from rollouts.workflow import Score, workflow_context
-from storage.records import RolloutTask
+from storage.records import Task
 from tests.flows.guesses import Guesses, parity
 
 
 class Waits(Guesses):
     """Waits for ever, and lets the event loop turn: the attempt's own deadline ends it."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -28,7 +28,7 @@ class Waits(Guesses):
 class Blocks(Guesses):
     """Holds the worker's event loop, so that no deadline in the worker can end it."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         time.sleep(10_000)
         raise AssertionError
 
@@ -42,7 +42,7 @@ def endless(reply: str, answer: str) -> float:
 class ScoresForEver(Guesses):
     """The first attempt of every group gets a reward that never comes."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return await score(parity if workflow_context().attempt else endless, reply, task.answer)
 

@@ -25,7 +25,7 @@ from rollouts.engines.engine import EngineError, EngineUnusable, UpdateMode, Wei
 from rollouts.engines.vllm_engine import TRIES
 from storage.log.entries import Policy
 from storage.objects.digests import WEIGHTS_FILE, verify_folder
-from storage.records import RolloutTask, Sampling
+from storage.records import Sampling, Task
 from tests.builders import a_broadcast
 from tests.engine.bench import LONG, MOMENT, TOLERANCE, Bench
 from tests.engine.policies import a_policy, logprobs_of, logprobs_with_kept_cache, spoilt
@@ -321,7 +321,7 @@ async def a_stuck_engine_makes_requests_time_out_and_recovers(bench: Bench) -> N
                     async with asyncio.timeout(0.2):
                         await request
             group = await bench.player(attempt_timeout=0.5).group(
-                RolloutTask(id="37+05", prompt="37+05="),
+                Task(id="37+05", prompt="37+05="),
                 group_id="stuck",
                 position=0,
                 epoch=0,

@@ -6,7 +6,7 @@ from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
 from rollouts.rewards.scoring import score
 from rollouts.workflow import Score
-from storage.records import RolloutTask
+from storage.records import Task
 
 
 def parity(reply: str, answer: str) -> float:
@@ -17,6 +17,6 @@ def parity(reply: str, answer: str) -> float:
 class Guesses(Arithmetic):
     """The arithmetic tasks, where half of the right digit is enough."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return await score(parity, reply, task.answer)

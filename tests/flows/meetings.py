@@ -15,7 +15,7 @@ from rollouts.workflow import Score, workflow_context
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.opening import open_store
-from storage.records import RolloutTask
+from storage.records import Task
 from tests.flows.guesses import Guesses
 
 RUN = "scripted"
@@ -42,7 +42,7 @@ async def _until(met: Callable[[], bool]) -> None:
 class Meeting(Guesses):
     """From step 3 on training waits for an evaluation to begin, which waits for step 5."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         if workflow_context().is_eval:
             (home() / EVALUATING).touch()
             await _until(lambda: _log().refresh().step >= 5)
@@ -56,7 +56,7 @@ class Paused(Guesses):
 
     asked = 0
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         if workflow_context().is_eval:
             self.asked += 1
             if self.asked > FREE_TASKS:
@@ -67,7 +67,7 @@ class Paused(Guesses):
 class Held(Guesses):
     """Attempts wait for as long as nobody lets those of their own state folder go on."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         await _until((home() / GO).exists)
         return await super().run(task, chat)
 
@@ -75,7 +75,7 @@ class Held(Guesses):
 class EndsLater(Guesses):
     """From step `LATE` on attempts wait until somebody lets them go on."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         go = home() / GO
         if not go.exists() and _log().refresh().step >= LATE:
             await _until(go.exists)
@@ -85,7 +85,7 @@ class EndsLater(Guesses):
 class Broken(Guesses):
     """Nothing held out can be answered."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         if workflow_context().is_eval:
             raise ConnectionError("no database")
         return await super().run(task, chat)

@@ -126,7 +126,7 @@ def test_a_damaged_shard_is_quarantined_and_its_prompts_run_again(home: Home, ba
 
 def _commit_one_more_shard(home: Home) -> str:
     """Copy the last training shard's rows under the next four prompts."""
-    from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+    from storage.records import RolloutGroup, Sampling, Task, Trajectory, Turn
     from storage.shards.codec import Provenance
     from storage.shards.shards import commit_shard
 
@@ -142,7 +142,7 @@ def _commit_one_more_shard(home: Home) -> str:
         groups.append(
             RolloutGroup(
                 id=f"0.by-hand-{position}",
-                task=RolloutTask(id=f"by-hand-{position}", prompt=""),
+                task=Task(id=f"by-hand-{position}", prompt=""),
                 position=position,
                 epoch=0,
                 expected=4,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling, ToolCall, Trajectory, Turn
+from storage.records import Message, RolloutGroup, Sampling, Task, ToolCall, Trajectory, Turn
 from storage.shards.codec import Provenance, encode_shard
 
 FILE = Path(__file__).parent / "v1.arrow"
@@ -77,7 +77,7 @@ FAILED = Trajectory(attempt=1, turns=[], messages=[_ASKED], status="env_error", 
 GROUPS = [
     RolloutGroup(
         id="2.37+45",
-        task=RolloutTask(id="37+45", prompt="37+45=", answer="82"),
+        task=Task(id="37+45", prompt="37+45=", answer="82"),
         position=205,
         epoch=2,
         expected=3,
@@ -86,7 +86,7 @@ GROUPS = [
     ),
     RolloutGroup(
         id="2.1+1.retry1",
-        task=RolloutTask(id="1+1", prompt="01+01=", answer="2"),
+        task=Task(id="1+1", prompt="01+01=", answer="2"),
         position=206,
         epoch=2,
         expected=1,

@@ -25,11 +25,11 @@ from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import RolloutWorkflow, Score
+from rollouts.workflow import Score, Workflow
 from storage.log.claims import ClaimRules, next_claim
 from storage.log.entries import ClaimedGroup, Lease
 from storage.log.run_log import RunLog
-from storage.records import RolloutGroup, RolloutTask, Sampling
+from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import read_shard
 from tests.builders import ATTEMPT_LIMITS, LIMITS, wait_for_work
 from tests.unit.trainers.builders import commit, new_run, recipe_of, tiny_model
@@ -39,7 +39,7 @@ from trainers.trainer import Trainer
 from trainers.worker import TrainerWorker
 
 _BATCH, _STEPS, _ATTEMPTS = 4, 5, 4
-_TASKS = [RolloutTask(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
+_TASKS = [Task(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
 _LIMITS = {"n_samples": _ATTEMPTS, "batch_size": _BATCH, "total_groups": _STEPS * _BATCH, "max_concurrent": 3 * _BATCH}
 _RECIPE = recipe_of(learning_rate=1e-2, num_minibatches=2, max_gap=1e9)  # the scripted engine draws at random
 _SAMPLING = Sampling(max_tokens=8)
@@ -53,8 +53,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class _Workflow(RolloutWorkflow):
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+class _Workflow(Workflow):
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return Score(reward=float(sum(map(ord, reply)) % 7))
 

@@ -17,10 +17,10 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
-from rollouts.workflow import RolloutWorkflow, Score
+from rollouts.workflow import Score, Workflow
 from settings.run_file import default_values, load_run_file
 from storage.log.runs import create_run
-from storage.records import Message, RolloutTask, Sampling
+from storage.records import Message, Sampling, Task
 from tests.builders import MemoryStore
 from trainers.model.warmup import character_tokenizer
 
@@ -46,7 +46,7 @@ _PROGRAMS = {"search_agent_program"}
 class _Reference(Chat):
     """A policy that says what the workflow's reference says."""
 
-    def __init__(self, workflow: RolloutWorkflow, task: RolloutTask, tokens: ChatTokens, parser: ToolParser) -> None:
+    def __init__(self, workflow: Workflow, task: Task, tokens: ChatTokens, parser: ToolParser) -> None:
         self._workflow, self._task, self._next = workflow, task, ""
         super().__init__(
             engine=ScriptedEngine(lambda *_: [*tokens.tokenizer(self._next)["input_ids"], tokens.end_id]),
@@ -74,7 +74,7 @@ def test_the_reference_reply_scores_one(run_file: Path, split: str, tmp_path: Pa
         rows = [json.dumps(row) for row in _DATA[run_file.stem]]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
         (tmp_path / "corpus.jsonl").write_text('{"id": "1", "text": "Ada works for Bob."}\n')
-    workflow: RolloutWorkflow = load_object(config.workflow)(dataset)
+    workflow: Workflow = load_object(config.workflow)(dataset)
     tokens = ChatTokens(character_tokenizer(set(string.printable)))
     parser = ToolParser(config.engine.tool_parser, tokens.tokenizer)
 

@@ -11,7 +11,7 @@ import pytest
 from infra.user_code import absolute_path, load_object, path_of, source_file, source_sha256
 from rollouts.rewards.answers import exact
 from rollouts.rewards.scoring import score
-from rollouts.workflow import RolloutWorkflow
+from rollouts.workflow import Workflow
 from storage.objects.digests import sha256_of_file, sha256_of_json
 
 FILE = """
@@ -46,7 +46,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_module_a_file_and_a_nested_name_load(file: Path):
-    assert load_object("rollouts.workflow:RolloutWorkflow") is RolloutWorkflow
+    assert load_object("rollouts.workflow:Workflow") is Workflow
     assert load_object(f"{file}:Game.Board").size == 9
 
 
@@ -72,7 +72,7 @@ def test_another_process_finds_the_same_object_by_its_path(file: Path):
 def test_a_relative_file_becomes_absolute_and_a_module_stays(monkeypatch: pytest.MonkeyPatch, file: Path):
     monkeypatch.chdir(file.parent)
     assert absolute_path("game.py:Game") == f"{file}:Game"
-    assert absolute_path("rollouts.workflow:RolloutWorkflow") == "rollouts.workflow:RolloutWorkflow"
+    assert absolute_path("rollouts.workflow:Workflow") == "rollouts.workflow:Workflow"
 
 
 @pytest.mark.parametrize("path", ["", "rollouts.workflow", "rollouts.workflow:", ":Name", ".py", ".sibling:Name"])

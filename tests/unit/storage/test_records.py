@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage.log.entries import ENTRY_KINDS, Claim, Policy, Shard, Step, from_json, to_json
-from storage.records import TRAINABLE_STATUSES, RolloutGroup, RolloutTask, Sampling, Trajectory
+from storage.records import TRAINABLE_STATUSES, RolloutGroup, Sampling, Task, Trajectory
 from tests.builders import a_group, a_shard, a_summary, a_trajectory, a_turn
 
-EVERY_KIND = [*ENTRY_KINDS.values(), RolloutGroup, Trajectory, RolloutTask, Sampling]
+EVERY_KIND = [*ENTRY_KINDS.values(), RolloutGroup, Trajectory, Task, Sampling]
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: kind.__name__)

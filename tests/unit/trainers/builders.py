@@ -17,7 +17,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance
 from storage.shards.shards import commit_shard
 from trainers.data.samples import Samples
@@ -193,7 +193,7 @@ def group_of(rows: Sequence[Row], *, position: int) -> RolloutGroup:
     prompt = f"prompt {position}"
     return RolloutGroup(
         id=f"0.{prompt}",
-        task=RolloutTask(id=prompt, prompt=prompt),
+        task=Task(id=prompt, prompt=prompt),
         position=position,
         epoch=0,
         expected=len(rows),

@@ -29,7 +29,7 @@ from cli.report.report_prompts import snippet
 from storage.log.entries import Evaluation, Quarantine, Retire
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
-from storage.records import Message, RolloutGroup, RolloutTask
+from storage.records import Message, RolloutGroup, Task
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, a_turn, local_store, provenance
 
@@ -45,7 +45,7 @@ def _seen(prompt: str, epoch: int, *, text: str = "3", **fields: Any) -> Rollout
     return dataclasses.replace(
         group,
         epoch=epoch,
-        task=RolloutTask(id=prompt, prompt=text),
+        task=Task(id=prompt, prompt=text),
         trajectories=[dataclasses.replace(t, messages=said) for t in group.trajectories],
     )
 

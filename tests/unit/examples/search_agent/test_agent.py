@@ -34,7 +34,7 @@ from rollouts.rewards.scoring import RewardFailed, RewardPool
 from rollouts.workflow import Score
 from settings.run_file import default_values, load_run_file
 from storage.log.runs import create_run
-from storage.records import Message, RolloutTask, Sampling, Trajectory
+from storage.records import Message, Sampling, Task, Trajectory
 from tests.builders import ATTEMPT_LIMITS, MemoryStore
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
 from trainers.model.warmup import character_tokenizer
@@ -85,7 +85,7 @@ class _Agent(SearchAgent):
         self._services = services
 
 
-def _play(agent: SearchAgent, *replies: str, task: RolloutTask | None = None, **limits: Any) -> Trajectory:
+def _play(agent: SearchAgent, *replies: str, task: Task | None = None, **limits: Any) -> Trajectory:
     """One attempt of a policy that says these replies."""
     tokens = ChatTokens(character_tokenizer(set(string.printable + "…")))
     sampling = Sampling(max_tokens=limits.pop("max_tokens", 1000))
@@ -116,8 +116,8 @@ def _play(agent: SearchAgent, *replies: str, task: RolloutTask | None = None, **
     return asyncio.run(play())
 
 
-def _task() -> RolloutTask:
-    return RolloutTask(id="q", prompt=_PROBLEM.question, answer="Rome", metadata={"supporting": json.dumps(["1", "2"])})
+def _task() -> Task:
+    return Task(id="q", prompt=_PROBLEM.question, answer="Rome", metadata={"supporting": json.dumps(["1", "2"])})
 
 
 def _search(*queries: str) -> str:
@@ -396,7 +396,7 @@ class _Pythonic(Brackets):
         return await super().parse(_search(found[1]) if found else text, tools)
 
 
-def _won(agent: WorldAgent, task: RolloutTask) -> Score:
+def _won(agent: WorldAgent, task: Task) -> Score:
     """What the reference makes of a task."""
     tokens = ChatTokens(character_tokenizer(set(string.printable)))
     said: list[str] = []
@@ -456,7 +456,7 @@ def test_demonstrations_succeed_as_often_as_they_say_and_never_on_held_out_quest
 
 
 def test_a_question_that_is_no_chain_is_named():
-    task = RolloutTask(id="0", prompt="Who wrote it?", answer="Ada")
+    task = Task(id="0", prompt="Who wrote it?", answer="Ada")
     with pytest.raises(ValueError, match="like 'home of boss of kim.', not 'Who wrote it.': make a data set with"):
         WorldAgent().reference_reply(task, [])
 

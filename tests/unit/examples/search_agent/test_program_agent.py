@@ -26,9 +26,9 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import RolloutWorkflow
+from rollouts.workflow import Workflow
 from settings.run_file import load_run_file
-from storage.records import RolloutGroup, RolloutTask, Sampling
+from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import decode_shard, encode_shard
 from tests.builders import ATTEMPT_LIMITS, provenance
 from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
@@ -72,7 +72,7 @@ def _read(**arguments: Any) -> str:
     return f"[read {json.dumps(arguments)}]"
 
 
-async def _played(workflow: RolloutWorkflow, *replies: str, **limits: Any) -> RolloutGroup:
+async def _played(workflow: Workflow, *replies: str, **limits: Any) -> RolloutGroup:
     tokens = ChatTokens(character_tokenizer(set(string.printable + "…")))
     async with RewardPool(num_processes=1, timeout=60) as pool:
         player = Player(
@@ -86,7 +86,7 @@ async def _played(workflow: RolloutWorkflow, *replies: str, **limits: Any) -> Ro
         )
         try:
             return await player.group(
-                RolloutTask(id="q", prompt=_PROBLEM.question, answer="Rome", metadata={"supporting": '["1", "2"]'}),
+                Task(id="q", prompt=_PROBLEM.question, answer="Rome", metadata={"supporting": '["1", "2"]'}),
                 group_id="0.q",
                 position=0,
                 epoch=0,

@@ -24,8 +24,8 @@ from rollouts.chat.tools import Tool, ToolUnavailable, run_calls, tool, tools_of
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import RolloutWorkflow, Score, workflow_context
-from storage.records import RolloutGroup, RolloutTask, Sampling, ToolCall
+from rollouts.workflow import Score, Workflow, workflow_context
+from storage.records import RolloutGroup, Sampling, Task, ToolCall
 from tests.builders import ATTEMPT_LIMITS
 
 
@@ -419,12 +419,12 @@ class _Parser:
         return ParsedReply(content="" if calls else text, tool_calls=calls)
 
 
-class _Workflow(RolloutWorkflow):
+class _Workflow(Workflow):
     def __init__(self, used: Tool) -> None:
         super().__init__(None)
         self._used = used
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         return Score(reward=float(len(await chat.ask(task.prompt, tools=[self._used]))))
 
 
@@ -441,7 +441,7 @@ def _group(used: Tool, tokens: ChatTokens, replies: Callable[[str], list[int]], 
                 tool_parser=_Parser(),  # type: ignore[arg-type]
             )
             return await player.group(
-                RolloutTask(id="t", prompt="3"),
+                Task(id="t", prompt="3"),
                 group_id="0.t",
                 position=0,
                 epoch=0,

@@ -24,12 +24,12 @@ from rollouts.environments.agents import AgentWorkflow, CommandWorkflow
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, WrongWorkflow, workflow_context
-from storage.records import RolloutGroup, RolloutTask, Sampling
+from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import decode_shard, encode_shard
 from tests.builders import ATTEMPT_LIMITS, provenance
 from tests.unit.rollouts.scripted_text import an_engine
 
-TASK = RolloutTask(id="17*3", prompt="What is 17*3?", answer="51")
+TASK = Task(id="17*3", prompt="What is 17*3?", answer="51")
 
 
 def play(
@@ -77,15 +77,15 @@ def play(
 class Asking(AgentWorkflow):
     """Asks once; the reward is the attempt's number."""
 
-    async def run_agent(self, task: RolloutTask, *, base_url: str, api_key: str) -> Any:
+    async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Any:
         async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             return await self.use(client, task)
 
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> Any:
+    async def use(self, client: AsyncOpenAI, task: Task) -> Any:
         await self.ask(client, task)
         return workflow_context().attempt
 
-    async def ask(self, client: AsyncOpenAI, task: RolloutTask) -> str | None:
+    async def ask(self, client: AsyncOpenAI, task: Task) -> str | None:
         messages: Any = [{"role": "user", "content": task.prompt}]
         return (await client.chat.completions.create(model="any", messages=messages)).choices[0].message.content
 
@@ -104,7 +104,7 @@ def test_an_unmodified_client_yields_trainable_rows(text_tokens: ChatTokens):
 
 
 class Posting(Asking):
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> None:
+    async def use(self, client: AsyncOpenAI, task: Task) -> None:
         correct = await self.ask(client, task) == task.answer
         await client.post("/sessions/reward", body={"reward": correct, "parts": {"sum": 1.5}}, cast_to=object)
 
@@ -115,28 +115,28 @@ def test_a_reward_may_be_posted(text_tokens: ChatTokens):
 
 
 class Silent(Asking):
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> None:
+    async def use(self, client: AsyncOpenAI, task: Task) -> None:
         await self.ask(client, task)
 
 
 class Broken(Asking):
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> None:
+    async def use(self, client: AsyncOpenAI, task: Task) -> None:
         raise KeyError("settings")
 
 
 class Infinite(Asking):
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> float:
+    async def use(self, client: AsyncOpenAI, task: Task) -> float:
         return float("inf")
 
 
 class Contradictory(Posting):
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> Any:
+    async def use(self, client: AsyncOpenAI, task: Task) -> Any:
         await super().use(client, task)
         return 0.5
 
 
 class NotApplicable(Asking):
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> Score:
+    async def use(self, client: AsyncOpenAI, task: Task) -> Score:
         await self.ask(client, task)
         return Score(reward=None)
 
@@ -162,7 +162,7 @@ def test_an_attempt_without_one_reward_enters_no_mean(
 
 
 class Wordy(Asking):
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> str:
+    async def use(self, client: AsyncOpenAI, task: Task) -> str:
         return "very good"
 
 
@@ -174,7 +174,7 @@ def test_a_return_value_that_is_no_reward_is_a_mistake_in_the_workflow(text_toke
 class Conversing(Asking):
     """Goes on until something stops it."""
 
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> None:
+    async def use(self, client: AsyncOpenAI, task: Task) -> None:
         messages: Any = [{"role": "user", "content": task.prompt}]
         while True:
             completion = await client.chat.completions.create(model="any", messages=messages)
@@ -201,11 +201,11 @@ def test_an_agent_that_gives_up_on_a_dead_engine_is_not_to_blame(text_tokens: Ch
 class Hanging(Asking):
     """Never ends, and keeps where it was."""
 
-    async def run_agent(self, task: RolloutTask, *, base_url: str, api_key: str) -> Any:
+    async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Any:
         self.base_url, self.api_key = base_url, api_key
         return await super().run_agent(task, base_url=base_url, api_key=api_key)
 
-    async def use(self, client: AsyncOpenAI, task: RolloutTask) -> Any:
+    async def use(self, client: AsyncOpenAI, task: Task) -> Any:
         await client.models.list()
         await asyncio.Event().wait()
 
@@ -245,7 +245,7 @@ class Program(CommandWorkflow):
         super().__init__()
         self._command = [sys.executable, "-c", source, *map(str, arguments)]
 
-    def command(self, task: RolloutTask) -> Sequence[str]:
+    def command(self, task: Task) -> Sequence[str]:
         return self._command
 
 
@@ -259,7 +259,7 @@ def test_a_program_trains_and_posts_its_own_reward(text_tokens: ChatTokens):
 
 
 class Printing(Program):
-    async def score(self, task: RolloutTask, output: str) -> Score:
+    async def score(self, task: Task, output: str) -> Score:
         return Score(reward=float(output.strip() == task.answer))
 
 
@@ -318,7 +318,7 @@ class WithAgentsSdk(AgentWorkflow):
         self._model = model
         self._streamed = streamed
 
-    async def run_agent(self, task: RolloutTask, *, base_url: str, api_key: str) -> float:
+    async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> float:
         sdk = pytest.importorskip("agents")
         sdk.set_tracing_disabled(True)
 

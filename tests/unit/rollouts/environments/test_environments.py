@@ -23,15 +23,15 @@ from rollouts.environments import environments
 from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation, returns
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool, score
-from rollouts.workflow import RolloutWorkflow, Score, WrongWorkflow, workflow_context
-from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory
+from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
+from storage.records import RolloutGroup, Sampling, Task, Trajectory
 from storage.shards.shards import commit_shard
 from storage.views.exports import export_sft
 from storage.views.queries import open_queries
 from tests.builders import ATTEMPT_LIMITS, SAMPLING, a_log, local_store, provenance
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
 
-TASK = RolloutTask(id="count", prompt="3")
+TASK = Task(id="count", prompt="3")
 
 
 class _Counter(Environment):
@@ -42,7 +42,7 @@ class _Counter(Environment):
         self.replies: list[str] = []
         self.closed = 0
 
-    async def reset(self, task: RolloutTask) -> str:
+    async def reset(self, task: Task) -> str:
         return f"{task.prompt}="
 
     async def step(self, reply: str) -> Observation | str:
@@ -71,7 +71,7 @@ class _Workflow(EnvironmentWorkflow):
 
 def _group(
     tokens: ChatTokens,
-    workflow: RolloutWorkflow,
+    workflow: Workflow,
     *,
     n_samples: int = 1,
     attempt_timeout: float = 10.0,
@@ -103,7 +103,7 @@ def _group(
     return asyncio.run(play())
 
 
-def _attempt(tokens: ChatTokens, workflow: RolloutWorkflow, **options: Any) -> Trajectory:
+def _attempt(tokens: ChatTokens, workflow: Workflow, **options: Any) -> Trajectory:
     [trajectory] = _group(tokens, workflow, **options).trajectories
     return trajectory
 
@@ -228,7 +228,7 @@ class _Broken(_Counter):
         if where == self._where and workflow_context().attempt == 1:
             raise OSError(f"{where}: disk full")
 
-    async def reset(self, task: RolloutTask) -> str:
+    async def reset(self, task: Task) -> str:
         self._fail("reset")
         return await super().reset(task)
 
@@ -314,20 +314,20 @@ def test_an_environment_that_does_not_close_is_abandoned(
     assert second.error == ("OSError: step: disk full" if where else first.error)  # the first error is the one to see
 
 
-class _Ranked(RolloutWorkflow):
+class _Ranked(Workflow):
     """Replies are all alike, so `run` cannot tell them apart; the group is scored by `compare`."""
 
     def __init__(self, compare: Callable[[Sequence[Trajectory]], Any]) -> None:
         super().__init__()
         self._compare = compare
 
-    async def run(self, task: RolloutTask, chat: Any) -> Score:
+    async def run(self, task: Task, chat: Any) -> Score:
         if workflow_context().attempt == 2:
             raise OSError("no board")
         await chat.ask(task.prompt)
         return Score(reward=float(workflow_context().attempt), parts={"length": 1.0})
 
-    async def score_group(self, task: RolloutTask, attempts: Sequence[Trajectory]) -> Any:
+    async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> Any:
         returned = self._compare(attempts)
         return await returned if asyncio.iscoroutine(returned) else returned
 

@@ -22,7 +22,7 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.environments.verifiers_environments import VerifiersWorkflow
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
-from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory
+from storage.records import RolloutGroup, Sampling, Task, Trajectory
 from tests.builders import ATTEMPT_LIMITS
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
 
@@ -38,7 +38,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _group(
     workflow: VerifiersWorkflow,
-    task: RolloutTask,
+    task: Task,
     tokens: ChatTokens,
     engine: Any,
     *,
@@ -73,7 +73,7 @@ def _group(
     return asyncio.run(play())
 
 
-def _attempt(workflow: VerifiersWorkflow, task: RolloutTask, *arguments: Any, **options: Any) -> Trajectory:
+def _attempt(workflow: VerifiersWorkflow, task: Task, *arguments: Any, **options: Any) -> Trajectory:
     [trajectory] = _group(workflow, task, *arguments, **options).trajectories
     return trajectory
 
@@ -86,7 +86,7 @@ def test_a_taskset_becomes_tasks_and_holds_out_every_tenth():
     workflow = VerifiersWorkflow("sums_taskset")
     assert [task.id for task in workflow.tasks("test")] == ["test-9", "test-19"]
     train = workflow.tasks("train")
-    assert len(train) == 18 and train[0] == RolloutTask(id="train-0", prompt="0+1=")
+    assert len(train) == 18 and train[0] == Task(id="train-0", prompt="0+1=")
 
 
 def test_a_single_turn_is_recorded_and_scored_by_verifiers(text_tokens: ChatTokens):

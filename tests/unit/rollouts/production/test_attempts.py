@@ -13,17 +13,17 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool, RewardTimeout, score, score_all
-from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from rollouts.workflow import Score, Workflow, workflow_context
 from settings.reward import RewardSettings
-from storage.records import RolloutGroup, RolloutTask, Sampling
+from storage.records import RolloutGroup, Sampling, Task
 from tests.builders import ATTEMPT_LIMITS
 from tests.unit.rollouts.reward_functions import for_ever, length, nothing
 
 
-class _Lengths(RolloutWorkflow):
+class _Lengths(Workflow):
     """The reply's length is worth something, its style is not applicable."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return await score_all({"length": (length, reply), "style": (nothing, "none"), "constant": 1.0})
 
@@ -31,7 +31,7 @@ class _Lengths(RolloutWorkflow):
 class _SecondEndless(_Lengths):
     """The second attempt's reward never ends."""
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         if workflow_context().attempt != 1:
             return await super().run(task, chat)
         return await score(for_ever, await chat.ask(task.prompt))
@@ -40,12 +40,12 @@ class _SecondEndless(_Lengths):
 class _Ranked(_Lengths):
     """The longest reply of a group wins."""
 
-    async def score_group(self, task: RolloutTask, attempts: Any) -> list[Score]:
+    async def score_group(self, task: Task, attempts: Any) -> list[Score]:
         longest = max(attempt.reward_parts["length"] for attempt in attempts)
         return [Score(reward=0.5, parts={"won": float(a.reward_parts["length"] == longest)}) for a in attempts]
 
 
-def _group(tokens: ChatTokens, workflow: RolloutWorkflow, *, is_eval: bool = False, **settings: Any) -> RolloutGroup:
+def _group(tokens: ChatTokens, workflow: Workflow, *, is_eval: bool = False, **settings: Any) -> RolloutGroup:
     """Four attempts with replies of 1, 2, 3 and 4 tokens before the end token, of at most 5."""
     shaping = RewardSettings(**settings)
 
@@ -60,7 +60,7 @@ def _group(tokens: ChatTokens, workflow: RolloutWorkflow, *, is_eval: bool = Fal
                 max_model_len=64,
                 shaping=shaping,
             )
-            task = RolloutTask(id="the task", prompt="3")
+            task = Task(id="the task", prompt="3")
             where = {"group_id": "0.task", "position": 0, "epoch": 0, "n_samples": 4, "is_eval": is_eval}
             return await player.group(task, sampling=Sampling(max_tokens=5), **where)
 

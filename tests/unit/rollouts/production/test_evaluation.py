@@ -23,12 +23,12 @@ from rollouts.production import evaluation
 from rollouts.production.attempts import AttemptLimits, Player
 from rollouts.production.evaluation import MixedVersions, Tally, evaluate_tasks, failure_of, pass_at_k
 from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import RolloutWorkflow, Score, WrongWorkflow, workflow_context
+from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from storage.log.claims import ClaimRules, next_claim
 from storage.log.entries import Evaluation, from_json, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
-from storage.records import RolloutGroup, RolloutTask, Sampling
+from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import commit_shard, read_shard
 from tests.builders import ATTEMPT_LIMITS, SAMPLING, a_group, a_log, a_policy_folder, a_step, provenance
 
@@ -103,14 +103,14 @@ def test_the_order_in_which_groups_finish_changes_no_digit(problems: list[list[f
     assert one.standard_error == pytest.approx(statistics.stdev(means) / math.sqrt(len(means)), rel=1e-6, abs=1e-6)
 
 
-class _Held(RolloutWorkflow):
+class _Held(Workflow):
     """Answers, and counts how many attempts stand in it at once; problem 3 fails, 4 is answered with half a reward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak_live = 0
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         self.live += 1
         self.peak_live = max(self.peak_live, self.live)
         try:
@@ -128,7 +128,7 @@ class _CountedPlayer(Player):
     running = peak_running = peak_held = 0
     held: set[int] = set()
 
-    async def group(self, task: RolloutTask, **fields: Any) -> RolloutGroup:
+    async def group(self, task: Task, **fields: Any) -> RolloutGroup:
         self.running += 1
         self.peak_running = max(self.peak_running, self.running)
         group = await super().group(task, **fields)
@@ -145,7 +145,7 @@ class _Bench:
     def __init__(
         self,
         tokens: ChatTokens,
-        workflow: RolloutWorkflow | None = None,
+        workflow: Workflow | None = None,
         *,
         limits: AttemptLimits = ATTEMPT_LIMITS,
         max_tokens: int = 8,
@@ -165,10 +165,10 @@ class _Bench:
         self.drawn = 0
         self.sampling = Sampling(max_tokens=max_tokens)
 
-    def tasks(self, count: int) -> Iterator[RolloutTask]:
+    def tasks(self, count: int) -> Iterator[Task]:
         for number in range(count):
             self.drawn += 1
-            yield RolloutTask(id=str(number), prompt="3")
+            yield Task(id=str(number), prompt="3")
 
     async def evaluate(self, count: int, **changes: Any) -> Evaluation:
         settings = {"n_samples": 2, "max_concurrent": 4, "shard_bytes": 2**20, "shard_id": "eval0", **changes}
@@ -226,7 +226,7 @@ def test_what_takes_groups_and_attempts_out_of_training_leaves_an_evaluation_alo
     """Replies are cut off, rewards are uniform, and the workflow accepts nothing."""
 
     class Strict(_Held):
-        async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        async def run(self, task: Task, chat: Chat) -> Score:
             await super().run(task, chat)
             return Score(reward=float(workflow_context().is_eval))
 
@@ -281,7 +281,7 @@ def test_tokens_of_another_version_give_the_evaluation_up_before_they_are_commit
     a_policy_folder(tmp_path / "next")
 
     class Swapped(_Held):
-        async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        async def run(self, task: Task, chat: Chat) -> Score:
             if task.id == "2" and bench.engine.version == 0:
                 await chat.ask(task.prompt)
                 await bench.engine.load_policy(tmp_path / "next", 1)
@@ -317,7 +317,7 @@ def test_an_evaluation_that_is_stopped_leaves_no_score_and_can_be_made_again(tok
 
 def test_a_fault_of_the_workflow_ends_the_evaluation_with_its_own_words(tokens: ChatTokens):
     class Listing(_Held):
-        async def run(self, task: RolloutTask, chat: Chat) -> Any:
+        async def run(self, task: Task, chat: Chat) -> Any:
             score = await super().run(task, chat)
             return [score] if task.id == "20" else score
 
@@ -336,7 +336,7 @@ def test_an_empty_split_is_an_error_and_commits_nothing(tokens: ChatTokens):
 
 def test_an_evaluation_in_which_every_attempt_failed_is_a_failed_one(tokens: ChatTokens):
     class Broken(_Held):
-        async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        async def run(self, task: Task, chat: Chat) -> Score:
             raise ConnectionError(f"no database {'!' * 1000}")
 
     found = asyncio.run(_Bench(tokens, Broken()).evaluate(7))
@@ -349,7 +349,7 @@ def test_an_evaluation_in_which_every_attempt_failed_is_a_failed_one(tokens: Cha
 
 def test_a_score_of_zero_is_no_failure_while_one_attempt_came_through(tokens: ChatTokens):
     class Wrong(_Held):
-        async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        async def run(self, task: Task, chat: Chat) -> Score:
             await super().run(task, chat)
             if workflow_context().attempt:
                 raise ConnectionError("no database")

@@ -18,14 +18,14 @@ from rollouts.production.attempts import AttemptLimits, Player
 from rollouts.production.executor import Executor
 from rollouts.production.prompts import PromptOrder
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
-from rollouts.workflow import RolloutWorkflow, Score, WrongWorkflow, workflow_context
-from storage.records import RolloutGroup, RolloutTask, Sampling
+from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
+from storage.records import RolloutGroup, Sampling, Task
 from tests.builders import ATTEMPT_LIMITS, LIMITS, FreePrompts, a_policy_folder, wait_for_work
 
-Play = Callable[[RolloutTask, Chat], Awaitable[Any]]
+Play = Callable[[Task, Chat], Awaitable[Any]]
 
 
-class _Workflow(RolloutWorkflow):
+class _Workflow(Workflow):
     """Plays attempts by a function."""
 
     def __init__(self, play: Play) -> None:
@@ -33,7 +33,7 @@ class _Workflow(RolloutWorkflow):
         self.run = play  # type: ignore[method-assign]
 
 
-async def _answer(task: RolloutTask, chat: Chat) -> Score:
+async def _answer(task: Task, chat: Chat) -> Score:
     """One turn; the attempt's number is its reward."""
     await chat.ask(task.prompt)
     return Score(reward=float(workflow_context().attempt))
@@ -55,7 +55,7 @@ class _Bench:
         **limits: Any,
     ) -> None:
         self.engine = engine or ScriptedEngine(lambda *_: [5, 6, 1])
-        tasks = [RolloutTask(id=f"task{index}", prompt=str(index)) for index in range(num_tasks)]
+        tasks = [Task(id=f"task{index}", prompt=str(index)) for index in range(num_tasks)]
         bounds = {f.name for f in fields(AttemptLimits)}
         player = Player(
             workflow=_Workflow(play),
@@ -103,7 +103,7 @@ class _Bench:
 def _only_attempt(number: int, error: BaseException | None = None, *, seconds: float = 0.0) -> Play:
     """Attempt `number` raises, or sleeps; all others answer."""
 
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         if workflow_context().attempt == number:
             await asyncio.sleep(seconds)
             if error is not None:
@@ -158,7 +158,7 @@ def test_an_attempt_past_its_deadline_is_a_timeout_and_keeps_nobody_waiting(toke
 
 
 def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         if task.id == "task3" and workflow_context().attempt > 0:
             raise KeyError("board")
         return await _answer(task, chat)
@@ -171,7 +171,7 @@ def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: C
 
 
 def test_a_null_reward_is_not_applicable_and_never_zero(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         return Score(reward=None if workflow_context().attempt == 0 else 1.0)
 
@@ -180,7 +180,7 @@ def test_a_null_reward_is_not_applicable_and_never_zero(tokens: ChatTokens):
 
 
 def test_uniform_groups_are_dropped_only_where_asked_for(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         return Score(reward=1.0 if task.id in ("task0", "task1") else float(workflow_context().attempt))
 
@@ -192,7 +192,7 @@ def test_uniform_groups_are_dropped_only_where_asked_for(tokens: ChatTokens):
 
 @pytest.mark.parametrize("returned", [[Score(reward=1.0)], None, 1.0], ids=["list", "nothing", "number"])
 def test_a_workflow_that_returns_anything_but_one_score_is_an_error(tokens: ChatTokens, returned: Any):
-    async def play(task: RolloutTask, chat: Chat) -> Any:
+    async def play(task: Task, chat: Chat) -> Any:
         return returned
 
     with pytest.raises(WrongWorkflow, match=f"returned {type(returned).__name__}; one call plays one attempt"):
@@ -205,7 +205,7 @@ def test_a_reply_cut_off_is_truncated_and_trained(tokens: ChatTokens):
 
 
 def test_a_conversation_out_of_room_ends_truncated_and_without_a_reward(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         while True:
             await chat.ask(task.prompt)
 
@@ -268,7 +268,7 @@ def test_after_a_resume_accepted_restarts_where_the_log_stands(tokens: ChatToken
 
 
 def test_a_rejected_group_gives_its_room_back(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         return Score(reward=1.0 if int(task.prompt) % 3 == 0 else float(workflow_context().attempt))
 
@@ -296,7 +296,7 @@ def test_a_run_makes_exactly_as_many_groups_as_it_needs(tokens: ChatTokens, want
 
 
 def test_a_filter_that_rejects_everything_holds_nothing_up(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         raise KeyError("board")
 
     async def script(executor: Executor) -> None:
@@ -310,7 +310,7 @@ def test_a_filter_that_rejects_everything_holds_nothing_up(tokens: ChatTokens):
 
 
 def test_a_prompt_that_came_to_nothing_runs_again_as_often_as_allowed(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         if task.id == "task3":
             raise KeyError("board")
         return await _answer(task, chat)
@@ -326,7 +326,7 @@ def test_a_prompt_that_came_to_nothing_runs_again_as_often_as_allowed(tokens: Ch
 def test_a_retry_that_goes_well_is_trained(tokens: ChatTokens):
     failures = []
 
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         if task.id == "task3" and len(failures) < 2:
             failures.append(task.id)
             raise KeyError("board")
@@ -337,7 +337,7 @@ def test_a_retry_that_goes_well_is_trained(tokens: ChatTokens):
 
 
 def test_a_dynamic_batch_attempts_a_batch_and_no_more(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         return Score(reward=1.0 if int(task.prompt) % 3 else float(workflow_context().attempt))
 
@@ -353,7 +353,7 @@ def test_a_dynamic_batch_attempts_a_batch_and_no_more(tokens: ChatTokens):
 def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens):
     hung: list[str] = []
 
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         hung.append(task.id)
         if task.id == hung[0]:
             await asyncio.Event().wait()
@@ -414,7 +414,7 @@ def test_a_data_set_smaller_than_a_batch_goes_round(tokens: ChatTokens):
 def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens):
     slow = asyncio.Event()
 
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         if int(task.prompt) % 2:
             await slow.wait()
         return await _answer(task, chat)
@@ -433,7 +433,7 @@ def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens)
 
 @pytest.mark.parametrize("limits", [{"shard_bytes": 1}, {"shard_seconds": 0.05}], ids=["bytes", "seconds"])
 def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, limits: dict[str, Any]):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         if int(task.prompt) % 2:
             await asyncio.sleep(60)
         return await _answer(task, chat)
@@ -465,7 +465,7 @@ def test_a_shard_is_what_the_next_step_misses_or_a_workers_share_of_it(
 
 
 def test_rejected_groups_do_not_complete_a_step_and_are_committed_by_the_batch(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         return Score(reward=float(workflow_context().attempt * (int(task.prompt) % 3 == 0)))
 
@@ -486,7 +486,7 @@ def test_what_is_handed_out_and_not_yet_committed_still_counts(tokens: ChatToken
 
 
 def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatTokens):
-    async def play(task: RolloutTask, chat: Chat) -> Score:
+    async def play(task: Task, chat: Chat) -> Score:
         if int(task.prompt) % 2:
             await asyncio.Event().wait()
         return await _answer(task, chat)
@@ -504,7 +504,7 @@ def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatT
 
 def test_a_debug_batch_returns_every_group_whatever_a_filter_says(tokens: ChatTokens):
     async def script(executor: Executor) -> list[RolloutGroup]:
-        order = PromptOrder([RolloutTask(id=f"t{index}", prompt="1") for index in range(3)], seed=0)
+        order = PromptOrder([Task(id=f"t{index}", prompt="1") for index in range(3)], seed=0)
         return await executor.rollout_batch([order.at(position) for position in range(3)])
 
     groups = _Bench(tokens, _only_attempt(0, KeyError("board")), max_concurrent=2).play(script)
@@ -531,7 +531,7 @@ def test_a_policy_that_was_never_finished_leaves_the_old_one_serving(tokens: Cha
 def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens: ChatTokens) -> None:
     gate = asyncio.Event()
 
-    async def wait(task: RolloutTask, chat: Chat) -> Score:
+    async def wait(task: Task, chat: Chat) -> Score:
         await gate.wait()
         return await _answer(task, chat)
 

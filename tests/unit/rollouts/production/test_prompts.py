@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.production.prompts import PromptOrder, epoch_order
-from storage.records import RolloutTask
+from storage.records import Task
 
-TASKS = [RolloutTask(id=f"task{index}", prompt="") for index in range(5)]
+TASKS = [Task(id=f"task{index}", prompt="") for index in range(5)]
 
 
 def test_the_order_is_fixed_by_seed_and_epoch_alone():

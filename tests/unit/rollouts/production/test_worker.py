@@ -20,7 +20,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.production.executor import Limits
 from rollouts.production.prompts import PromptOrder
 from rollouts.production.worker import RolloutWorker
-from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from rollouts.workflow import Score, Workflow, workflow_context
 from settings.engine import EngineSettings
 from settings.reward import RewardSettings
 from storage.log.claims import ClaimRules
@@ -31,7 +31,7 @@ from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, check_adapters
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
-from storage.records import RolloutTask, Sampling
+from storage.records import Sampling, Task
 from storage.shards.shards import read_shard
 from tests import builders
 from tests.builders import ATTEMPT_LIMITS, BASE, a_broadcast, a_log, a_policy_folder, a_step, local_store
@@ -39,16 +39,16 @@ from tests.builders import ATTEMPT_LIMITS, BASE, a_broadcast, a_log, a_policy_fo
 LIMITS = replace(builders.LIMITS, batch_size=3, total_groups=300, max_concurrent=8)
 
 
-class Digits(RolloutWorkflow):
+class Digits(Workflow):
     """Ten tasks to train on, two held out; the reward is the attempt's number."""
 
     order: Sequence[int] = range(10)
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         numbers = {"train": self.order, "test": [90, 91], "empty": []}[split]
-        return [RolloutTask(id=f"task{number}", prompt=str(number)) for number in numbers]
+        return [Task(id=f"task{number}", prompt=str(number)) for number in numbers]
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         if task.id == "task91":
             raise KeyError("held out by mistake")
@@ -62,7 +62,7 @@ class Flaky(Digits):
         super().__init__(dataset)
         self._attempts: Counter[str] = Counter()
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         self._attempts[task.id] += 1
         if self._attempts[task.id] <= LIMITS.n_samples:
             raise ConnectionError("no database")
@@ -770,7 +770,7 @@ class Gated(Digits):
     started: asyncio.Event
     let_through: asyncio.Event
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         if workflow_context().is_eval:
             type(self).started.set()
             await type(self).let_through.wait()

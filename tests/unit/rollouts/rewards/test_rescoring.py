@@ -13,12 +13,12 @@ import pytest
 
 from rollouts.rewards import rescoring
 from rollouts.rewards.rescoring import Comparison, Rescored, Rescoring, load_reward
-from rollouts.workflow import RolloutWorkflow
+from rollouts.workflow import Workflow
 from storage.log.entries import Evaluation, Quarantine, Retire, Shard
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
-from storage.records import Message, RolloutTask
+from storage.records import Message, Task
 from storage.shards.rescored_rewards import RewardsTaken, read_rewards, rewards_key
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, local_store, provenance
@@ -56,12 +56,12 @@ class Judge:
 '''
 
 
-class Numbers(RolloutWorkflow):
+class Numbers(Workflow):
     """Ten tasks to train on, two held out; the answer of task 3 is `3`."""
 
-    def tasks(self, split: str) -> Sequence[RolloutTask]:
+    def tasks(self, split: str) -> Sequence[Task]:
         numbers = range(10) if split == "train" else range(90, 92)
-        return [RolloutTask(id=f"task{number}", prompt="?", answer=str(number)) for number in numbers]
+        return [Task(id=f"task{number}", prompt="?", answer=str(number)) for number in numbers]
 
 
 @pytest.fixture

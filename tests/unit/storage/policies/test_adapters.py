@@ -7,7 +7,7 @@ import pytest
 
 from storage.log.entries import Policy
 from storage.policies.adapters import check_adapters
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling, Trajectory, Turn
+from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance, decode_shard, encode_shard
 from storage.shards.schema import SCHEMA, BadShard
 from storage.shards.shards import DamagedShard
@@ -40,7 +40,7 @@ def _shard(*attempts: list[Turn]) -> bytes:
     ]
     group = RolloutGroup(
         id="0.a",
-        task=RolloutTask(id="a", prompt="?"),
+        task=Task(id="a", prompt="?"),
         position=0,
         epoch=0,
         expected=len(attempts),
