@@ -22,12 +22,14 @@ from rich.table import Table
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.scripted_engine import ScriptedEngine
-from rollouts.production.attempts import AttemptLimits, Player
-from rollouts.production.executor import Executor, Limits
+from rollouts.production.attempts import Player
+from rollouts.production.executor import Executor
 from rollouts.production.prompts import Prompt, PromptOrder
+from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow
-from storage.records import Sampling, Task
+from settings.run_file import make_config
+from storage.records import Task
 
 CONCURRENT = 2_000
 N_SAMPLES = 8
@@ -64,45 +66,45 @@ async def measure(tokens: ChatTokens) -> Figures:
     """Play `ROUNDS` rounds of `CONCURRENT` episodes."""
     engine = ScriptedEngine(lambda *_: [*([5] * (REPLY_TOKENS - 1)), 1])
     groups = CONCURRENT // N_SAMPLES
+    config = make_config(
+        {
+            "workflow": "benchmarks.episodes:Talk",
+            "n_samples": N_SAMPLES,
+            "batch_size": groups,
+            "steps": ROUNDS,
+            "sampling": {"max_tokens": REPLY_TOKENS},
+            "engine": {"max_model_len": 4096},
+            "rollout": {
+                "max_concurrent": groups,
+                "min_usable": 1,
+                "retries": 0,
+                "shard_bytes": 2**40,
+                "shard_seconds": 1e9,
+            },
+        },
+        source="benchmark",
+    )
     player = Player(
         workflow=Talk(),
         engine=engine,
         tokens=tokens,
         rewards=RewardPool(num_processes=1, timeout=10),
-        limits=AttemptLimits(min_usable=1, drop_uniform_groups=False, exclude_statuses=[], attempt_timeout=600),
-        max_model_len=4096,
+        config=config,
     )
     order = PromptOrder([Task(id=str(n), prompt=str(n)) for n in range(1000)], seed=0)
-    leased = 0
+    leased, quota = 0, Quota(config)
 
     async def lease() -> list[Prompt]:
         nonlocal leased
-        first, leased = leased, leased + executor.wanted
+        first, leased = leased, leased + quota.wanted
         return [order.at(position) for position in range(first, leased)]
 
-    executor = Executor(
-        player=player,
-        lease=lease,
-        limits=Limits(
-            n_samples=N_SAMPLES,
-            batch_size=groups,
-            max_staleness=0,
-            steps_per_update=1,
-            dynamic_batch=False,
-            total_groups=ROUNDS * groups,
-            max_concurrent=groups,
-            min_usable=1,
-            retries=0,
-            cancel_stale=False,
-            shard_bytes=2**40,
-            shard_seconds=1e9,
-        ),
-        sampling=Sampling(max_tokens=REPLY_TOKENS),
-    )
+    executor = Executor(player=player, lease=lease, quota=quota, config=config)
     process, memory, played = psutil.Process(), [], 0
     started = time.process_time()
     for round_number in range(ROUNDS):
-        executor.set_version(round_number, accepted=round_number * groups)
+        quota.rebase(version=round_number, committed=round_number * groups)
+        executor.admit()
         batch = await executor.prepare_batch()
         executor.mark_committed(batch)
         played += sum(len(group.trajectories) for group in batch)

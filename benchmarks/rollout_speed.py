@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import platform
 import statistics
@@ -37,11 +38,13 @@ from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import UpdateMode, WeightUpdate
 from rollouts.engines.vllm_engine import VllmEngine
-from rollouts.production.attempts import AttemptLimits, Player
-from rollouts.production.executor import Executor, Limits
+from rollouts.production.attempts import Player
+from rollouts.production.executor import Executor
 from rollouts.production.prompts import Prompt, PromptOrder
+from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow
+from settings.run_file import make_config
 from storage.log.entries import Shard
 from storage.log.runs import create_run
 from storage.objects.opening import open_store
@@ -150,40 +153,35 @@ class Bench:
         await self.engine.stop()
 
     def _executor(self, batch_size: int, *, total_groups: int, max_concurrent: int) -> Executor:
-        player = Player(
-            workflow=self.workflow,
-            engine=self.engine,
-            tokens=self.tokens,
-            rewards=self.rewards,
-            limits=AttemptLimits(min_usable=1, drop_uniform_groups=False, exclude_statuses=[], attempt_timeout=600.0),
-            max_model_len=1024,
+        config = make_config(
+            {
+                "workflow": "benchmarks.rollout_speed:none",
+                "n_samples": ATTEMPTS,
+                "batch_size": batch_size,
+                "steps": math.ceil(total_groups / batch_size),
+                "max_staleness": total_groups,  # only `max_concurrent` bounds what runs
+                "sampling": {"temperature": self.sampling.temperature, "max_tokens": self.sampling.max_tokens},
+                "engine": {"max_model_len": 1024},
+                "rollout": {"max_concurrent": max_concurrent, "min_usable": 1, "retries": 0}
+                | {"shard_bytes": 2**30, "shard_seconds": 3600.0},
+            },
+            source="benchmark",
         )
+        player = Player(
+            workflow=self.workflow, engine=self.engine, tokens=self.tokens, rewards=self.rewards, config=config
+        )
+        quota = Quota(config)
         prompts = PromptOrder(self.workflow.tasks("train"), seed=0)
         left = total_groups
 
         async def lease() -> list[Prompt]:
             nonlocal left
-            wanted = min(left, executor.wanted)
+            wanted = min(left, quota.wanted)
             left -= wanted
             self._positions += wanted
             return [prompts.at(position) for position in range(self._positions - wanted, self._positions)]
 
-        limits = Limits(
-            n_samples=ATTEMPTS,
-            batch_size=batch_size,
-            max_staleness=float(total_groups),  # only `max_concurrent` bounds what runs
-            steps_per_update=1,
-            dynamic_batch=False,
-            total_groups=total_groups,
-            max_concurrent=max_concurrent,
-            min_usable=1,
-            retries=0,
-            cancel_stale=False,
-            shard_bytes=2**30,
-            shard_seconds=3600.0,
-        )
-        executor = Executor(player=player, lease=lease, limits=limits, sampling=self.sampling)
-        return executor
+        return Executor(player=player, lease=lease, quota=quota, config=config)
 
     def _commit(self, groups: list[Any]) -> Shard:
         self._shards += 1

@@ -11,13 +11,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows.train_grpo import start_engine
 from settings.run_file import RunConfig, make_config
-from tasks.evaluation import check_split, look_up_policy, raise_if_failed, warn_of_greedy_attempts
-from tasks.gate import try_gate
-from tasks.rollout import evaluate_policy
+from tasks.evaluation import check_split, look_up_policy, raise_if_failed, try_gate, warn_of_greedy_attempts
+from tasks.mirror import track
+from tasks.rollout import evaluate_policy, start_rollout_worker
 from tasks.session import reading_session
-from tasks.track import track
 
 
 @flow(name="evaluate", flow_run_name="{run}", persist_result=False)
@@ -53,15 +51,12 @@ async def evaluate(
     config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted)
     settings = config.evaluation
     warn_of_greedy_attempts(n_samples=settings.n_samples, temperature=settings.temperature)
-    num_gpus = config.engine.num_gpus
-    async with reading_session(
-        store=store, tracking=tracking, run_id=run, what="evaluate", gpus_per_engine=num_gpus
-    ) as session:
-        await start_engine(session, config, name="evaluator-0", version=version)
-        session.evaluator = session.hosted["evaluator-0"]
+    async with reading_session(config, store=store, tracking=tracking, what="evaluate") as session:
+        await start_rollout_worker(session, name="evaluator-0", version=version)
+        session.fleet.evaluator = session.fleet.hosted["evaluator-0"]
         evaluation = await evaluate_policy(session, version=version, settings=settings)
-        problems = try_gate(session, evaluation, min_score=settings.gate_score, max_gap=config.gate_gap)
-        await track(session)
+        problems = try_gate(session.log, evaluation, min_score=settings.gate_score, max_gap=config.gate_gap)
+        await track(session.mirror)
     raise_if_failed(evaluation)
     return {"run": run, **dataclasses.asdict(evaluation), "gate": problems}
 

@@ -43,7 +43,7 @@ async def replay(
     changed = with_training_changes(config, changes or {})
     if changed.train.reference.model:
         check_model(changed.train.reference.model)
-    async with reading_session(store=store, tracking="", run_id=run, what="replay", train=changed.train) as session:
+    async with reading_session(changed, store=store, what="replay", trains=True) as session:
         # Where to compute is no part of the maths: it holds for the steps before the span too.
         where = {"train.device": changed.train.device, "train.num_ranks": changed.train.num_ranks}
         recorded = with_training_changes(config, where)

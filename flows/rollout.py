@@ -15,12 +15,11 @@ from typing import Any
 
 from prefect import flow
 
-from flows.train_grpo import produce, start_engine
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig, make_config
 from tasks.producers import follow, look_up_run, producer_name, wait_for_policy
+from tasks.rollout import produce, start_rollout_worker
 from tasks.session import producing_session
-from tasks.workers import join
 
 
 @flow(name="rollout", flow_run_name="{run}", persist_result=False)
@@ -42,16 +41,14 @@ async def rollout(
             long to come back.
     """
     config = plan_rollouts(run=run, store=store, name=name, shards=shards, patience=patience)
-    async with producing_session(
-        store=store, run_id=run, name=producer_name(name), gpus_per_engine=config.engine.num_gpus
-    ) as session:
+    async with producing_session(config, store=store, name=producer_name(name)) as session:
         reason = "the run is over"
         if await wait_for_policy(session, workflow=config.workflow, patience=patience):
-            worker = session.next_worker_name()
-            await start_engine(session, config, name=worker)
-            await join(session, worker)
+            worker = session.fleet.next_name()
+            await start_rollout_worker(session, name=worker)
+            await session.fleet.join(worker)
             async with asyncio.TaskGroup() as beside:
-                producing = beside.create_task(produce(session, config, worker))
+                producing = beside.create_task(produce(session, worker))
                 reason = await follow(session, shards=shards, patience=patience)
                 producing.cancel()
         return {"run": run, "ended": reason}

@@ -8,6 +8,8 @@ defaults filled in; what the user has set is kept. Call it before importing Pref
 from __future__ import annotations
 
 import os
+import subprocess
+from importlib.metadata import version
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
@@ -47,6 +49,25 @@ def tracking_uri(tracking: str) -> str:
 def local_tracking_uri() -> str:
     """The SQLite database in the state folder, which `millrace up` shows."""
     return f"sqlite:///{home() / 'mlflow.db'}"
+
+
+def cache_folder() -> Path:
+    """Where policies that were fetched, or made whole, are kept."""
+    return home() / "cache"
+
+
+def code_version() -> str:
+    """The commit of this checkout, with `+changes` when it has uncommitted ones; the package version elsewhere."""
+    try:
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return version("millrace")
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def prepare_environment() -> Path:

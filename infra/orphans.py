@@ -1,6 +1,6 @@
 """What a killed driver leaves behind, and the next command takes away.
 
-In: the state folder. Out: the processes that were ended. Workers and engines die with their driver (`infra.fleet`); the
+In: the state folder. Out: the processes that were ended. Workers and engines die with their driver; the
 server that Prefect starts beside a flow, where `millrace up` runs none, does not watch for its end.
 """
 

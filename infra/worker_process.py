@@ -1,6 +1,6 @@
 """A worker's own process, as Ray starts it: its output goes to its log file, and it ends with whoever started it.
 
-In: the import path of a plain class or function, and its arguments. Out: what its methods return.
+In: the import path of a plain class or function. Out: what its methods return.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
 class Host:
-    """Runs inside the actor: builds the plain object there and forwards calls to it."""
+    """Runs inside the actor: opens the plain object there and forwards calls to it."""
 
-    def __init__(self, path: str, arguments: dict[str, Any], log_file: str) -> None:
+    def __init__(self, path: str, log_file: str) -> None:
         _die_with_parent()
         _redirect_output(log_file)
         self._path = path
-        self._arguments = arguments
         self._target: Any = None
         self._turning: asyncio.Task[None] | None = None
 
@@ -55,18 +54,15 @@ class Host:
         if self._target is None:
             if method == "close":
                 return None
+            assert method == "open", f"{method}() before open()"
             module, _, name = self._path.partition(":")
-            self._target = getattr(importlib.import_module(module), name)(**self._arguments)
-            result = await self._forwarded(method, arguments, keywords)
+            self._target = await getattr(importlib.import_module(module), name).open(*arguments, **keywords)
             # Libraries, engine and model stay until the end, and hundreds of attempts at once are no reason to look for
             # garbage: the collector need not walk either again and again.
             gc.collect()
             gc.freeze()
             gc.set_threshold(_COLLECT_AFTER)
-            return result
-        return await self._forwarded(method, arguments, keywords)
-
-    async def _forwarded(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+            return self._target.opened
         result = getattr(self._target, method)(*arguments, **keywords)
         return await result if inspect.isawaitable(result) else result
 

@@ -8,6 +8,8 @@ from pydantic import Field
 
 from settings.block import Block
 
+Fallback = Literal["fail", "skip_step", "masked"]
+
 
 class RolloutSettings(Block):
     """How attempts are scheduled, grouped, filtered and flushed into shards."""
@@ -31,7 +33,7 @@ class RolloutSettings(Block):
     max_attempts: int = Field(default=10, ge=1)
     """A step goes with what was accepted after this many batches' worth of groups; if that is nothing, see
     `on_nothing_accepted`."""
-    on_nothing_accepted: Literal["fail", "skip_step", "masked"] = "fail"
+    on_nothing_accepted: Fallback = "fail"
     """`fail` stops the run with a report; `skip_step` counts the step and keeps the weights; `masked` takes an
     optimizer step without a gradient, so that schedules and moments go on."""
     pace: bool = True

@@ -163,19 +163,6 @@ class RunConfig(Settings):
         return self
 
     @property
-    def of_rollouts(self) -> dict[str, Any]:
-        """What a rollout worker depends on, by the names of `tasks.worker_arguments`."""
-        names = ("workflow", "dataset", "engine", "rollout", "reward", "sampling", "train", "n_samples", "batch_size")
-        return {name: getattr(self, name) for name in (*names, "max_staleness", "steps", "seed")}
-
-    @property
-    def of_preflight(self) -> dict[str, Any]:
-        """What can be found wrong before a start, by the names of `tasks.preflight.check_run`."""
-        names = ("workflow", "dataset", "model", "store", "train")
-        parts = {"evaluation_split": self.evaluation.split, "tool_parser": self.engine.tool_parser}
-        return {name: getattr(self, name) for name in names} | parts
-
-    @property
     def gate_gap(self) -> float:
         """Largest gap between engine and trainer, in nats per token, on the way to a champion."""
         return self.train.max_gap if self.evaluation.gate_gap is None else self.evaluation.gate_gap

@@ -15,6 +15,8 @@ from settings.block import Block
 from settings.loss import ClipLoss, DecoupledSettings, KlSettings, Loss
 from settings.presets import Preset, conventions_for, under_preset, with_preset
 
+StalePolicy = Literal["strict", "mask", "correct"]
+
 
 class CriticSettings(Block):
     """The learned value function of `advantage.kind = "gae"`."""
@@ -93,7 +95,7 @@ class TrainSettings(Block):
     ema: float | None = Field(default=None, gt=0, lt=1)
     """Decay of an exponential moving average of the weights, kept with the saved states; `millrace export --average`
     writes it. None: off."""
-    stale_policy: Literal["strict", "mask", "correct"] = "mask"
+    stale_policy: StalePolicy = "mask"
     """Tokens over the staleness bound: `strict` drops their group, `mask` masks them, `correct` keeps them
     under capped importance weights."""
     max_gap: float = Field(default=1.0, gt=0)

@@ -9,12 +9,13 @@ import asyncio
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from infra.environment import cache_folder
 from infra.user_code import load_object
+from settings.run_file import RunConfig
 from storage.log.entries import Policy
 from storage.log.runs import model_key
 from storage.objects.digests import DIGEST_FILE, sha256_of_json, verify_folder
@@ -29,30 +30,23 @@ DEMONSTRATIONS = 50_000
 
 
 @task(name="base-model", retries=1, cache_policy=NO_CACHE, persist_result=False)
-async def provide_base_model(
-    session: RunSession, *, model: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]
-) -> Policy:
+async def provide_base_model(session: RunSession, *, config: RunConfig) -> Policy:
     """Version 0 of the run. A model made or copied once is found again by every later run in the store."""
-    log = session.log
+    log, made_from = session.log, [config.workflow, config.dataset, config.seed, config.warmup.model_dump()]
     if 0 in log.state.policies:
         return log.state.policies[0]
-    if model:
-        key = await _stored(session, model)
+    if config.model:
+        key = await _stored(session, config.model)
     else:
-        key = f"models/warmup-{sha256_of_json([workflow, dataset, seed, warmup])[:12]}"
+        key = f"models/warmup-{sha256_of_json(made_from)[:12]}"
         if not log.store.exists(f"{key}/{DIGEST_FILE}"):
-            logger.info("no model given: making a tiny one from %s's demonstrations (about half a minute)", workflow)
-            await session.fleet.run(
-                "warmup",
-                "tasks.base_model:make_model",
-                store=log.store.uri,
-                key=key,
-                workflow=workflow,
-                dataset=dataset,
-                seed=seed,
-                warmup=warmup,
+            logger.info(
+                "no model given: making a tiny one from %s's demonstrations (about half a minute)", config.workflow
             )
-    digest = verify_folder(log.store.fetch_folder(key, session.cache))
+            await session.fleet.run(
+                "warmup", "tasks.base_model:make_model", store=log.store.uri, key=key, config=config
+            )
+    digest = verify_folder(log.store.fetch_folder(key, cache_folder()))
     policy = Policy(version=0, path=key, weights_sha256=digest, parent=None)
     log.append(policy)
     return policy
@@ -73,14 +67,15 @@ async def _stored(session: RunSession, model: str) -> str:
     return key
 
 
-def make_model(*, store: str, key: str, workflow: str, dataset: str, seed: int, warmup: dict[str, Any]) -> None:
+def make_model(*, store: str, key: str, config: RunConfig) -> None:
     """Warm up a model on the workflow's demonstrations and put it into the store. Runs in a process of its own."""
     from trainers.model.warmup import make_base_model
 
-    demonstrations = load_object(workflow)(dataset or None).demonstrations(DEMONSTRATIONS, seed)
+    workflow = load_object(config.workflow)(config.dataset or None)
+    demonstrations = workflow.demonstrations(DEMONSTRATIONS, config.seed)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
-        make_base_model(folder, demonstrations, seed=seed, **warmup)
+        make_base_model(folder, demonstrations, seed=config.seed, **config.warmup.model_dump())
         open_store(store).put_folder(folder, key, last=DIGEST_FILE)
 
 

@@ -25,10 +25,10 @@ from prefect.exceptions import Pause as PrefectPause
 from prefect.states import Paused, Running, State
 
 from storage.log.entries import Pause, Resume
+from tasks.fleet import ROLLOUT_ALIAS
 from tasks.prefect.announcements import announce
 from tasks.prefect.artifacts import RunPage
 from tasks.session import RunSession
-from tasks.workers import ROLLOUT_ALIAS, refresh_workers
 
 logger = logging.getLogger("millrace.control")
 
@@ -108,7 +108,7 @@ class Listener:
         if paused == self._paused:
             return
         self._paused = paused
-        await refresh_workers(self._session)
+        await self._session.fleet.refresh()
         if paused:
             logger.warning(
                 "paused at step %d (%s): what runs is finished, nothing new begins; "
@@ -146,7 +146,8 @@ async def listening(session: RunSession, *, steps: int, platform: Platform | Non
         await listener.look()
         body = asyncio.current_task()
         assert body is not None
-        page = RunPage(session.log, steps=steps, tracking=session.tracking, mlflow_run=lambda: session.mlflow_run)
+        mirror = session.mirror
+        page = RunPage(session.log, steps=steps, tracking=mirror.uri, mlflow_run=lambda: mirror.run_page)
         listening_on = asyncio.create_task(_listen(listener, page, body))
         try:
             yield

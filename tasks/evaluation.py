@@ -1,6 +1,10 @@
-"""What stands around an evaluation: what is found wrong before an engine starts, and a failed one called so.
+"""What stands around an evaluation: checks before an engine starts, and what becomes of the score.
 
-In: a run, a version, a split; later the `Evaluation`. Out: the run's configuration, or one sentence with the fix.
+    look_up_policy, check_split ─▶ evaluate ─▶ try_gate: the alias `champion`, or an event that says why not
+                                            └▶ raise_if_failed
+
+In: a run, a version, a split; later the `Evaluation`. Out: the run's configuration, or one sentence with the fix; an
+alias in the log. The event may be turned into a notification (`tasks/prefect/notifications.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +17,11 @@ from infra.user_code import load_object
 from rollouts.production.evaluation import failure_of
 from settings.errors import InvalidInput, UserError
 from storage.log.entries import Evaluation
+from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
+from storage.log.run_log import RunLog
 from storage.log.runs import find_policy, open_run, run_config
 from storage.objects.opening import open_store
+from tasks.prefect.announcements import announce
 
 logger = logging.getLogger("millrace.evaluation")
 
@@ -51,3 +58,23 @@ def raise_if_failed(evaluation: Evaluation) -> None:
     """Raise `EvaluationFailed` where every attempt failed. The entry stays in the log, and nothing takes its score."""
     if problem := failure_of(evaluation):
         raise EvaluationFailed(problem)
+
+
+def try_gate(log: RunLog, evaluation: Evaluation, *, min_score: float | None, max_gap: float) -> list[str] | None:
+    """Make the policy the champion if its evaluation passes; returns what speaks against it, nothing when it passed,
+    and None when `min_score` is None: then there is no gate."""
+    if min_score is None:
+        return None
+    version = evaluation.version
+    try:
+        pass_gate(log, evaluation, min_score=min_score, max_gap=max_gap)
+    except NotPromoted as refused:
+        champion = log.state.aliases.get(CHAMPION)
+        stays = f"policy {champion.version} stays the champion" if champion is not None else "there is no champion"
+        logger.warning("%s\n  %s", refused, stays)
+        scored = {"score": evaluation.score, "split": evaluation.split, "min_score": min_score}
+        announce(log, "gate.failed", version=version, **scored, problems=refused.problems, outcome=stays)
+        return refused.problems
+    logger.info("policy %d is the champion: it scored %.3f on %r", version, evaluation.score, evaluation.split)
+    announce(log, "gate.passed", version=version, score=evaluation.score)
+    return []

@@ -13,47 +13,39 @@ from rollouts.chat.tool_parsing import check_tool_parser
 from rollouts.workflow import Workflow
 from settings.errors import InvalidInput
 from settings.loss import CustomLoss, Loss
-from settings.train import TrainSettings
+from settings.run_file import RunConfig
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
 
 
-def check_run(
-    *,
-    workflow: str,
-    dataset: str,
-    model: str,
-    store: str,
-    evaluation_split: str,
-    tool_parser: str,
-    train: TrainSettings | None = None,
-) -> Workflow:
+def check_run(config: RunConfig) -> Workflow:
     """Load the workflow and its data, look for the models, try a loss of the user's, write to the store.
 
     Returns the workflow.
 
     Raises `ValueError`, or `storage.objects.object_store.StoreError`, for the first thing that will not work.
     """
-    workflow_class = load_object(workflow)
+    workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
-        raise InvalidInput(f"workflow = {workflow!r} is not a subclass of rollouts.workflow.Workflow")
-    loaded = workflow_class(dataset or None)
-    for split in dict.fromkeys(["train", evaluation_split]):
+        raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of rollouts.workflow.Workflow")
+    loaded = workflow_class(config.dataset or None)
+    for split in dict.fromkeys(["train", config.evaluation.split]):
         if not loaded.tasks(split):
-            raise InvalidInput(f"{workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`")
-    check_tool_parser(tool_parser)
-    if model:
-        check_model(model)
+            raise InvalidInput(
+                f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
+            )
+    check_tool_parser(config.engine.tool_parser)
+    if config.model:
+        check_model(config.model)
     else:
         loaded.demonstrations(1, seed=0)
-    if train is not None and train.reference.model:
-        check_model(train.reference.model)
-    if train is not None:
-        check_loss(train.loss, with_reference=train.reference.kind != "none")
-    if not probe(open_store(store_uri(store))):
+    if config.train.reference.model:
+        check_model(config.train.reference.model)
+    check_loss(config.train.loss, with_reference=config.train.reference.kind != "none")
+    if not probe(open_store(store_uri(config.store))):
         raise StoreError(
-            f"store {store_uri(store)} lets a second writer replace what the first one wrote; trainer, rollout worker "
-            "and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
+            f"store {store_uri(config.store)} lets a second writer replace what the first one wrote; trainer, rollout "
+            "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
         )
     return loaded
 

@@ -18,14 +18,14 @@ from typing import Any
 from infra.environment import store_uri
 from infra.user_code import source_sha256
 from settings.errors import InvalidInput
-from storage.log.entries import Policy, Shard
+from storage.log.entries import Shard
 from storage.log.producers import check_name
 from storage.log.run_state import RunState
 from storage.log.runs import open_run, run_config
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store
+from tasks.rollout import load_policy
 from tasks.session import RunSession
-from tasks.workers import ROLLOUT_ALIAS, load_policy, refresh_workers
 
 logger = logging.getLogger("millrace.producers")
 
@@ -87,10 +87,10 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
         silence = time.monotonic() - heard
         if new := session.log.entries[seen:]:
             seen, heard, waiting = state.entries, time.monotonic(), ""
-            ours = [e for e in new if isinstance(e.body, Shard) and e.body.producer in session.hosted]
+            ours = [e for e in new if isinstance(e.body, Shard) and e.body.producer in session.fleet.hosted]
             made += len(ours)
             if len(new) > len(ours):
-                await refresh_workers(session)
+                await session.fleet.refresh()
         elif silence > patience:
             return f"nothing new in its log for {silence:.0f} s{problem}"
         elif silence > min(SILENCE_SECONDS, patience / 2) and not waiting:
@@ -100,28 +100,20 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
             return f"the run has its {state.step} steps"
         if 0 < shards <= made:
             return f"{made} shards committed"
-        await _load_newest(session, state)
+        await _load_newest(session)
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _load_newest(session: RunSession, state: RunState) -> None:
-    """Serve what the alias `rollout` names, where that is newer than what was loaded last."""
-    policy = served(state)
-    if policy is None or policy.version <= session.loaded_version:
+async def _load_newest(session: RunSession) -> None:
+    """Serve what the alias `rollout` names, if that is newer than what was loaded last."""
+    policy = session.fleet.served()
+    if policy is None or policy.version <= session.fleet.loaded_version:
         return
     try:
         await load_policy(session, policy=policy)
     except (OSError, StoreError):
-        if served(session.log.refresh()) == policy:
-            raise
-        return  # it took so long that the next policy has come, and this one may be gone
-    session.loaded_version = policy.version
-
-
-def served(state: RunState) -> Policy | None:
-    """The policy that engines are to serve; null before the driver has said so."""
-    alias = state.aliases.get(ROLLOUT_ALIAS)
-    return None if alias is None else state.policies[alias.version]
+        if session.fleet.served(refresh=True) == policy:
+            raise  # else it took so long that the next policy has come, and this one may be gone
 
 
 def _is_over(state: RunState) -> bool:

@@ -14,14 +14,14 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from infra.environment import store_uri
+from infra.environment import code_version, store_uri
 from settings.errors import InvalidInput
 from settings.train import Recipe
 from storage.log.entries import to_json
 from storage.log.replay_plan import Replay, ReplayedStep, ReplayPlan, plan_replay
 from storage.log.runs import open_run, run_config
 from storage.objects.opening import open_store
-from tasks.session import RunSession, code_version
+from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.replay")
 
@@ -51,20 +51,16 @@ async def start_replay(
     it off.
     """
     plan = plan_replay(session.log.refresh(), run=session.log.run_id, first=plan.first, last=plan.last, rewards=rewards)
-    arguments = {
-        "store_uri": session.log.store.uri,
-        "run_id": session.log.run_id,
-        "plan": plan,
-        "recorded": recorded,
-        "changed": changed,
-        "rewards": rewards,
-        "cache": str(session.cache),
-    }
     # Hosted as the trainer is: other threads, or ranks, would add up in another order.
-    await session.host_trainer(
-        "replay-0", "trainers.replay:ReplayWorker", arguments=arguments, settings=changed.settings
+    loaded: int = await session.trainer.open(
+        "replay-0",
+        "trainers.replay:ReplayWorker",
+        settings=changed.settings,
+        plan=plan,
+        recorded=recorded,
+        changed=changed,
+        rewards=rewards,
     )
-    loaded: int = await session.trainer.call("start")
     logger.info("starting from %s", f"the state saved at step {loaded}" if loaded else "the base policy")
     return loaded
 

@@ -1,4 +1,4 @@
-"""Prefect tasks that a rollout worker does: produce a shard, evaluate a policy.
+"""Prefect tasks that the fleet does: start a worker, swap its policy, produce a shard, evaluate.
 
 In: a session. Out: small records; trajectories themselves go from the worker to the store.
 """
@@ -12,44 +12,91 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
-from infra.fleet import WorkerDied
+from infra.cluster import WorkerDied
 from rollouts.production.evaluation import failure_of
 from settings.evaluation import EvaluationSettings
-from storage.log.entries import Evaluation, Shard
-from tasks.session import REPLACEMENTS, RunSession
-from tasks.workers import leave, refresh_workers
+from storage.log.entries import Evaluation, Policy
+from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.rollout")
 
 
+@task(name="start-rollout-worker", task_run_name="start-{name}", cache_policy=NO_CACHE, persist_result=False)
+async def start_rollout_worker(session: RunSession, *, name: str, version: int | None = None) -> str:
+    """Load a policy into the engine of a new worker; see `Fleet.start`."""
+    return await session.fleet.start(name, version=version)
+
+
+@task(
+    name="publish",
+    task_run_name="publish-{policy.version}",
+    retries=3,
+    retry_delay_seconds=exponential_backoff(backoff_factor=1),
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def publish_policy(session: RunSession, *, policy: Policy) -> None:
+    """Swap the weights of every engine of this session and move the alias `rollout`, by which those elsewhere go."""
+    with session.clock.publishing():
+        await session.fleet.publish(policy, session.trainer)
+
+
+@task(
+    name="load",
+    task_run_name="load-{policy.version}",
+    retries=3,
+    retry_delay_seconds=exponential_backoff(backoff_factor=1),
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def load_policy(session: RunSession, *, policy: Policy) -> None:
+    """Swap the weights of every engine of this session; another process has published the policy."""
+    await session.fleet.load(policy)
+
+
 @task(name="collect", task_run_name="collect-{worker}-{number}", cache_policy=NO_CACHE, persist_result=False)
 async def collect_shard(session: RunSession, *, worker: str, number: int) -> dict[str, Any] | None:
-    """One committed shard: its id, rows and tokens; null when nothing could run."""
-    shard: Shard | None = await session.workers[worker].call("collect")
-    session.arrivals.set()
+    """One committed shard: its id, rows and tokens; None when nothing could run."""
+    shard = await session.fleet.collect(worker)
     if shard is None:
         return None
-    session.replacements_left = REPLACEMENTS
-    await refresh_workers(session, but=worker)  # what was rejected is room for everybody
-    return {
-        "shard": shard.id,
-        "rows": shard.num_rows,
-        "tokens": shard.num_tokens,
-        "groups": len(shard.groups),
-    }
+    return {"shard": shard.id, "rows": shard.num_rows, "tokens": shard.num_tokens, "groups": len(shard.groups)}
 
 
-async def produce_until_death(session: RunSession, *, worker: str) -> bool:
-    """Collect shard after shard until the worker dies. True when another one may take its place."""
+async def produce(session: RunSession, name: str) -> None:
+    """Collect shard after shard with one worker, and with another when it dies. Ends when it is cancelled, or when no
+    other may be started."""
+    while name and await _produce_until_death(session, name):
+        name = await replace(session)
+
+
+async def _produce_until_death(session: RunSession, name: str) -> bool:
+    """True when another worker may take the place of the dead one."""
     number = session.log.state.entries
+    worker = session.fleet.workers[name]
     try:
-        await session.workers[worker].call("refresh")
+        await worker.call("refresh")
         while True:
-            await session.workers[worker].call("wait_for_work")
-            await collect_shard(session, worker=worker, number=number)
+            await worker.call("wait_for_work")
+            await collect_shard(session, worker=name, number=number)
             number += 1
     except WorkerDied as death:
-        return await leave(session, worker, death=death)
+        return await session.fleet.leave(name, death=death)
+
+
+async def replace(session: RunSession) -> str:
+    """A new worker takes the place of a dead one; one that dies meanwhile, on a node that is being lost perhaps, is
+    replaced too. Returns its name, empty when no other may be started; raises as `Fleet.leave`."""
+    fleet = session.fleet
+    while True:
+        name = fleet.next_name()
+        try:
+            await start_rollout_worker(session, name=name)
+            await fleet.join(name)
+            return name
+        except WorkerDied as death:
+            if not await fleet.leave(name, death=death):
+                return ""
 
 
 @task(
@@ -61,18 +108,9 @@ async def produce_until_death(session: RunSession, *, worker: str) -> bool:
     persist_result=False,
 )
 async def evaluate_policy(session: RunSession, *, version: int, settings: EvaluationSettings) -> Evaluation:
-    """Held-out score of a policy version.
-
-    On an engine of its own where the session has one. Else on a rollout worker's, which serves this version now: a
-    later publication waits for it, training does not. Where that worker dies it is done by another one, once there is
-    one, on what that serves.
-    """
-    arguments = settings.model_dump(exclude={"every", "own_engine", "gate_score", "gate_gap"})
-    if session.evaluator is not None:
-        evaluation: Evaluation = await session.evaluator.call("evaluate_version", version, **arguments)
-    else:
-        await session.has_workers.wait()
-        evaluation = await next(iter(session.workers.values())).call("evaluate", **arguments)
+    """Held-out score of a policy version; see `Fleet.evaluate`. When the worker dies it is done by another one, once
+    there is one, on what that serves."""
+    evaluation = await session.fleet.evaluate(version=version, settings=settings)
     if problem := failure_of(evaluation):
         logger.warning(problem)
     return evaluation

@@ -9,15 +9,17 @@ import itertools
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 
 from infra.ports import free_port
 from infra.weight_broadcast import Broadcast
-from rollouts.production.attempts import AttemptLimits
-from rollouts.production.executor import Executor, Limits
+from rollouts.production.executor import Executor
 from rollouts.production.prompts import Prompt, PromptOrder
+from rollouts.production.quota import Quota
+from settings.run_file import RunConfig, make_config
 from storage.log.entries import Claim, ClaimedGroup, GroupSummary, Policy, Session, Shard, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -26,40 +28,57 @@ from storage.objects.digests import seal_folder
 from storage.objects.object_store import LocalStore, StoredFile
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance, summarise
+from tasks.clock import RoundClock
+from tasks.fleet import Fleet
+from tasks.mirror import TrackingMirror
+from tasks.session import RunSession
+from tasks.trainer import TrainerHandle
 
-LIMITS = Limits(
-    n_samples=2,
-    batch_size=4,
-    max_staleness=0,
-    steps_per_update=1,
-    dynamic_batch=False,
-    total_groups=1000,
-    max_concurrent=64,
-    min_usable=2,
-    retries=0,
-    cancel_stale=True,
-    shard_bytes=2**20,
-    shard_seconds=10.0,
-)
 
-ATTEMPT_LIMITS = AttemptLimits(min_usable=2, drop_uniform_groups=False, exclude_statuses=[], attempt_timeout=10.0)
+def a_config(**values: Any) -> RunConfig:
+    """Settings of a run: `a_config(batch_size=2, stale_policy="strict")`; a name finds its table by itself."""
+    if "max_model_len" in values:
+        values = {"max_tokens": min(256, values["max_model_len"] // 2)} | values
+    document: dict[str, Any] = {"workflow": "tests:none", "rollout": {"attempt_timeout": 10.0}}
+    for name, value in values.items():
+        if name in RunConfig.model_fields:
+            document[name] = {**document.get(name, {}), **value} if isinstance(value, dict) else value
+            continue
+        blocks = RunConfig.model_fields.items()
+        table = next(key for key, field in blocks if name in getattr(field.annotation, "model_fields", ()))
+        document.setdefault(table, {})[name] = value
+    return make_config(document, source="test")
+
 
 BASE = Policy(version=0, path="models/base", weights_sha256="0" * 64, parent=None)
 
 
+def a_session(log: RunLog | None = None, *, id: str = "s", cluster: Any = None, **values: Any) -> RunSession:
+    """A session without processes, on a log in memory; `values` as in `a_config`."""
+    log = a_log() if log is None else log
+    memory: Any = SimpleNamespace(peak_bytes=0)
+    return RunSession(
+        id=id,
+        log=log,
+        fleet=Fleet(log, cluster, config=a_config(**values)),
+        trainer=TrainerHandle(log, cluster),
+        clock=RoundClock(memory),
+        mirror=TrackingMirror(log, tracking="", is_trainer=bool(id)),
+    )
+
+
 class FreePrompts:
-    """Leases prompts to an executor as a log would: the first ones that nobody has."""
+    """Leases prompts to an executor as a log would: the first ones that are free."""
 
-    executor: Executor
-
-    def __init__(self, tasks: Sequence[Task], *, committed: Collection[int] = ()) -> None:
+    def __init__(self, tasks: Sequence[Task], quota: Quota, *, committed: Collection[int] = ()) -> None:
         self._order = PromptOrder(tasks, seed=0)
-        self._taken = set(committed)
+        self._quota = quota
+        self._leased = set(committed)
 
     async def __call__(self) -> list[Prompt]:
-        free = (position for position in itertools.count() if position not in self._taken)
-        positions = list(itertools.islice(free, self.executor.wanted))
-        self._taken.update(positions)
+        free = (position for position in itertools.count() if position not in self._leased)
+        positions = list(itertools.islice(free, self._quota.wanted))
+        self._leased.update(positions)
         return [self._order.at(position) for position in positions]
 
 

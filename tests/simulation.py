@@ -2,7 +2,7 @@
 
     VirtualTimeLoop ─▶ Executor ─▶ shards ─▶ log ─▶ next_claim ─▶ (train_seconds) ─▶ Step ─▶ every k-th: new weights
                           ▲                            └ held back while `should_wait`                     │
-                          └────────────── set_version: admission, and the version of the next tokens ──────┘
+                          └────────────── rebase, admit: the quota, and the version of the next tokens ──────┘
 
 In: a `Scenario`. Out: an `Outcome`, the trade-off between staleness and speed. Attempts take log-normal times and
 sample tokens all along, each under the policy that is loaded at its moment. Hours of it take seconds.
@@ -22,14 +22,17 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from rollouts.production.attempts import Player
-from rollouts.production.executor import Executor, Limits
+from rollouts.production.executor import Executor
 from rollouts.production.prompts import Prompt, PromptOrder
-from storage.log.claims import ClaimRules, Fallback, StalePolicy, next_claim, num_counted
+from rollouts.production.quota import Quota
+from settings.rollout import Fallback
+from settings.train import StalePolicy
+from storage.log.claims import next_claim, num_counted
 from storage.log.entries import Claim, Lease
 from storage.log.run_state import claimed_groups
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import summarise
-from tests.builders import SAMPLING, a_log, a_shard, a_step, wait_for_work
+from tests.builders import a_config, a_log, a_shard, a_step, wait_for_work
 from trainers.data.staleness import lag_of_tokens, tokens_to_train
 
 T = TypeVar("T")
@@ -247,40 +250,31 @@ class _Simulation:
         self._readings: list[tuple[float, float, float]] = []
         margin = scenario.steps // 10
         self._first, self._last = max(1, margin), scenario.steps - margin
-        self._rules = ClaimRules(
-            batch_size=scenario.batch_size,
-            max_staleness=scenario.max_staleness,
-            stale_policy=scenario.stale_policy,
-            min_usable=1,
-            steps_per_update=scenario.steps_per_update,
-            dynamic_batch=scenario.dynamic_batch,
-            on_nothing_accepted=scenario.on_nothing_accepted,
-        )
-        in_flight = (1 + scenario.max_staleness) * scenario.steps_per_update * scenario.batch_size
-        share = math.ceil(in_flight / scenario.num_workers) if scenario.num_workers > 1 else scenario.max_concurrent
-        limits = Limits(
+        self._config = a_config(
             n_samples=scenario.n_samples,
             batch_size=scenario.batch_size,
             max_staleness=scenario.max_staleness,
+            stale_policy=scenario.stale_policy,
+            steps=scenario.steps,
             steps_per_update=scenario.steps_per_update,
             dynamic_batch=scenario.dynamic_batch,
-            total_groups=scenario.steps * scenario.batch_size,
-            max_concurrent=min(scenario.max_concurrent, share),
+            on_nothing_accepted=scenario.on_nothing_accepted,
+            max_concurrent=scenario.max_concurrent,
             min_usable=1,
             retries=0,
-            cancel_stale=scenario.stale_policy == "strict",
             shard_bytes=10**9,
             shard_seconds=scenario.shard_seconds,
-            num_producers=scenario.num_workers,
         )
+        names = [f"rollout-{number}" for number in range(scenario.num_workers)]
+        self._quotas = {name: Quota(self._config) for name in names}
         self._executors = {
             name: Executor(
                 player=cast(Player, self._player),
                 lease=functools.partial(self._lease, name),
-                limits=limits,
-                sampling=SAMPLING,
+                quota=self._quotas[name],
+                config=self._config,
             )
-            for name in (f"rollout-{number}" for number in range(scenario.num_workers))
+            for name in names
         }
 
     async def run(self) -> Outcome:
@@ -298,7 +292,7 @@ class _Simulation:
 
     async def _lease(self, name: str) -> Sequence[Prompt]:
         self._rebase()
-        state, wanted = self._log.state, self._executors[name].wanted
+        state, wanted = self._log.state, self._quotas[name].wanted
         if not wanted:
             return []
         lease = Lease(holder=name, positions=state.free_positions(wanted), number=state.num_leases)
@@ -307,10 +301,16 @@ class _Simulation:
 
     def _rebase(self) -> None:
         state = self._log.state
-        accepted = state.step * self._scenario.batch_size + num_counted(state, self._rules)
+        committed = state.step * self._scenario.batch_size + num_counted(state, self._config)
         for name, executor in self._executors.items():
             elsewhere = sum(holder != name for holder in state.leased.values())
-            executor.set_version(self._version, accepted=accepted, elsewhere=elsewhere)
+            self._quotas[name].rebase(
+                version=self._version,
+                committed=committed,
+                elsewhere=elsewhere,
+                num_producers=self._scenario.num_workers,
+            )
+            executor.admit()
 
     async def _produce(self, executor: Executor) -> None:
         self._rebase()
@@ -347,11 +347,11 @@ class _Simulation:
         return self._outcome()
 
     async def _next_claim(self) -> Claim:
-        """As `tasks.train.next_batch` does it."""
+        """As `tasks.steps.next_batch` does it."""
         loop, paced = asyncio.get_running_loop(), not self._scenario.pace
         while True:
             self._arrived.clear()
-            claim = next_claim(self._log.state, self._rules)
+            claim = next_claim(self._log.state, self._config)
             if claim is None:
                 await self._arrived.wait()
                 continue

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -266,6 +267,16 @@ class Retrainer:
 
 class ReplayWorker(Startable):
     """Trains a plan's steps again, one call each. Call `start` first, `close` at the end."""
+
+    opened: int
+    """What `start` returned."""
+
+    @classmethod
+    async def open(cls, **arguments: Any) -> ReplayWorker:
+        """A worker that has started."""
+        worker = cls(**arguments)
+        worker.opened = worker.start()
+        return worker
 
     def __init__(
         self,

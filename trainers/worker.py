@@ -16,7 +16,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from infra.starting import Startable
 from infra.weight_broadcast import Broadcast, send
@@ -38,6 +38,16 @@ logger = logging.getLogger("millrace.trainer")
 
 class TrainerWorker(Startable):
     """Trains one run. Call `start` first."""
+
+    opened: int
+    """What `start` returned."""
+
+    @classmethod
+    async def open(cls, **arguments: Any) -> TrainerWorker:
+        """A worker that has started."""
+        worker = cls(**arguments)
+        worker.opened = worker.start()
+        return worker
 
     def __init__(
         self,

@@ -56,7 +56,7 @@ def dry_run(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     Raises what `millrace train` would.
     """
     config = load_run_file(run_file, overrides)
-    workflow = check_run(**config.of_preflight)
+    workflow = check_run(config)
     store = open_store(store_uri(config.store))
     done = None
     if store.exists(f"runs/{config.run}/run.json"):

@@ -21,18 +21,19 @@ from storage.records import RolloutGroup, Trajectory
 
 def rollout_once(log: RunLog, *, num_prompts: int, console: Console) -> list[RolloutGroup]:
     """Attempt the run's first prompts with its live policy, on an engine in this process; commits nothing."""
-    from infra.environment import home, prepare_environment
+    from infra.environment import cache_folder, code_version, prepare_environment
     from rollouts.production.worker import RolloutWorker
     from settings.run_file import make_config
     from storage.log.runs import run_config
-    from tasks.worker_arguments import worker_arguments
 
     prepare_environment()
     config = make_config(run_config(log), source=f"run {log.run_id}")
-    worker = RolloutWorker(name="debug", **worker_arguments(log, cache=home() / "cache", **config.of_rollouts))
 
     async def once() -> list[RolloutGroup]:
-        await worker.start()
+        cache, store = str(cache_folder()), log.store.uri
+        worker = await RolloutWorker.open(
+            config, store_uri=store, name="debug", cache=cache, code_version=code_version()
+        )
         try:
             return await worker.rollout_batch(num_prompts)
         finally:

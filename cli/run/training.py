@@ -51,7 +51,7 @@ def check_before_anything_starts(config: RunConfig) -> None:
     """What a second can tell: workflow, data, model, store, the run's configuration and its lock."""
     from tasks.preflight import check_run
 
-    check_run(**config.of_preflight)
+    check_run(config)
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
     with trainer_lock(create_run(store, config.run, document, defaults=default_values())):
         pass

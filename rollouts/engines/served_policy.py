@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable
 from pathlib import Path
 
 from infra.weight_broadcast import Broadcast
@@ -34,11 +33,9 @@ class ServedPolicy:
         self._log_lock = log_lock
         self._most_behind = most_behind
         self._reader = PolicyReader(log, cache)
-        self._engine: Engine
+        self.engine: Engine
         self.version = 0
         """The policy version the engine serves."""
-        self._awaited = 0
-        self._released = asyncio.Event()
         self.pin = asyncio.Lock()
         """Held by whoever needs the engine to stay with this version."""
         self.overdue: Policy | None = None
@@ -65,7 +62,7 @@ class ServedPolicy:
 
     def serve(self, engine: Engine, version: int) -> None:
         """From here on updates go to this engine, which has that version."""
-        self._engine, self.version = engine, version
+        self.engine, self.version = engine, version
 
     async def publish(self, policy: Policy) -> WeightUpdate | None:
         """Serve a policy from the next token on, read from the store.
@@ -88,8 +85,8 @@ class ServedPolicy:
             if policy.version < self.version:
                 return None  # two were published at once, and the later one was here first
             self.overdue = None
-            update = await self._engine.load_policy(folder, policy.version)
-            self._serves(policy.version)
+            update = await self.engine.load_policy(folder, policy.version)
+            self.version = policy.version
         return update
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
@@ -97,45 +94,13 @@ class ServedPolicy:
         await self._know(policy)
         try:
             async with self.pin:
-                update = await self._engine.receive_policy(broadcast, functools.partial(self._reader.fetch, policy))
+                update = await self.engine.receive_policy(broadcast, functools.partial(self._reader.fetch, policy))
                 self.overdue = None
-                self._serves(policy.version)
+                self.version = policy.version
         except EngineError as error:
             logger.warning("policy %d is read from the store, its broadcast failed: %s", policy.version, error)
             return await self.publish(policy)
         return update
-
-    @property
-    def holds(self) -> bool:
-        """Whether the engine keeps requests for a version to come."""
-        return self._awaited > 0
-
-    @property
-    def next_version(self) -> int:
-        """What answers the next request: `version`, or the one that `hold_for` waits for."""
-        return self._awaited or self.version
-
-    async def hold_for(self, version: int) -> None:
-        """Let the engine, which must have no request now, keep those that come until it serves that version; by a
-        caller that holds `pin`."""
-        self._awaited = version  # first: whoever needs the engine meanwhile releases it again
-        self._released.clear()
-        await self._engine.hold()
-
-    async def released_within(self, seconds: float) -> bool:
-        """Wait until the engine holds nothing back; false where it still does after so long."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self._released.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def release(self) -> Awaitable[None]:
-        """Wait for no version from now on; what this returns lets the engine answer, after a load that is under way."""
-        self._awaited = 0
-        self._released.set()
-        return self._engine.release()
 
     async def load(self, version: int) -> None:
         """Serve any version of the run; for an engine that only evaluates, by a caller that holds `pin`.
@@ -147,12 +112,8 @@ class ServedPolicy:
         async with self._log_lock:
             await asyncio.to_thread(self._log.refresh)
         folder = await asyncio.to_thread(self._reader.fetch, find_policy(self._log, version))
-        await self._engine.load_policy(folder, version)
+        await self.engine.load_policy(folder, version)
         self.version = version
-
-    def _serves(self, version: int) -> None:
-        self.version, self._awaited = version, 0
-        self._released.set()
 
     async def _know(self, policy: Policy) -> None:
         """Of a delta the reader needs to know the anchor."""

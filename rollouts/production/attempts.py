@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Sequence
 
 from rollouts.chat.chat import Chat, OutOfRoom
 from rollouts.chat.chat_tokens import ChatTokens
@@ -21,21 +20,8 @@ from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
 from rollouts.workflow import Score, Workflow, WorkflowContext, WrongWorkflow, set_workflow_context
 from settings.redaction import without_secrets
-from settings.reward import RewardSettings
+from settings.run_file import RunConfig
 from storage.records import RolloutGroup, Sampling, Status, Task, Trajectory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttemptLimits:
-    """What bounds an attempt and what makes a group usable; see `settings/rollout.py` for each."""
-
-    min_usable: int
-    drop_uniform_groups: bool
-    exclude_statuses: Sequence[str]
-    attempt_timeout: float
-    max_tool_turns: int = 8
-    tool_timeout: float = 30.0
-    tool_output_chars: int = 8192
 
 
 class Player:
@@ -48,19 +34,17 @@ class Player:
         engine: Engine,
         tokens: ChatTokens,
         rewards: RewardPool,
-        limits: AttemptLimits,
-        max_model_len: int,
+        config: RunConfig,
         tool_parser: ToolParser | None = None,
-        shaping: RewardSettings | None = None,
     ) -> None:
-        self._workflow = workflow
+        self.workflow = workflow
         self._engine = engine
         self._tokens = tokens
-        self._rewards = rewards
-        self._limits = limits
-        self._max_model_len = max_model_len
+        self.rewards = rewards
+        self._limits = config.rollout
+        self._max_model_len = config.engine.max_model_len
         self._tool_parser = tool_parser
-        self._shaping = shaping or RewardSettings()
+        self._shaping = config.reward
         self._unseen_weights = set(self._shaping.weights)
 
     async def group(
@@ -111,8 +95,8 @@ class Player:
             return f"{len(rewards)} usable of {group.expected}, {self._limits.min_usable} needed"
         if self._limits.drop_uniform_groups and len(set(rewards)) == 1:
             return f"uniform reward {rewards[0]:g}"
-        if not self._workflow.accept(group):
-            return f"{type(self._workflow).__name__}.accept said no"
+        if not self.workflow.accept(group):
+            return f"{type(self.workflow).__name__}.accept said no"
         return ""
 
     async def _scored_together(self, task: Task, trajectories: list[Trajectory]) -> list[Trajectory]:
@@ -120,10 +104,10 @@ class Player:
         usable = [trajectory for trajectory in trajectories if trajectory.usable]
         if not usable:
             return trajectories
-        set_reward_pool(self._rewards)
+        set_reward_pool(self.rewards)
         try:
             async with asyncio.timeout(self._limits.attempt_timeout):
-                scores = await self._workflow.score_group(task, usable)
+                scores = await self.workflow.score_group(task, usable)
         except Exception as exception:  # noqa: BLE001 - user code may raise anything; none of these has a reward now
             self._stop_if_told(exception, task)
             status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
@@ -136,7 +120,7 @@ class Player:
             ]
         if scores is None:
             return trajectories
-        name = type(self._workflow).__name__
+        name = type(self.workflow).__name__
         if len(scores) != len(usable) or not all(isinstance(score, Score) for score in scores):
             raise WrongWorkflow(
                 f"{name}.score_group returned {len(scores)} scores for {len(usable)} attempts; return one Score each"
@@ -151,7 +135,7 @@ class Player:
 
     async def _attempt(self, task: Task, group_id: str, attempt: int, sampling: Sampling, is_eval: bool) -> Trajectory:
         set_workflow_context(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
-        set_reward_pool(self._rewards)
+        set_reward_pool(self.rewards)
         chat = Chat(
             engine=self._engine,
             tokens=self._tokens,
@@ -167,10 +151,10 @@ class Player:
         score, error = Score(reward=None), ""
         try:
             async with asyncio.timeout(self._limits.attempt_timeout):
-                returned = await self._workflow.run(task, chat)
+                returned = await self.workflow.run(task, chat)
             if not isinstance(returned, Score):
                 raise WrongWorkflow(
-                    f"{type(self._workflow).__name__}.run returned {type(returned).__name__}; one call plays one "
+                    f"{type(self.workflow).__name__}.run returned {type(returned).__name__}; one call plays one "
                     "attempt and returns one Score. Grouping is `n_samples` in the run file"
                 )
             score, status = returned, _end_of(chat)
@@ -208,7 +192,7 @@ class Player:
         )
 
     def _stop_if_told(self, exception: Exception, task: Task) -> None:
-        if isinstance(exception, RewardTimeout) and self._rewards.on_timeout == "fail":
+        if isinstance(exception, RewardTimeout) and self.rewards.on_timeout == "fail":
             raise RewardTimeout(f"{exception}, at task {task.id!r}; reward.on_timeout is `fail`") from exception
 
 

@@ -18,6 +18,7 @@ from fractions import Fraction
 
 from rollouts.production.attempts import Player
 from settings.errors import InvalidInput, UserError
+from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, piece_id
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import summarise
@@ -103,22 +104,20 @@ async def evaluate_tasks(
     *,
     player: Player,
     version: int,
-    split: str,
-    n_samples: int,
+    settings: EvaluationSettings,
     sampling: Sampling,
-    max_concurrent: int,
     shard_id: str,
     shard_bytes: int,
     commit: Commit,
 ) -> Evaluation:
-    """Attempt every task `n_samples` times on the engine's current weights, policy `version`.
+    """Attempt every task `settings.n_samples` times on the engine's current weights, policy `version`.
 
-    At most `max_concurrent` groups are being attempted, and fewer than `GROUPS_PER_SHARD` finished ones wait to be
-    committed. Raises `MixedVersions`, `ValueError` without a task, and what is wrong with the workflow itself.
+    At most `settings.max_concurrent` groups are being attempted, and fewer than `GROUPS_PER_SHARD` finished ones wait
+    to be committed. Raises `MixedVersions`, `InvalidInput` without a task, and what is wrong with the workflow itself.
     """
     started = flushed_at = time.time()
     waiting = iter(tasks)
-    tally = Tally(n_samples)
+    tally = Tally(settings.n_samples)
     piece: list[RolloutGroup] = []
     piece_bytes = num_shards = 0
     recording = asyncio.Lock()
@@ -149,7 +148,7 @@ async def evaluate_tasks(
                     group_id=f"eval{version}.{task.id}",
                     position=-1,
                     epoch=0,
-                    n_samples=n_samples,
+                    n_samples=settings.n_samples,
                     sampling=sampling,
                     is_eval=True,
                 )
@@ -157,23 +156,23 @@ async def evaluate_tasks(
 
     try:
         async with asyncio.TaskGroup() as players:
-            for _ in range(max_concurrent):
+            for _ in range(settings.max_concurrent):
                 players.create_task(play())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None  # one says it all
     if not tally.num_tasks:
-        raise InvalidInput(f"the workflow's {split!r} split is empty; name another in [evaluation] split")
+        raise InvalidInput(f"the workflow's {settings.split!r} split is empty; name another in [evaluation] split")
     if piece:
         await flush()
     return Evaluation(
         version=version,
-        split=split,
+        split=settings.split,
         score=tally.score,
         num_tasks=tally.num_tasks,
         num_failed=tally.failures.total(),
         shard_id=shard_id,
         seconds=time.time() - started,
-        n_samples=n_samples,
+        n_samples=settings.n_samples,
         pass_at=tally.pass_at,
         failures=dict(sorted(tally.failures.items())),
         last_error=tally.last_error,

@@ -1,8 +1,8 @@
 """Which groups the next optimizer step takes: a deterministic function of the log.
 
-In: the fold of a run's log, and the rules of the run. Out: a `Claim`, or null while too few groups are committed.
+In: the fold of a run's log, and its settings. Out: a `Claim`, or null while too few groups are committed.
 The staleness bound is enforced here, from the versions the engine stamped on every token;
-`rollouts/production/admission.py` only paces production.
+`rollouts/production/quota.py` only paces production.
 
     pending, oldest token first ─▶ accepted and within the bound ─▶ the first batch_size: trained
                              │                                   └▶ the others: stay pending
@@ -14,17 +14,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from settings.errors import UserError
+from settings.run_file import RunConfig
 from storage.log.entries import Claim, ClaimedGroup, GroupSummary
 from storage.log.run_state import RunState
 
-StalePolicy = Literal["strict", "mask", "correct"]
-Fallback = Literal["fail", "skip_step", "masked"]
 Versions = TypeVar("Versions", int, np.ndarray)
 
 CANCELLED = "cancelled"
@@ -35,20 +33,6 @@ class NothingAccepted(UserError):
     """A step's every attempt failed or was rejected; the message counts the reasons."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClaimRules:
-    """What a claim depends on besides the log; see `settings/rollout.py` and `settings/train.py` for each."""
-
-    batch_size: int
-    max_staleness: float
-    stale_policy: StalePolicy
-    min_usable: int
-    steps_per_update: int = 1
-    dynamic_batch: bool = False
-    max_attempts: int = 10
-    on_nothing_accepted: Fallback = "fail"
-
-
 def updates_behind(versions: Versions, *, live: int, steps_per_update: int) -> Versions:
     """Weight updates between the policy versions that sampled and the live one.
 
@@ -57,7 +41,7 @@ def updates_behind(versions: Versions, *, live: int, steps_per_update: int) -> V
     return live // steps_per_update - versions // steps_per_update
 
 
-def next_claim(state: RunState, rules: ClaimRules) -> Claim | None:
+def next_claim(state: RunState, config: RunConfig) -> Claim | None:
     """What the next step takes; null when the pending groups do not suffice, in which case nothing is taken.
 
     Trained are the first `batch_size` groups that were accepted and are within the bound, those with the oldest token
@@ -73,16 +57,16 @@ def next_claim(state: RunState, rules: ClaimRules) -> Claim | None:
     assert live is not None, "a run has its base policy before anything is claimed"
     pending = [state.groups[group_id] for group_id in state.pending]
     pending.sort(key=lambda group: group.head_version)
-    if rules.dynamic_batch:
-        pending = _first_attempted(pending, rules.batch_size)
-    reasons = {group.id: _reason(group, live.version, rules) for group in pending}
+    if config.rollout.dynamic_batch:
+        pending = _first_attempted(pending, config.batch_size)
+    reasons = {group.id: _reason(group, live.version, config) for group in pending}
     trainable = [group for group in pending if not reasons[group.id][0]]
-    enough = rules.dynamic_batch or len(pending) >= rules.max_attempts * rules.batch_size
-    if not pending or (len(trainable) < rules.batch_size and not enough):
+    enough = config.rollout.dynamic_batch or len(pending) >= config.rollout.max_attempts * config.batch_size
+    if not pending or (len(trainable) < config.batch_size and not enough):
         return None
     # Groups finish in any order; trained in prompt order, the same groups give bit-identical weights.
-    trained = sorted(trainable[: rules.batch_size], key=lambda group: group.position)
-    if not trained and rules.on_nothing_accepted == "fail":
+    trained = sorted(trainable[: config.batch_size], key=lambda group: group.position)
+    if not trained and config.rollout.on_nothing_accepted == "fail":
         raise NothingAccepted(_report(state.step + 1, pending, reasons))
 
     def claimed(groups: Sequence[GroupSummary]) -> list[ClaimedGroup]:
@@ -97,22 +81,22 @@ def next_claim(state: RunState, rules: ClaimRules) -> Claim | None:
         base_version=live.version,
         trained=claimed(trained),
         **passed_over,
-        fallback="" if trained else rules.on_nothing_accepted,
+        fallback="" if trained else config.rollout.on_nothing_accepted,
     )
 
 
-def num_counted(state: RunState, rules: ClaimRules) -> int:
-    """Pending groups that use up admission's room: those a step may still train, or attempts where it takes these.
+def num_counted(state: RunState, config: RunConfig) -> int:
+    """Pending groups that use up a quota's room: those a step may still train, or attempts where it takes these.
 
     One that went over the bound while it waited is not among them: else the room for its replacement would never come
     back before the step that drops it, which waits for the replacement.
     """
     pending = (state.groups[group_id] for group_id in state.pending)
-    if rules.dynamic_batch:
+    if config.rollout.dynamic_batch:
         return sum(not group.retried for group in pending)
     assert state.live is not None, "a run has its base policy before anything is pending"
     live = state.live.version
-    return sum(not _reason(group, live, rules)[0] for group in pending)
+    return sum(not _reason(group, live, config)[0] for group in pending)
 
 
 def _first_attempted(pending: Sequence[GroupSummary], count: int) -> list[GroupSummary]:
@@ -125,19 +109,19 @@ def _first_attempted(pending: Sequence[GroupSummary], count: int) -> list[GroupS
     return []
 
 
-def _reason(group: GroupSummary, live: int, rules: ClaimRules) -> tuple[str, str]:
+def _reason(group: GroupSummary, live: int, config: RunConfig) -> tuple[str, str]:
     """The outcome of a group that cannot be trained, and why; two empty strings where it can."""
     if group.reject_reason.startswith(CANCELLED):
         return "cancelled", group.reject_reason
-    if group.usable < rules.min_usable:
+    if group.usable < config.rollout.min_usable:
         return "failed", group.reject_reason or f"{group.usable} usable of {group.expected}"
     if not group.accepted:
         return "filtered", group.reject_reason
-    if rules.stale_policy != "correct":
-        strict = rules.stale_policy == "strict"
+    if config.train.stale_policy != "correct":
+        strict = config.train.stale_policy == "strict"
         decisive = group.head_version if strict else group.tail_version
-        lag = updates_behind(decisive, live=live, steps_per_update=rules.steps_per_update)
-        if lag > (bound := math.ceil(rules.max_staleness)):
+        lag = updates_behind(decisive, live=live, steps_per_update=config.train.steps_per_update)
+        if lag > (bound := math.ceil(config.max_staleness)):
             return "stale", f"{'oldest' if strict else 'newest'} token is {lag} updates behind, bound {bound}"
     return "", ""
 

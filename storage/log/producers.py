@@ -54,7 +54,8 @@ class Presence:
     def __init__(self, log: RunLog, holder: str, *, outside: bool, lease_timeout: float) -> None:
         """One that is `outside`, not started by the driver, gives several signs of life per `lease_timeout`."""
         self._log = log
-        self._holder = holder
+        self.holder = holder
+        """What the log calls the worker."""
         self._outside = outside
         self._lease_timeout = lease_timeout
         self._signs: asyncio.Task[None] | None = None
@@ -62,9 +63,9 @@ class Presence:
     async def join(self) -> None:
         """Take part from now on, also after having been given up. Nobody else may use the log meanwhile."""
         if self._outside and self._signs is None:
-            await asyncio.to_thread(give_sign, self._log, self._holder)
+            await asyncio.to_thread(give_sign, self._log, self.holder)
             self._signs = asyncio.create_task(self._give_signs())
-        join = Join(holder=self._holder, id=uuid.uuid4().hex, outside=self._outside)
+        join = Join(holder=self.holder, id=uuid.uuid4().hex, outside=self._outside)
         await asyncio.to_thread(self._log.append, join)
 
     async def leave(self) -> None:
@@ -72,16 +73,16 @@ class Presence:
         if self._signs is not None:
             self._signs.cancel()
             await asyncio.wait([self._signs])
-        withdraw(self._log, self._holder, reason="left")
+        withdraw(self._log, self.holder, reason="left")
 
     async def _give_signs(self) -> None:
         """From the loop that would do nothing more if it hung."""
         while True:
             await asyncio.sleep(self._lease_timeout / SIGNS)
             try:
-                await asyncio.to_thread(give_sign, self._log, self._holder)
+                await asyncio.to_thread(give_sign, self._log, self.holder)
             except (OSError, StoreError) as error:
-                logger.warning("%s cannot give a sign of life: %s", self._holder, error)
+                logger.warning("%s cannot give a sign of life: %s", self.holder, error)
 
 
 class Lookout:

@@ -15,7 +15,7 @@ import time
 from types import SimpleNamespace
 
 import storage.log.run_log
-from storage.log.claims import ClaimRules, next_claim
+from storage.log.claims import next_claim
 from storage.log.entries import Policy, Quarantine, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict, RunState
@@ -24,10 +24,10 @@ from storage.objects.object_store import ObjectStore
 from storage.objects.opening import open_store
 from storage.records import RolloutGroup
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
-from tests.builders import SAMPLING, a_group, provenance
+from tests.builders import SAMPLING, a_config, a_group, provenance
 
 BATCH = 3
-RULES = ClaimRules(batch_size=BATCH, max_staleness=3, stale_policy="strict", min_usable=2, max_attempts=10**6)
+RULES = a_config(batch_size=BATCH, max_staleness=3, stale_policy="strict", min_usable=2, max_attempts=10**6)
 LEAD = 8 * BATCH
 """Groups that may wait for the trainer; more than `max_staleness` allows, so that some come too late."""
 ENDING = "ending"

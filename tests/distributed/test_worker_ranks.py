@@ -21,13 +21,13 @@ import pytest
 from safetensors.torch import load_file
 
 from infra.weight_broadcast import Broadcast, receive, send
-from storage.log.claims import ClaimRules, next_claim
+from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
 from storage.shards.shards import DamagedShard
-from tests.builders import a_broadcast
+from tests.builders import a_broadcast, a_config
 from tests.distributed.ranks import Ranks, fork_ranks
 from tests.unit.trainers.builders import (
     commit,
@@ -45,7 +45,7 @@ from trainers.worker import TrainerWorker
 
 _GROUPS = {"one": 1, "another": 1, "two": 2}
 _NUM_STEPS = 4
-_RULES = ClaimRules(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
+_RULES = a_config(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
 
 
 def _log(folder: Path) -> RunLog:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from rollouts.engines.vllm_engine import VllmEngine
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
 from storage.records import Message, Sampling
-from tests.builders import ATTEMPT_LIMITS
+from tests.builders import a_config
 from tests.engine.policies import a_policy, logprobs_by_version, logprobs_of
 
 TOLERANCE = 2e-3
@@ -55,8 +54,7 @@ class Bench:
             engine=self.engine,
             tokens=ChatTokens.load(self.base),
             rewards=RewardPool(num_processes=1, timeout=10.0),
-            limits=dataclasses.replace(ATTEMPT_LIMITS, attempt_timeout=attempt_timeout),
-            max_model_len=256,
+            config=a_config(attempt_timeout=attempt_timeout, max_model_len=256),
         )
 
     @property

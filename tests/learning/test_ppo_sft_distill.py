@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from settings.train import Recipe
-from storage.log.claims import ClaimRules, next_claim
+from storage.log.claims import next_claim
 from storage.log.entries import Step
 from storage.log.replay_plan import ReplayedStep, plan_replay
 from storage.log.run_log import RunLog
@@ -26,6 +26,7 @@ from storage.log.runs import model_key
 from storage.objects.digests import DIGEST_FILE
 from storage.policies.policies import PolicyReader
 from storage.records import RolloutGroup
+from tests.builders import a_config
 from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
 from trainers.replay import ReplayWorker
 from trainers.worker import TrainerWorker
@@ -95,7 +96,7 @@ def _train(log: RunLog, recipe: Recipe, cache: Path, *, steps: int, judge: Judge
     worker = TrainerWorker(store_uri=log.store.uri, run_id=log.run_id, recipe=recipe, cache=str(cache))
     worker.start()
     policies = PolicyReader(log, cache)
-    rules = ClaimRules(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
+    rules = a_config(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
     done = []
     for _ in range(steps):
         policy = log.refresh().live

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from storage.log.claims import ClaimRules, next_claim
+from storage.log.claims import next_claim
 from storage.log.entries import Step
 from storage.log.run_log import RunLog
 from storage.records import RolloutGroup
+from tests.builders import a_config
 from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
 from trainers.worker import TrainerWorker
 
@@ -65,7 +66,7 @@ def _round(log: RunLog, worker: TrainerWorker, cache: Path) -> Step:
     assert policy is not None
     groups = _rollouts(log.store.fetch_folder(policy.path, cache), version=policy.version, seed=policy.version)
     commit(log, f"shard-{policy.version}", groups)
-    rules = ClaimRules(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
+    rules = a_config(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
     claim = next_claim(log.refresh(), rules)
     assert claim is not None
     return worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="learning")

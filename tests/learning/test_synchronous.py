@@ -24,14 +24,15 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
 from rollouts.production.prompts import Prompt, PromptOrder
+from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow
-from storage.log.claims import ClaimRules, next_claim
+from storage.log.claims import next_claim
 from storage.log.entries import ClaimedGroup, Lease
 from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import read_shard
-from tests.builders import ATTEMPT_LIMITS, LIMITS, wait_for_work
+from tests.builders import a_config, wait_for_work
 from tests.unit.trainers.builders import commit, new_run, recipe_of, tiny_model
 from trainers.checkpoint import save_policy
 from trainers.data.samples import COLUMNS, gather_samples
@@ -40,7 +41,6 @@ from trainers.worker import TrainerWorker
 
 _BATCH, _STEPS, _ATTEMPTS = 4, 5, 4
 _TASKS = [Task(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
-_LIMITS = {"n_samples": _ATTEMPTS, "batch_size": _BATCH, "total_groups": _STEPS * _BATCH, "max_concurrent": 3 * _BATCH}
 _RECIPE = recipe_of(learning_rate=1e-2, num_minibatches=2, max_gap=1e9)  # the scripted engine draws at random
 _SAMPLING = Sampling(max_tokens=8)
 
@@ -79,8 +79,7 @@ def _player(engine: ScriptedEngine, tokens: ChatTokens) -> Player:
         engine=engine,
         tokens=tokens,
         rewards=RewardPool(num_processes=1, timeout=5),
-        limits=ATTEMPT_LIMITS,
-        max_model_len=64,
+        config=a_config(max_model_len=64),
     )
 
 
@@ -124,13 +123,20 @@ class _Pipeline:
         tokens = ChatTokens.load(model)
         self._engine, self._prompts = _Engine(tokens), PromptOrder(_TASKS, seed=0)
         self._engine.weights = log.state.policies[0].weights_sha256
-        self._executor = Executor(
-            player=_player(self._engine, tokens),
-            lease=self._lease,
-            limits=type(LIMITS)(**{**vars(LIMITS), **_LIMITS, "max_staleness": max_staleness}),
-            sampling=_SAMPLING,
+        self._config = a_config(
+            n_samples=_ATTEMPTS,
+            batch_size=_BATCH,
+            steps=_STEPS,
+            max_staleness=max_staleness,
+            stale_policy="strict",
+            max_concurrent=3 * _BATCH,
+            retries=0,
+            max_tokens=_SAMPLING.max_tokens,
         )
-        self._rules = ClaimRules(batch_size=_BATCH, max_staleness=max_staleness, stale_policy="strict", min_usable=2)
+        self._quota = Quota(self._config)
+        self._executor = Executor(
+            player=_player(self._engine, tokens), lease=self._lease, quota=self._quota, config=self._config
+        )
         self._trainer = TrainerWorker(
             store_uri=log.store.uri,
             run_id=log.run_id,
@@ -142,7 +148,7 @@ class _Pipeline:
         self._trainer.start()
         producing = asyncio.create_task(self._produce())
         while self._log.refresh().step < _STEPS:
-            claim = next_claim(self._log.state, self._rules)
+            claim = next_claim(self._log.state, self._config)
             if claim is None:
                 assert not producing.done() or producing.result() is None
                 await asyncio.sleep(0.001)
@@ -176,13 +182,15 @@ class _Pipeline:
     async def _lease(self) -> list[Prompt]:
         self._rebase()
         state = self._log.state
-        positions = state.free_positions(self._executor.wanted)
+        positions = state.free_positions(self._quota.wanted)
         self._log.append(Lease(holder="rollout-0", positions=positions, number=state.num_leases))
         return [self._prompts.at(position) for position in positions]
 
     def _rebase(self) -> None:
         state = self._log.refresh()
-        self._executor.set_version(self._engine.version, accepted=state.step * _BATCH + state.pending_accepted)
+        committed = state.step * _BATCH + state.pending_accepted
+        self._quota.rebase(version=self._engine.version, committed=committed)
+        self._executor.admit()
 
 
 def test_without_staleness_the_pipeline_is_synchronous_training_bit_for_bit(tmp_path: Path) -> None:

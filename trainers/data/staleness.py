@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 
-from storage.log.claims import StalePolicy, updates_behind
+from settings.train import StalePolicy
+from storage.log.claims import updates_behind
 
 
 def lag_of_tokens(

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from storage.log.claims import ClaimRules, next_claim
+from storage.log.claims import next_claim
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
 from storage.retention.retention import reading
 from tasks.maintain import collect_from_runs
+from tests.builders import a_config
 from tests.unit.trainers.builders import commit, group_of, new_run, random_rows, recipe_of, tiny_model
 from trainers.worker import TrainerWorker
 
@@ -68,7 +69,7 @@ def _worker(log: RunLog) -> TrainerWorker:
 
 def _step(worker: TrainerWorker, log: RunLog) -> str:
     """Train on the next group; returns the digest of the weights."""
-    rules = ClaimRules(batch_size=1, max_staleness=100, stale_policy="strict", min_usable=2)
+    rules = a_config(batch_size=1, max_staleness=100, stale_policy="strict", min_usable=2)
     claim = next_claim(log.refresh(), rules)
     assert claim is not None
     step = worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from settings.loss import ClipLoss, CustomLoss
+from settings.run_file import RunConfig
 from storage.objects.object_store import LocalStore, StoreError
 from tasks import preflight
+from tests.builders import a_config
+
+
+def _config(**values: Any) -> RunConfig:
+    return a_config(workflow="examples.arithmetic:Arithmetic", **values)
 
 
 class Forgetful(LocalStore):
@@ -22,37 +29,16 @@ class Forgetful(LocalStore):
 def test_a_store_without_conditional_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "open_store", lambda uri: Forgetful(tmp_path))
     with pytest.raises(StoreError, match="conditional writes"):
-        preflight.check_run(
-            workflow="examples.arithmetic:Arithmetic",
-            dataset="",
-            model="",
-            store="",
-            evaluation_split="test",
-            tool_parser="hermes",
-        )
+        preflight.check_run(_config(store="", tool_parser="hermes"))
 
 
 def test_a_good_store_and_workflow_pass(tmp_path: Path) -> None:
-    preflight.check_run(
-        workflow="examples.arithmetic:Arithmetic",
-        dataset="",
-        model="",
-        store=str(tmp_path),
-        evaluation_split="test",
-        tool_parser="hermes",
-    )
+    preflight.check_run(_config(store=str(tmp_path), tool_parser="hermes"))
 
 
 def test_a_tool_parser_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vLLM has no such parser; did you mean 'hermes'"):
-        preflight.check_run(
-            workflow="examples.arithmetic:Arithmetic",
-            dataset="",
-            model="",
-            store=str(tmp_path),
-            evaluation_split="test",
-            tool_parser="hermess",
-        )
+        preflight.check_run(_config(store=str(tmp_path), tool_parser="hermess"))
 
 
 def test_a_custom_loss_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

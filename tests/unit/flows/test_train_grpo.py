@@ -12,7 +12,7 @@ from flows import train_grpo
 from settings.run_file import default_values, make_config
 from storage.log.entries import Evaluation
 from tasks.session import RunSession
-from tests.builders import a_log
+from tests.builders import a_log, a_session
 
 
 def test_only_an_evaluation_of_the_same_version_and_split_replaces_the_due_one(
@@ -20,8 +20,7 @@ def test_only_an_evaluation_of_the_same_version_and_split_replaces_the_due_one(
 ) -> None:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
     config = make_config({**default_values(), "workflow": "examples.arithmetic:Arithmetic"}, source="test")
-    log, nothing = a_log(), None
-    session = RunSession(log=log, fleet=nothing, memory=nothing, session_id="s", tracking="")  # type: ignore[arg-type]
+    session = a_session(log := a_log())
     asked: list[Any] = []
 
     async def evaluate_policy(session: RunSession, *, version: int, settings: Any) -> None:

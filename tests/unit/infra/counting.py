@@ -1,4 +1,4 @@
-"""What the tests of the fleet host: an object that says where it runs, fails on one rank, or waits for the others."""
+"""What the tests of the cluster host: an object that says where it runs, fails on one rank, or waits for the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ class FollowedError(RuntimeError):
 class Counting:
     """Counts its calls."""
 
-    def __init__(self, *, start: int) -> None:
+    opened = None
+
+    @classmethod
+    async def open(cls, *, start: int) -> Counting:
+        """An object that counts from `start`."""
+        return cls(start)
+
+    def __init__(self, start: int) -> None:
         self._count = start
         self._rank = int(os.environ.get("RANK", "0"))
 

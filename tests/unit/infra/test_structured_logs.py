@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from infra.cluster import Cluster
 from infra.environment import prepare_environment
-from infra.fleet import Fleet
 from infra.structured_logs import json_handler, log_driver, logs_are_json
 
 
@@ -72,7 +72,11 @@ def test_an_unknown_format_is_an_error_before_anything_starts(monkeypatch: pytes
 class Talker:
     """Hosted by the test below."""
 
-    def __init__(self) -> None: ...
+    opened = None
+
+    @classmethod
+    async def open(cls) -> Talker:
+        return cls()
 
     async def train_step(self, claim: Any) -> None:
         await asyncio.to_thread(logging.getLogger("millrace.talker").warning, "in a thread")
@@ -86,8 +90,9 @@ def test_a_hosted_worker_names_the_run_itself_and_the_step_it_works_on(
     monkeypatch.setenv("MILLRACE_LOG_FORMAT", "json")
 
     async def talk() -> Path:
-        async with Fleet(log_folder=tmp_path / "my-run") as fleet:
-            worker = await fleet.host("trainer-0", "tests.unit.infra.test_structured_logs:Talker", arguments={})
+        async with Cluster(log_folder=tmp_path / "my-run") as cluster:
+            worker = await cluster.host("trainer-0", "tests.unit.infra.test_structured_logs:Talker")
+            await worker.call("open")
             await worker.call("train_step", Claim(step=5, base_version=4, trained=[], stale=[], filtered=[], failed=[]))
             return worker.log_file
 

@@ -24,7 +24,7 @@ from storage.objects.opening import open_store, probe
 from storage.objects.s3_store import S3Store
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tasks.preflight import check_run
-from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, a_shard, a_summary, provenance
+from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, a_shard, a_summary, provenance
 from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
 
 PASSING = [Fault.SLOW_DOWN, Fault.INTERNAL_ERROR, Fault.CUT_REQUEST, Fault.LOSE_ANSWER]
@@ -307,11 +307,4 @@ def test_a_good_store_passes(store: S3Store, there: _Bucket):
 
 
 def _check_run(store: S3Store) -> None:
-    check_run(
-        workflow="examples.arithmetic:Arithmetic",
-        dataset="",
-        model="",
-        store=store.uri,
-        evaluation_split="test",
-        tool_parser="hermes",
-    )
+    check_run(a_config(workflow="examples.arithmetic:Arithmetic", store=store.uri))

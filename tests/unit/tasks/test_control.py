@@ -10,14 +10,13 @@ import pytest
 from prefect.exceptions import Pause as PrefectPause
 from prefect.states import Cancelling, Paused, Running, State, Suspended
 
-from storage.log.claims import ClaimRules
 from storage.log.entries import Pause, Resume
-from tasks import control, train
+from tasks import control, steps
 from tasks.control import Listener, listening, resumed
 from tasks.session import RunSession
-from tests.builders import a_log, a_shard, a_summary
+from tests.builders import a_config, a_session, a_shard, a_summary
 
-_RULES = ClaimRules(batch_size=1, max_staleness=0, stale_policy="strict", min_usable=1)
+_CONFIG = a_config(batch_size=1, min_usable=1, pace=False, attempt_timeout=0.001, stall_timeout=0.001)
 
 
 class _Server:
@@ -50,10 +49,9 @@ class _Worker:
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    nothing: Any = None
-    session = RunSession(log=a_log(), fleet=nothing, memory=nothing, session_id="s", tracking="")
+    session = a_session()
     worker: Any = _Worker()
-    session.workers = {"rollout-0": worker}
+    session.fleet.workers = {"rollout-0": worker}
     return session
 
 
@@ -66,7 +64,7 @@ def _look(listener: Listener, times: int = 1) -> None:
 
 
 def _looked(session: RunSession) -> int:
-    worker: Any = session.workers["rollout-0"]
+    worker: Any = session.fleet.workers["rollout-0"]
     return int(worker.looked)
 
 
@@ -215,20 +213,18 @@ def test_a_cancelled_flow_run_stays_cancelled(session: RunSession) -> None:
 def test_no_batch_is_claimed_while_paused_and_the_wait_is_no_stall(
     session: RunSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session.workers = {}
+    session.fleet.workers = {}
     session.log.append(a_shard("s0", [a_summary(0)]))
     session.log.append(Pause(reason="lunch"))
 
     async def claim() -> Any:
-        waiting = asyncio.ensure_future(
-            train.next_batch(session, rules=_RULES, pace=False, stall_timeout=0.001, lease_timeout=60.0)
-        )
+        waiting = asyncio.ensure_future(steps.next_batch(session, config=_CONFIG))
         for _ in range(3):
-            session.arrivals.set()
+            session.fleet.arrivals.set()
             await asyncio.sleep(0.01)
             assert not waiting.done()
         session.log.append(Resume(reason="back"))
-        session.arrivals.set()
+        session.fleet.arrivals.set()
         return await waiting
 
     assert asyncio.run(claim()).step == 1

@@ -13,9 +13,8 @@ from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from tasks import producers
 from tasks.producers import follow, producer_name, wait_for_policy
-from tasks.session import RunSession
-from tasks.workers import load_policy
-from tests.builders import a_log, a_shard, a_step, a_summary
+from tasks.rollout import load_policy
+from tests.builders import a_log, a_session, a_shard, a_step, a_summary
 
 
 class _Worker:
@@ -37,13 +36,12 @@ class _Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, worker: _Worker | None = None) -> None:
         monkeypatch.setattr(producers, "LOOK_SECONDS", 0)
         monkeypatch.setattr(producers, "load_policy", load_policy.fn)
-        nothing: Any = None
         self.log = a_log()
         self.worker: Any = worker or _Worker()
         log = RunLog(self.log.store, "run")
         log.refresh()
-        self.session = RunSession(log=log, fleet=nothing, memory=nothing, session_id="", tracking="", outside=True)
-        self.session.hosted["elsewhere-0"] = self.session.workers["elsewhere-0"] = self.worker
+        self.session = a_session(log, id="")
+        self.session.fleet.hosted["elsewhere-0"] = self.session.fleet.workers["elsewhere-0"] = self.worker
 
     def follow(self, *events: Any, shards: int = 0, patience: float = 600.0) -> str:
         script = iter(events)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from settings.rollout import Fallback
+from settings.run_file import RunConfig
 from settings.train import Recipe
-from storage.log.claims import ClaimRules, Fallback, next_claim
+from storage.log.claims import next_claim
 from storage.log.entries import Rescore, Retire, Step
 from storage.log.replay_plan import CannotReplay, ReplayedStep, plan_replay
 from storage.log.run_log import RunLog
@@ -16,6 +18,7 @@ from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
 from storage.shards.rescored_rewards import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.shards.shards import read_shard
+from tests.builders import a_config
 from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows, recipe_of
 from trainers.replay import ReplayWorker
 from trainers.worker import TrainerWorker
@@ -32,13 +35,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Run
     groups = [group_of([row for row in rows if row.group == p], position=p) for p in range(2 * _STEPS)]
     for number in range(_STEPS):
         commit(log, f"shard-{number}", groups[2 * number : 2 * number + 2])
-    rules = ClaimRules(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
+    rules = a_config(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
     _train_all(log, rules, steps=_STEPS, cache=root / "cache")
     assert [step.state_path is not None for step in log.refresh().steps] == [False, False, True, False]
     return log
 
 
-def _train_all(log: RunLog, rules: ClaimRules, *, steps: int, cache: Path) -> None:
+def _train_all(log: RunLog, rules: RunConfig, *, steps: int, cache: Path) -> None:
     recipe = _recipe()
     worker = TrainerWorker(
         store_uri=log.store.uri,
@@ -130,7 +133,7 @@ def test_steps_with_nothing_accepted_are_replayed_as_they_were(
         group = group_of([row for row in rows if row.group == position], position=position)
         accepted = position not in (0, 2, 5)
         commit(log, f"shard-{position}", [dataclasses.replace(group, accepted=accepted)])
-    rules = ClaimRules(
+    rules = a_config(
         batch_size=1,
         max_staleness=8,
         stale_policy="strict",
@@ -157,7 +160,7 @@ def test_named_rewards_reach_the_step_from_recorded_shards(tmp_path: Path, tiny_
             for t in group.trajectories
         ]
         commit(log, f"shard-{position}", [dataclasses.replace(group, trajectories=scored)])
-    rules = ClaimRules(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
+    rules = a_config(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
     _train_all(log, rules, steps=1, cache=tmp_path / "cache")
     by_part = _recipe(advantage={"kind": "grpo", "per_reward": True}, learning_rate=2e-3)
     [step] = _replay(log, tmp_path, 1, 1, changed=by_part)

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 
 from infra.starting import NotStarted
 from infra.weight_broadcast import receive
-from storage.log.claims import ClaimRules, Fallback, next_claim
+from settings.rollout import Fallback
+from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
@@ -24,7 +25,7 @@ from storage.objects.object_store import LocalStore
 from storage.objects.opening import open_store
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyReader
 from storage.shards.shards import DamagedShard
-from tests.builders import a_broadcast
+from tests.builders import a_broadcast, a_config
 from tests.unit.trainers.builders import (
     commit,
     group_of,
@@ -67,7 +68,7 @@ def _worker(
 
 
 def _claim(log: RunLog, *, batch_size: int = _BATCH) -> Claim:
-    rules = ClaimRules(batch_size=batch_size, max_staleness=8, stale_policy="strict", min_usable=2)
+    rules = a_config(batch_size=batch_size, max_staleness=8, stale_policy="strict", min_usable=2)
     claim = next_claim(log.refresh(), rules)
     assert claim is not None
     return claim
@@ -241,7 +242,7 @@ def rejecting(tmp_path: Path, tiny_folder: Path) -> RunLog:
 
 
 def _attempted(log: RunLog, fallback: Fallback) -> Claim:
-    rules = ClaimRules(
+    rules = a_config(
         batch_size=2,
         max_staleness=8,
         stale_policy="strict",

@@ -7,7 +7,6 @@ import json
 import re
 import string
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from rollouts.workflow import Score
 from settings.run_file import default_values, load_run_file
 from storage.log.runs import create_run
 from storage.records import Message, Sampling, Task, Trajectory
-from tests.builders import ATTEMPT_LIMITS, MemoryStore
+from tests.builders import MemoryStore, a_config
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
 from trainers.model.warmup import character_tokenizer
 
@@ -46,13 +45,13 @@ _PASSAGES = [
     Passage(id="3", title="", text="Carl lives in Oslo."),
 ]
 _PROBLEM = Problem(id="q", question="Where does Ada's boss live?", answer="Rome", supporting=("1", "2"))
-_LIMITS = replace(
-    ATTEMPT_LIMITS,
-    min_usable=1,
-    exclude_statuses=["truncated", "max_turns"],
-    attempt_timeout=60.0,
-    max_tool_turns=48,
-)
+_SETTINGS: dict[str, Any] = {
+    "min_usable": 1,
+    "exclude_statuses": ["truncated", "max_turns"],
+    "attempt_timeout": 60.0,
+    "max_tool_turns": 48,
+    "tokens_per_microbatch": 100_000,
+}
 
 
 class _Searcher:
@@ -98,8 +97,7 @@ def _play(agent: SearchAgent, *replies: str, task: Task | None = None, **limits:
                 engine=an_engine(tokens, *replies),
                 tokens=tokens,
                 rewards=pool,
-                limits=replace(_LIMITS, **limits),
-                max_model_len=max_model_len,
+                config=a_config(max_model_len=max_model_len, **{**_SETTINGS, **limits}),
                 tool_parser=Brackets(),  # type: ignore[arg-type]
             )
             group = await player.group(

@@ -8,7 +8,6 @@ import string
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from rollouts.workflow import Workflow
 from settings.run_file import load_run_file
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import decode_shard, encode_shard
-from tests.builders import ATTEMPT_LIMITS, provenance
+from tests.builders import a_config, provenance
 from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
 from trainers.model.warmup import character_tokenizer
@@ -80,8 +79,13 @@ async def _played(workflow: Workflow, *replies: str, **limits: Any) -> RolloutGr
             engine=an_engine(tokens, *replies),
             tokens=tokens,
             rewards=pool,
-            limits=replace(ATTEMPT_LIMITS, min_usable=1, attempt_timeout=60.0, max_tool_turns=48),
-            max_model_len=limits.get("max_model_len", 20_000),
+            config=a_config(
+                min_usable=1,
+                attempt_timeout=60.0,
+                max_tool_turns=48,
+                max_model_len=limits.get("max_model_len", 20_000),
+                tokens_per_microbatch=20_000,
+            ),
             tool_parser=Brackets(),  # type: ignore[arg-type]
         )
         try:

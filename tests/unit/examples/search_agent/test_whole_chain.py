@@ -14,7 +14,6 @@ import string
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -31,7 +30,7 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
 from storage.records import RolloutGroup, Sampling
-from tests.builders import ATTEMPT_LIMITS
+from tests.builders import a_config
 from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
 from tests.unit.rollouts.scripted_text import Brackets
 from trainers.model.warmup import character_tokenizer
@@ -127,8 +126,7 @@ async def _played(agent: SearchAgent, *, before_turn: Callable[[int], None] = la
             engine=ScriptedEngine(reply),
             tokens=tokens,
             rewards=pool,
-            limits=replace(ATTEMPT_LIMITS, min_usable=1, attempt_timeout=60.0),
-            max_model_len=10_000,
+            config=a_config(min_usable=1, attempt_timeout=60.0, max_model_len=10_000, tokens_per_microbatch=10_000),
             tool_parser=Brackets(),  # type: ignore[arg-type]
         )
         task = task_of(_PROBLEM.id, _PROBLEM.question, _PROBLEM.answer, _PROBLEM.supporting)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import re
 import subprocess
@@ -26,7 +25,7 @@ from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow, workflow_context
 from storage.records import RolloutGroup, Sampling, Task, ToolCall
-from tests.builders import ATTEMPT_LIMITS
+from tests.builders import a_config
 
 
 class Place(BaseModel):
@@ -436,8 +435,7 @@ def _group(used: Tool, tokens: ChatTokens, replies: Callable[[str], list[int]], 
                 engine=ScriptedEngine(lambda _, request_id: replies(request_id)),
                 tokens=tokens,
                 rewards=rewards,
-                limits=dataclasses.replace(ATTEMPT_LIMITS, **limits),
-                max_model_len=64,
+                config=a_config(max_model_len=64, **limits),
                 tool_parser=_Parser(),  # type: ignore[arg-type]
             )
             return await player.group(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import fcntl
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +25,7 @@ from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, WrongWorkflow, workflow_context
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import decode_shard, encode_shard
-from tests.builders import ATTEMPT_LIMITS, provenance
+from tests.builders import a_config, provenance
 from tests.unit.rollouts.scripted_text import an_engine
 
 TASK = Task(id="17*3", prompt="What is 17*3?", answer="51")
@@ -51,8 +50,7 @@ def play(
                 engine=engine,
                 tokens=tokens,
                 rewards=rewards,
-                limits=dataclasses.replace(ATTEMPT_LIMITS, attempt_timeout=attempt_timeout),
-                max_model_len=max_model_len,
+                config=a_config(attempt_timeout=attempt_timeout, max_model_len=max_model_len),
                 tool_parser=ToolParser("hermes", tokens.tokenizer),
             )
             try:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from storage.records import RolloutGroup, Sampling, Task, Trajectory
 from storage.shards.shards import commit_shard
 from storage.views.exports import export_sft
 from storage.views.queries import open_queries
-from tests.builders import ATTEMPT_LIMITS, SAMPLING, a_log, local_store, provenance
+from tests.builders import SAMPLING, a_config, a_log, local_store, provenance
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
 
 TASK = Task(id="count", prompt="3")
@@ -86,8 +85,7 @@ def _group(
                 engine=engine or ScriptedEngine(lambda *_: [12, 1]),
                 tokens=tokens,
                 rewards=rewards,
-                limits=replace(ATTEMPT_LIMITS, attempt_timeout=attempt_timeout, min_usable=1),
-                max_model_len=1024,
+                config=a_config(attempt_timeout=attempt_timeout, min_usable=1, max_model_len=1024),
                 tool_parser=Brackets(),  # type: ignore[arg-type]
             )
             return await player.group(
@@ -280,8 +278,7 @@ def test_a_cancelled_attempt_closes_its_environment(tokens: ChatTokens):
                 engine=ScriptedEngine(lambda *_: [12, 1]),
                 tokens=tokens,
                 rewards=rewards,
-                limits=ATTEMPT_LIMITS,
-                max_model_len=64,
+                config=a_config(max_model_len=64),
             )
             names: dict[str, Any] = {"group_id": "0.count", "position": 0, "epoch": 0}
             playing = asyncio.create_task(

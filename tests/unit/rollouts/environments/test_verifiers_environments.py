@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import os
 import threading
@@ -23,7 +22,7 @@ from rollouts.environments.verifiers_environments import VerifiersWorkflow
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
 from storage.records import RolloutGroup, Sampling, Task, Trajectory
-from tests.builders import ATTEMPT_LIMITS
+from tests.builders import a_config
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
 
 _TASKSETS = Path(__file__).parent / "verifiers_tasksets"
@@ -53,8 +52,7 @@ def _group(
                 engine=engine,
                 tokens=tokens,
                 rewards=rewards,
-                limits=dataclasses.replace(ATTEMPT_LIMITS, min_usable=1, attempt_timeout=attempt_timeout),
-                max_model_len=max_model_len,
+                config=a_config(min_usable=1, attempt_timeout=attempt_timeout, max_model_len=max_model_len),
                 tool_parser=Brackets(),  # type: ignore[arg-type]
             )
             try:

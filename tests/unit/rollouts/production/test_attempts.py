@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from rollouts.rewards.scoring import RewardPool, RewardTimeout, score, score_all
 from rollouts.workflow import Score, Workflow, workflow_context
 from settings.reward import RewardSettings
 from storage.records import RolloutGroup, Sampling, Task
-from tests.builders import ATTEMPT_LIMITS
+from tests.builders import a_config
 from tests.unit.rollouts.reward_functions import for_ever, length, nothing
 
 
@@ -56,9 +55,7 @@ def _group(tokens: ChatTokens, workflow: Workflow, *, is_eval: bool = False, **s
                 engine=ScriptedEngine(lambda _, request: [5] * (int(request.split("/")[1]) + 1) + [1]),
                 tokens=tokens,
                 rewards=pool,
-                limits=replace(ATTEMPT_LIMITS, attempt_timeout=60.0),
-                max_model_len=64,
-                shaping=shaping,
+                config=a_config(attempt_timeout=60.0, max_model_len=64).model_copy(update={"reward": shaping}),
             )
             task = Task(id="the task", prompt="3")
             where = {"group_id": "0.task", "position": 0, "epoch": 0, "n_samples": 4, "is_eval": is_eval}

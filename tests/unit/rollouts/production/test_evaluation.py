@@ -20,17 +20,18 @@ from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production import evaluation
-from rollouts.production.attempts import AttemptLimits, Player
+from rollouts.production.attempts import Player
 from rollouts.production.evaluation import MixedVersions, Tally, evaluate_tasks, failure_of, pass_at_k
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
-from storage.log.claims import ClaimRules, next_claim
+from settings.evaluation import EvaluationSettings
+from storage.log.claims import next_claim
 from storage.log.entries import Evaluation, from_json, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import commit_shard, read_shard
-from tests.builders import ATTEMPT_LIMITS, SAMPLING, a_group, a_log, a_policy_folder, a_step, provenance
+from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, a_step, provenance
 
 
 @pytest.mark.parametrize(
@@ -147,8 +148,8 @@ class _Bench:
         tokens: ChatTokens,
         workflow: Workflow | None = None,
         *,
-        limits: AttemptLimits = ATTEMPT_LIMITS,
         max_tokens: int = 8,
+        **limits: Any,
     ) -> None:
         self.workflow = workflow or _Held()
         self.engine = ScriptedEngine(lambda *_: [5, 6, 1])
@@ -157,8 +158,7 @@ class _Bench:
             engine=self.engine,
             tokens=tokens,
             rewards=RewardPool(num_processes=1, timeout=5),
-            limits=limits,
-            max_model_len=64,
+            config=a_config(max_model_len=64, **limits),
         )
         self.player.held = set()
         self.log: RunLog = a_log()
@@ -171,18 +171,18 @@ class _Bench:
             yield Task(id=str(number), prompt="3")
 
     async def evaluate(self, count: int, **changes: Any) -> Evaluation:
-        settings = {"n_samples": 2, "max_concurrent": 4, "shard_bytes": 2**20, "shard_id": "eval0", **changes}
+        settings = EvaluationSettings(
+            n_samples=changes.pop("n_samples", 2), max_concurrent=changes.pop("max_concurrent", 4)
+        )
 
         async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
             for _ in range(20):
                 await asyncio.sleep(0)  # the others play on
             commit_shard(self.log, groups, provenance=provenance(shard_id), sampling=self.sampling, is_eval=True)
 
-        settings = {"commit": commit, **settings}
+        given = {"shard_bytes": 2**20, "shard_id": "eval0", "commit": commit, "sampling": self.sampling, **changes}
         async with asyncio.timeout(100):
-            return await evaluate_tasks(
-                self.tasks(count), player=self.player, version=0, split="test", sampling=self.sampling, **settings
-            )
+            return await evaluate_tasks(self.tasks(count), player=self.player, version=0, settings=settings, **given)
 
 
 def test_an_evaluation_says_what_was_asked_and_what_failed(tokens: ChatTokens):
@@ -233,8 +233,7 @@ def test_what_takes_groups_and_attempts_out_of_training_leaves_an_evaluation_alo
         def accept(self, group: RolloutGroup) -> bool:
             return False
 
-    limits = dataclasses.replace(ATTEMPT_LIMITS, drop_uniform_groups=True, exclude_statuses=["truncated"])
-    bench = _Bench(tokens, Strict(), limits=limits, max_tokens=2)
+    bench = _Bench(tokens, Strict(), max_tokens=2, drop_uniform_groups=True, exclude_statuses=["truncated"])
     found = asyncio.run(bench.evaluate(3))
     assert found.score == 1.0 and found.num_failed == 0
     [shard] = bench.log.refresh().shards.values()
@@ -254,7 +253,7 @@ def test_problems_are_drawn_as_they_are_played(tokens: ChatTokens):
 
 def test_evaluation_rows_can_never_be_trained(tokens: ChatTokens):
     bench = _Bench(tokens)
-    rules = ClaimRules(batch_size=1, max_staleness=8, stale_policy="mask", min_usable=1)
+    rules = a_config(batch_size=1, max_staleness=8, stale_policy="mask", min_usable=1)
     found = asyncio.run(bench.evaluate(4))
     log = bench.log
     log.append(found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import EngineError
 from rollouts.engines.scripted_engine import ScriptedEngine
-from rollouts.production.attempts import AttemptLimits, Player
+from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
 from rollouts.production.prompts import PromptOrder
+from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
-from storage.records import RolloutGroup, Sampling, Task
-from tests.builders import ATTEMPT_LIMITS, LIMITS, FreePrompts, a_policy_folder, wait_for_work
+from storage.records import RolloutGroup, Task
+from tests.builders import FreePrompts, a_config, a_policy_folder, wait_for_work
 
 Play = Callable[[Task, Chat], Awaitable[Any]]
 
@@ -39,6 +39,36 @@ async def _answer(task: Task, chat: Chat) -> Score:
     return Score(reward=float(workflow_context().attempt))
 
 
+class _Executor(Executor):
+    """What a worker does with its quota and its executor, in one call."""
+
+    def set_version(self, version: int, *, accepted: int, paused: bool = False) -> None:
+        num_producers = self._quota.num_producers
+        self._quota.rebase(version=version, committed=accepted, num_producers=num_producers, paused=paused)
+        self.admit()
+
+    @property
+    def room(self) -> int:
+        return self._quota.room
+
+    @property
+    def wanted(self) -> int:
+        return self._quota.wanted
+
+
+_LIMITS: dict[str, Any] = {
+    "n_samples": 2,
+    "batch_size": 4,
+    "steps": 250,
+    "stale_policy": "strict",
+    "max_tokens": 8,
+    "max_model_len": 64,
+    "retries": 0,
+    "shard_bytes": 2**20,
+    "shard_seconds": 10.0,
+}
+
+
 class _Bench:
     """An executor on scripted parts."""
 
@@ -50,30 +80,26 @@ class _Bench:
         num_tasks: int = 100,
         committed: Sequence[int] = (),
         engine: ScriptedEngine | None = None,
-        max_tokens: int = 8,
-        max_model_len: int = 64,
+        total_groups: int = 1000,
+        num_producers: int = 1,
         **limits: Any,
     ) -> None:
         self.engine = engine or ScriptedEngine(lambda *_: [5, 6, 1])
         tasks = [Task(id=f"task{index}", prompt=str(index)) for index in range(num_tasks)]
-        bounds = {f.name for f in fields(AttemptLimits)}
+        config = a_config(**{**_LIMITS, **limits})
         player = Player(
             workflow=_Workflow(play),
             engine=self.engine,
             tokens=tokens,
             rewards=RewardPool(num_processes=1, timeout=5),
-            limits=replace(ATTEMPT_LIMITS, **{name: limits[name] for name in bounds & limits.keys()}),
-            max_model_len=max_model_len,
+            config=config,
         )
-        prompts = FreePrompts(tasks, committed=committed)
-        self.executor = prompts.executor = Executor(
-            player=player,
-            lease=prompts,
-            limits=replace(LIMITS, **{name: value for name, value in limits.items() if hasattr(LIMITS, name)}),
-            sampling=Sampling(max_tokens=max_tokens),
-        )
+        quota = Quota(config)
+        quota.total, quota.num_producers = total_groups, num_producers
+        prompts = FreePrompts(tasks, quota, committed=committed)
+        self.executor = _Executor(player=player, lease=prompts, quota=quota, config=config)
 
-    def play(self, script: Callable[[Executor], Awaitable[Any]]) -> Any:
+    def play(self, script: Callable[[_Executor], Awaitable[Any]]) -> Any:
         async def inside() -> Any:
             async with asyncio.timeout(30):
                 try:
@@ -89,7 +115,7 @@ class _Bench:
     def everything(self) -> list[RolloutGroup]:
         """Batch after batch until nothing more can run before the next version."""
 
-        async def script(executor: Executor) -> list[RolloutGroup]:
+        async def script(executor: _Executor) -> list[RolloutGroup]:
             groups = []
             while made := await executor.prepare_batch():
                 executor.mark_committed(made)
@@ -209,7 +235,7 @@ def test_a_conversation_out_of_room_ends_truncated_and_without_a_reward(tokens: 
         while True:
             await chat.ask(task.prompt)
 
-    group = _Bench(tokens, play, max_model_len=12).one_batch()[0]
+    group = _Bench(tokens, play, max_model_len=12, max_tokens=8).one_batch()[0]
     assert not group.accepted and group.reject_reason == "0 usable of 2, 2 needed"
     assert {(t.status, t.reward) for t in group.trajectories} == {("truncated", None)}
     assert all("tokens of 12 are used" in t.error for t in group.trajectories)
@@ -223,7 +249,7 @@ def test_no_more_groups_run_at_once_than_allowed(tokens: ChatTokens):
 
 
 def test_synchronous_training_stops_at_a_batch_until_the_next_version(tokens: ChatTokens):
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         first = await executor.prepare_batch()
         executor.mark_committed(first)
         assert _positions(first) == [0, 1, 2, 3] and executor.room == 0
@@ -242,7 +268,7 @@ def test_synchronous_training_stops_at_a_batch_until_the_next_version(tokens: Ch
 
 @pytest.mark.parametrize("eta", [0, 1, 2])
 def test_production_runs_ahead_by_the_staleness_bound_and_no_further(tokens: ChatTokens, eta: int):
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         made = []
         while groups := await executor.prepare_batch():
             executor.mark_committed(groups)
@@ -256,7 +282,7 @@ def test_production_runs_ahead_by_the_staleness_bound_and_no_further(tokens: Cha
 
 
 def test_after_a_resume_accepted_restarts_where_the_log_stands(tokens: ChatTokens):
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         # Version 3 is live and 1 group is pending: 3 · 4 + 1.
         executor.set_version(3, accepted=13)
         groups = await executor.prepare_batch()
@@ -279,7 +305,7 @@ def test_a_rejected_group_gives_its_room_back(tokens: ChatTokens):
 
 
 def test_the_last_batch_of_a_run_is_not_overshot(tokens: ChatTokens):
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         groups = [group for _ in range(2) for group in await executor.prepare_batch()]
         assert _positions(groups) == [0, 1, 2, 3, 4, 5]
 
@@ -299,7 +325,7 @@ def test_a_filter_that_rejects_everything_holds_nothing_up(tokens: ChatTokens):
     async def play(task: Task, chat: Chat) -> Score:
         raise KeyError("board")
 
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         for _ in range(3):
             groups = await executor.prepare_batch()
             executor.mark_committed(groups)
@@ -341,7 +367,7 @@ def test_a_dynamic_batch_attempts_a_batch_and_no_more(tokens: ChatTokens):
         await chat.ask(task.prompt)
         return Score(reward=1.0 if int(task.prompt) % 3 else float(workflow_context().attempt))
 
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         groups = await executor.prepare_batch()
         executor.mark_committed(groups)
         assert len(groups) == 4 and sum(group.accepted for group in groups) < 4
@@ -359,7 +385,7 @@ def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens
             await asyncio.Event().wait()
         return await _answer(task, chat)
 
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         groups, committed = [], 0
         for version in range(3):
             executor.set_version(version, accepted=committed)
@@ -375,7 +401,7 @@ def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens
     _Bench(tokens, play, max_staleness=1, batch_size=3).play(script)
 
 
-async def _admit_groups_that_have_not_begun(executor: Executor) -> None:
+async def _admit_groups_that_have_not_begun(executor: _Executor) -> None:
     executor.set_version(0, accepted=0)
     while not executor.in_flight():
         await asyncio.sleep(0)
@@ -383,7 +409,7 @@ async def _admit_groups_that_have_not_begun(executor: Executor) -> None:
 
 
 def test_a_group_that_has_not_begun_is_given_up_as_one_that_has(tokens: ChatTokens):
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         await _admit_groups_that_have_not_begun(executor)
         executor.set_version(2, accepted=0)
         groups = await executor.prepare_batch()
@@ -394,7 +420,7 @@ def test_a_group_that_has_not_begun_is_given_up_as_one_that_has(tokens: ChatToke
 
 
 def test_groups_that_have_not_begun_are_called_back_as_those_that_have(tokens: ChatTokens):
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         await _admit_groups_that_have_not_begun(executor)
         await executor.call_back()
         assert executor.in_flight() == []
@@ -419,7 +445,7 @@ def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens)
             await slow.wait()
         return await _answer(task, chat)
 
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         batch = asyncio.create_task(executor.prepare_batch())
         await asyncio.sleep(0.05)
         assert not batch.done()
@@ -431,7 +457,7 @@ def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens)
     _Bench(tokens, play).play(script)
 
 
-@pytest.mark.parametrize("limits", [{"shard_bytes": 1}, {"shard_seconds": 0.05}], ids=["bytes", "seconds"])
+@pytest.mark.parametrize("limits", [{"shard_bytes": 1024}, {"shard_seconds": 0.05}], ids=["bytes", "seconds"])
 def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, limits: dict[str, Any]):
     async def play(task: Task, chat: Chat) -> Score:
         if int(task.prompt) % 2:
@@ -449,7 +475,7 @@ def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, li
 def test_a_shard_is_what_the_next_step_misses_or_a_workers_share_of_it(
     tokens: ChatTokens, pending: int, num_producers: int, sizes: list[int]
 ):
-    async def script(executor: Executor) -> list[int]:
+    async def script(executor: _Executor) -> list[int]:
         executor.set_version(3, accepted=3 * 4 + pending)
         made = []
         for _ in range(2):
@@ -474,7 +500,7 @@ def test_rejected_groups_do_not_complete_a_step_and_are_committed_by_the_batch(t
 
 
 def test_what_is_handed_out_and_not_yet_committed_still_counts(tokens: ChatTokens):
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         groups = await executor.prepare_batch()
         executor.set_version(0, accepted=0)  # somebody looked at the log before the commit
         assert executor.room == 0
@@ -491,7 +517,7 @@ def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatT
             await asyncio.Event().wait()
         return await _answer(task, chat)
 
-    async def script(executor: Executor) -> None:
+    async def script(executor: _Executor) -> None:
         executor.set_version(0, accepted=0)
         while executor.num_finished < 2:
             await executor.wait_for_change()
@@ -503,7 +529,7 @@ def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatT
 
 
 def test_a_debug_batch_returns_every_group_whatever_a_filter_says(tokens: ChatTokens):
-    async def script(executor: Executor) -> list[RolloutGroup]:
+    async def script(executor: _Executor) -> list[RolloutGroup]:
         order = PromptOrder([Task(id=f"t{index}", prompt="1") for index in range(3)], seed=0)
         return await executor.rollout_batch([order.at(position) for position in range(3)])
 
@@ -537,12 +563,11 @@ def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens
 
     bench = _Bench(tokens, wait, batch_size=32, max_concurrent=2)  # a lease of four: two run, two are ready
 
-    async def script(executor: Executor) -> tuple[int, int]:
+    async def script(executor: _Executor) -> tuple[int, int]:
         collecting = asyncio.ensure_future(executor.prepare_batch())
         while len(executor.in_flight()) < 2:
             await asyncio.sleep(0)
-        executor.paused = True
-        executor.set_version(0, accepted=0)
+        executor.set_version(0, accepted=0, paused=True)
         gate.set()
         groups = await collecting
         assert not executor.in_flight() and executor.wanted == 0
@@ -550,7 +575,6 @@ def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens
         waiting = asyncio.ensure_future(wait_for_work(executor))
         await asyncio.sleep(0.01)
         assert not waiting.done(), "a producer does not spin on prompts it may not start"
-        executor.paused = False
         executor.set_version(0, accepted=len(groups))
         await waiting
         return len(groups), len(executor.in_flight())

@@ -14,16 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from infra.starting import NotStarted
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.production.executor import Limits
 from rollouts.production.prompts import PromptOrder
 from rollouts.production.worker import RolloutWorker
 from rollouts.workflow import Score, Workflow, workflow_context
-from settings.engine import EngineSettings
-from settings.reward import RewardSettings
-from storage.log.claims import ClaimRules
+from settings.evaluation import EvaluationSettings
 from storage.log.entries import Join, Lease, Pause, Policy, Quarantine, Release, Resume, Session, Shard, Step
 from storage.log.producers import withdraw
 from storage.log.run_state import Conflict
@@ -31,12 +27,26 @@ from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, check_adapters
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
-from storage.records import Sampling, Task
+from storage.records import Task
 from storage.shards.shards import read_shard
-from tests import builders
-from tests.builders import ATTEMPT_LIMITS, BASE, a_broadcast, a_log, a_policy_folder, a_step, local_store
+from tests.builders import BASE, a_broadcast, a_config, a_log, a_policy_folder, a_step, local_store
 
-LIMITS = replace(builders.LIMITS, batch_size=3, total_groups=300, max_concurrent=8)
+BATCH, ATTEMPTS = 3, 2
+SETTINGS: dict[str, Any] = {
+    "run": "run",
+    "workflow": f"{__name__}:Digits",
+    "n_samples": ATTEMPTS,
+    "batch_size": BATCH,
+    "steps": 100,
+    "max_concurrent": 8,
+    "stale_policy": "strict",
+    "retries": 0,
+    "shard_bytes": 2**20,
+    "shard_seconds": 10.0,
+    "max_tokens": 8,
+    "engine": {"kind": "scripted", "max_model_len": 64},
+    "reward": {"timeout": 20.0},
+}
 
 
 class Digits(Workflow):
@@ -64,7 +74,7 @@ class Flaky(Digits):
 
     async def run(self, task: Task, chat: Chat) -> Score:
         self._attempts[task.id] += 1
-        if self._attempts[task.id] <= LIMITS.n_samples:
+        if self._attempts[task.id] <= ATTEMPTS:
             raise ConnectionError("no database")
         return await super().run(task, chat)
 
@@ -85,7 +95,7 @@ class _Run:
         self.store.put_folder(source, path, last=DIGEST_FILE)
         return digest
 
-    def train(self, batch_size: int = LIMITS.batch_size, **metrics: float) -> Policy:
+    def train(self, batch_size: int = BATCH, **metrics: float) -> Policy:
         """Take a step on the first batch of accepted groups; returns its policy."""
         state = self.log.refresh()
         accepted = [group_id for group_id in state.pending if state.groups[group_id].accepted]
@@ -98,7 +108,7 @@ class _Run:
     def train_delta(self) -> Policy:
         """As `train`, with weights of which one value changes, stored as a delta but for the first."""
         state = self.log.refresh()
-        step: Step = a_step(state, trained=list(state.pending)[: LIMITS.batch_size])
+        step: Step = a_step(state, trained=list(state.pending)[:BATCH])
         version, source = step.policy.version, self.folder / "made" / str(step.policy.version)
         a_policy_folder(source, tokenizer=self.tokenizer)
         weights = np.zeros(1000, np.float32)
@@ -113,7 +123,7 @@ class _Run:
 
     def train_adapter(self) -> Policy:
         """As `train`, with a policy that is an adapter: no tokenizer, no configuration of a model."""
-        step: Step = a_step(state := self.log.refresh(), trained=list(state.pending)[: LIMITS.batch_size])
+        step: Step = a_step(state := self.log.refresh(), trained=list(state.pending)[:BATCH])
         source = self.folder / "made" / step.policy.path
         source.mkdir(parents=True)
         (source / "adapter_config.json").write_text("{}")
@@ -123,25 +133,20 @@ class _Run:
         self.log.append(replace(step, policy=policy))
         return policy
 
-    def worker(self, name: str = "rollout-0", **changes: Any) -> RolloutWorker:
-        arguments = {
-            "store_uri": self.store.uri,
-            "run_id": "run",
-            "name": name,
-            "workflow": f"{__name__}:Digits",
-            "dataset": None,
-            "engine": EngineSettings(kind="scripted", max_model_len=64),
-            "limits": LIMITS,
-            "rules": ClaimRules(batch_size=LIMITS.batch_size, max_staleness=0, stale_policy="strict", min_usable=2),
-            "sampling": Sampling(max_tokens=8),
-            "attempt_limits": ATTEMPT_LIMITS,
-            "reward": RewardSettings(timeout=20.0),
-            "seed": 0,
-            "code_version": "c0de",
-            "config_sha256": "a" * 64,
-            "cache": str(self.folder / "cache"),
-        }
-        return RolloutWorker(**{**arguments, **changes})
+    async def worker(
+        self, name: str = "rollout-0", *, outside: bool = False, version: int | None = None, **changes: Any
+    ) -> RolloutWorker:
+        config = a_config(**{**SETTINGS, **changes})
+        cache = str(self.folder / "cache")
+        return await RolloutWorker.open(
+            config,
+            store_uri=self.store.uri,
+            name=name,
+            cache=cache,
+            code_version="c0de",
+            outside=outside,
+            version=version,
+        )
 
     def play(
         self, script: Callable[..., Awaitable[Any]], *, workers: int = 1, version: int | None = None, **changes: Any
@@ -149,10 +154,8 @@ class _Run:
         """Run `script(worker, …)` on started workers."""
 
         async def inside() -> Any:
-            started = [self.worker(f"rollout-{rank}", **changes) for rank in range(workers)]
             async with asyncio.timeout(60):
-                for worker in started:
-                    await worker.start(version)
+                started = [await self.worker(f"rollout-{n}", version=version, **changes) for n in range(workers)]
                 for worker in started if workers > 1 else []:
                     await worker.join()
                 for worker in started:
@@ -202,7 +205,7 @@ def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is_count
         return shard.seconds["generate"] + shard.seconds["reward"]
 
     async def script(worker: RolloutWorker) -> tuple[float, list[Shard]]:
-        while worker.progress() < LIMITS.batch_size:  # attempts are played before anybody collects them
+        while worker.progress() < BATCH:  # attempts are played before anybody collects them
             await asyncio.sleep(0)
         asked, first = time.time(), await worker.collect()
         await worker.publish(run.train())
@@ -214,15 +217,6 @@ def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is_count
     begun = min(read_shard(run.log, run.log.refresh().shards[shards[0].id])["queued_at"].to_pylist())
     assert worked(shards[0]) >= asked - begun > 0
     assert sum(map(worked, shards)) <= ended - began
-
-
-def test_a_worker_that_has_not_started_says_what_to_do(run: _Run):
-    with pytest.raises(NotStarted, match=r"RolloutWorker .* call start\(\) first"):
-        asyncio.run(run.worker().collect())
-
-
-def test_a_worker_closed_while_it_starts_has_nothing_to_say(run: _Run):
-    asyncio.run(run.worker().close())
 
 
 def test_synchronous_production_has_nothing_more_to_do_before_the_next_policy(run: _Run):
@@ -240,9 +234,9 @@ def test_adapters_are_served_with_the_base_models_tokenizer_and_stand_beside_the
         await worker.publish(run.train_adapter())
         assert await _collect(worker) is not None
 
-    run.play(publish, lora_rank=4)
+    run.play(publish, lora={"rank": 4})
     run.train_adapter()
-    run.play(_collect, lora_rank=4)  # a worker that starts on an adapter
+    run.play(_collect, lora={"rank": 4})  # a worker that starts on an adapter
     state = run.log.refresh()
     tables = {shard.id: read_shard(run.log, shard) for shard in state.shards.values()}
     served = [
@@ -324,7 +318,7 @@ def test_a_restarted_worker_asks_only_what_the_log_lacks(run: _Run):
 
 def test_an_interrupted_batch_is_completed_and_no_more(run: _Run):
     """One group was committed before the crash: two are missing."""
-    run.play(_collect, limits=Limits(**{**vars(LIMITS), "batch_size": 1}))
+    run.play(_collect, batch_size=1)
     assert run.committed() == [0]
     run.play(_collect)
     assert run.committed() == [0, 1, 2]
@@ -434,7 +428,7 @@ def test_attempts_do_not_begin_ahead_of_a_step_that_takes_long(run: _Run):
 def test_attempts_that_began_ahead_of_a_policy_that_does_not_come_are_called_back(
     run: _Run, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("rollouts.production.worker.AHEAD_PATIENCE", 0.02)
+    monkeypatch.setattr("rollouts.production.head_start.PATIENCE", 0.02)
 
     async def script(worker: RolloutWorker) -> None:
         collecting = await _begin_third_batch(run, worker)
@@ -459,7 +453,7 @@ async def _lose_a_shard(run: _Run, worker: RolloutWorker) -> None:
 
 
 async def _evaluate(run: _Run, worker: RolloutWorker) -> None:
-    assert (await worker.evaluate(**_HELD_OUT)).version == 1
+    assert (await worker.evaluate(_HELD_OUT)).version == 1
 
 
 async def _pause(run: _Run, worker: RolloutWorker) -> None:
@@ -498,8 +492,6 @@ def test_what_began_ahead_makes_room_for_whoever_needs_the_engine_before(run: _R
 
 
 def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Run):
-    limits = replace(LIMITS, batch_size=4)  # two prompts for each of two
-
     async def produce(worker: RolloutWorker, other: RolloutWorker) -> None:
         while True:
             await _collect(worker)
@@ -514,14 +506,13 @@ def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Ru
         for step in range(3):
             await until(committed=4 * step + 4, leased=4 if step else 0)
             assert not step or set(run.log.state.leased.values()) == {"rollout-0", "rollout-1"}
-            policy = run.train(limits.batch_size, **SHORT)
+            policy = run.train(4, **SHORT)
             await asyncio.gather(first.publish(policy), second.publish(policy))
         for task in producing:
             task.cancel()
         await asyncio.gather(*producing, return_exceptions=True)
 
-    rules = ClaimRules(batch_size=4, max_staleness=0, stale_policy="strict", min_usable=2)
-    run.play(script, workers=2, limits=limits, rules=rules)
+    run.play(script, workers=2, batch_size=4)  # two prompts for each of two
     committed = 0
     for entry in run.log.entries:
         match entry.body:
@@ -561,13 +552,12 @@ def test_what_a_dead_worker_had_leased_is_attempted_elsewhere(run: _Run):
 
 def test_what_a_worker_given_up_for_dead_has_made_is_dropped_and_it_goes_on(run: _Run):
     async def both() -> None:
-        late, other = run.worker("rollout-0"), run.worker("rollout-1")
-        await late.start()
+        late = await run.worker("rollout-0")
         await late.refresh()
         while len(run.log.refresh().leased) < 3:
             await asyncio.sleep(0.01)
         run.log.append(Release(holder="rollout-0", reason="not heard of"))
-        await other.start()
+        other = await run.worker("rollout-1")
         await other.refresh()
         try:
             await _collect(other)
@@ -587,9 +577,8 @@ def test_a_producer_given_up_for_dead_commits_nothing_twice_and_joins_anew(run: 
     """One that the driver has not started, with `retries`: what came to nothing is known by its id."""
 
     async def both() -> None:
-        changes = {"outside": True, "workflow": f"{__name__}:Flaky", "limits": replace(LIMITS, retries=1)}
-        late, other = run.worker("elsewhere-0", **changes), run.worker("elsewhere-1", **changes)
-        await late.start()
+        changes = {"outside": True, "workflow": f"{__name__}:Flaky", "retries": 1}
+        late = await run.worker("elsewhere-0", **changes)
         await late.join()
         joined = run.log.refresh().producers["elsewhere-0"]
         await late.refresh()
@@ -597,7 +586,7 @@ def test_a_producer_given_up_for_dead_commits_nothing_twice_and_joins_anew(run: 
             await asyncio.sleep(0.01)
         run.log.refresh()
         withdraw(run.log, "elsewhere-0", reason="no sign of life for 60 s")
-        await other.start()
+        other = await run.worker("elsewhere-1", **changes)
         await other.join()
         try:
             while len(run.committed()) < 3:
@@ -628,10 +617,9 @@ def test_two_at_one_prompt_commit_the_same_failed_try_once(run: _Run):
     """Each had the prompt for its own; both found that it came to nothing, and tried again."""
 
     async def both() -> None:
-        changes = {"workflow": f"{__name__}:Flaky", "limits": replace(LIMITS, retries=1, batch_size=1)}
-        first, second = run.worker("rollout-0", **changes), run.worker("rollout-1", **changes)
+        changes = {"workflow": f"{__name__}:Flaky", "retries": 1, "batch_size": 1}
+        first, second = await run.worker("rollout-0", **changes), await run.worker("rollout-1", **changes)
         for worker, rival in ((first, "rollout-0"), (second, "rollout-1")):
-            await worker.start()
             await worker.refresh()
             while worker.progress() < 1:
                 await asyncio.sleep(0.01)
@@ -666,7 +654,6 @@ def test_two_at_one_prompt_commit_the_same_failed_try_once(run: _Run):
 def test_the_prompts_in_flight_are_divided_among_who_takes_part_now(
     run: _Run, others: int, changes: dict[str, Any], at_most: int
 ):
-    limits = replace(LIMITS, **{"batch_size": 12, "max_concurrent": 64, **changes})
     for number in range(others):
         run.log.append(Join(holder=f"elsewhere-{number}", id=str(number), outside=True))
 
@@ -678,7 +665,7 @@ def test_the_prompts_in_flight_are_divided_among_who_takes_part_now(
         first = next(entry.body for entry in run.log.entries if isinstance(entry.body, Lease))
         assert len(first.positions) == at_most
 
-    run.play(script, limits=limits)
+    run.play(script, **{"batch_size": 12, "max_concurrent": 64, **changes})
 
 
 def test_a_producer_ends_where_the_newest_session_means_to(run: _Run):
@@ -730,7 +717,7 @@ def test_a_data_set_that_changed_under_the_run_is_an_error_and_no_endless_loop(
 
 def test_evaluation_stores_its_trajectories_and_logs_a_score(run: _Run):
     async def script(worker: RolloutWorker) -> Any:
-        return await worker.evaluate(split="test", num_tasks=10, n_samples=2, temperature=0.0, max_concurrent=8)
+        return await worker.evaluate(EvaluationSettings(split="test", num_tasks=10, n_samples=2, temperature=0.0))
 
     evaluation = run.play(script)
     state = run.log.refresh()
@@ -750,7 +737,8 @@ def test_evaluation_beside_a_swap_belongs_to_one_version(run: _Run):
         await _collect(worker)
         policy = run.train()
         beside, after = (
-            worker.evaluate(split="test", num_tasks=2, n_samples=4, temperature=1.0, max_concurrent=8) for _ in range(2)
+            worker.evaluate(EvaluationSettings(split="test", num_tasks=2, n_samples=4, temperature=1.0))
+            for _ in range(2)
         )
         await asyncio.gather(beside, worker.publish(policy))
         await after
@@ -777,18 +765,17 @@ class Gated(Digits):
         return await super().run(task, chat)
 
 
-_HELD_OUT: dict[str, Any] = {"split": "test", "num_tasks": 2, "n_samples": 1, "temperature": 0.0, "max_concurrent": 8}
+_HELD_OUT = EvaluationSettings(split="test", num_tasks=2, n_samples=1, temperature=0.0, max_concurrent=8)
 
 
 def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: _Run):
     async def script(producer: RolloutWorker) -> None:
         Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
-        evaluator = run.worker("evaluator-0", workflow=f"{__name__}:Gated")
-        await evaluator.start()
+        evaluator = await run.worker("evaluator-0", workflow=f"{__name__}:Gated")
         try:
             await _collect(producer)
-            evaluating = asyncio.create_task(evaluator.evaluate_version(0, **_HELD_OUT))
-            next_one = asyncio.create_task(evaluator.evaluate_version(1, **_HELD_OUT))
+            evaluating = asyncio.create_task(evaluator.evaluate_version(0, _HELD_OUT))
+            next_one = asyncio.create_task(evaluator.evaluate_version(1, _HELD_OUT))
             await Gated.started.wait()
             for version in (1, 2):
                 await producer.publish(run.train())
@@ -796,10 +783,10 @@ def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: 
                 assert (shard.head_version, shard.tail_version) == (version, version)
             assert not evaluating.done() and not run.log.refresh().evaluations
             Gated.let_through.set()
-            found = [await evaluating, await next_one, await evaluator.evaluate_version(0, **_HELD_OUT)]
+            found = [await evaluating, await next_one, await evaluator.evaluate_version(0, _HELD_OUT)]
             assert [evaluation.version for evaluation in found] == [0, 1, 0]
             with pytest.raises(ValueError, match="no policy version 9; it has 0 to 2"):
-                await evaluator.evaluate_version(9, **_HELD_OUT)
+                await evaluator.evaluate_version(9, _HELD_OUT)
         finally:
             await evaluator.close()
 
@@ -815,7 +802,7 @@ def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: 
 def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_production_does_not(run: _Run):
     async def script(worker: RolloutWorker) -> None:
         Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
-        evaluating = asyncio.create_task(worker.evaluate(**_HELD_OUT))
+        evaluating = asyncio.create_task(worker.evaluate(_HELD_OUT))
         await Gated.started.wait()
         assert (await _collect(worker)).head_version == 0
         publishing = asyncio.create_task(worker.publish(run.train()))
@@ -836,7 +823,7 @@ def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
     run.train()
 
     async def script(worker: RolloutWorker) -> Any:
-        return await worker.evaluate(split="test", num_tasks=1, n_samples=1, temperature=0.0, max_concurrent=8)
+        return await worker.evaluate(EvaluationSettings(split="test", num_tasks=1, n_samples=1, temperature=0.0))
 
     evaluation = run.play(script, version=0)
     assert evaluation.version == 0
@@ -848,7 +835,7 @@ def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
 def test_an_empty_split_is_an_error_with_the_fix(run: _Run):
     with pytest.raises(ValueError, match="'empty' split is empty"):
         run.play(
-            lambda worker: worker.evaluate(split="empty", num_tasks=1, n_samples=1, temperature=0.0, max_concurrent=8)
+            lambda worker: worker.evaluate(EvaluationSettings(split="empty", num_tasks=1, n_samples=1, temperature=0.0))
         )
 
 
@@ -906,8 +893,7 @@ def test_a_damaged_delta_leaves_the_engine_where_the_bound_lets_it_and_is_tried_
         await _collect(worker)
         assert worker._served.version == 2
 
-    rules = ClaimRules(batch_size=LIMITS.batch_size, max_staleness=3, stale_policy="strict", min_usable=2)
-    run.play(script, limits=replace(LIMITS, max_staleness=3), rules=rules)
+    run.play(script, max_staleness=3)
 
 
 def test_a_damaged_delta_is_an_error_where_the_bound_leaves_nothing_to_do(run: _Run):
@@ -930,14 +916,14 @@ def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(run: _Ru
             await _collect(worker)
             run.train_delta()
 
-    run.play(train, limits=replace(LIMITS, max_staleness=3))
+    run.play(train, max_staleness=3)
     live = run.log.refresh().policies[2]
     _break(run, live)
 
     async def inside() -> None:
-        worker = run.worker()
+        worker = await run.worker()
         async with asyncio.timeout(60):
-            assert await worker.start() == "", "no checksum of the live policy"
+            assert worker.opened == "", "no checksum of the live policy"
             assert worker._served.version == 1 and "starting with policy 1 instead of 2" in caplog.text
             await worker.refresh()
             with pytest.raises(DamagedDelta):

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.log.claims import ClaimRules, NothingAccepted, StalePolicy, next_claim, num_counted, updates_behind
+from settings.train import StalePolicy
+from storage.log.claims import NothingAccepted, next_claim, num_counted, updates_behind
 from storage.log.entries import Claim, ClaimedGroup, GroupSummary
 from storage.log.run_state import RunState
 from storage.shards.codec import summarise
-from tests.builders import a_group, a_log, a_shard, a_step, a_summary, a_trajectory, a_turn
+from tests.builders import a_config, a_group, a_log, a_shard, a_step, a_summary, a_trajectory, a_turn
 
-RULES = ClaimRules(batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
+RULES: dict[str, Any] = dict(batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
 OUTCOMES = ("trained", "stale", "filtered", "failed", "cancelled")
 
 
@@ -29,7 +30,7 @@ def _state(*groups: GroupSummary, version: int = 0) -> RunState:
 
 
 def _claim(state: RunState, batch_size: int = 2, **rules: Any) -> Claim | None:
-    return next_claim(state, replace(RULES, batch_size=batch_size, **rules))
+    return next_claim(state, a_config(**{**RULES, "batch_size": batch_size, **rules}))
 
 
 def _ids(groups: list[ClaimedGroup]) -> list[str]:
@@ -239,7 +240,8 @@ def test_admission_counts_what_a_step_may_still_train():
     groups = [a_summary(0), a_summary(1, version=2), a_summary(2, version=2, accepted=False), _mixed(3, 0, 2)]
     state = _state(*groups, version=2)
     counts = {
-        policy: num_counted(state, replace(RULES, stale_policy=policy)) for policy in ("strict", "mask", "correct")
+        policy: num_counted(state, a_config(**{**RULES, "stale_policy": policy}))
+        for policy in ("strict", "mask", "correct")
     }
     assert counts == {"strict": 1, "mask": 2, "correct": 3}
 
@@ -247,4 +249,4 @@ def test_admission_counts_what_a_step_may_still_train():
 def test_admission_counts_attempts_where_steps_take_those():
     retried = replace(a_summary(0, rewards=[1, None], accepted=False), retried=True)
     state = _state(retried, a_summary(0, group_id="0.task0.retry1"), a_summary(1, accepted=False), a_summary(2))
-    assert num_counted(state, replace(RULES, dynamic_batch=True)) == 3
+    assert num_counted(state, a_config(**RULES, dynamic_batch=True)) == 3

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from storage.log.claims import ClaimRules, next_claim
+from storage.log.claims import next_claim
 from storage.log.entries import (
     Alias,
     Entry,
@@ -35,7 +35,7 @@ from storage.log.entries import (
 )
 from storage.log.run_log import RunLog
 from storage.log.run_state import OUTCOMES, Conflict, LogDamaged, RunState
-from tests.builders import BASE, MemoryStore, a_claim, a_log, a_shard, a_step, a_summary, local_store
+from tests.builders import BASE, MemoryStore, a_claim, a_config, a_log, a_shard, a_step, a_summary, local_store
 from tests.processes import commit_shards, run_together
 
 
@@ -154,7 +154,7 @@ def test_clocks_decide_nothing(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("storage.log.run_log.time", SimpleNamespace(time=lambda: clock.pop()))
         log = a_log()
         log.append(a_shard("s0", [a_summary(position) for position in (2, 0, 1)]))
-        rules = ClaimRules(batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
+        rules = a_config(batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
         claim = next_claim(log.state, rules)
         assert claim is not None
         log.append(a_step(log.state, claim))
@@ -360,7 +360,7 @@ class ConservationLaw(RuleBasedStateMachine):
 
     @rule(batch_size=st.integers(1, 4), max_staleness=st.integers(0, 2))
     def take_a_step(self, batch_size: int, max_staleness: int) -> None:
-        rules = ClaimRules(
+        rules = a_config(
             batch_size=batch_size,
             max_staleness=max_staleness,
             stale_policy="strict",

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.log import segments as log_segments
-from storage.log.claims import ClaimRules, next_claim
+from storage.log.claims import next_claim
 from storage.log.entries import Alias, Evaluation, Quarantine, Rescore, Retire
 from storage.log.replay_plan import plan_replay
 from storage.log.run_log import RunLog
@@ -32,6 +32,7 @@ from storage.shards.shards import commit_shard, read_shard
 from tests.builders import (
     SAMPLING,
     MemoryStore,
+    a_config,
     a_group,
     a_log,
     a_shard,
@@ -689,7 +690,7 @@ def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
 
     def train() -> None:
         log = open_run(local_store(tmp_path), "run")
-        claim_rules = ClaimRules(batch_size=1, max_staleness=10**6, stale_policy="strict", min_usable=1)
+        claim_rules = a_config(batch_size=1, max_staleness=10**6, stale_policy="strict", min_usable=1)
         while log.refresh().step < rounds:
             claim = next_claim(log.state, claim_rules)
             if claim is None:

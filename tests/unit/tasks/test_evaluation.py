@@ -11,20 +11,20 @@ import pytest
 
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, promote
-from tasks.gate import try_gate
-from tasks.session import RunSession
+from storage.log.run_log import RunLog
+from tasks.evaluation import try_gate
 from tests.builders import a_log, a_shard, a_step, a_summary
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
     """A run of two steps."""
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    log, nothing = a_log(), None
+    log = a_log()
     for number in (1, 2):
         log.append(a_shard(f"s{number}", [a_summary(number)]))
         log.append(replace(a_step(log.state, trained=[f"0.task{number}"]), metrics={"engine_gap": 0.1 * number}))
-    return RunSession(log=log, fleet=nothing, memory=nothing, session_id="s", tracking="")  # type: ignore[arg-type]
+    return log
 
 
 def _evaluated(version: int, score: float) -> Evaluation:
@@ -32,19 +32,19 @@ def _evaluated(version: int, score: float) -> Evaluation:
     return Evaluation(version=version, split="test", score=score, shard_id=f"e{version}-{score}", **fields)
 
 
-def _try(session: RunSession, evaluation: Evaluation, *, min_score: float | None = 0.5, max_gap: float = 1.0) -> Any:
-    session.log.append(evaluation)
-    return try_gate(session, evaluation, min_score=min_score, max_gap=max_gap)
+def _try(log: RunLog, evaluation: Evaluation, *, min_score: float | None = 0.5, max_gap: float = 1.0) -> Any:
+    log.append(evaluation)
+    return try_gate(log, evaluation, min_score=min_score, max_gap=max_gap)
 
 
-def test_a_score_that_reaches_the_gate_makes_a_champion(session: RunSession) -> None:
-    assert _try(session, _evaluated(1, 0.5)) == []
-    assert session.log.state.aliases[CHAMPION].version == 1
+def test_a_score_that_reaches_the_gate_makes_a_champion(log: RunLog) -> None:
+    assert _try(log, _evaluated(1, 0.5)) == []
+    assert log.state.aliases[CHAMPION].version == 1
 
 
-def test_without_a_gate_no_evaluation_makes_a_champion(session: RunSession) -> None:
-    assert _try(session, _evaluated(1, 1.0), min_score=None) is None
-    assert CHAMPION not in session.log.state.aliases
+def test_without_a_gate_no_evaluation_makes_a_champion(log: RunLog) -> None:
+    assert _try(log, _evaluated(1, 1.0), min_score=None) is None
+    assert CHAMPION not in log.state.aliases
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_without_a_gate_no_evaluation_makes_a_champion(session: RunSession) -> N
     ],
 )
 def test_what_speaks_against_a_policy_is_said_and_the_champion_stays(
-    session: RunSession, caplog: pytest.LogCaptureFixture, score: float, max_gap: float, why: str
+    log: RunLog, caplog: pytest.LogCaptureFixture, score: float, max_gap: float, why: str
 ) -> None:
-    promote(session.log, 1, max_gap=1.0)
-    with caplog.at_level(logging.WARNING, logger="millrace.gate"):
-        problems = _try(session, _evaluated(2, score), max_gap=max_gap)
+    promote(log, 1, max_gap=1.0)
+    with caplog.at_level(logging.WARNING, logger="millrace.evaluation"):
+        problems = _try(log, _evaluated(2, score), max_gap=max_gap)
     assert len(problems) == 1 and why in problems[0]
     assert why in caplog.text and "policy 1 stays the champion" in caplog.text
-    assert session.log.state.aliases[CHAMPION].version == 1
+    assert log.state.aliases[CHAMPION].version == 1

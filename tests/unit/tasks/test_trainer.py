@@ -10,10 +10,10 @@ import pytest
 
 from storage.log.entries import Claim
 from storage.log.run_log import RunLog
-from tasks import train
+from tasks import steps
 from tasks.session import RunSession
-from tasks.train import EveryClaimRefused
-from tests.builders import a_claim, a_log, a_shard, a_step, a_summary
+from tasks.trainer import EveryClaimRefused
+from tests.builders import a_claim, a_config, a_session, a_shard, a_step, a_summary
 from trainers.health import GapTooLarge, NonFinite
 from trainers.refusals import RefusedShards
 
@@ -36,28 +36,22 @@ class _Trainer:
         return step
 
 
-class _Memory:
-    peak_bytes = 0
-
-
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    nothing: Any = None
-    memory: Any = _Memory()
-    return RunSession(log=a_log(), fleet=nothing, memory=memory, session_id="s", tracking="")
+    return a_session()
 
 
 def _take(session: RunSession, *outcomes: Any) -> list[Any]:
     """One fresh shard and claim per outcome; returns what became of each step."""
     trainer: Any = _Trainer(session.log, list(outcomes))
-    session.trainer = trainer
+    session.trainer._hosted = trainer
     results = []
     for _ in outcomes:
         number = len(session.log.state.shards)
         session.log.append(a_shard(f"s{number}", [a_summary(number)]))
         claim = a_claim(session.log.state, trained=[f"0.task{number}"])
-        results.append(asyncio.run(train.train_step.fn(session, claim=claim, round_started=0.0)))
+        results.append(asyncio.run(steps.train_step.fn(session, claim=claim, config=a_config())))
     return results
 
 
@@ -101,9 +95,9 @@ def test_a_step_in_between_starts_the_count_again(session: RunSession) -> None:
 
 def test_a_step_without_a_measured_gap_is_not_suspicious(session: RunSession) -> None:
     _take(session, {"loss": 0.1})
-    assert not session.warned_of_gap
+    assert not session.trainer._warned_of_gap
     _take(session, {"engine_gap": 0.5})
-    assert session.warned_of_gap
+    assert session.trainer._warned_of_gap
 
 
 class _State:
@@ -113,5 +107,5 @@ class _State:
 
 def test_only_what_may_pass_is_tried_again() -> None:
     fatal = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are null")]
-    assert not any(train._may_pass(None, None, _State(error)) for error in fatal)
-    assert train._may_pass(None, None, _State(OSError("disk")))
+    assert not any(steps._may_pass(None, None, _State(error)) for error in fatal)
+    assert steps._may_pass(None, None, _State(OSError("disk")))

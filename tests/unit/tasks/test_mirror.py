@@ -8,7 +8,6 @@ import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,8 @@ from storage.log.entries import Alias, Registration
 from storage.log.run_log import RunLog
 from storage.log.runs import trainer_lock
 from storage.tracking.registry import RegistryUnavailable
-from tasks import track
-from tasks.session import RunSession
+from tasks import mirror
+from tasks.mirror import TrackingMirror
 from tests.builders import a_log
 
 
@@ -28,14 +27,13 @@ class _Told:
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingMirror:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    nothing: Any = None
-    return RunSession(log=a_log(), fleet=nothing, memory=nothing, session_id="s", tracking="")
+    return TrackingMirror(a_log(), tracking="", is_trainer=True)
 
 
 def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
-    session: RunSession, monkeypatch: pytest.MonkeyPatch
+    told: TrackingMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[RunLog, int]] = []
 
@@ -48,20 +46,20 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
                 raise RegistryUnavailable("down")
             return [Registration(version=0, model_name="run", registry_version="1")]
 
-    monkeypatch.setattr(track, "Registry", Registry)
-    assert len(track._sync(session, False)) == 1
+    monkeypatch.setattr(mirror, "Registry", Registry)
+    assert told._sync(False) == 1
     read: list[str] = []
-    get_many = session.log.store.get_many
-    monkeypatch.setattr(session.log.store, "get_many", lambda keys: read.extend(keys) or get_many(keys))
-    session.log.append(Alias(name="rollout", version=0, checksum="sum"))
-    assert track._sync(session, False) == [], "an outage is a warning"
+    get_many = told._log.store.get_many
+    monkeypatch.setattr(told._log.store, "get_many", lambda keys: read.extend(keys) or get_many(keys))
+    told._log.append(Alias(name="rollout", version=0, checksum="sum"))
+    assert told._sync(False) == 0, "an outage is a warning"
     assert [entries for _, entries in seen] == [2, 4], "what was registered is in the log"
-    assert session.log.refresh().registrations[0].registry_version == "1"
-    assert seen[0][0] is seen[1][0] is not session.log
+    assert told._log.refresh().registrations[0].registry_version == "1"
+    assert seen[0][0] is seen[1][0]
     assert not any(key.endswith(f"{0:020d}.json") for key in read)
 
 
-def test_two_calls_at_once_take_turns(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_calls_at_once_take_turns(told: TrackingMirror, monkeypatch: pytest.MonkeyPatch) -> None:
     inside, second_asked = threading.Event(), threading.Event()
     at_work, most = 0, 0
 
@@ -92,18 +90,18 @@ def test_two_calls_at_once_take_turns(session: RunSession, monkeypatch: pytest.M
         def __exit__(self, *error: object) -> None:
             self.lock.release()
 
-    monkeypatch.setattr(track, "Registry", Registry)
-    monkeypatch.setattr(session, "tracking_lock", Lock(session.tracking_lock))
+    monkeypatch.setattr(mirror, "Registry", Registry)
+    monkeypatch.setattr(told, "_lock", Lock(told._lock))
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(track._sync, session, False)
+        first = pool.submit(told._sync, False)
         assert inside.wait(30)
-        second = pool.submit(track._sync, session, True)
-        assert first.result() == second.result() == []
+        second = pool.submit(told._sync, True)
+        assert first.result() == second.result() == 0
     assert most == 1
 
 
 def test_an_outage_is_said_once_and_its_end_too(
-    session: RunSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    told: TrackingMirror, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="millrace.track")
     is_down = [False, True, True, True, False, False, True]
@@ -116,9 +114,9 @@ def test_an_outage_is_said_once_and_its_end_too(
                 raise RegistryUnavailable("connection refused")
             return []
 
-    monkeypatch.setattr(track, "Registry", Registry)
+    monkeypatch.setattr(mirror, "Registry", Registry)
     for _ in range(7):
-        track._sync(session, False)
+        told._sync(False)
     assert [(record.levelname, record.getMessage()[:43]) for record in caplog.records] == [
         ("WARNING", "MLflow at sqlite:///" + caplog.messages[0][20:43]),
         ("INFO", "MLflow has everything again that it missed"),
@@ -126,7 +124,9 @@ def test_an_outage_is_said_once_and_its_end_too(
     ]
 
 
-def test_the_report_is_attached_at_the_end_and_only_there(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_is_attached_at_the_end_and_only_there(
+    told: TrackingMirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attached: list[str] = []
 
     class Registry(_Told):
@@ -138,16 +138,16 @@ def test_the_report_is_attached_at_the_end_and_only_there(session: RunSession, m
         def attach(self, file: Path) -> None:
             attached.append(f"{file.name}: {file.read_text()}")
 
-    monkeypatch.setattr(track, "Registry", Registry)
-    monkeypatch.setattr(track, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
-    asyncio.run(track.track.fn(session))
-    assert attached == [] and session.mlflow_run == "#/experiments/1/runs/2"
-    asyncio.run(track.track.fn(session, finished=True))
+    monkeypatch.setattr(mirror, "Registry", Registry)
+    monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
+    asyncio.run(mirror.track.fn(told))
+    assert attached == [] and told.run_page == "#/experiments/1/runs/2"
+    asyncio.run(mirror.track.fn(told, finished=True))
     assert attached == ["report.html: page"]
 
 
 def test_a_report_that_cannot_be_made_is_a_warning(
-    session: RunSession, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    told: TrackingMirror, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Registry(_Told):
         def __init__(self, log: RunLog, *, tracking_uri: str) -> None: ...
@@ -155,14 +155,14 @@ def test_a_report_that_cannot_be_made_is_a_warning(
         def sync(self, *, finished: bool) -> list[Registration]:
             return []
 
-    monkeypatch.setattr(track, "Registry", Registry)
-    monkeypatch.setattr(track, "_report_command", lambda log, page: ["sh", "-c", "echo no disk left >&2; exit 1"])
-    asyncio.run(track.track.fn(session, finished=True))
+    monkeypatch.setattr(mirror, "Registry", Registry)
+    monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", "echo no disk left >&2; exit 1"])
+    asyncio.run(mirror.track.fn(told, finished=True))
     assert "MLflow has no report of this run" in caplog.text and "no disk left" in caplog.text
 
 
 def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(
-    session: RunSession, monkeypatch: pytest.MonkeyPatch
+    told: TrackingMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[bool] = []
 
@@ -173,17 +173,17 @@ def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(
             sent.append(finished)
             return []
 
-    monkeypatch.setattr(track, "Registry", Registry)
-    session.session_id = ""
-    with trainer_lock(session.log):
-        track._sync(session, False)
+    monkeypatch.setattr(mirror, "Registry", Registry)
+    told._is_trainer = False
+    with trainer_lock(told._log):
+        told._sync(False)
     assert sent == [], "both would send the same entries"
-    track._sync(session, False)
+    told._sync(False)
     assert sent == [True], "nobody trains it: the MLflow run ends as it was"
 
 
 def test_a_training_may_begin_while_somebody_else_tells_of_its_run(
-    session: RunSession, monkeypatch: pytest.MonkeyPatch
+    told: TrackingMirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     telling, begun = threading.Event(), threading.Event()
     sent: list[str] = []
@@ -198,15 +198,15 @@ def test_a_training_may_begin_while_somebody_else_tells_of_its_run(
             sent.append("evaluation" if finished else "trainer")
             return []
 
-    monkeypatch.setattr(track, "Registry", Registry)
-    monkeypatch.setattr(session, "tracking_lock", contextlib.nullcontext())  # two sessions have two
-    evaluation = copy.copy(session)
-    evaluation.session_id = ""
+    monkeypatch.setattr(mirror, "Registry", Registry)
+    monkeypatch.setattr(told, "_lock", contextlib.nullcontext())  # two sessions have two
+    evaluation = copy.copy(told)
+    evaluation._is_trainer = False
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(track._sync, evaluation, False)
+        first = pool.submit(evaluation._sync, False)
         assert telling.wait(30)
-        with trainer_lock(session.log):
-            second = pool.submit(track._sync, session, False)
+        with trainer_lock(told._log):
+            second = pool.submit(told._sync, False)
             begun.set()
-            assert first.result() == second.result() == []
+            assert first.result() == second.result() == 0
     assert sent == ["evaluation", "trainer"], "one after the other"

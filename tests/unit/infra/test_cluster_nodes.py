@@ -36,18 +36,20 @@ def test_the_place_of_an_engine_is_free_when_its_node_is_lost(tmp_path: Path) ->
 async def _two_engines_on_two_gpus(log_folder: Path) -> None:
     from ray.cluster_utils import Cluster
 
+    from infra import cluster as ours
     from infra import placement
-    from infra.fleet import Fleet, WorkerDied
 
     placement._LOOK_SECONDS = 0.5
     cluster = Cluster(initialize_head=True, head_node_args={**_SMALL, "num_gpus": 0, "include_dashboard": False})
     node = cluster.add_node(**_SMALL, num_gpus=2)
     os.environ["RAY_ADDRESS"] = cluster.address
-    async with Fleet(log_folder=log_folder, num_workers=2, gpus_per_engine=2) as fleet:
+    async with ours.Cluster(log_folder=log_folder, num_workers=2, gpus_per_engine=2) as fleet:
         fleet.check_ranks(0)
 
         async def host(name: str) -> Any:
-            return await fleet.host(name, _COUNTING, arguments={"start": 1}, num_gpus=fleet.gpus_per_engine)
+            hosted = await fleet.host(name, _COUNTING, num_gpus=fleet.gpus_per_engine)
+            await hosted.call("open", start=1)
+            return hosted
 
         first = await host("rollout-0")
         await first.call("count")
@@ -57,7 +59,7 @@ async def _two_engines_on_two_gpus(log_folder: Path) -> None:
         assert not second.done() and not working.done()
         assert sorted(_places()) == ["CREATED", "PENDING"]
         cluster.remove_node(node, allow_graceful=False)
-        with pytest.raises(WorkerDied):
+        with pytest.raises(ours.WorkerDied):
             await working
         async with asyncio.timeout(10):  # Ray would look for another node for the engine that is dead
             while _places() != ["PENDING"]:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from infra import placement
-from infra.fleet import Fleet, Hosted, HostedGroup, WorkerDied
+from infra.cluster import Cluster, Hosted, HostedGroup, WorkerDied
 
 Result = TypeVar("Result")
 _COUNTING = "tests.unit.infra.counting:Counting"
@@ -22,34 +22,36 @@ _SECONDS = 240.0
 
 @pytest.fixture(scope="module")
 def inside(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Callable[[Callable], object]]:
-    """Runs a coroutine function with one fleet, the same one for all tests."""
+    """Runs a coroutine function with one cluster, the same one for all tests."""
     runner = asyncio.Runner()
     with runner:
-        fleet = Fleet(log_folder=tmp_path_factory.mktemp("logs"), num_workers=4)
-        runner.run(fleet.__aenter__())
+        cluster = Cluster(log_folder=tmp_path_factory.mktemp("logs"), num_workers=4)
+        runner.run(cluster.__aenter__())
 
-        def run(script: Callable[[Fleet], Awaitable[Result]]) -> Result:
+        def run(script: Callable[[Cluster], Awaitable[Result]]) -> Result:
             async def limited() -> Result:
                 async with asyncio.timeout(_SECONDS):
-                    return await script(fleet)
+                    return await script(cluster)
 
             return runner.run(limited())
 
         yield run
-        runner.run(fleet.__aexit__())
+        runner.run(cluster.__aexit__())
 
 
 def _nodes(*num_gpus: float) -> list[dict[str, float]]:
     return [{"CPU": 64.0, **({"GPU": float(number)} if number else {})} for number in num_gpus]
 
 
-async def _group(fleet: Fleet, num_ranks: int, name: str, **options: float) -> Hosted | HostedGroup:
-    return await fleet.host_group(name, _COUNTING, arguments={"start": 10}, num_ranks=num_ranks, **options)
+async def _group(cluster: Cluster, num_ranks: int, name: str, **options: float) -> Hosted | HostedGroup:
+    group = await cluster.host_group(name, _COUNTING, num_ranks=num_ranks, **options)
+    await group.call("open", start=10)
+    return group
 
 
 def test_one_rank_is_an_ordinary_worker_without_rendezvous(inside) -> None:
-    async def script(fleet: Fleet) -> tuple[object, ...]:
-        hosted = await _group(fleet, 1, "single")
+    async def script(cluster: Cluster) -> tuple[object, ...]:
+        hosted = await _group(cluster, 1, "single")
         return hosted, await hosted.call("add", 2, times=3), await hosted.call("environment")
 
     hosted, total, environment = inside(script)
@@ -57,8 +59,8 @@ def test_one_rank_is_an_ordinary_worker_without_rendezvous(inside) -> None:
 
 
 def test_a_call_runs_on_every_rank_and_returns_the_first_ones_result(inside) -> None:
-    async def script(fleet: Fleet) -> tuple[object, ...]:
-        group = await _group(fleet, 3, "trio")
+    async def script(cluster: Cluster) -> tuple[object, ...]:
+        group = await _group(cluster, 3, "trio")
         first = await group.call("environment")
         return group, first, await group.call("meet"), await group.call("add", 1), await group.call("add", 1)
 
@@ -71,8 +73,8 @@ def test_a_call_runs_on_every_rank_and_returns_the_first_ones_result(inside) -> 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_ranks_compute_with_the_threads_they_are_told(inside, num_ranks: int) -> None:
-    async def script(fleet: Fleet) -> list[int]:
-        group = await _group(fleet, num_ranks, "told")
+    async def script(cluster: Cluster) -> list[int]:
+        group = await _group(cluster, num_ranks, "told")
         await group.prepare({"OMP_NUM_THREADS": "3"})
         threads: list[int] = await group.call("threads")
         return threads
@@ -81,8 +83,8 @@ def test_ranks_compute_with_the_threads_they_are_told(inside, num_ranks: int) ->
 
 
 def test_an_error_of_all_ranks_is_raised_once_and_the_group_goes_on(inside) -> None:
-    async def script(fleet: Fleet) -> int:
-        group = await _group(fleet, 2, "failing")
+    async def script(cluster: Cluster) -> int:
+        group = await _group(cluster, 2, "failing")
         with pytest.raises(ValueError, match="says 0") as caught:
             await group.call("fail")
         assert "rank 0 of 2 of failing" in caught.value.__notes__[0]
@@ -92,8 +94,8 @@ def test_an_error_of_all_ranks_is_raised_once_and_the_group_goes_on(inside) -> N
 
 
 def test_an_error_that_others_follow_is_raised_as_it_was_where_it_began(inside) -> None:
-    async def script(fleet: Fleet) -> int:
-        group = await _group(fleet, 3, "following")
+    async def script(cluster: Cluster) -> int:
+        group = await _group(cluster, 3, "following")
         with pytest.raises(ValueError, match="rank 2 cannot do this") as caught:
             await group.call("fail_together", 2)
         assert "rank 2 of 3 of following" in caught.value.__notes__[0]
@@ -103,8 +105,8 @@ def test_an_error_that_others_follow_is_raised_as_it_was_where_it_began(inside) 
 
 
 def test_ranks_that_wait_for_one_that_failed_are_killed(inside) -> None:
-    async def script(fleet: Fleet) -> list[int]:
-        group = await _group(fleet, 2, "stuck", lag_seconds=0.5)
+    async def script(cluster: Cluster) -> list[int]:
+        group = await _group(cluster, 2, "stuck", lag_seconds=0.5)
         processes = [await rank.call("process") for rank in group._ranks]
         with pytest.raises(ValueError, match="rank 1 cannot do this"):
             await group.call("fail_alone", 1)
@@ -117,8 +119,8 @@ def test_ranks_that_wait_for_one_that_failed_are_killed(inside) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_the_group_and_is_named(inside, rank: int) -> None:
-    async def script(fleet: Fleet) -> list[int]:
-        group = await _group(fleet, 2, f"killed-{rank}", lag_seconds=0.5)
+    async def script(cluster: Cluster) -> list[int]:
+        group = await _group(cluster, 2, f"killed-{rank}", lag_seconds=0.5)
         processes = [await member.call("process") for member in group._ranks]
         with pytest.raises(WorkerDied, match=rf"rank {rank} of killed-{rank} died during die\(\); its log is"):
             await group.call("die", rank)
@@ -147,16 +149,17 @@ async def _wait_until_free(known: list[dict[str, Any]]) -> None:
         await asyncio.sleep(0.05)
 
 
-def _of_two_parts(fleet: Fleet) -> Fleet:
-    """Another fleet in the same cluster, whose engines have two parts."""
-    return Fleet(log_folder=fleet._log_folder, gpus_per_engine=2)
+def _of_two_parts(cluster: Cluster) -> Cluster:
+    """The same cluster for engines of two parts."""
+    return Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)
 
 
 @pytest.mark.parametrize("end", ["close", "die", "kill"])
 def test_an_engine_of_two_parts_has_all_its_devices_in_one_place_until_it_ends(inside, end: str) -> None:
-    async def script(fleet: Fleet) -> tuple[list[dict[str, Any]], int]:
+    async def script(cluster: Cluster) -> tuple[list[dict[str, Any]], int]:
         before = _places()
-        engine = await _of_two_parts(fleet).host(f"engine-{end}", _COUNTING, arguments={"start": 10})
+        engine = await _of_two_parts(cluster).host(f"engine-{end}", _COUNTING)
+        await engine.call("open", start=10)
         reserved = _new(before)
         total = await engine.call("add", 1)
         match end:
@@ -178,10 +181,10 @@ def test_an_engine_of_two_parts_has_all_its_devices_in_one_place_until_it_ends(i
 def test_an_engine_of_one_part_needs_no_place(inside) -> None:
     from ray.util import placement_group_table
 
-    async def script(fleet: Fleet) -> bool:
+    async def script(cluster: Cluster) -> bool:
         before = len(placement_group_table())
-        single = await fleet.host("single-engine", _COUNTING, arguments={"start": 10})
-        await single.call("count")
+        single = await cluster.host("single-engine", _COUNTING)
+        await single.call("open", start=10)
         return len(placement_group_table()) == before
 
     assert inside(script)
@@ -189,9 +192,9 @@ def test_an_engine_of_one_part_needs_no_place(inside) -> None:
 
 @pytest.mark.parametrize("end", ["close", "die"])
 def test_ranks_have_a_place_each_until_they_end(inside, end: str) -> None:
-    async def script(fleet: Fleet) -> list[dict[str, Any]]:
+    async def script(cluster: Cluster) -> list[dict[str, Any]]:
         before = _places()
-        group = await _group(fleet, 2, f"placed-{end}", lag_seconds=0.5)
+        group = await _group(cluster, 2, f"placed-{end}", lag_seconds=0.5)
         reserved = _new(before)
         await group.call("count")
         if end == "close":
@@ -212,10 +215,10 @@ def test_an_engine_that_waits_for_devices_says_what_it_waits_for_and_leaves_noth
     monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.2)
     caplog.set_level(logging.WARNING, "millrace.placement")
 
-    async def script(fleet: Fleet) -> None:
+    async def script(cluster: Cluster) -> None:
         before = _places()
-        engines = _of_two_parts(fleet)
-        waiting = asyncio.create_task(engines.host("rollout-7", _COUNTING, arguments={"start": 1}, num_gpus=2))
+        engines = _of_two_parts(cluster)
+        waiting = asyncio.create_task(engines.host("rollout-7", _COUNTING, num_gpus=2))
         while not caplog.messages:
             await asyncio.sleep(0.05)
         waiting.cancel()
@@ -229,11 +232,11 @@ def test_an_engine_that_waits_for_devices_says_what_it_waits_for_and_leaves_noth
     )
 
 
-def test_an_object_that_cannot_be_built_says_why(inside) -> None:
-    async def script(fleet: Fleet) -> None:
-        hosted = await fleet.host("unbuildable", _COUNTING, arguments={"begin": 10})
+def test_an_object_that_cannot_be_opened_says_why(inside) -> None:
+    async def script(cluster: Cluster) -> None:
+        hosted = await cluster.host("unbuildable", _COUNTING)
         with pytest.raises(TypeError, match="begin"):
-            await hosted.call("count")
+            await hosted.call("open", begin=10)
 
     inside(script)
 
@@ -243,13 +246,13 @@ def test_an_object_that_cannot_be_built_says_why(inside) -> None:
     [(1, 2, 1, True), (2, 3, 0, True), (2, 3, 3, True), (2, 3, 4, True), (2, 3, 2, False), (2, 2, 1, False)],
 )
 def test_ranks_do_not_share_a_gpu(num_ranks: int, num_workers: int, num_gpus: float, fits: bool) -> None:
-    fleet = Fleet(log_folder=Path("unused"), num_workers=num_workers)
-    fleet.nodes = _nodes(num_gpus)
+    cluster = Cluster(log_folder=Path("unused"), num_workers=num_workers)
+    cluster.nodes = _nodes(num_gpus)
     if fits:
-        fleet.check_ranks(num_ranks)
+        cluster.check_ranks(num_ranks)
     else:
         with pytest.raises(ValueError, match=f"train.num_ranks = {num_ranks}: {num_workers} processes"):
-            fleet.check_ranks(num_ranks)
+            cluster.check_ranks(num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -259,17 +262,17 @@ def test_ranks_do_not_share_a_gpu(num_ranks: int, num_workers: int, num_gpus: fl
 def test_an_engine_has_as_many_gpus_as_it_has_parts(
     gpus_per_engine: int, num_workers: int, num_gpus: float, expected: float
 ) -> None:
-    fleet = Fleet(log_folder=Path("unused"), num_workers=num_workers, gpus_per_engine=gpus_per_engine)
-    fleet.nodes = _nodes(num_gpus)
-    fleet.check_ranks(1)
-    assert fleet.gpus_per_engine == expected
+    cluster = Cluster(log_folder=Path("unused"), num_workers=num_workers, gpus_per_engine=gpus_per_engine)
+    cluster.nodes = _nodes(num_gpus)
+    cluster.check_ranks(1)
+    assert cluster.gpus_per_engine == expected
 
 
 def test_the_parts_of_an_engine_do_not_share_a_gpu() -> None:
-    fleet = Fleet(log_folder=Path("unused"), num_workers=3, gpus_per_engine=2)
-    fleet.nodes = _nodes(2)
+    cluster = Cluster(log_folder=Path("unused"), num_workers=3, gpus_per_engine=2)
+    cluster.nodes = _nodes(2)
     with pytest.raises(ValueError, match="on 2 GPUs .*: with trainer and other engines that makes 3, and there are 2"):
-        fleet.check_ranks(1)
+        cluster.check_ranks(1)
 
 
 @pytest.mark.parametrize(
@@ -283,19 +286,19 @@ def test_the_parts_of_an_engine_do_not_share_a_gpu() -> None:
     ],
 )
 def test_an_engine_that_no_node_can_hold_is_refused(nodes: list[float], parts: int, refused: str) -> None:
-    fleet = Fleet(log_folder=Path("unused"), num_workers=parts, gpus_per_engine=parts)
-    fleet.nodes = _nodes(*nodes)
+    cluster = Cluster(log_folder=Path("unused"), num_workers=parts, gpus_per_engine=parts)
+    cluster.nodes = _nodes(*nodes)
     if not refused:
-        fleet.check_ranks(0)
+        cluster.check_ranks(0)
         return
     with pytest.raises(ValueError, match=refused):
-        fleet.check_ranks(0)
+        cluster.check_ranks(0)
 
 
 def test_what_an_engine_needs_is_nothing_to_a_run_that_starts_none() -> None:
-    fleet = Fleet(log_folder=Path("unused"), num_workers=2, gpus_per_engine=8)
-    fleet.nodes = _nodes(2)
-    fleet.check_ranks(2)
+    cluster = Cluster(log_folder=Path("unused"), num_workers=2, gpus_per_engine=8)
+    cluster.nodes = _nodes(2)
+    cluster.check_ranks(2)
 
 
 @pytest.mark.parametrize(
@@ -310,13 +313,13 @@ def test_what_an_engine_needs_is_nothing_to_a_run_that_starts_none() -> None:
 def test_engines_that_the_nodes_cannot_hold_together_are_refused(
     nodes: list[float], num_ranks: int, refused: str
 ) -> None:
-    fleet = Fleet(log_folder=Path("unused"), num_workers=3 * 2 + num_ranks, gpus_per_engine=2)
-    fleet.nodes = _nodes(*nodes)
+    cluster = Cluster(log_folder=Path("unused"), num_workers=3 * 2 + num_ranks, gpus_per_engine=2)
+    cluster.nodes = _nodes(*nodes)
     if not refused:
-        fleet.check_ranks(num_ranks)
+        cluster.check_ranks(num_ranks)
         return
     with pytest.raises(ValueError, match=refused):
-        fleet.check_ranks(num_ranks)
+        cluster.check_ranks(num_ranks)
 
 
 @pytest.mark.parametrize("address", [None, ""])
@@ -334,7 +337,7 @@ def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
     monkeypatch.setattr(ray, "shutdown", lambda: None)
 
     async def start() -> None:
-        async with Fleet(log_folder=tmp_path):
+        async with Cluster(log_folder=tmp_path):
             pass
 
     asyncio.run(start())

@@ -1,13 +1,15 @@
 """Where workers run: Ray actors around plain classes, on this machine or on a cluster.
 
-In: import paths of plain classes and their arguments. Out: `Hosted`, whose `call` awaits a method over there, or
-`HostedGroup`, which is asked as one and computes as several ranks. Only this module, `infra.placement` and
-`infra.worker_process` know that Ray exists.
+In: import paths of plain classes with an async classmethod `open`. Out: `Hosted`, whose `call` awaits `open`, and then
+methods of what it made, over there; or `HostedGroup`, which is asked as one and computes as several ranks. Only this
+module, `infra.placement` and `infra.worker_process` know that Ray exists.
 
-    async with Fleet(log_folder=…) as fleet:
-        worker = await fleet.host("rollout-0", "rollouts.production.worker:RolloutWorker", arguments={...})
+    async with Cluster(log_folder=…) as cluster:
+        worker = await cluster.host("rollout-0", "rollouts.production.worker:RolloutWorker")
+        checksum = await worker.call("open", config, …)     # what the new object has as `opened`
         shard = await worker.call("collect")
-        trainer = await fleet.host_group("trainer-0", "trainers.worker:TrainerWorker", arguments={...}, num_ranks=4)
+        trainer = await cluster.host_group("trainer-0", "trainers.worker:TrainerWorker", num_ranks=4)
+        await trainer.call("open", config, …)
         step = await trainer.call("train_step", claim)      # on all ranks; the result is rank 0's
 """
 
@@ -24,7 +26,7 @@ from infra.placement import Placement, bundle, check_shares, gpu_share, gpus_of,
 from infra.worker_process import Host, run_function
 from settings.errors import UserError
 
-logger = logging.getLogger("millrace.fleet")
+logger = logging.getLogger("millrace.cluster")
 
 
 class WorkerDied(UserError):
@@ -53,7 +55,7 @@ class Hosted:
         return str(address), int(port)
 
     async def prepare(self, environment: dict[str, str]) -> None:
-        """Set environment variables over there before the object is built, which the first call does."""
+        """Set environment variables over there before the object is opened."""
         await self._answer(self._actor.prepare.remote(environment), "prepare")
 
     def kill(self) -> None:
@@ -163,7 +165,7 @@ class HostedGroup:
         await _close(self, self._placement)
 
 
-class Fleet:
+class Cluster:
     """The Ray cluster of one session: joined at `RAY_ADDRESS`, else started in-process and stopped at the end.
 
     On several nodes, workers that need no GPU are spread over them, all devices of an engine are reserved on one node,
@@ -181,9 +183,9 @@ class Fleet:
         self._gpus_per_engine = gpus_per_engine
         self._hosted: list[Hosted | HostedGroup] = []
         self.nodes: list[dict[str, float]] = []
-        """Resources of each node, as they were when the fleet started."""
+        """Resources of each node, as they were at the start."""
 
-    async def __aenter__(self) -> Fleet:
+    async def __aenter__(self) -> Cluster:
         import ray
 
         self._log_folder.mkdir(parents=True, exist_ok=True)
@@ -207,8 +209,8 @@ class Fleet:
         self.nodes = node_resources()
         return self
 
-    async def host(self, name: str, path: str, *, arguments: dict[str, Any], num_gpus: float = 0) -> Hosted:
-        """`path` (`package.module:Class`) built with `arguments` in a process of its own, by the first call.
+    async def host(self, name: str, path: str, *, num_gpus: float = 0) -> Hosted:
+        """A process of its own for an object of `path` (`package.module:Class`), which `call("open")` makes there.
 
         Where engines have several parts this waits until it has their devices, see `infra.placement.reserve`.
         """
@@ -218,7 +220,7 @@ class Fleet:
             whole = bundle(num_gpus=num_gpus) if num_gpus else bundle(num_cpus=self._gpus_per_engine)
             placement = await reserve(name, [whole])
             options = placement.options(0)
-        hosted = self._start(name, path, arguments, log_name=name, options=options, placement=placement)
+        hosted = self._start(name, path, log_name=name, options=options, placement=placement)
         self._hosted.append(hosted)
         return hosted
 
@@ -227,7 +229,6 @@ class Fleet:
         name: str,
         path: str,
         *,
-        arguments: dict[str, Any],
         num_ranks: int,
         num_gpus: float = 0,
         lag_seconds: float = 10.0,
@@ -244,7 +245,7 @@ class Fleet:
             if not num_gpus:  # it is lost with the driver in any case
                 here = ray.get_runtime_context().get_node_id()
                 options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=here, soft=True)
-            hosted = self._start(name, path, arguments, log_name=name, options=options)
+            hosted = self._start(name, path, log_name=name, options=options)
             self._hosted.append(hosted)
             return hosted
         placement = await reserve(name, [bundle(num_gpus=num_gpus)] * num_ranks)
@@ -252,7 +253,6 @@ class Fleet:
             self._start(
                 f"rank {rank} of {name}",
                 path,
-                arguments,
                 log_name=f"{name}-rank-{rank}" if rank else name,
                 options=placement.options(rank),
             )
@@ -267,7 +267,6 @@ class Fleet:
         self,
         name: str,
         path: str,
-        arguments: dict[str, Any],
         *,
         log_name: str,
         options: dict[str, Any],
@@ -277,7 +276,7 @@ class Fleet:
 
         log_file = self._log_folder / f"{log_name}.log"
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
-        return Hosted(name, actor_class.remote(path, arguments, str(log_file)), log_file, placement)
+        return Hosted(name, actor_class.remote(path, str(log_file)), log_file, placement)
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raises `ValueError` where these nodes cannot hold what is to run on them: see `placement.check_shares`."""

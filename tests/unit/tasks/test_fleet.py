@@ -5,28 +5,32 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infra.fleet import WorkerDied
+from infra.cluster import WorkerDied
+from infra.environment import code_version
 from rollouts.engines.engine import WeightUpdate
 from settings.evaluation import EvaluationSettings
+from settings.train import TrainSettings
 from storage.log.entries import Evaluation, Join, Lease, Policy
 from storage.log.producers import Lookout, give_sign
 from storage.policies.policies import DamagedDelta, PolicyReader
-from tasks.rollout import evaluate_policy
-from tasks.session import REPLACEMENTS, RunSession
-from tasks.workers import leave, mark_served, newest_is_served, publish_policy, release_silent, replace, take_part
-from tests.builders import a_log, a_shard, a_step, a_summary
+from tasks import rollout
+from tasks.fleet import REPLACEMENTS, Fleet
+from tasks.rollout import evaluate_policy, publish_policy
+from tasks.session import RunSession
+from tasks.trainer import TrainerHandle
+from tests.builders import a_config, a_log, a_session, a_shard, a_step, a_summary
 
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    nothing: Any = None
-    return RunSession(log=a_log(), fleet=nothing, memory=nothing, session_id="s", tracking="")
+    return a_session()
 
 
 def _serves(session: RunSession) -> tuple[int, str]:
@@ -35,7 +39,7 @@ def _serves(session: RunSession) -> tuple[int, str]:
 
 
 def test_without_an_engine_the_alias_moves_when_the_policy_is_in_the_store(session: RunSession) -> None:
-    mark_served(session, checksums=[])
+    session.fleet.mark_served([])
     assert _serves(session) == (0, "")
     session.log.append(a_shard("s0", [a_summary(0)]))
     step = a_step(session.log.state, trained=["0.task0"])
@@ -47,14 +51,14 @@ def test_without_an_engine_the_alias_moves_when_the_policy_is_in_the_store(sessi
 def test_the_newest_policy_is_served_when_the_alias_is_on_it_and_its_files_make_it(
     session: RunSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not newest_is_served(session)
-    mark_served(session, checksums=[])
-    assert newest_is_served(session)
+    assert not session.fleet.newest_is_served()
+    session.fleet.mark_served([])
+    assert session.fleet.newest_is_served()
     session.log.append(a_shard("s0", [a_summary(0)]))
     step = a_step(session.log.state, trained=["0.task0"])
     delta = dataclasses.replace(step, policy=dataclasses.replace(step.policy, anchor=0))
     session.log.append(delta)
-    assert not newest_is_served(session)
+    assert not session.fleet.newest_is_served()
     asyncio.run(publish_policy.fn(session, policy=delta.policy))
     found = iter([DamagedDelta("a value too few"), None])
 
@@ -64,8 +68,8 @@ def test_the_newest_policy_is_served_when_the_alias_is_on_it_and_its_files_make_
             raise error
 
     monkeypatch.setattr(PolicyReader, "fetch", fetch)
-    assert not newest_is_served(session)
-    assert newest_is_served(session)
+    assert not session.fleet.newest_is_served()
+    assert session.fleet.newest_is_served()
 
 
 class _Dead:
@@ -76,8 +80,8 @@ class _Dead:
 
 
 def test_a_policy_published_to_the_dead_alone_reaches_who_takes_their_place(session: RunSession) -> None:
-    mark_served(session, checksums=["sum"])
-    session.workers["rollout-0"] = _Dead()  # type: ignore[assignment]
+    session.fleet.mark_served(["sum"])
+    session.fleet.workers["rollout-0"] = _Dead()  # type: ignore[assignment]
     session.log.append(a_shard("s0", [a_summary(0)]))
     step = a_step(session.log.state, trained=["0.task0"])
     session.log.append(step)
@@ -88,25 +92,25 @@ def test_a_policy_published_to_the_dead_alone_reaches_who_takes_their_place(sess
 def test_an_engine_that_is_there_again_is_compared_with_engines_only(
     session: RunSession, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mark_served(session, checksums=[])
+    session.fleet.mark_served([])
     with caplog.at_level(logging.WARNING):
-        mark_served(session, checksums=["sum"])
-        mark_served(session, checksums=[])
+        session.fleet.mark_served(["sum"])
+        session.fleet.mark_served([])
         assert _serves(session) == (0, "sum") and not caplog.text
-        mark_served(session, checksums=["other"])
+        session.fleet.mark_served(["other"])
     assert "checksum of policy 0 differs" in caplog.text
 
 
 def test_prompts_of_a_producer_that_is_silent_are_free_and_those_of_another_one_are_not(session: RunSession) -> None:
     log, times = session.log, iter([0.0, 20.0, 40.0, 61.0])
-    session.lookout = Lookout(log, clock=lambda: next(times))
+    session.fleet._lookout = Lookout(log, clock=lambda: next(times))
     for number, holder in enumerate(["gone", "here"]):
         log.append(Join(holder=holder, id=holder, outside=True))
         give_sign(log, holder)
         log.append(Lease(holder=holder, positions=[2 * number, 2 * number + 1], number=number))
     for _ in range(4):
         give_sign(log, "here")
-        asyncio.run(release_silent(session, patience=60))
+        asyncio.run(session.fleet.release_silent())
     assert log.state.leased == {2: "here", 3: "here"} and log.state.producers.keys() == {"here"}
     assert log.entries[-1].body.reason == "no sign of life for 61 s"
     assert log.state.free_positions(2) == [0, 1]
@@ -134,8 +138,9 @@ class _Party:
 def _broadcasting(session: RunSession, trainer: _Party, **workers: _Party) -> Any:
     """Publish a policy to these workers, of engines with two parts each."""
     log: Any = session.log
-    session.weight_transfer, session.parts_per_engine = "gloo", 2
-    session.trainer, session.workers = trainer, workers  # type: ignore[assignment]
+    engine = {"weight_transfer": "gloo", "vllm": {"tensor_parallel_size": 2}}
+    session.fleet.config = a_config(engine=engine)
+    session.trainer, session.fleet.workers = trainer, workers  # type: ignore[assignment]
     step = a_step(log.state, trained=[])
     log.append(step)
     asyncio.run(publish_policy.fn(session, policy=step.policy))
@@ -182,34 +187,42 @@ class _Worker:
         return None
 
 
-def _started(session: RunSession, names: list[str], *, dying: int) -> Any:
-    """What starts an engine; the first `dying` are lost with their node."""
+@pytest.fixture
+def started(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Names of the workers that are started from here on; the first `dying` are lost with their node."""
 
-    async def start(name: str) -> str:
-        names.append(name)
-        if len(names) <= dying:
-            raise WorkerDied(f"{name} died during prepare()")
-        worker: Any = _Worker()
-        session.hosted[name] = worker
-        return ""
+    def start_with(*, dying: int) -> list[str]:
+        names: list[str] = []
 
-    return start
+        async def start(session: RunSession, *, name: str) -> str:
+            names.append(name)
+            if len(names) <= dying:
+                raise WorkerDied(f"{name} died during prepare()")
+            worker: Any = _Worker()
+            session.fleet.hosted[name] = worker
+            return ""
+
+        monkeypatch.setattr(rollout, "start_rollout_worker", start)
+        return names
+
+    return start_with
 
 
-def test_a_worker_that_dies_while_it_takes_the_place_of_another_is_replaced_too(session: RunSession) -> None:
-    names: list[str] = []
-    made = asyncio.run(replace(session, _started(session, names, dying=REPLACEMENTS)))
-    assert made == names[-1] and len(names) == REPLACEMENTS + 1 and list(session.workers) == [made]
+def test_a_worker_that_dies_while_it_takes_the_place_of_another_is_replaced_too(session: RunSession, started) -> None:
+    names = started(dying=REPLACEMENTS)
+    made = asyncio.run(rollout.replace(session))
+    assert made == names[-1] and len(names) == REPLACEMENTS + 1 and list(session.fleet.workers) == [made]
 
 
-def test_too_many_deaths_in_a_row_end_the_run_only_where_nobody_else_works(session: RunSession) -> None:
+def test_too_many_deaths_in_a_row_end_the_run_only_if_no_other_worker_is_there(session: RunSession, started) -> None:
+    started(dying=10)
     other: Any = _Worker()
-    session.workers = {"other": other}
-    assert asyncio.run(replace(session, _started(session, [], dying=10))) == ""
-    assert list(session.workers) == ["other"]
-    session.workers = {}
+    session.fleet.workers = {"other": other}
+    assert asyncio.run(rollout.replace(session)) == ""
+    assert list(session.fleet.workers) == ["other"]
+    session.fleet.workers = {}
     with pytest.raises(WorkerDied, match="during prepare"):
-        asyncio.run(replace(session, _started(session, [], dying=10)))
+        asyncio.run(rollout.replace(session))
 
 
 def test_an_evaluation_waits_for_the_worker_that_takes_the_place_of_the_last_one(session: RunSession) -> None:
@@ -221,12 +234,74 @@ def test_an_evaluation_waits_for_the_worker_that_takes_the_place_of_the_last_one
 
     async def script() -> None:
         worker: Any = Evaluates()
-        session.hosted |= {"rollout-0": worker, "rollout-1": worker}
-        await take_part(session, ["rollout-0"])
-        assert await leave(session, "rollout-0", death=WorkerDied("rollout-0 died"))
+        session.fleet.hosted |= {"rollout-0": worker, "rollout-1": worker}
+        await session.fleet.take_part(["rollout-0"])
+        assert await session.fleet.leave("rollout-0", death=WorkerDied("rollout-0 died"))
         asked = asyncio.create_task(evaluate_policy.fn(session, version=0, settings=EvaluationSettings()))
         assert (await asyncio.wait({asked}, timeout=0.05))[0] == set(), "nobody is there to be asked"
-        await take_part(session, ["rollout-1"])
+        await session.fleet.take_part(["rollout-1"])
         assert await asked == evaluation
 
     asyncio.run(script())
+
+
+class _Cluster:
+    """Hosts nothing, and remembers what processes were told."""
+
+    gpus_per_engine = gpus_per_worker = 0.0
+
+    def __init__(self, num_gpus: float) -> None:
+        self.num_gpus = num_gpus
+        self.environments: list[dict[str, str]] = []
+        self.opened: list[dict[str, Any]] = []
+
+    async def host(self, *_: Any, **__: Any) -> _Cluster:
+        return self
+
+    async def host_group(self, *_: Any, **__: Any) -> _Cluster:
+        return self
+
+    async def prepare(self, environment: dict[str, str]) -> None:
+        self.environments.append(environment)
+
+    async def call(self, method: str, *_: Any, **arguments: Any) -> str:
+        assert method == "open"
+        self.opened.append(arguments)
+        return "sum"
+
+
+@pytest.mark.parametrize(
+    ("num_engines", "num_gpus", "environments"),
+    [
+        (1, 0, [{"OMP_NUM_THREADS": "7"}]),
+        (2, 0, [{"OMP_NUM_THREADS": "3"}]),
+        (3, 0, [{"OMP_NUM_THREADS": "2"}]),
+        (16, 0, [{"OMP_NUM_THREADS": "1"}]),
+        (2, 2, []),
+    ],
+)
+def test_engines_on_cpus_divide_the_threads(
+    num_engines: int, num_gpus: float, environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    cluster: Any = _Cluster(num_gpus)
+    log = a_log()
+    fleet = Fleet(log, cluster, config=a_config(), num_engines=num_engines)
+    assert asyncio.run(fleet.start("rollout-0")) == "sum"
+    assert cluster.environments == environments and fleet.hosted == {"rollout-0": cluster}
+
+
+def test_a_worker_names_the_code_of_its_own_machine_and_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    cluster: Any = _Cluster(0)
+    log = a_log()
+    asyncio.run(Fleet(log, cluster, config=a_config()).start("rollout-0"))
+    assert cluster.opened[0]["code_version"] == code_version() != log.state.sessions[-1].code_version
+
+
+@pytest.mark.parametrize(("num_threads", "environments"), [(0, []), (1, [{"OMP_NUM_THREADS": "1"}])])
+def test_the_trainer_has_the_threads_that_it_is_given(num_threads: int, environments: list[dict[str, str]]) -> None:
+    cluster: Any = _Cluster(0)
+    trainer = TrainerHandle(a_log(), cluster)
+    asyncio.run(trainer.open("trainer-0", "module:Worker", settings=TrainSettings(num_threads=num_threads)))
+    assert cluster.environments == environments

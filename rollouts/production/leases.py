@@ -1,0 +1,65 @@
+"""Prompts for one rollout worker: leased in the run's log before the first of them starts, so that no other has them.
+
+In: the log, the prompt order and the worker's quota. Out: prompts; and a quota that counts what the log counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollouts.production.prompts import Prompt, PromptOrder
+from rollouts.production.quota import Quota
+from settings.run_file import RunConfig
+from storage.log.claims import num_counted
+from storage.log.entries import Lease
+from storage.log.producers import Presence
+from storage.log.run_log import RunLog
+from storage.log.run_state import Conflict
+
+
+class Leases:
+    """The leases of one worker. `lock` is held by whoever reads or writes the log."""
+
+    def __init__(
+        self, log: RunLog, lock: asyncio.Lock, *, config: RunConfig, presence: Presence, prompts: PromptOrder
+    ) -> None:
+        self._log = log
+        self._lock = lock
+        self._config = config
+        self.presence = presence
+        self.prompts = prompts
+        self.quota = Quota(config)
+
+    async def take(self) -> list[Prompt]:
+        """Lease what the quota wants, after a look at the log."""
+        async with self._lock:
+            while True:
+                await asyncio.to_thread(self._log.refresh)
+                self.rebase(self.quota.version)
+                state, wanted = self._log.state, self.quota.wanted
+                if not wanted:
+                    return []
+                if self.presence.holder not in state.producers:  # given up for dead, and alive after all
+                    await self.presence.join()
+                    continue
+                positions = state.free_positions(wanted)
+                lease = Lease(holder=self.presence.holder, positions=positions, number=state.num_leases)
+                try:
+                    await asyncio.to_thread(self._log.append, lease)
+                except Conflict:
+                    continue  # another worker was first
+                return [self.prompts.at(position, retry=state.retries[position]) for position in positions]
+
+    def rebase(self, version: int) -> None:
+        """Tell the quota what the log counts, and which policy answers next."""
+        state, batch_size = self._log.state, self._config.batch_size
+        session_steps = state.sessions[-1].steps if state.sessions else 0  # the run's end as its newest session has it
+        self.quota.rebase(
+            version=version,
+            # Of steps, not of versions served here: between a step and its publication its groups stay counted.
+            committed=state.step * batch_size + num_counted(state, self._config),
+            elsewhere=sum(holder != self.presence.holder for holder in state.leased.values()),
+            num_producers=len(state.producers.keys() | {self.presence.holder}),
+            total=(session_steps or self._config.steps) * batch_size,
+            paused=bool(state.paused),
+        )

@@ -1,0 +1,338 @@
+"""The rollout workers of one session, what they serve, and who takes the place of the dead.
+
+    start ─▶ take_part ─▶ collect, collect, … ─▶ dies ─▶ leave: its prompts are free ─▶ another one starts
+                              ▲ swap or broadcast: a new policy under the running requests
+
+In: the run's log, its settings, and processes on a cluster. Out: workers in `Fleet.workers`, and entries in the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from infra.cluster import Cluster, Hosted, WorkerDied
+from infra.environment import cache_folder, code_version
+from infra.weight_broadcast import Broadcast
+from rollouts.engines.engine import WeightUpdate
+from settings.errors import InvalidInput
+from settings.evaluation import EvaluationSettings
+from settings.run_file import RunConfig
+from storage.log.entries import Alias, Evaluation, Policy, Shard
+from storage.log.producers import Lookout, withdraw
+from storage.log.run_log import RunLog
+from storage.policies.policies import PolicyReader
+from tasks.trainer import TrainerHandle
+
+logger = logging.getLogger("millrace.workers")
+
+ROLLOUT_ALIAS = "rollout"
+REPLACEMENTS = 3
+"""Workers that may die in a row, without a shard in between, before a run gives up."""
+_ANSWER_SECONDS = 10.0
+
+Result = TypeVar("Result")
+
+
+class Fleet:
+    """Processes with an engine. Workers are called `names` and a number."""
+
+    def __init__(
+        self,
+        log: RunLog,
+        cluster: Cluster,
+        *,
+        config: RunConfig,
+        num_engines: int = 1,
+        names: str = "rollout",
+        outside: bool = False,
+    ) -> None:
+        """`num_engines` are to run at the same time. `outside`: another process than the driver's starts them."""
+        self.log = log
+        self.cluster = cluster
+        self.config = config
+        self.hosted: dict[str, Hosted] = {}
+        """Every process with an engine, by name."""
+        self.workers: dict[str, Hosted] = {}
+        """The rollout workers that produce, by name."""
+        self.evaluator: Hosted | None = None
+        """The worker that does nothing but evaluate; None when a rollout worker does it beside its own work."""
+        self.arrivals = asyncio.Event()
+        """Set whenever a worker of this session has committed a shard."""
+        self._num_engines = num_engines
+        self._outside = outside
+        self._numbered = (f"{names}-{number}" for number in itertools.count())
+        self._has_workers = asyncio.Event()
+        self._replacements_left = REPLACEMENTS
+        self.loaded_version = -1
+        """What the workers were last told to load, when another process publishes."""
+        self._lookout = Lookout(log)
+
+    # ── Starting and replacing ──────────────────────────────────────────────────────────────────────────────────────
+
+    def next_name(self) -> str:
+        """A name that no rollout worker of this session has had."""
+        return next(self._numbered)
+
+    async def start(self, name: str, *, version: int | None = None) -> str:
+        """Load a policy, the live one by default, into a new worker's engine; returns the checksum of its weights.
+
+        The checksum is empty when the engine serves an older policy for now because the live one is damaged. Nothing is
+        produced before the worker joins.
+        """
+        logger.info("starting the inference engine of %s", name)
+        cluster, path = self.cluster, "rollouts.production.worker:RolloutWorker"
+        self.hosted[name] = hosted = await cluster.host(name, path, num_gpus=cluster.gpus_per_engine)
+        if not cluster.num_gpus:  # engines divide the threads but one, which vLLM's front end and the trainer need
+            threads = max(1, (int(os.environ["OMP_NUM_THREADS"]) - 1) // self._num_engines)
+            await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
+        checksum: str = await hosted.call(
+            "open",
+            self.config,
+            store_uri=self.log.store.uri,
+            name=name,
+            cache=str(cache_folder()),
+            code_version=code_version(),
+            outside=self._outside,
+            version=version,
+        )
+        return checksum
+
+    async def take_part(self, names: Sequence[str]) -> None:
+        """Started workers produce from now on, and divide what may be in flight among all who do."""
+        for name in names:
+            await self.hosted[name].call("join")
+        self.workers |= {name: self.hosted[name] for name in names}
+        if names:
+            self._has_workers.set()
+
+    async def join(self, name: str) -> None:
+        """A started worker takes part from now on, with the newest policy that engines serve."""
+        await self.take_part([name])
+        if (served := self.served(refresh=True)) is not None:  # one may have been published while it was starting
+            await self.workers[name].call("publish", served)
+
+    async def leave(self, name: str, *, death: WorkerDied) -> bool:
+        """Take a dead worker out: its prompts are free for the others. True when another may be started in its place.
+
+        Raises `death` when no worker is left and too many have died in a row.
+        """
+        self.workers.pop(name, None)
+        if not self.workers:
+            self._has_workers.clear()
+        withdraw(self.log, name, reason=str(death))
+        await self.refresh()
+        self._replacements_left -= 1
+        if self._replacements_left >= 0:
+            logger.warning("%s; its prompts run elsewhere, another worker takes its place", death)
+            return True
+        if not self.workers:
+            raise death
+        logger.warning("%s; %d in a row: the run goes on with %d workers", death, REPLACEMENTS, len(self.workers))
+        return False
+
+    async def release_silent(self) -> None:
+        """Give the prompts of producers elsewhere to others after `rollout.lease_timeout` without a sign of life."""
+        silent = self._lookout.silent(patience=self.config.rollout.lease_timeout)
+        for name, seconds in silent.items():
+            logger.warning("%s: no sign of life for %.0f s; its prompts run elsewhere", name, seconds)
+            withdraw(self.log, name, reason=f"no sign of life for {seconds:.0f} s")
+        if silent:
+            await self.refresh()
+
+    # ── Producing and evaluating ────────────────────────────────────────────────────────────────────────────────────
+
+    async def collect(self, name: str) -> Shard | None:
+        """The next shard of one worker; None when nothing could run."""
+        shard: Shard | None = await self.workers[name].call("collect")
+        self.arrivals.set()
+        if shard is not None:
+            self._replacements_left = REPLACEMENTS
+            await self.refresh(but=name)  # what was rejected is room for all
+        return shard
+
+    async def refresh(self, *, but: str = "") -> None:
+        """Let the workers look at the log again: it may leave room for more."""
+        await _of_the_living(worker.call("refresh") for name, worker in self.workers.items() if name != but)
+
+    async def wait_for_stragglers(self, *, version: int) -> None:
+        """Let groups finish that the step on policy `version` would push over the bound, while their engines are
+        busy."""
+        await _of_the_living(worker.call("wait_for_stragglers", version) for worker in self.workers.values())
+
+    async def evaluate(self, *, version: int, settings: EvaluationSettings) -> Evaluation:
+        """The held-out score of a policy version, on the evaluator if there is one; else on a rollout worker's engine,
+        which serves this version now: a later publication waits for it, training does not."""
+        if self.evaluator is not None:
+            evaluation: Evaluation = await self.evaluator.call("evaluate_version", version, settings)
+            return evaluation
+        await self._has_workers.wait()
+        evaluation = await next(iter(self.workers.values())).call("evaluate", settings)
+        return evaluation
+
+    # ── What they serve ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def served(self, *, refresh: bool = False) -> Policy | None:
+        """The policy that engines are to serve; None before the driver has said so."""
+        state = self.log.refresh() if refresh else self.log.state
+        alias = state.aliases.get(ROLLOUT_ALIAS)
+        return None if alias is None else state.policies[alias.version]
+
+    def newest_is_served(self) -> bool:
+        """Whether the alias `rollout` is on the live policy, and that one can be made from what the store has of it."""
+        live = self.log.state.live
+        if live is None or self.served() != live:
+            return False
+        return not PolicyReader(self.log, cache_folder()).damage_of(live)  # a trainer that starts makes it anew
+
+    def mark_served(self, checksums: Sequence[str]) -> None:
+        """Put the alias `rollout` on the live policy; warn when an engine holds other weights under its version."""
+        live = self.log.refresh().live
+        assert live is not None, "the base policy comes first"
+        recorded = self.log.state.aliases.get(ROLLOUT_ALIAS)
+        if not checksums:  # only producers elsewhere, which go by the alias
+            if recorded is None or recorded.version != live.version:
+                self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=""))
+            return
+        serving = [checksum for checksum in checksums if checksum]
+        if not serving:
+            return  # each of them goes on to the live policy as soon as it can, or says why it cannot
+        known = recorded.checksum if recorded is not None and recorded.version == live.version else ""
+        if set(serving) != {known or serving[0]}:
+            logger.warning("an engine's checksum of policy %d differs from another's", live.version)
+        self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
+        logger.info("%d engine(s) serve policy %d", len(serving), live.version)
+
+    async def publish(self, policy: Policy, trainer: TrainerHandle) -> None:
+        """Swap the weights of every engine and move the alias `rollout`, by which engines elsewhere go."""
+        updates = await self._broadcast(policy, trainer)
+        if updates is None:
+            updates = await self._swap(policy)
+        if not updates:  # what takes the place of the dead starts with it, or hears of it by the alias
+            self.log.append(Alias(name=ROLLOUT_ALIAS, version=policy.version, checksum=""))
+        if carried_out := [update for update in updates if update is not None]:
+            first = carried_out[0]
+            self.log.append(
+                Alias(
+                    name=ROLLOUT_ALIAS,
+                    version=policy.version,
+                    checksum=first.checksum,
+                    update_mode=first.mode,
+                    cache_cleared=first.cache_cleared,
+                    paused_seconds=max(update.paused_seconds for update in carried_out),
+                    transfer=first.transfer,
+                )
+            )
+
+    async def load(self, policy: Policy) -> None:
+        """Serve what another process has published."""
+        await self._swap(policy)
+        self.loaded_version = policy.version
+
+    def check_transfer(self) -> None:
+        """Raise `InvalidInput` when policies are to be broadcast by NCCL and GPUs cannot be joined by it."""
+        if self.config.engine.weight_transfer != "nccl":
+            return
+        if self.cluster.gpus_per_worker < 1 or self.config.train.device == "cpu":
+            raise InvalidInput(
+                "engine.weight_transfer = 'nccl' needs a GPU of its own for the trainer and for each engine; there are "
+                f"{self.cluster.num_gpus:g}. Use 'gloo', or leave it out"
+            )
+
+    async def _swap(self, policy: Policy) -> list[WeightUpdate | None]:
+        """Under their running requests; what each living worker answers. The dead are replaced by `produce`."""
+        return await _of_the_living(worker.call("publish", policy) for worker in self.workers.values())
+
+    async def _broadcast(self, policy: Policy, trainer: TrainerHandle) -> list[WeightUpdate | None] | None:
+        """`_swap`, with the weights straight from the trainer. None when not all can take part at once."""
+        workers, engine = list(self.workers.values()), self.config.engine
+        if engine.weight_transfer == "store" or not workers:
+            return None
+        ready = asyncio.gather(
+            trainer.call("can_send", policy.version),
+            *(worker.call("can_receive") for worker in workers),
+            return_exceptions=True,
+        )
+        if any(answer is not True for answer in await ready):
+            return None
+        try:
+            host, port = await trainer.rendezvous()
+        except WorkerDied:
+            return None
+        broadcast = Broadcast(
+            host=host,
+            port=port,
+            backend=engine.weight_transfer,
+            version=policy.version,
+            weights_sha256=policy.weights_sha256,
+            num_receivers=len(workers) * engine.num_gpus,
+        )
+        receiving = (
+            worker.call("receive", policy, dataclasses.replace(broadcast, first_rank=1 + number * engine.num_gpus))
+            for number, worker in enumerate(workers)
+        )
+        _, answers = await asyncio.gather(
+            asyncio.gather(trainer.call("send_policy", broadcast), return_exceptions=True), _of_the_living(receiving)
+        )
+        return answers
+
+    # ── Where they stand ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def report(self) -> str:
+        """Workers, queue, versions, oldest episode, and what each task of each worker is waiting for."""
+        state = self.log.state
+        live = state.live.version if state.live else "none"
+        queue = (
+            f"step {state.step}, live policy {live}, {state.pending_accepted} groups ready, {len(state.leased)} leased"
+        )
+        if elsewhere := [join.holder for join in state.producers.values() if join.outside]:
+            queue += f", producers elsewhere: {', '.join(elsewhere)}"
+        elif not self.workers:
+            queue += f"; nothing produces: `millrace produce {self.log.run_id}` on another machine starts a producer"
+        hosted = [*self.workers.values(), *([self.evaluator] if self.evaluator else [])]
+        return "\n".join([queue, *await asyncio.gather(*map(_report, hosted))])
+
+    async def num_finished(self) -> int:
+        """Groups that all workers have finished so far; a worker that does not answer adds nothing."""
+        return sum(await asyncio.gather(*map(_progress, self.workers.values())))
+
+    async def run(self, name: str, path: str, **arguments: Any) -> Any:
+        """Run one function (`package.module:function`) in a process of its own."""
+        return await self.cluster.run(name, path, **arguments)
+
+    async def close(self) -> None:
+        """Let every process of the session end, the trainer's too."""
+        await self.cluster.close()
+
+
+async def _of_the_living(calls: Iterable[Awaitable[Result]]) -> list[Result]:
+    """What workers answer; the dead are left out. Raises the first other error."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
+            raise answer
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+async def _report(worker: Hosted) -> str:
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            return f"{worker.name}: {await worker.call('report')}"
+    except TimeoutError:
+        return f"{worker.name} does not answer: see the stacks in its log, {worker.log_file}"
+    except WorkerDied as death:
+        return str(death)
+
+
+async def _progress(worker: Hosted) -> int:
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            finished: int = await worker.call("progress")
+            return finished
+    except (TimeoutError, WorkerDied):
+        return 0

@@ -1,0 +1,128 @@
+"""The choice of the next batch, and the Prefect tasks around the trainer.
+
+In: a session. Out: the claim and the committed step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, TypeVar, cast
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
+from prefect.tasks import exponential_backoff
+from prefect.utilities.annotations import quote
+
+from infra.cluster import WorkerDied
+from settings.run_file import RunConfig
+from storage.log.claims import next_claim
+from storage.log.entries import Claim, Step
+from tasks.session import RunSession
+from tasks.trainer import EveryClaimRefused
+from tasks.watchdog import Stalled
+from trainers.health import NonFinite
+
+logger = logging.getLogger("millrace.train")
+
+Argument = TypeVar("Argument")
+
+
+@task(name="start-trainer", cache_policy=NO_CACHE, persist_result=False)
+async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
+    """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
+    await session.trainer.start(config)
+
+
+async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
+    """Wait until enough groups are committed, by producers here or elsewhere, and claim them.
+
+    With `rollout.pace`, groups that are running and that this step's policy would push over the bound are waited for,
+    as long as their engines have other work too. Raises `storage.log.claims.NothingAccepted`, and `Stalled` after
+    `rollout.stall_timeout` seconds in which no group finished.
+    """
+    log, fleet, started = session.log, session.fleet, time.perf_counter()
+    stall_timeout = config.rollout.stall_timeout
+    # If the trainer masks or corrects old tokens no group is lost, and waiting would only cost.
+    paced = not (config.rollout.pace and config.train.stale_policy == "strict")
+    seen, last_progress = -1, time.monotonic()
+    while True:
+        fleet.arrivals.clear()
+        state = log.refresh()
+        claim = None if state.paused else next_claim(state, config)
+        if state.paused:
+            last_progress = time.monotonic()
+        if claim is not None:
+            if paced:
+                session.clock.waited(time.perf_counter() - started)
+                return claim
+            await fleet.wait_for_stragglers(version=claim.base_version)
+            paced = True
+            continue  # what has finished meanwhile may be in the log already, committed by `produce`
+        await fleet.release_silent()
+        waited = time.monotonic() - last_progress
+        if waited > min(1.0, stall_timeout) and (progress := state.entries + await fleet.num_finished()) != seen:
+            seen, last_progress = progress, time.monotonic()
+        elif waited > stall_timeout:
+            raise Stalled(
+                f"no progress for {waited:.0f} s: {state.pending_accepted} of {config.batch_size} groups are ready for "
+                f"step {state.step + 1}\n{await fleet.report()}"
+            )
+        try:
+            # Our own producer sets the event; a producer on another machine is seen by the next look at the log.
+            async with asyncio.timeout(1.0):
+                await fleet.arrivals.wait()
+        except TimeoutError:
+            continue
+
+
+def unsearched(argument: Argument) -> Argument:
+    """A task's argument as it is: Prefect looks for futures in every field of a record, and a claim has many."""
+    return cast(Argument, quote(argument))
+
+
+def forget_results() -> None:
+    """Let Prefect forget which task returned what: it keeps a state for each result of a flow, however long that runs,
+    to draw who used it. Our tasks meet in the log."""
+    if context := FlowRunContext.get():
+        context.run_results.clear()
+
+
+def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
+    """Whether a failed step is worth another try: what the data or the settings forbid stays forbidden."""
+    return not isinstance(state.data, NonFinite | EveryClaimRefused | ValueError)
+
+
+@task(
+    name="train",
+    task_run_name="train-{claim.step}",
+    retries=2,
+    retry_delay_seconds=exponential_backoff(backoff_factor=1),
+    retry_condition_fn=_may_pass,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) -> Step | None:
+    """One optimizer step on a claim: new policy in the store, step in the log; see `TrainerHandle.step`.
+
+    When the trainer dies another one is started, and Prefect's retry gives it the claim; it finds the step in the log
+    if the dead one had committed it.
+    """
+    shards = session.log.state.shards
+    groups = [*claim.trained, *claim.stale, *claim.filtered, *claim.failed, *claim.cancelled]
+    claimed = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in groups)]
+    metrics = await session.clock.metrics(claimed, num_producers=len(session.fleet.workers))
+    started = session.clock.round_started
+    try:
+        step = await session.trainer.step(claim, round_started=started, extra_metrics=metrics, session_id=session.id)
+    except WorkerDied as death:
+        logger.warning("%s; another trainer takes its place", death)
+        await start_trainer(session, config=config)
+        raise
+    if step is None:
+        await session.fleet.refresh()  # the prompts of what was quarantined are free again
+    else:
+        session.clock.next_round()
+    return step

@@ -1,0 +1,127 @@
+"""The trainer of one session: where it runs, and what became of its claims.
+
+In: a claim. Out: the committed step; or a quarantine of the shards that must not be trained.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from infra.cluster import Cluster, Hosted, HostedGroup
+from infra.environment import cache_folder
+from settings.errors import UserError
+from settings.run_file import RunConfig
+from settings.train import TrainSettings
+from storage.log.entries import Claim, Quarantine, Step
+from storage.log.run_log import RunLog
+from storage.shards.shards import DamagedShard
+from trainers.health import GapTooLarge
+from trainers.refusals import RefusedShards
+
+logger = logging.getLogger("millrace.train")
+
+SUSPICIOUS_GAP = 0.1
+"""Nats per token; bfloat16 rounding stays an order of magnitude below."""
+REFUSALS = 3
+"""Claims in a row that may be refused for their shards, without a step in between, before a run gives up."""
+
+
+class EveryClaimRefused(UserError):
+    """Claim after claim had shards that must not be trained: collecting more of them is of no use."""
+
+
+class TrainerHandle:
+    """The trainer's processes, as one. Also hosts a replay, which computes as the trainer does."""
+
+    def __init__(self, log: RunLog, cluster: Cluster) -> None:
+        self._log = log
+        self._cluster = cluster
+        self._hosted: Hosted | HostedGroup | None = None
+        self._warned_of_gap = False
+        self._refusals = 0
+
+    async def open(self, name: str, path: str, *, settings: TrainSettings, **arguments: Any) -> Any:
+        """Host an object of `path` on `train.num_ranks` processes of `train.num_threads`, and open it there."""
+        num_gpus = 0.0 if settings.device == "cpu" else self._cluster.gpus_per_worker
+        hosted = await self._cluster.host_group(name, path, num_ranks=settings.num_ranks, num_gpus=num_gpus)
+        if settings.num_threads:
+            await hosted.prepare({"OMP_NUM_THREADS": str(settings.num_threads)})
+        self._hosted = hosted
+        log = {"store_uri": self._log.store.uri, "run_id": self._log.run_id, "cache": str(cache_folder())}
+        return await hosted.call("open", **log, **arguments)
+
+    async def start(self, config: RunConfig) -> None:
+        """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
+        replayed = await self.open(
+            "trainer-0",
+            "trainers.worker:TrainerWorker",
+            settings=config.train,
+            recipe=config.recipe,
+            sends=config.engine.weight_transfer != "store",
+        )
+        if replayed:
+            logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
+
+    async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
+        """Await a method of the trainer."""
+        assert self._hosted is not None, "there is no trainer yet"
+        return await self._hosted.call(method, *arguments, **keywords)
+
+    async def rendezvous(self) -> tuple[str, int]:
+        """Address of rank 0's node and a port that is free there."""
+        assert self._hosted is not None, "there is no trainer yet"
+        return await self._hosted.rendezvous()
+
+    async def step(self, claim: Claim, **round_facts: Any) -> Step | None:
+        """One optimizer step on a claim.
+
+        None when a claimed shard is damaged or must not be trained: it is quarantined, its prompts run again, and the
+        next claim goes without it. Raises `EveryClaimRefused` when that has become of `REFUSALS` claims in a row,
+        `trainers.health.NonFinite`, and `WorkerDied`.
+        """
+        try:
+            step: Step = await self.call("train_step", claim, **round_facts)
+        except DamagedShard as damaged:
+            self._quarantine({damaged.shard_id: damaged.reason})
+            return None
+        except RefusedShards as refused:
+            self._quarantine(refused.reasons)
+            self._refusals += 1
+            if self._refusals >= REFUSALS:
+                raise EveryClaimRefused(_give_up(claim, refused)) from refused
+            return None
+        self._refusals = 0
+        self._log.refresh()
+        gap = step.metrics.get(
+            "engine_gap", 0.0
+        )  # absent when no token was sampled by the very policy that was trained
+        if gap > SUSPICIOUS_GAP and not self._warned_of_gap:
+            self._warned_of_gap = True
+            logger.warning(
+                "step %d: engine and trainer differ by %.2f nats per token on the same policy; "
+                "the engine may hold other weights",
+                claim.step,
+                gap,
+            )
+        return step
+
+    def _quarantine(self, reasons: dict[str, str]) -> None:
+        for shard_id, reason in reasons.items():
+            ids = {"shard": shard_id}
+            logger.warning("shard %s: %s: quarantined, its prompts run again", shard_id, reason, extra=ids)
+            self._log.append(Quarantine(shard_id=shard_id, reason=reason))
+
+
+def _give_up(claim: Claim, refused: RefusedShards) -> str:
+    """The sentence a run stops with."""
+    count = f"step {claim.step}: {REFUSALS} claims in a row were refused, so collecting more is of no use"
+    if not isinstance(refused, GapTooLarge):
+        return f"{count}; the last one because of {refused}"
+    gap = max(refused.gaps.values())
+    return (
+        f"{count}: engine and trainer disagree by {gap:.3g} nats per token about policy {claim.base_version}, above "
+        f"train.max_gap = {refused.max_gap:g}. Check that the engine loads this very policy (`millrace lineage RUN "
+        f"--policy {claim.base_version} --verify` checks its files), that it runs the model in the trainer's precision "
+        "and code, and that top_p, top_k and min_p do not cut its probabilities short; then start this run again"
+    )
