@@ -1,6 +1,6 @@
 """The evaluation flow: one policy version, held-out tasks, a score in the run's log.
 
-In: a run and a version. Out: avg@n, pass@k, failures, standard error; and, where there is a gate, the alias `champion`.
+In: a run and a version. Out: avg@n, pass@k, failures, standard error; and the alias `champion` if there is a gate.
 It runs on an engine of its own, beside a training that goes on.
 """
 
@@ -62,9 +62,9 @@ async def evaluate(
 
 
 def plan_evaluation(*, run: str, store: str, version: int | None, wanted: dict[str, Any]) -> tuple[RunConfig, int]:
-    """The run's configuration, its evaluation changed by what is `wanted` and not null, and the policy version.
+    """The run's configuration, its evaluation changed by what is `wanted`, and the policy version.
 
-    Raises `ValueError` or `FileNotFoundError` for what cannot work, before anything starts.
+    Raises `InvalidInput` or `NotFound` for what cannot work, before anything starts.
     """
     saved, chosen = look_up_policy(store=store, run=run, version=version)
     changes = {key: value for key, value in wanted.items() if value is not None}

@@ -55,7 +55,7 @@ async def rollout(
 
 
 def plan_rollouts(*, run: str, store: str, name: str, shards: int, patience: float) -> RunConfig:
-    """The run's configuration. Raises `ValueError` or `FileNotFoundError` for what cannot work, before anything
+    """The run's configuration. Raises `InvalidInput` or `NotFound` for what cannot work, before anything
     starts."""
     producer_name(name)
     if shards < 0 or patience <= 0:

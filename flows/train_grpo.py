@@ -3,12 +3,12 @@
     produce ─▶ shard in the log ─▶ next_batch ─▶ train_step ─▶ publish ─▶ the next tokens come from the new policy
        └── runs beside the loop; with max_staleness = 0 it waits for `publish`, with more it runs ahead ──┘
 
-| who | waits for |
+| part | waits for |
 |---|---|
 | produce | room in its quota: a newer policy, or a rejected group |
 | next_batch | enough committed groups within the staleness bound |
 | publish | an evaluation that is running on the loaded version |
-| evaluate, track | nobody waits for them but the end of the flow |
+| evaluate, track | nothing; only the end of the flow waits for them |
 
 Killed at any point, the same call continues from the log.
 """
@@ -90,7 +90,7 @@ async def train_grpo(
 
 
 async def something_is_left(session: RunSession, config: RunConfig) -> bool:
-    """False where the run has ended whole, and engines and a trainer would start for nothing."""
+    """False if the run has all its steps and its last evaluation: engines and a trainer would start for nothing."""
     if session.log.state.step < config.steps or evaluation_is_missing(session, config):
         return True
     return not await asyncio.to_thread(session.fleet.newest_is_served)
@@ -136,7 +136,7 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
             forget_results()
             if telling_mlflow.done() and session.mirror.is_due:
                 telling_mlflow = beside.create_task(track(session.mirror))
-        await asyncio.gather(*evaluating)  # with producers, who put another worker in the place of one that dies
+        await asyncio.gather(*evaluating)  # beside `produce`, which replaces a worker that dies
         for producer in producing:
             producer.cancel()
     announce(session.log, "training.finished", version=session.log.state.newest_version)

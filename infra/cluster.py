@@ -88,7 +88,7 @@ class Hosted:
 class HostedGroup:
     """The same object in several processes that compute as one: what one is asked, all are asked.
 
-    Ranks stay in step, or the group ends: where one fails and the others do not, they would wait for it for ever.
+    Ranks stay in step, or the group ends: if one failed and the others did not, they would wait for it for ever.
     """
 
     def __init__(self, name: str, ranks: Sequence[Hosted], placement: Placement, *, lag_seconds: float) -> None:
@@ -100,7 +100,7 @@ class HostedGroup:
         self._ended = ""
 
     async def introduce(self) -> None:
-        """Tell every rank who it is and where the first one listens. Raises `WorkerDied` and ends where one is gone."""
+        """Tell every rank its number and where rank 0 listens. If one is gone the group ends and `WorkerDied` rises."""
         try:
             address, port = await self._ranks[0].rendezvous()
             shared = {
@@ -144,7 +144,7 @@ class HostedGroup:
             return calls[0].result()
         deaths = [rank for rank, error in errors.items() if isinstance(error, WorkerDied)]
         followed = [rank for error in errors.values() if (rank := getattr(error, "rank", None)) in errors]
-        # Where all fail alike it is rank 0's error, else the earliest.
+        # If all fail alike it is rank 0's error, else the earliest.
         earliest = [rank for rank in errors if calls[rank] in done] if len(errors) < len(calls) else [0]
         culprit = [*deaths, *followed, *earliest][0]
         error = errors[culprit]
@@ -194,7 +194,7 @@ class Cluster:
             "logging_level": logging.ERROR,
             "configure_logging": False,
         }
-        # Without an address Ray would join any cluster it finds on this machine, somebody else's too.
+        # Without an address Ray would join any cluster it finds on this machine, also one of another user.
         options["address"] = address = os.environ.get("RAY_ADDRESS") or "local"
         if address == "local":
             # A cluster of our own makes its own token; the warning that says so is of no use to anybody.
@@ -212,7 +212,7 @@ class Cluster:
     async def host(self, name: str, path: str, *, num_gpus: float = 0) -> Hosted:
         """A process of its own for an object of `path` (`package.module:Class`), which `call("open")` makes there.
 
-        Where engines have several parts this waits until it has their devices, see `infra.placement.reserve`.
+        If engines have several parts this waits until their devices are free, see `infra.placement.reserve`.
         """
         placement = None
         options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": "DEFAULT" if num_gpus else "SPREAD"}

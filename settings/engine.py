@@ -12,7 +12,7 @@ WeightTransfer = Literal["store", "gloo", "nccl"]
 
 
 def num_parts(arguments: dict[str, Any]) -> int:
-    """Workers of one engine with these arguments of vLLM's: that many devices, where it has any to itself."""
+    """Processes of one engine with these arguments of vLLM; each has a device of its own, if there are any."""
     return int(arguments.get("tensor_parallel_size", 1)) * int(arguments.get("pipeline_parallel_size", 1))
 
 
@@ -31,7 +31,7 @@ class EngineSettings(Block):
     which are computed anew; false goes on with them."""
     weight_transfer: WeightTransfer = "store"
     """How new weights come to the engines of the training run: read from the `store`, or by a broadcast of the trainer,
-    `nccl` between GPUs or `gloo` between CPUs. The store has them in any case, and is read where a broadcast fails."""
+    `nccl` between GPUs or `gloo` between CPUs. The store has them in any case, and is read if a broadcast fails."""
     tool_parser: str = "hermes"
     """vLLM's parser for the tool calls of this model family: hermes (Qwen), llama3_json, mistral, …"""
     vllm: dict[str, Any] = Field(default_factory=dict)
@@ -46,5 +46,5 @@ class EngineSettings(Block):
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of one engine, where there are any."""
+        """GPUs of one engine, if there are any."""
         return num_parts(self.vllm)

@@ -26,8 +26,8 @@ class EvaluationSettings(Block):
     """Evaluate on an engine of its own, so that a new policy never waits for an evaluation; it costs the memory of
     one more engine."""
     gate_score: float | None = None
-    """A policy that is evaluated with this score or more becomes the champion, unless the log speaks against it; null:
+    """A policy that is evaluated with this score or more becomes the champion, unless the log speaks against it; unset:
     no evaluation makes one."""
     gate_gap: float | None = Field(default=None, ge=0)
-    """Largest gap between engine and trainer, in nats per token, of the steps that led to a champion; null:
+    """Largest gap between engine and trainer, in nats per token, of the steps that led to a champion; unset:
     `train.max_gap`."""

@@ -50,7 +50,7 @@ class Settings(BaseModel):
     train: TrainSettings = Field(default_factory=TrainSettings)
     """Advantages, loss and optimizer."""
     warmup: WarmupSettings = Field(default_factory=WarmupSettings)
-    """The tiny base model made where no `model` is given."""
+    """The tiny base model made when no `model` is given."""
     traces: TraceSettings = Field(default_factory=TraceSettings)
     """Which attempts MLflow shows turn by turn."""
 
@@ -92,7 +92,7 @@ class RunConfig(Settings):
         needs_group = advantage.kind in ("grpo", "leave_one_out", "opo", "pass_at_k") and self.train.loss.kind != "sft"
         if self.n_samples < 2 and (needs_group or getattr(advantage, "baseline", False)):
             problems.append(
-                f"n_samples = 1 with train.advantage.kind = {advantage.kind!r}: an only attempt has nobody to be "
+                f"n_samples = 1 with train.advantage.kind = {advantage.kind!r}: a single attempt has nothing to be "
                 'compared with; use n_samples of 2 or more, or another kind ("reinforce++", "gae", "remax")'
             )
         if advantage.kind == "pass_at_k" and advantage.k >= self.n_samples:
@@ -137,7 +137,7 @@ class RunConfig(Settings):
             )
         if not self.rollout.num_workers and self.evaluation.every and not self.evaluation.own_engine:
             problems.append(
-                "rollout.num_workers = 0 leaves nobody to evaluate; set evaluation.own_engine = true, or "
+                "rollout.num_workers = 0 leaves no worker to evaluate; set evaluation.own_engine = true, or "
                 "evaluation.every = 0"
             )
         if self.sampling.max_tokens >= self.engine.max_model_len:
@@ -209,8 +209,8 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
     """Validate a document; see `load_run_file`."""
     for key in secret_settings(document):
         raise ConfigError(
-            f"{source}: {key} looks like a secret, and the settings of a run are recorded for everybody to see: put it "
-            "into the environment, where the library it is for looks for it (HF_TOKEN, OPENAI_API_KEY, the AWS chain)"
+            f"{source}: {key} looks like a secret, and the settings of a run are recorded for all to read: put it "
+            "into the environment variable that its library reads (HF_TOKEN, OPENAI_API_KEY, the AWS chain)"
         )
     try:
         return RunConfig(**document)
@@ -250,12 +250,12 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
 def training_changes(old: RunConfig, new: RunConfig) -> dict[str, str]:
     """What `with_training_changes` changed, as `old → new` by dotted key."""
     before, after = old.model_dump(), new.model_dump()
-    found = {}
+    changes = {}
     for key in {**_training_settings(old), **_training_settings(new)}:
         values = [functools.reduce(_get, key.split("."), document) for document in (before, after)]
         if all(value is not _MISSING for value in values) and values[0] != values[1]:
-            found[key] = f"{values[0]} → {values[1]}"
-    return found
+            changes[key] = f"{values[0]} → {values[1]}"
+    return changes
 
 
 _MISSING = object()
@@ -286,8 +286,9 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
     *tables, name = key.split(".")
     target = document
     for table in tables:
-        found = target.get(table)
-        target[table] = {"kind": found} if isinstance(found, str) and table in ("loss", "advantage") else found or {}
+        value_there = target.get(table)
+        is_kind = isinstance(value_there, str) and table in ("loss", "advantage")
+        target[table] = {"kind": value_there} if is_kind else value_there or {}
         if not isinstance(target[table], dict):
             raise ConfigError(f"{source}: cannot set {key}, because {table} is no table but {target[table]!r}")
         target = target[table]
@@ -298,8 +299,8 @@ def _explain(problem: Any) -> str:
     key, model = _locate(problem["loc"])
     if problem["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
-        known = ", ".join(model.model_fields)
-        return f"{key}: no such key" + (f"; did you mean {nearest[0]!r}?" if nearest else f"; there are: {known}")
+        hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(model.model_fields)}"
+        return f"{key}: no such key; {hint}"
     if problem["type"] == "missing":
         return f"{key}: must be set"
     if problem["type"] == "union_tag_invalid":
@@ -316,7 +317,7 @@ def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
     for part in location:
         by_kind = [m for m in members if m.model_fields.get("kind") is not None and part in get_args(_kind(m))]
         if len(members) > 1 and by_kind:
-            members = by_kind  # pydantic names the kind on the way; nobody writes it there
+            members = by_kind  # pydantic names the kind on the way; users do not write it there
             continue
         key.append(str(part))
         model = members[0] if members else model

@@ -1,4 +1,4 @@
-"""`[warmup]`: the tiny base model made where no `model` is given."""
+"""`[warmup]`: the tiny base model made when no `model` is given."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from settings.block import Block
 
 
 class WarmupSettings(Block):
-    """The tiny base model made on the spot where no `model` is given."""
+    """The tiny base model made on the spot when no `model` is given."""
 
     hidden_size: int = Field(default=128, ge=32, multiple_of=32)
     """Width of the model: attention heads of 32."""

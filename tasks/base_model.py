@@ -59,7 +59,7 @@ async def provide_reference(session: RunSession, *, model: str) -> None:
 
 
 async def _stored(session: RunSession, model: str) -> str:
-    """The key of a model's folder in the store, where it is put now if it is not there yet."""
+    """The key of a model's folder in the store; the model is put there now if it is missing."""
     key, store = model_key(model), session.log.store
     if not store.exists(f"{key}/{DIGEST_FILE}"):
         logger.info("fetching model %s", model)

@@ -1,4 +1,4 @@
-"""Between a run and whoever runs it: pause and resume are heard within seconds, a new policy is announced.
+"""Pause, resume and suspend, between a run's log and Prefect; and the announcement of new policies.
 
 In: a session. Out: workers that begin nothing new, or go on; entries in the log; the state of the flow run, and events.
 
@@ -6,7 +6,7 @@ In: a session. Out: workers that begin nothing new, or go on; entries in the log
     Paused in Prefect ─▶ entry in the log ──▶ the same; both ways back with Resume
     Suspended in Prefect (the button in its UI): the process ends, and resuming starts the run again
 
-The log has the last word. Prefect's server may be down: then nobody can ask there.
+The log has the last word. While Prefect's server is down only the log is heard.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _ANSWER_SECONDS = 5.0
 
 
 class Platform(Protocol):
-    """Whoever started this run and shows its state: Prefect."""
+    """The platform that started this run and shows its state: Prefect."""
 
     async def state(self) -> State[Any] | None:
-        """The flow run's state; null where nobody answers."""
+        """The flow run's state; None if the server does not answer."""
 
     async def show(self, *, paused: bool) -> None:
-        """Make the flow run Paused, or Running; where nobody takes that in, the next look tries again."""
+        """Make the flow run Paused, or Running; if the server does not take that in, the next look tries again."""
 
 
 class OwnFlowRun:
@@ -97,7 +97,7 @@ class Listener:
         shown = None if state is None else _PAUSED.get(state.type)
         if state is not None and shown is not None:
             # By its id, not by its kind: Prefect may have taken in what we showed, answered too late, and been
-            # changed back by somebody since.
+            # changed back by a user since.
             if self._seen not in (None, state.id) and shown != self._logged:
                 log.append(Pause(reason="paused in Prefect") if shown else Resume(reason="resumed in Prefect"))
             self._seen = state.id
@@ -135,8 +135,8 @@ _PAUSED = {StateType.PAUSED: True, StateType.RUNNING: False}
 async def listening(session: RunSession, *, steps: int, platform: Platform | None = None) -> AsyncIterator[None]:
     """Hear of pauses, announce policies and keep the page of a run of so many steps while the body runs.
 
-    `platform` is the flow run this is called in where it is null; outside of one only the log is heard.
-    Raises `prefect.exceptions.Pause`, which ends the process and leaves the flow run Suspended, where Prefect says so.
+    `platform` is by default the flow run this is called in; outside of one only the log is heard.
+    Raises `prefect.exceptions.Pause`, which ends the process and leaves the flow run Suspended, if Prefect says so.
     """
     async with contextlib.AsyncExitStack() as stack:
         context = FlowRunContext.get()
@@ -153,7 +153,7 @@ async def listening(session: RunSession, *, steps: int, platform: Platform | Non
             yield
             await page.update(finished=True)
         except (asyncio.CancelledError, BaseExceptionGroup, PrefectPause) as error:
-            # Prefect raises it by itself where the next of its tasks begins, which may be in minutes, or in a group.
+            # Prefect raises it by itself when the next of its tasks begins, which may be in minutes, or in a group.
             suspended = listener.suspended or _suspension_in(error)
             if suspended is None:
                 raise
@@ -175,7 +175,7 @@ def _suspension_in(error: BaseException) -> State[Any] | None:
 
 
 async def resumed(session: RunSession) -> None:
-    """Return once the run is not paused, at once where it is not."""
+    """Return as soon as the run is not paused."""
     while session.log.refresh().paused:
         await asyncio.sleep(_LOOK_SECONDS / 2)
 

@@ -31,22 +31,22 @@ class EvaluationFailed(UserError):
 
 
 def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[str, Any], int]:
-    """A run's configuration, and the policy version that is meant: the newest of now where it is null.
+    """A run's configuration, and the policy version that is meant, by default the newest.
 
-    Raises `FileNotFoundError` for an unknown run, `ValueError` for a version it does not have, or not any more.
+    Raises `NotFound` for an unknown run, `InvalidInput` for a version it does not have, or not any more.
     """
     log = open_run(open_store(store_uri(store)), run)
     return run_config(log), find_policy(log, version).version
 
 
 def check_split(*, workflow: str, dataset: str, split: str) -> None:
-    """Raise `ValueError` where there is nothing to ask."""
+    """Raise `InvalidInput` if the split is empty."""
     if not load_object(workflow)(dataset or None).tasks(split):
         raise InvalidInput(f"{workflow} has no tasks in split {split!r}; name another split")
 
 
 def warn_of_greedy_attempts(*, n_samples: int, temperature: float) -> None:
-    """Say that several attempts per problem tell no more than one where nothing is drawn."""
+    """Warn that several attempts per problem tell no more than one at temperature 0."""
     if n_samples > 1 and temperature == 0:
         logger.warning(
             "%d attempts per problem at temperature 0 are all alike unless the environment draws: set a temperature",

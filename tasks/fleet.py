@@ -1,4 +1,4 @@
-"""The rollout workers of one session, what they serve, and who takes the place of the dead.
+"""The rollout workers of one session, what they serve, and the replacement of dead ones.
 
     start ─▶ take_part ─▶ collect, collect, … ─▶ dies ─▶ leave: its prompts are free ─▶ another one starts
                               ▲ swap or broadcast: a new policy under the running requests
@@ -104,7 +104,7 @@ class Fleet:
         return checksum
 
     async def take_part(self, names: Sequence[str]) -> None:
-        """Started workers produce from now on, and divide what may be in flight among all who do."""
+        """Started workers produce from now on, and divide what may be in flight among them."""
         for name in names:
             await self.hosted[name].call("join")
         self.workers |= {name: self.hosted[name] for name in names}
@@ -202,8 +202,8 @@ class Fleet:
         serving = [checksum for checksum in checksums if checksum]
         if not serving:
             return  # each of them goes on to the live policy as soon as it can, or says why it cannot
-        known = recorded.checksum if recorded is not None and recorded.version == live.version else ""
-        if set(serving) != {known or serving[0]}:
+        expected = recorded.checksum if recorded is not None and recorded.version == live.version else ""
+        if set(serving) != {expected or serving[0]}:
             logger.warning("an engine's checksum of policy %d differs from another's", live.version)
         self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
         logger.info("%d engine(s) serve policy %d", len(serving), live.version)

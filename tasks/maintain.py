@@ -34,7 +34,7 @@ async def collect_from_runs(
 ) -> dict[str, Any]:
     """What was, or would be, freed per run.
 
-    Raises `ValueError` for rules that cannot be read, `FileNotFoundError` for a run the store does not have.
+    Raises `InvalidInput` for rules that cannot be read, `NotFound` for a run the store does not have.
     """
     prepare_environment()
     reports = await asyncio.to_thread(

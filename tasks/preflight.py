@@ -1,6 +1,6 @@
 """Everything that can be found wrong in a second, before anything heavy starts.
 
-In: the values of a run's configuration. Out: the workflow, or a `ValueError` that names the thing and the fix.
+In: the values of a run's configuration. Out: the workflow, or a `InvalidInput` that names the thing and the fix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_run(config: RunConfig) -> Workflow:
 
     Returns the workflow.
 
-    Raises `ValueError`, or `storage.objects.object_store.StoreError`, for the first thing that will not work.
+    Raises `InvalidInput`, or `storage.objects.object_store.StoreError`, for the first thing that will not work.
     """
     workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
@@ -51,7 +51,7 @@ def check_run(config: RunConfig) -> Workflow:
 
 
 def check_loss(loss: Loss, *, with_reference: bool) -> None:
-    """Raise `ValueError` for a custom loss that cannot be imported, or that fails on a trial of five tokens."""
+    """Raise `InvalidInput` for a custom loss that cannot be imported, or that fails on a trial of five tokens."""
     if isinstance(loss, CustomLoss):
         from trainers.objective import custom_loss
 
@@ -59,7 +59,7 @@ def check_loss(loss: Loss, *, with_reference: bool) -> None:
 
 
 def check_model(model: str) -> None:
-    """Raise `ValueError` unless `model` is a model folder or looks like a hub id."""
+    """Raise `InvalidInput` unless `model` is a model folder or looks like a hub id."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).exists()]

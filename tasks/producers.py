@@ -36,12 +36,12 @@ SILENCE_SECONDS = 60.0
 
 
 def look_up_run(*, store: str, run: str) -> dict[str, Any]:
-    """The configuration a run was started with. Raises `FileNotFoundError` for an unknown run."""
+    """The configuration a run was started with. Raises `NotFound` for an unknown run."""
     return run_config(open_run(open_store(store_uri(store)), run))
 
 
 def producer_name(name: str) -> str:
-    """What the workers of this process are called, by default as the machine. Raises `ValueError` for an unusable
+    """What the workers of this process are called, by default as the machine. Raises `InvalidInput` for an unusable
     name."""
     chosen = name or socket.gethostname().split(".")[0]
     check_name(chosen)
@@ -49,9 +49,9 @@ def producer_name(name: str) -> str:
 
 
 async def wait_for_policy(session: RunSession, *, workflow: str, patience: float) -> bool:
-    """Wait for the run's first policy. False where the run is over already.
+    """Wait for the run's first policy. False if the run is over already.
 
-    Raises `ValueError` where there is none after `patience` seconds, and where the workflow's source is another one
+    Raises `InvalidInput` where there is none after `patience` seconds, and where the workflow's source is another one
     here than at the run's driver: its rewards would be others.
     """
     deadline = time.monotonic() + patience
@@ -74,7 +74,7 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
     """Keep this session's workers up to the run's log until there is no more to do; returns why.
 
     That is once the run has as many steps as its newest session means to train, after `shards` shards of ours (0: any
-    number), or when nobody has written anything for `patience` seconds. A driver that was killed and comes back
+    number), or when nothing was written for `patience` seconds. A driver that was killed and comes back
     within that time finds us here, and a store that cannot be reached for a while is tried again.
     """
     seen, made = session.log.state.entries, 0

@@ -31,7 +31,7 @@ def check_replay(
 ) -> tuple[ReplayPlan, dict[str, Any]]:
     """What will be trained again, and the run's configuration.
 
-    Raises `storage.log.replay_plan.CannotReplay`, `ValueError` for a `save` that exists, `FileNotFoundError` for an
+    Raises `storage.log.replay_plan.CannotReplay`, `InvalidInput` for a `save` that exists, `NotFound` for an
     unknown run, all before anything heavy starts.
     """
     log = open_run(open_store(store_uri(store)), run)
@@ -104,7 +104,7 @@ def describe_replay(
     rewards: str,
     start_identical: bool,
 ) -> dict[str, Any]:
-    """A `storage.log.replay_plan.Replay` as plain JSON; numbers that are none become null."""
+    """A `storage.log.replay_plan.Replay` as plain JSON; NaN and infinity become null."""
     made_by = session.log.state.steps[plan.last - 1].session_id
     recorded_code = next((s.code_version for s in session.log.state.sessions if s.id == made_by), "unknown")
     replay = Replay(

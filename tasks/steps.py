@@ -85,7 +85,7 @@ def unsearched(argument: Argument) -> Argument:
 
 def forget_results() -> None:
     """Let Prefect forget which task returned what: it keeps a state for each result of a flow, however long that runs,
-    to draw who used it. Our tasks meet in the log."""
+    to draw which task used it. Our tasks meet in the log."""
     if context := FlowRunContext.get():
         context.run_results.clear()
 

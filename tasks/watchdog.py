@@ -1,4 +1,4 @@
-"""No wait is for ever: after so many seconds without progress it fails, and says who was doing what.
+"""No wait is for ever: after so many seconds without progress it fails, and says what every worker was doing.
 
 In: a session and something to wait for. Out: its result, or `Stalled` with the report of every worker.
 """

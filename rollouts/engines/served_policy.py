@@ -37,15 +37,15 @@ class ServedPolicy:
         self.version = 0
         """The policy version the engine serves."""
         self.pin = asyncio.Lock()
-        """Held by whoever needs the engine to stay with this version."""
+        """Held while the engine must stay with this version."""
         self.overdue: Policy | None = None
-        """What should be served and could not be made; null where nothing is missing."""
+        """The policy that should be served and could not be made; None if nothing is missing."""
 
     def first(self, version: int | None) -> tuple[Policy, Path]:
         """What to start an engine with, and its folder: a version of the run, the live one by default.
 
-        Where that is a damaged delta it is overdue, and this its anchor: the trainer, which starts at the same time,
-        may put the weights back. Raises `ValueError` for a version the run does not have, or not any more.
+        If that is a damaged delta it is overdue, and its anchor is returned: the trainer, which starts at the same
+        time, may put the weights back. Raises `InvalidInput` for a version the run does not have, or not any more.
         """
         wanted = find_policy(self._log, version)
         try:
@@ -67,10 +67,10 @@ class ServedPolicy:
     async def publish(self, policy: Policy) -> WeightUpdate | None:
         """Serve a policy from the next token on, read from the store.
 
-        Null where the engine serves a newer one, and where it is a damaged delta, overdue from now on, and the engine
-        may go on with what it has. Raises `storage.policies.policies.DamagedDelta` where it may not, and
-        `storage.objects.digests.DigestMismatch` before touching the engine, `EngineError` with the old version still
-        serving.
+        None if the engine serves a newer one. Also None if it is a damaged delta: it is overdue from now on, and the
+        engine goes on with what it has. Raises `storage.policies.policies.DamagedDelta` if it may not,
+        `storage.objects.digests.DigestMismatch` before touching the engine, and `EngineError` with the old version
+        still serving.
         """
         await self._know(policy)
         try:
@@ -90,7 +90,7 @@ class ServedPolicy:
         return update
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
-        """`publish` by broadcast, and from the store where that fails."""
+        """`publish` by broadcast, and from the store if that fails."""
         await self._know(policy)
         try:
             async with self.pin:
@@ -105,7 +105,7 @@ class ServedPolicy:
     async def load(self, version: int) -> None:
         """Serve any version of the run; for an engine that only evaluates, by a caller that holds `pin`.
 
-        Raises `ValueError` for a version the run does not have, or not any more.
+        Raises `InvalidInput` for a version the run does not have, or not any more.
         """
         if version == self.version:
             return

@@ -60,8 +60,8 @@ class Player:
     ) -> RolloutGroup:
         """All attempts at a task.
 
-        Raises what is wrong with the workflow itself, see `WrongWorkflow`; `ValueError` for a weight of a reward part
-        that there is not; and `RewardTimeout` where the run file says that it fails the run.
+        Raises what is wrong with the workflow itself, see `WrongWorkflow`; `InvalidInput` for a weight of a reward part
+        that does not exist; and `RewardTimeout` if `reward.on_timeout = "fail"`.
         """
         queued_at = time.time()
         try:
@@ -100,7 +100,7 @@ class Player:
         return ""
 
     async def _scored_together(self, task: Task, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """Rewards that depend on the other attempts, where the workflow has such."""
+        """Rewards that depend on the other attempts, if the workflow has such."""
         usable = [trajectory for trajectory in trajectories if trajectory.usable]
         if not usable:
             return trajectories

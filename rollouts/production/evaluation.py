@@ -41,7 +41,7 @@ def pass_at_k(*, num_attempts: int, num_correct: int, k: int) -> float:
     """Chance that at least one of `k` attempts, drawn without replacement from those made, is correct.
 
     1 − C(n − c, k) / C(n, k), unbiased: Chen et al. 2021, arXiv 2107.03374, equation 1. With 2 of 5 attempts correct
-    and k = 2 it is 1 − 3/10 = 0.7. Raises `ValueError` unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+    and k = 2 it is 1 − 3/10 = 0.7. Raises `InvalidInput` unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
     """
     if not (0 <= num_correct <= num_attempts and 1 <= k <= num_attempts):
         raise InvalidInput(f"pass@{k} of {num_correct} correct among {num_attempts} attempts is not defined")
@@ -130,7 +130,7 @@ async def evaluate_tasks(
         num_shards += 1
 
     async def record(group: RolloutGroup) -> None:
-        """Whoever fills a piece commits it; meanwhile the others play on, and wait here once they have finished."""
+        """The player that fills a piece commits it; the others play on, and wait here once they have finished."""
         nonlocal piece_bytes
         _check_version(group, version)
         async with recording:
@@ -141,7 +141,7 @@ async def evaluate_tasks(
                 await flush()
 
     async def play() -> None:
-        for task in waiting:  # all players share it: who is free takes the next one
+        for task in waiting:  # all players share it: a free one takes the next task
             await record(
                 await player.group(
                     task,
@@ -182,7 +182,7 @@ async def evaluate_tasks(
 
 
 def failure_of(evaluation: Evaluation) -> str:
-    """What people must be told where every attempt failed; empty where the score says something about the policy."""
+    """A sentence if every attempt failed; empty if the score says something about the policy."""
     if not evaluation.failed:
         return ""
     counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
@@ -196,9 +196,9 @@ def failure_of(evaluation: Evaluation) -> str:
 def _check_version(group: RolloutGroup, version: int) -> None:
     sampled = [turn.weight_versions for attempt in group.trajectories for turn in attempt.turns]
     if any(versions.count(version) != len(versions) for versions in sampled):
-        found = sorted(set().union(*sampled))
+        versions = sorted(set().union(*sampled))
         raise MixedVersions(
-            f"the evaluation of policy {version} was given up: group {group.id!r} has tokens of policies {found}, so "
+            f"the evaluation of policy {version} was given up: group {group.id!r} has tokens of policies {versions}: "
             "the engine changed its weights meanwhile; evaluate again"
         )
 

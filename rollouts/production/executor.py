@@ -178,7 +178,7 @@ class Executor:
         return self.hand_out()
 
     def report(self) -> str:
-        """A few words on where the executor stands."""
+        """The state of the executor in a sentence."""
         accepted = sum(group.accepted for group in self._finished)
         sentence = (
             f"policy {self._version}: {accepted} of {self._config.batch_size} accepted and not committed, "

@@ -60,7 +60,9 @@ class HeadStart:
         async with pin:
             if not self._executor.waits_for_policy:
                 return False
-            self.version = self._served.version + num_steps  # first: who needs the engine meanwhile calls back
+            self.version = (
+                self._served.version + num_steps
+            )  # first: a caller that needs the engine meanwhile calls back
             self._over.clear()
             await self._served.engine.hold()
         return True

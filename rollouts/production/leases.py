@@ -18,7 +18,7 @@ from storage.log.run_state import Conflict
 
 
 class Leases:
-    """The leases of one worker. `lock` is held by whoever reads or writes the log."""
+    """The leases of one worker. `lock` is held while the log is read or written."""
 
     def __init__(
         self, log: RunLog, lock: asyncio.Lock, *, config: RunConfig, presence: Presence, prompts: PromptOrder

@@ -1,4 +1,4 @@
-"""Shards of one worker: whom they are from, and what the time that they took was spent on.
+"""The shards of one worker, with their provenance and the time they took.
 
 groups, wall-clock seconds ─▶ shares of generating and of rewarding ─▶ `storage.shards.shards.commit_shard`
 """

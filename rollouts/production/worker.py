@@ -159,7 +159,7 @@ class RolloutWorker:
         self._collected_at = 0.0  # Unix seconds: when the newest shard was complete, or the next was released
 
     async def join(self) -> None:
-        """Take part in the run: the prompts in flight are divided among those who do."""
+        """Take part in the run: the prompts in flight are divided among all producers."""
         async with self._lock:
             await self._leases.presence.join()
 
@@ -198,22 +198,22 @@ class RolloutWorker:
         return self._executor.num_finished
 
     def report(self) -> str:
-        """Where this worker stands, and where each of its asyncio tasks waits."""
+        """The state of this worker, and where each of its asyncio tasks waits."""
         held = [f"the engine serves policy {self._served.version}, and keeps requests for the next"]
         return "\n".join([self._executor.report(), *held * (self._head_start.version is not None), *waiting_tasks()])
 
     async def collect(self) -> Shard | None:
-        """Produce and commit the next shard; null when nothing more can run before the next policy."""
+        """Produce and commit the next shard; None if nothing more can run before the next policy."""
         started = time.time()
         groups = await self._executor.prepare_batch()
-        # Attempts begin where there is room for them, not with this call, which gets its turn after hundreds of them.
+        # Attempts begin as soon as there is room, not with this call, which gets its turn after hundreds of them.
         begun = min((group.queued_at for group in groups), default=started)
         started = max(min(started, begun), self._collected_at)
         self._collected_at = time.time()
         return await self._commit_groups(groups, seconds=self._collected_at - started)
 
     async def _commit_groups(self, groups: list[RolloutGroup], *, seconds: float) -> Shard | None:
-        """Null when there are none, or others have committed all of these prompts."""
+        """None if there are none, or other workers have committed all of these prompts."""
         shard, prepared = None, groups
         async with self._lock:
             while groups and shard is None:
@@ -241,7 +241,7 @@ class RolloutWorker:
         )
 
     def can_receive(self) -> bool:
-        """True where a broadcast would be taken at once, and not after an evaluation."""
+        """True if a broadcast would be taken at once, and not after an evaluation."""
         return not self._served.pin.locked()
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
@@ -325,7 +325,7 @@ class RolloutWorker:
         await self._leases.presence.leave()
 
     def _is_committed(self, group: RolloutGroup) -> bool:
-        """Whether somebody else has committed this prompt, or this very attempt at it that came to nothing."""
+        """Whether another worker has committed this prompt, or this very attempt at it that came to nothing."""
         state = self._log.state
-        known = state.groups.get(group.id)
-        return group.position in state.positions or (known is not None and known.position == group.position)
+        logged = state.groups.get(group.id)
+        return group.position in state.positions or (logged is not None and logged.position == group.position)

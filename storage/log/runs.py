@@ -83,7 +83,7 @@ def model_key(model: str) -> str:
 
 
 def open_run(store: ObjectStore, run_id: str) -> RunLog:
-    """The log of an existing run, folded. Raises `FileNotFoundError` listing the runs that exist."""
+    """The log of an existing run, folded. Raises `NotFound` listing the runs that exist."""
     if not store.exists(f"runs/{run_id}/run.json"):
         known = ", ".join(store.names("runs")) or "none yet"
         raise NotFound(f"no run {run_id!r} in {store.uri}; runs there: {known}")

@@ -23,7 +23,7 @@ Happening = Literal["alias.rollout", "training.finished", "gate.passed", "gate.f
 
 
 def announce(log: RunLog, what: Happening, *, version: int, **details: Any) -> None:
-    """Tell Prefect, where this is a flow run: outside of one it would start a server to tell it to."""
+    """Tell Prefect, if this is a flow run: outside of one Prefect would start a server for the event."""
     if FlowRunContext.get() is None:
         return
     resource = {"prefect.resource.id": f"millrace.run.{log.run_id}", "prefect.resource.name": log.run_id}

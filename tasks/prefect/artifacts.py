@@ -81,8 +81,8 @@ def artifact_key(run: str) -> str:
 
 
 def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str, mlflow_run: str) -> str:
-    """A run as Markdown; `mlflow` is the address of a server, empty where none shows the run, and `mlflow_run` the
-    run's page there, empty as long as nobody has told MLflow of it."""
+    """A run as Markdown; `mlflow` is the address of a server, empty if none shows the run, and `mlflow_run` the
+    run's page there, empty until MLflow has heard of the run."""
     champion, counters = state.aliases.get(CHAMPION), state.counters()
     scores = [e for e in state.evaluations if not e.failed]
     facts = {

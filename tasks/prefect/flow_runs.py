@@ -35,7 +35,7 @@ _OVER = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut", "Paused", "S
 
 
 async def cancel_flow_run(flow_run_id: str, *, api_url: str) -> bool:
-    """Ask the server for what its Cancel button does; False where the flow run is over already."""
+    """Ask the server for what its Cancel button does; False if the flow run is over already."""
     with temporary_settings({PREFECT_API_URL: api_url}):
         async with get_client() as client:
             flow_run = await client.read_flow_run(UUID(flow_run_id))
@@ -69,20 +69,20 @@ def crash_silent_flow_runs() -> AutomationCore:
 async def make_automation(automation: AutomationCore) -> None:
     """Making one of this name again changes it to what the code says now; switched off, it stays off."""
     async with get_client() as client:
-        known = await client.read_automations_by_name(automation.name)
-        if not known:
+        existing = await client.read_automations_by_name(automation.name)
+        if not existing:
             await client.create_automation(automation)
             return
-        automation.enabled = known[0].enabled
-        await client.update_automation(known[0].id, automation)
-        for double in known[1:]:
+        automation.enabled = existing[0].enabled
+        await client.update_automation(existing[0].id, automation)
+        for double in existing[1:]:
             await client.delete_automation(double.id)
 
 
 async def limit_gpu_runs(num_runs: int) -> None:
-    """Let the server run so many flow runs of the GPU queue at a time; a limit that somebody has set stays.
+    """Let the server run so many flow runs of the GPU queue at a time; a limit that a user has set stays.
 
-    Raises `prefect.exceptions.ObjectNotFound` where nothing is deployed to that queue.
+    Raises `prefect.exceptions.ObjectNotFound` if nothing is deployed to that queue.
     """
     async with get_client() as client:
         queue = await client.read_work_queue_by_name(GPU_QUEUE, work_pool_name=POOL)
@@ -93,7 +93,7 @@ async def limit_gpu_runs(num_runs: int) -> None:
 async def set_up_server() -> None:
     """What a server needs beside the deployments.
 
-    Raises `ValueError` where `$MILLRACE_NOTIFY` names nobody who can be told.
+    Raises `InvalidInput` if `$MILLRACE_NOTIFY` names no usable destination.
     """
     destination = os.environ.get(NOTIFY, "")
     for automation in [crash_silent_flow_runs(), *(await failure_automations(destination) if destination else [])]:
@@ -106,7 +106,7 @@ async def crash_lost_flow_runs() -> list[str]:
     """Mark those Crashed whose process is gone; returns their names.
 
     Looked at are processes that a worker has started: it must be one of this machine, as under `millrace up`, whose
-    server nobody else can reach.
+    server that no other machine can reach.
     """
     unfinished = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
     wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)))
@@ -136,7 +136,7 @@ def _is_lost(flow_run: FlowRun) -> bool:
     except psutil.NoSuchProcess:
         return True
     except psutil.AccessDenied:
-        return False  # somebody else's process has the number, or it is one we may not look into
+        return False  # another process has the number, or it is one we may not look into
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who hears of a policy that did not pass its gate, and of a flow run that failed: by Prefect's own notifications.
+"""Notifications of a policy that did not pass its gate and of a flow run that failed, by Prefect's own means.
 
 In: `$MILLRACE_NOTIFY`, an address that Apprise understands or the name of a Prefect notification block. Out: two
 automations for the server, which sends: also for a flow run whose process is gone, and no flow knows the address.
@@ -38,14 +38,14 @@ It scored {{ '%.3f' | format(event.payload.score) }} on split '{{ event.payload.
 {% for problem in event.payload.problems %}- {{ problem }}
 {% endfor %}Now {{ event.payload.outcome }}. Store: {{ event.payload.store }}"""
 _RUN_SUBJECT = "Millrace: flow run {{ event.resource.name }} is {{ event.resource['prefect.state-name'] }}"
-# Without the state's message: that of an error of somebody's code may hold what is not for a chat.
+# Without the state's message: the text of a user's error may hold what is not for a chat.
 _RUN_BODY = """\
 Its flow is {{ event.resource_in_role['flow'].name }}. Its log in Prefect says why; what was committed is safe, and \
 starting it again continues it."""
 
 
 def check_destination(destination: str) -> None:
-    """Raise `ValueError` for what names neither an address nor a block. The message does not repeat it: it may hold a
+    """Raise `InvalidInput` for what names neither an address nor a block. The message does not repeat it: it may hold a
     token."""
     from apprise import Apprise
 
@@ -64,9 +64,9 @@ def check_destination(destination: str) -> None:
 
 
 async def failure_automations(destination: str) -> list[AutomationCore]:
-    """What tells `destination`, and the block for it where it is an address.
+    """The action that notifies `destination`, and the block for it if it is an address.
 
-    Raises `ValueError` for a destination that is malformed, or a block that the server does not have or that cannot
+    Raises `InvalidInput` for a destination that is malformed, or a block that the server does not have or that cannot
     notify.
     """
     check_destination(destination)

@@ -14,7 +14,7 @@ logger = logging.getLogger("millrace.outages")
 _COMPLAINING = ("prefect.events.clients", "prefect._internal.concurrency")
 _COMPLAINTS = ("Unable to connect to", "Service %r failed to process item")
 _QUIET_SECONDS = 120.0
-"""An outage is over when nobody has complained for so long; Prefect sends a heartbeat more often than that."""
+"""An outage is over when there was no complaint for so long; Prefect sends a heartbeat more often than that."""
 
 
 class OncePerOutage(logging.Filter):

@@ -138,7 +138,7 @@ def test_several_settings_that_do_not_fit_together_come_at_once() -> None:
         ({"steps": "many"}, "steps = 'many': Input should be a valid integer"),
         ({"train": 5}, "train = 5: Input should be a valid dictionary or instance of TrainSettings"),
         ({"n_samples": 1, "rollout": {"min_usable": 1}}, "use n_samples of 2 or more"),
-        ({"rollout": {"num_workers": 0}}, "leaves nobody to evaluate; set evaluation.own_engine = true"),
+        ({"rollout": {"num_workers": 0}}, "leaves no worker to evaluate; set evaluation.own_engine = true"),
         ({"n_samples": 2, "rollout": {"min_usable": 3}}, "rollout.min_usable = 3 is above n_samples = 2"),
         ({"batch_size": 2, "train": {"num_minibatches": 3}}, "train.num_minibatches = 3 is above batch_size = 2"),
         ({"sampling": {"max_tokens": 64}, "engine": {"max_model_len": 64}}, "leaves no room for a prompt"),
