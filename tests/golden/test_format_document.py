@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from storage.shards.codec import decode_shard
-from storage.shards.rescored_rewards import SCHEMA as REWARDS
+from storage.shards.reward_sets import SCHEMA as REWARDS
 from storage.shards.schema import ADAPTERS, CALL, MESSAGE, SCHEMA, TURN, content_sha256
 
 FOLDER = Path(__file__).parent

@@ -36,7 +36,7 @@ class DamagedRewards(InvalidInput):
     """A file of rewards is not what the log says; the message names it and the way out."""
 
 
-class RewardsTaken(InvalidInput):
+class RewardNameInUse(InvalidInput):
     """The name belongs to rewards of another function; the message suggests a free one."""
 
 
@@ -96,7 +96,7 @@ def attempts_of(table: pa.Table) -> list[Attempt]:
 
 
 def check_name(state: RunState, wanted: RewardSet, *, run: str) -> None:
-    """Raise `RewardsTaken` when the name holds rewards of other code, naming the next free one."""
+    """Raise `RewardNameInUse` when the name holds rewards of other code, naming the next free one."""
     known = state.rescored.get(wanted.name)
     if known is None or _same_code(known.reward, known.reward_sha256, wanted):
         return
@@ -108,7 +108,7 @@ def put_rewards(
 ) -> tuple[str, pa.Table]:
     """Write a shard's new rewards unless they are there; returns the sha256 and the rows of the file that is.
 
-    Raises `RewardsTaken` when a file of other code is there.
+    Raises `RewardNameInUse` when a file of other code is there.
     """
     table = pa.table(
         {
@@ -139,7 +139,7 @@ def put_rewards(
 def find_rewards(log: RunLog, shard: Shard, wanted: RewardSet) -> tuple[str, pa.Table] | None:
     """The sha256 and rows of a file that a rescore wrote before it was cut off; null where there is none.
 
-    Raises `RewardsTaken` when it was made by other code, `DamagedRewards` when it cannot be read.
+    Raises `RewardNameInUse` when it was made by other code, `DamagedRewards` when it cannot be read.
     """
     key = rewards_key(log, wanted.name, shard.id)
     try:
@@ -214,13 +214,13 @@ def _same_code(reward: str, reward_sha256: str, wanted: RewardSet) -> bool:
     return (name, reward_sha256) == (wanted_name, wanted.reward_sha256)
 
 
-def _taken(state: RunState, wanted: RewardSet, *, run: str, other: str) -> RewardsTaken:
+def _taken(state: RunState, wanted: RewardSet, *, run: str, other: str) -> RewardNameInUse:
     number = 2
     while (known := state.rescored.get(f"{wanted.name}-{number}")) and not _same_code(
         known.reward, known.reward_sha256, wanted
     ):
         number += 1
-    return RewardsTaken(
+    return RewardNameInUse(
         f"run {run!r} has rewards {wanted.name!r} already, made by {other}; they stay as they are. "
         f"Take another name: --name {wanted.name}-{number}"
     )
