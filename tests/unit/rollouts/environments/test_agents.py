@@ -25,8 +25,8 @@ from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, WrongWorkflow, workflow_context
 from storage.records import RolloutGroup, RolloutTask, Sampling
-from storage.shards.codec import decode_shard, encode_shard
 from tests.builders import ATTEMPT_LIMITS, provenance
+from tests.shard_files import decode_shard, encode_shard
 from tests.unit.rollouts.scripted_text import an_engine
 
 TASK = RolloutTask(id="17*3", prompt="What is 17*3?", answer="51")
