@@ -34,16 +34,6 @@ CHUNK = 2**22
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far two files are apart."""
-
-    num_changed: int
-    """Values whose bits differ."""
-    num_values: int
-    """Values of the whole."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Weights:
     """A safetensors file, its tensors as integers that share its memory."""
 
@@ -52,10 +42,10 @@ class _Weights:
     """By name, flat, each value an unsigned integer of its width."""
 
 
-def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about: dict[str, str]) -> Difference | None:
-    """Write what of `whole` differs from `anchor`; null, and no file, where that would take more than `most_bytes`, or
-    where the files do not hold the same tensors.
+def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about: dict[str, str]) -> float | None:
+    """Write what of `whole` differs from `anchor`; returns the share of the values whose bits differ.
 
+    Null, and no file, where that would take more than `most_bytes`, or where the files do not hold the same tensors.
     `about` goes into the file's metadata. Up to `most_bytes` are held in memory.
     """
     new, old = _open(whole), _open(anchor)
@@ -82,7 +72,7 @@ def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about
             delta[f"{name}/gaps"], delta[f"{name}/values"] = gaps, changed
             num_changed += changed.size
     save_file(delta, str(file), metadata={"format": FORMAT, **about})
-    return Difference(num_changed=num_changed, num_values=sum(values.size for values in new.tensors.values()))
+    return num_changed / max(1, sum(values.size for values in new.tensors.values()))
 
 
 def apply_delta(anchor: Path, delta: Path, file: Path) -> None:

@@ -117,7 +117,7 @@ class PolicyWriter:
             weights, anchor_weights = _only_weights(seal), _only_weights(anchor_seal)
             if weights is None or anchor_weights is None or _beside(seal) != _beside(anchor_seal):
                 return None
-            difference = write_delta(
+            changed = write_delta(
                 folder / WEIGHTS_FILE,
                 anchor_folder / WEIGHTS_FILE,
                 target / DELTA_FILE,
@@ -127,10 +127,9 @@ class PolicyWriter:
         except (FileNotFoundError, DigestMismatch) as error:  # also of one that was there before
             logger.warning("the next policy is written whole, because its anchor cannot be read: %s", error)
             return None
-        if difference is None:
-            return None
-        seal_folder(target)
-        return difference.num_changed / max(1, difference.num_values)
+        if changed is not None:
+            seal_folder(target)
+        return changed
 
     def _keep(self, folder: Path, path: str) -> Path:
         """Where to find what was just put, without fetching it again."""

@@ -35,6 +35,8 @@ from storage.retention.rules import Facts, Rules, kept_policies, reach, with_anc
 logger = logging.getLogger("millrace.retention")
 
 Kind = Literal["policy", "state", "shard", "orphan", "temporary"]
+Chosen = set[tuple[str, Kind, str]]
+"""Run, kind and name of the items that go."""
 
 _READER_SECONDS = 3 * 3600.0
 """How old a registration of a reader is at most while it lives, on the store's clock."""
@@ -156,40 +158,25 @@ def collect_garbage(
     """
     named = list(dict.fromkeys(run_ids))
     now = _now(store)
-    surveys, damaged = [], []
+    surveys, reports = [], []
+    damaged: list[RunReport] = []
 
-    def leave_alone(run_id: str, error: LogDamaged) -> None:
-        if named:
-            raise error
-        damaged.append(RunReport(run=run_id, problem=str(error)))
+    @contextlib.contextmanager
+    def noting_damage(run_id: str) -> Iterator[None]:
+        try:
+            yield
+        except LogDamaged as error:
+            if named:
+                raise
+            damaged.append(RunReport(run=run_id, problem=str(error)))
 
     for name in named or [n for n in store.names("runs") if store.exists(f"runs/{n}/run.json")]:
-        try:
+        with noting_damage(name):
             surveys.append(_Survey(open_run(store, name), now=now))
-        except LogDamaged as error:
-            leave_alone(name, error)
-    plans = [survey.removable(rules) for survey in surveys]
-    chosen = _choose(plans, rules, now=now, num_bytes=sum(survey.num_bytes for survey in surveys))
-    reports = []
-    for survey, plan, names_chosen in zip(surveys, plans, chosen, strict=True):
-        items = [item for item in plan if (item.kind, item.name) in names_chosen]
-        readers = survey.readers()
-        try:
-            if not dry_run and (ignore_readers or not readers):
-                items, readers = survey.remove(rules, names_chosen, ignore_readers=ignore_readers)
-        except LogDamaged as error:
-            leave_alone(survey.log.run_id, error)
-            continue
-        reports.append(
-            RunReport(
-                run=survey.log.run_id,
-                num_bytes=survey.num_bytes,
-                kept=survey.kept(rules),
-                items=items,
-                readers=readers,
-                removed=not dry_run and (ignore_readers or not readers),
-            )
-        )
+    chosen = _choose(surveys, rules, now=now)
+    for survey in surveys:
+        with noting_damage(survey.log.run_id):
+            reports.append(survey.collect(rules, chosen, dry_run=dry_run, ignore_readers=ignore_readers))
     return reports + damaged
 
 
@@ -208,14 +195,7 @@ class _Survey:
         self._facts = Facts()
         log.refresh()
 
-    def readers(self) -> list[Reader]:
-        """Who reads the run's files now."""
-        files = [f for f in self.log.store.walk(self.log.key("readers")) if self._now - f.modified_at < _READER_SECONDS]
-        found = self.log.store.get_many([file.key for file in files])
-        readers: list[Reader] = [from_json(Reader, json.loads(data)) for data in found if data is not None]
-        return readers
-
-    def kept(self, rules: Rules) -> dict[int, str]:
+    def _kept(self, rules: Rules) -> dict[int, str]:
         """Policy versions that stay by the log as it is now, and why."""
         self._facts.extend(self.log)
         return with_anchors(kept_policies(self.log.state, rules, self._facts.evaluations), self._facts.anchors)
@@ -223,8 +203,8 @@ class _Survey:
     def removable(self, rules: Rules) -> list[Item]:
         """What may go by the log as it is now, whatever its age, as long as it is not just being written."""
         state, facts = self.log.state, self._facts
-        kept = self.kept(rules)
-        needed = reach(state, facts, kept)
+        kept = self._kept(rules)
+        needed_shards, needed_states = reach(state, facts, kept)
         items = []
         going: dict[tuple[int, bool], list[tuple[list[int], list[StoredFile]]]] = {}
         owned = self._by_owner()
@@ -248,11 +228,11 @@ class _Survey:
                         leader = anchor if anchor is not None and not retired and anchor not in kept else versions[-1]
                         going.setdefault((leader, retired), []).append((versions, files))
                 case "state" if path in facts.states:
-                    if retired or path not in needed.states:
+                    if retired or path not in needed_states:
                         reason = "no kept policy and no resume starts from it"
                         items.append(_item("state", path, files, reason, retired))
                 case "shards" if name in state.shards:
-                    if retired or (name not in needed.shards and unscored.get(name) not in running):
+                    if retired or (name not in needed_shards and unscored.get(name) not in running):
                         reason = "its evaluation never ended" if name in unscored else "no kept policy needs it"
                         items.append(_item("shard", name, files, reason, retired))
                 case "readers":
@@ -271,15 +251,42 @@ class _Survey:
         ]
         return items
 
-    def remove(
-        self, rules: Rules, chosen: set[tuple[Kind, str]], *, ignore_readers: bool
-    ) -> tuple[list[Item], list[Reader]]:
-        """Retire and delete the chosen items that may still go; returns them, and the readers that prevent deleting."""
+    def collect(self, rules: Rules, chosen: Chosen, *, dry_run: bool, ignore_readers: bool) -> RunReport:
+        """Retire and delete the chosen items that may still go, unless the run is being read."""
+        items, readers = self._still_chosen(rules, chosen), self._readers()
+        removed = not dry_run and (ignore_readers or not readers)
+        if removed:
+            items = self._retire(rules, chosen)
+            readers = self._readers()
+            removed = ignore_readers or not readers
+        if removed:
+            self.log.store.delete([key for item in items for key in item.keys])
+            _remove_empty_folders(self.log.store, items)
+        return RunReport(
+            run=self.log.run_id,
+            num_bytes=self.num_bytes,
+            kept=self._kept(rules),
+            items=items,
+            readers=readers,
+            removed=removed,
+        )
+
+    def _readers(self) -> list[Reader]:
+        """Who reads the run's files now."""
+        files = [f for f in self.log.store.walk(self.log.key("readers")) if self._now - f.modified_at < _READER_SECONDS]
+        documents = self.log.store.get_many([file.key for file in files])
+        return [from_json(Reader, json.loads(document)) for document in documents if document is not None]
+
+    def _still_chosen(self, rules: Rules, chosen: Chosen) -> list[Item]:
+        return [item for item in self.removable(rules) if (self.log.run_id, item.kind, item.name) in chosen]
+
+    def _retire(self, rules: Rules, chosen: Chosen) -> list[Item]:
+        """Append the entry that says what goes; returns what then may be deleted."""
         for _ in range(_MOST_CONFLICTS):
             self.log.refresh()
-            items = [item for item in self.removable(rules) if (item.kind, item.name) in chosen]
+            items = self._still_chosen(rules, chosen)
             try:
-                self.log.append(self._retire([item for item in items if not item.retired], rules))
+                self.log.append(self._entry([item for item in items if not item.retired], rules))
                 break
             except Conflict:
                 continue  # an alias was set, or an orphan got its entry meanwhile: plan again
@@ -287,15 +294,10 @@ class _Survey:
             raise Conflict(f"run {self.log.run_id!r} changed {_MOST_CONFLICTS} times while it was planned; try again")
         # The append folded the log once more: orphaned rewards may have got their entry, which it does not refuse.
         left = {key for item in self.removable(rules) for key in item.keys}
-        items = [item for item in items if left.issuperset(item.keys)]
-        readers = self.readers()
-        if ignore_readers or not readers:
-            self.log.store.delete([key for item in items for key in item.keys])
-            _remove_empty_folders(self.log.store, items)
-        return items, readers
+        return [item for item in items if left.issuperset(item.keys)]
 
-    def _retire(self, items: Sequence[Item], rules: Rules) -> Retire:
-        """The entry that says so; without anything in it, one that every log holds already."""
+    def _entry(self, items: Sequence[Item], rules: Rules) -> Retire:
+        """What is retired; an entry without anything in it is one that every log holds already."""
         folder = self.log.key("shards/")
         lost = [item.name for item in items if item.kind == "orphan"]
         writers = (self.log.key("policies/"), self.log.key("state/"))
@@ -340,20 +342,19 @@ def _item(kind: Kind, name: str, files: Sequence[StoredFile], reason: str, retir
     )
 
 
-def _choose(
-    plans: Sequence[Sequence[Item]], rules: Rules, *, now: float, num_bytes: int
-) -> list[set[tuple[Kind, str]]]:
-    """Which items go, per plan: leftovers always; the rest by age, and oldest first until the size is reached."""
-    chosen: list[set[tuple[Kind, str]]] = [set() for _ in plans]
-    numbered = [(number, item) for number, items in enumerate(plans) for item in items]
-    for number, item in sorted(numbered, key=lambda pair: (not pair[1].is_leftover, pair[1].modified_at)):
+def _choose(surveys: Sequence[_Survey], rules: Rules, *, now: float) -> Chosen:
+    """Which items go: leftovers always; the rest by age, and oldest first until the size is reached."""
+    num_bytes = sum(survey.num_bytes for survey in surveys)
+    items = [(survey.log.run_id, item) for survey in surveys for item in survey.removable(rules)]
+    chosen: Chosen = set()
+    for run_id, item in sorted(items, key=lambda pair: (not pair[1].is_leftover, pair[1].modified_at)):
         if not item.is_leftover:
             if now - item.modified_at < rules.older_than_seconds:
                 continue
             if rules.max_bytes is not None and num_bytes <= rules.max_bytes:
                 break
         num_bytes -= item.num_bytes
-        chosen[number].add((item.kind, item.name))
+        chosen.add((run_id, item.kind, item.name))
     return chosen
 
 
