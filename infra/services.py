@@ -6,6 +6,7 @@ that `stop_services` can never hit a process that merely inherited a pid.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,13 +14,11 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import httpx
 import psutil
 
 from infra.ports import free_port
@@ -52,7 +51,7 @@ class Service:
     @property
     def port(self) -> int:
         """Where it listens; 0 for one that does not."""
-        return urllib.parse.urlsplit(self.url).port or 0
+        return httpx.URL(self.url).port or 0
 
     def process(self) -> psutil.Process | None:
         """The process, or null when it has ended."""
@@ -129,12 +128,11 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
 
 def stop_services(home: Path) -> list[str]:
     """Stop exactly what `start_services` started, children included; returns the names."""
-    stopped = []
-    for name, service in running_services(home).items():
+    services = running_services(home)
+    for service in services.values():
         _end(service)
-        stopped.append(name)
     (home / "services.json").unlink(missing_ok=True)
-    return stopped
+    return list(services)
 
 
 def num_gpus() -> int:
@@ -179,13 +177,12 @@ def _end(service: Service) -> None:
     process = service.process()
     if process is None:
         return
-    family = [process, *process.children(recursive=True)]
-    for member in family:
-        _signal(member, signal.SIGTERM)
-    _, alive = psutil.wait_procs(family, timeout=10)
-    for member in alive:
-        _signal(member, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=5)
+    alive = [process, *process.children(recursive=True)]
+    for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
+        for member in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it was faster
+                member.send_signal(number)
+        _, alive = psutil.wait_procs(alive, timeout=seconds)
 
 
 def _start(
@@ -226,11 +223,10 @@ def _wait_until_up(service: Service, path: str, logs: Path, *, timeout: float = 
     while time.monotonic() < deadline:
         if service.process() is None:
             raise ServiceFailed(f"{service.name} ended while starting, see {logs / f'{service.name}.log'}")
-        try:
-            with urllib.request.urlopen(service.url + path, timeout=2):
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(service.url + path, timeout=2, follow_redirects=True).is_success:
                 return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)  # polling a port: nothing would wake us
+        time.sleep(0.2)  # polling a port: nothing would wake us
     raise ServiceFailed(f"{service.name} did not answer within {timeout:.0f} s, see {logs / f'{service.name}.log'}")
 
 
@@ -238,10 +234,3 @@ def _save(home: Path, services: dict[str, Service]) -> None:
     temporary = home / "services.json.tmp"
     temporary.write_text(json.dumps([asdict(service) for service in services.values()], indent=1))
     os.replace(temporary, home / "services.json")
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return  # it was faster

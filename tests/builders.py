@@ -109,8 +109,8 @@ class MemoryStore:
             raise FileNotFoundError(key)
         return self.files[key]
 
-    def open_local(self, key: str) -> Path | None:
-        return None
+    def get_buffer(self, key: str) -> pa.Buffer:
+        return pa.py_buffer(self.get(key))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self.files.get(key) for key in keys]

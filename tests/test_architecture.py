@@ -177,7 +177,7 @@ def test_only_workers_reach_past_the_records_into_the_store():
         "storage.objects.object_store",
         "storage.tracking.registry",
     }
-    durable |= {"storage.shards.rescored_rewards", "storage.policies.policies"}
+    durable |= {"storage.shards.reward_sets", "storage.policies.policies"}
     reaching = {
         str(file)
         for file in _files()

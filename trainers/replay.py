@@ -32,7 +32,7 @@ from storage.objects.digests import DigestMismatch, verify_folder
 from storage.objects.opening import open_store
 from storage.policies.adapters import check_adapters
 from storage.policies.policies import PolicyReader
-from storage.shards.rescored_rewards import read_rewards, with_rewards
+from storage.shards.reward_sets import read_rewards, with_rewards
 from storage.shards.shards import DamagedShard, read_shard
 from storage.shards.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_policy, save_state
@@ -103,7 +103,7 @@ class Retrainer:
 
         With `judge`, for a claim the log does not know yet, raises `trainers.refusals.RefusedShards` for shards that
         this run's policy cannot have sampled, and `ValueError` for a row that does not fit into a forward pass.
-        Raises `storage.shards.shards.DamagedShard` and `storage.shards.rescored_rewards.DamagedRewards`, and on several
+        Raises `storage.shards.shards.DamagedShard` and `storage.shards.reward_sets.DamagedRewards`, and on several
         ranks `trainers.model.distributed.RanksDiffer` where they have read different rows.
         """
         if claim.fallback:
@@ -335,7 +335,7 @@ class ReplayWorker(Startable):
         """Train a step of the span and compare its weights with the recorded ones.
 
         Raises `storage.log.replay_plan.CannotReplay` when its shards are damaged,
-        `storage.shards.rescored_rewards.DamagedRewards`.
+        `storage.shards.reward_sets.DamagedRewards`.
         """
         recorded = self._log.state.steps[step - 1]
         metrics = self._train(recorded, rewards=self._rewards)

@@ -22,7 +22,7 @@ from settings.errors import InvalidInput
 from storage.log.entries import Rescore, Shard
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of_file
-from storage.shards.rescored_rewards import (
+from storage.shards.reward_sets import (
     SCORED_COLUMNS,
     Attempt,
     NewReward,
@@ -114,7 +114,7 @@ def load_reward(path: str, *, name: str = "") -> tuple[Callable[..., Any], Rewar
 class Rescoring:
     """One rescore of one run. Building it checks everything that can be checked without reading a shard.
 
-    Raises `storage.shards.rescored_rewards.RewardsTaken` for a name that belongs to other code, and `ValueError` for a
+    Raises `storage.shards.reward_sets.RewardNameInUse` for a name that belongs to other code, and `ValueError` for a
     prompt the workflow's data set does not have.
     """
 

@@ -40,7 +40,8 @@ def sha256_of_file(path: Path) -> str:
 
 def seal_folder(folder: Path) -> str:
     """Write `digest.json` for a finished folder; returns the digest of its safetensors weights."""
-    files = {path.name: sha256_of_file(path) for path in _payload(folder)}
+    payload = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != DIGEST_FILE]
+    files = {path.name: sha256_of_file(path) for path in payload}
     weights = sha256_of_json({name: digest for name, digest in files.items() if name.endswith(".safetensors")})
     (folder / DIGEST_FILE).write_text(json.dumps({"weights_sha256": weights, "files": files}, indent=1))
     return weights
@@ -61,12 +62,10 @@ def read_seal(folder: Path) -> Seal:
     file = folder / DIGEST_FILE
     try:
         content = json.loads(file.read_bytes())
-        return Seal(
-            str(content["weights_sha256"]), {str(name): str(digest) for name, digest in content["files"].items()}
-        )
+        return Seal(str(content["weights_sha256"]), dict(content["files"]))
     except FileNotFoundError:
         raise DigestMismatch(f"{folder} has no {DIGEST_FILE}: it was never finished") from None
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise DigestMismatch(f"{file} is damaged: {error}") from error
 
 
@@ -81,7 +80,3 @@ def verify_folder(folder: Path) -> str:
         if not path.exists() or sha256_of_file(path) != digest:
             raise DigestMismatch(f"{path} differs from its digest in {DIGEST_FILE}")
     return seal.weights_sha256
-
-
-def _payload(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != DIGEST_FILE]

@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -75,8 +75,8 @@ class ObjectStore(Protocol):
     def get(self, key: str) -> bytes:
         """The bytes at `key`; `FileNotFoundError` when there are none."""
 
-    def open_local(self, key: str) -> Path | None:
-        """The file behind `key`, to be memory-mapped whether or not it exists; null where values are no local files."""
+    def get_buffer(self, key: str) -> pa.Buffer:
+        """`get` without a copy of a local file, which is mapped: shortening that file would kill its readers."""
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """The bytes at each key, null where there are none; on S3 many requests are under way at once."""
@@ -117,23 +117,24 @@ class LocalStore:
         self.uri = root.as_uri()
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        path = self._path(key)
-        with self._finished_temporary(path, io.BytesIO(data), len(data), reserve=0) as temporary:
-            try:
-                os.link(temporary, path)
-            except FileExistsError:
-                return False
-            _sync_folder(path.parent)
+        try:
+            self._write(key, io.BytesIO(data), len(data), reserve=0, publish=os.link)
+        except FileExistsError:
+            return False
         return True
 
     def put(self, key: str, data: bytes) -> None:
-        self._put(key, io.BytesIO(data), len(data))
+        self._write(key, io.BytesIO(data), len(data), reserve=reserved_bytes(), publish=os.replace)
 
     def get(self, key: str) -> bytes:
         return self._path(key).read_bytes()
 
-    def open_local(self, key: str) -> Path | None:
-        return self._path(key)
+    def get_buffer(self, key: str) -> pa.Buffer:
+        path = self._path(key)
+        if not path.stat().st_size:  # an empty file cannot be mapped
+            return pa.py_buffer(b"")
+        with pa.memory_map(str(path)) as file:
+            return file.read_buffer()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         found: list[bytes | None] = []
@@ -152,14 +153,11 @@ class LocalStore:
             self._path(key).unlink(missing_ok=True)
 
     def walk(self, prefix: str) -> list[StoredFile]:
-        files = []
-        for folder, _, names in os.walk(self._path(prefix)):
-            for path in (Path(folder, name) for name in names if not name.startswith(".")):
-                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was listed
-                    found = path.stat()
-                    key = path.relative_to(self.root).as_posix()
-                    files.append(StoredFile(key=key, num_bytes=found.st_size, modified_at=found.st_mtime))
-        return sorted(files, key=lambda file: file.key)
+        return self._walk(prefix, hidden=False)
+
+    def unfinished(self, prefix: str) -> list[StoredFile]:
+        """Temporary files under the folder `prefix`: of writes that are under way, or whose writer was killed."""
+        return [file for file in self._walk(prefix, hidden=True) if file.key.endswith(".tmp")]
 
     def open_input(self, key: str) -> pa.NativeFile:
         return pa.memory_map(str(self._path(key)))
@@ -170,15 +168,16 @@ class LocalStore:
 
     def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
         files = last_after_others(folder, last)
-        check_room(self.root, sum(file.stat().st_size for file in files), reserve=reserved_bytes(), what=self._title)
-        was_whole = self.exists(f"{prefix}/{last}")
-        try:
-            for file in files:
-                self._put_file(file, f"{prefix}/{file.name}")
-        except StoreFull:
-            if not was_whole:
-                self.delete([f"{prefix}/{file.name}" for file in files])
-            raise
+        num_bytes = sum(file.stat().st_size for file in files)
+        with room_for(num_bytes, self.root, reserve=reserved_bytes(), what=f"store {self.uri}"):
+            was_whole = self.exists(f"{prefix}/{last}")
+            try:
+                for file in files:
+                    self._put_file(file, f"{prefix}/{file.name}")
+            except StoreFull:
+                if not was_whole:
+                    self.delete([f"{prefix}/{file.name}" for file in files])
+                raise
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:
         folder = self._path(prefix)
@@ -186,34 +185,38 @@ class LocalStore:
             raise FileNotFoundError(folder)
         return folder
 
-    @property
-    def _title(self) -> str:
-        return f"store {self.uri}"
-
     def _path(self, key: str) -> Path:
         return self.root / checked_key(key)
 
+    def _walk(self, prefix: str, *, hidden: bool) -> list[StoredFile]:
+        files = []
+        for folder, _, names in os.walk(self._path(prefix)):
+            for path in (Path(folder, name) for name in names if name.startswith(".") == hidden):
+                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was listed
+                    status = path.stat()
+                    key = path.relative_to(self.root).as_posix()
+                    files.append(StoredFile(key=key, num_bytes=status.st_size, modified_at=status.st_mtime))
+        return sorted(files, key=lambda file: file.key)
+
     def _put_file(self, file: Path, key: str) -> None:
         with open(file, "rb") as source:
-            self._put(key, source, file.stat().st_size)
+            self._write(key, source, file.stat().st_size, reserve=reserved_bytes(), publish=os.replace)
 
-    def _put(self, key: str, source: BinaryIO, num_bytes: int) -> None:
+    def _write(
+        self, key: str, source: BinaryIO, num_bytes: int, *, reserve: float, publish: Callable[[Path, Path], None]
+    ) -> None:
+        """Write a temporary file, and give it its name by `publish`."""
         path = self._path(key)
-        with self._finished_temporary(path, source, num_bytes, reserve=reserved_bytes()) as temporary:
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
-
-    @contextlib.contextmanager
-    def _finished_temporary(self, path: Path, source: BinaryIO, num_bytes: int, *, reserve: float) -> Iterator[Path]:
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
-        with room_for(num_bytes, path.parent, reserve=reserve, what=self._title):
+        with room_for(num_bytes, path.parent, reserve=reserve, what=f"store {self.uri}"):
             try:
                 _make_folder(path.parent)
                 with open(temporary, "xb") as file:
                     shutil.copyfileobj(source, file, BLOCK_BYTES)
                     file.flush()
                     os.fsync(file.fileno())
-                yield temporary
+                publish(temporary, path)
+                _sync_folder(path.parent)
             finally:
                 temporary.unlink(missing_ok=True)
 
@@ -240,29 +243,36 @@ def checked_key(key: str) -> str:
     return key
 
 
-def check_room(folder: Path, num_bytes: int, *, reserve: float, what: str, remedy: str = STORE_REMEDY) -> None:
-    """Raise `StoreFull` unless `num_bytes` fit on the disk of `folder`, which need not exist yet, beside `reserve`."""
-    if num_bytes + reserve > _free_bytes(folder):
-        raise _store_full(folder, num_bytes, reserve=reserve, what=what, remedy=remedy)
-
-
 @contextlib.contextmanager
 def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy: str = STORE_REMEDY) -> Iterator[None]:
-    """`check_room`, and the same error where a write inside the block finds the disk full after all."""
-    check_room(folder, num_bytes, reserve=reserve, what=what, remedy=remedy)
+    """Raise `StoreFull` unless `num_bytes` fit on the disk of `folder`, which need not exist yet, beside `reserve`.
+
+    The same error comes where a write inside the block finds the disk full, or the quota of this user.
+    """
+
+    def full(free: int) -> StoreFull:
+        kept = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
+        return StoreFull(
+            f"{what} is full: {_size(free)} free, {_size(num_bytes)} to write{kept}. "
+            f"{remedy}, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
+            "Nothing that was committed is lost: the same command goes on from there"
+        )
+
+    free = _free_bytes(folder)
+    if num_bytes + reserve > free:
+        raise full(free)
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            # The disk was not full when we looked, or this user's quota is.
-            raise _store_full(folder, num_bytes, reserve=reserve, what=what, remedy=remedy) from error
+            raise full(_free_bytes(folder)) from error
         raise
 
 
 def last_after_others(folder: Path, last: str) -> list[Path]:
     """The files of a folder in the order in which they are copied."""
-    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    return [p for p in files if p.name != last] + [p for p in files if p.name == last]
+    files = [path for path in folder.iterdir() if path.is_file()]
+    return sorted(files, key=lambda file: (file.name == last, file.name))
 
 
 def _free_bytes(folder: Path) -> int:
@@ -292,15 +302,6 @@ def _sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _store_full(folder: Path, num_bytes: int, *, reserve: float, what: str, remedy: str) -> StoreFull:
-    kept = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
-    return StoreFull(
-        f"{what} is full: {_size(_free_bytes(folder))} free, {_size(num_bytes)} to write{kept}. "
-        f"{remedy}, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
-        "Nothing that was committed is lost: the same command goes on from there"
-    )
 
 
 def _size(num_bytes: float) -> str:

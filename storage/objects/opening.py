@@ -47,18 +47,13 @@ def probe(store: ObjectStore) -> bool:
     key = f"probe/{uuid.uuid4().hex}"
     try:
         first = store.put_if_absent(key, b"1")
-        try:
-            second = store.put_if_absent(key, b"2")
-            store.put(key, b"3")  # what is not conditional needs more free space, and on S3 may need another permission
-        except Exception:
-            with contextlib.suppress(Exception):  # the first error tells more
-                store.delete([key])
-            raise
+        second = store.put_if_absent(key, b"2")
+        store.put(key, b"3")  # what is not conditional needs more free space, and on S3 may need another permission
         store.delete([key])
-    except StoreFull:
-        raise
     except Exception as error:
-        if isinstance(error, ConditionRefused) and _takes_any(store, key):
+        with contextlib.suppress(Exception):  # the first error tells more
+            store.delete([key])
+        if isinstance(error, StoreFull) or (isinstance(error, ConditionRefused) and _takes_any(store, key)):
             raise
         hint = "choose another `store` or make it writable"
         if store.uri.startswith("s3:"):
@@ -71,9 +66,8 @@ def probe(store: ObjectStore) -> bool:
 
 def _takes_any(store: ObjectStore, key: str) -> bool:
     """True when the store takes a write without a condition, so that the condition is what it refused."""
-    try:
+    with contextlib.suppress(Exception):  # the first error tells more
         store.put(key, b"")
         store.delete([key])
-    except Exception:  # noqa: BLE001 - then the first error tells more
-        return False
-    return True
+        return True
+    return False

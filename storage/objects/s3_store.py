@@ -26,7 +26,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import botocore.exceptions
 import pyarrow as pa
+import s3fs
+from s3fs.core import S3_RETRYABLE_ERRORS
 
 from settings.errors import InvalidInput
 from settings.redaction import without_secrets
@@ -58,6 +61,13 @@ REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 """How servers without conditional writes answer `If-None-Match`, apart from those that ignore it."""
 MOST_REQUESTS = 50
 """Requests under way at once."""
+_ERRORS = (
+    OSError,
+    ValueError,  # an endpoint that is no URL
+    botocore.exceptions.BotoCoreError,
+    botocore.exceptions.ClientError,
+    *S3_RETRYABLE_ERRORS,
+)
 
 _KEPT: list[Any] = []
 """Connections of this process, a handful: one that is dropped while an event loop runs closes itself in that loop
@@ -68,10 +78,6 @@ class S3Store:
     """A prefix of a bucket. `options` go to `s3fs.S3FileSystem`."""
 
     def __init__(self, uri: str, *, part_bytes: int = PART_BYTES, **options: Any) -> None:
-        import botocore.exceptions
-        import s3fs
-        from s3fs.core import S3_RETRYABLE_ERRORS
-
         self.uri = uri.rstrip("/")
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
@@ -88,15 +94,6 @@ class S3Store:
         )
         self._fs.retries = READ_ATTEMPTS
         _KEPT.append(self._fs)
-        self._cut_off = S3_RETRYABLE_ERRORS
-        self._wrong_checksum = botocore.exceptions.FlexibleChecksumError
-        self._errors = (
-            OSError,
-            ValueError,  # an endpoint that is no URL
-            botocore.exceptions.BotoCoreError,
-            botocore.exceptions.ClientError,
-            *S3_RETRYABLE_ERRORS,
-        )
         for name in ("botocore", "aiobotocore", "s3fs"):  # at DEBUG they write session tokens and signatures
             logger = logging.getLogger(name)
             if logger.getEffectiveLevel() < logging.INFO:
@@ -121,18 +118,19 @@ class S3Store:
                 pass
             except StoreError as error:
                 # AWS and moto raise FileExistsError; Ceph's answer reaches us as an error with the status in its cause.
-                if _error_code(error) in REFUSALS or _http_status(error) == 501:
+                code, status, _ = _response(error)
+                if code in REFUSALS or status == 501:
                     raise ConditionRefused(
                         f"store {self.uri} refuses conditional writes (If-None-Match), which keep writers apart: "
                         f"{_reason(error)}. Use a folder, or an S3 server that has them"
                     ) from error
-                if _http_status(error) not in (409, 412):
+                if status not in (409, 412):
                     raise
             # Three layers below may have sent the request again without saying so: then this answer may be about our
             # own first one.
-            found = self._writer_of(key)
-            if found is not None:
-                return found == writer
+            metadata = self._metadata(key)
+            if metadata is not None:
+                return metadata.get("writer") == writer
             # 409: another write of this key was under way and has not succeeded. S3 asks to try again.
             time.sleep(random.random() * min(0.05 * 2**attempt, 2))
         raise StoreError(f"store {self.uri}: {key} was busy {CONFLICT_ATTEMPTS} times; run the same command again")
@@ -144,8 +142,8 @@ class S3Store:
         with self._explained("read", key):
             return bytes(self._fs.cat_file(self._path(key), max_concurrency=1))
 
-    def open_local(self, key: str) -> Path | None:
-        return None
+    def get_buffer(self, key: str) -> pa.Buffer:
+        return pa.py_buffer(self.get(key))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         if not keys:
@@ -164,12 +162,7 @@ class S3Store:
         return found
 
     def exists(self, key: str) -> bool:
-        try:
-            with self._explained("look for", key):
-                self._fs.metadata(self._path(key))
-        except FileNotFoundError:
-            return False
-        return True
+        return self._metadata(key) is not None
 
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), 1000):
@@ -216,7 +209,7 @@ class S3Store:
         if not files:
             raise FileNotFoundError(self._path(prefix))
         target = cache / sha256_of(self.uri.encode())[:16] / prefix  # other stores have the same keys
-        missing = [name for name, file in files.items() if not _has_size(target / name, file.num_bytes)]
+        missing = {name: file for name, file in files.items() if not _has_size(target / name, file.num_bytes)}
         room = functools.partial(
             room_for,
             folder=target,
@@ -224,13 +217,13 @@ class S3Store:
             what=f"the cache folder {cache}",
             remedy="Delete it (what is needed is fetched again)",
         )
-        with room(sum(files[name].num_bytes for name in missing)):
+        with room(sum(file.num_bytes for file in missing.values())):
             target.mkdir(parents=True, exist_ok=True)
-        for name in missing:
+        for name, file in missing.items():
             partial = target / f".{name}.{uuid.uuid4().hex}.tmp"
             try:
-                with self._explained("read", files[name].key), room(files[name].num_bytes):
-                    self._get_file(files[name].key, partial)
+                with self._explained("read", file.key), room(file.num_bytes):
+                    self._get_file(file.key, partial)
                 os.replace(partial, target / name)
             finally:
                 partial.unlink(missing_ok=True)
@@ -249,25 +242,26 @@ class S3Store:
                     return write()
             except FileNotFoundError as error:
                 # A multipart upload whose completion was answered into a lost connection is unknown when asked again.
-                if _error_code(error) == "NoSuchUpload" and not is_last:
+                code, status, _ = _response(error)
+                if code == "NoSuchUpload" and not is_last:
                     continue
-                hint = f"; is there a bucket {self._bucket!r}?" if _response(error) else ""
+                hint = f"; is there a bucket {self._bucket!r}?" if status is not None else ""
                 raise StoreError(f"store {self.uri}: cannot write {key}: {_reason(error)}{hint}") from error
 
     def _get_file(self, key: str, file: Path) -> None:
         for is_last in (False, True):
             try:
                 return self._fs.get_file(self._path(key), str(file))
-            except self._cut_off:
+            except S3_RETRYABLE_ERRORS:
                 # s3fs reads a large file in ranges at once, and does not repeat one that ends early.
                 if is_last:
                     raise
 
-    def _writer_of(self, key: str) -> str | None:
-        """Which `put_if_absent` wrote the key; null where nobody has."""
+    def _metadata(self, key: str) -> dict[str, str] | None:
+        """What was written beside the bytes at `key`; None when it has no value."""
         try:
             with self._explained("look for", key):
-                return str(self._fs.metadata(self._path(key)).get("writer", ""))
+                return dict(self._fs.metadata(self._path(key)))
         except FileNotFoundError:
             return None
 
@@ -281,11 +275,11 @@ class S3Store:
             yield
         except (FileNotFoundError, FileExistsError):
             raise
-        except self._errors as error:
-            reason = _reason(error)
-            if isinstance(error, self._wrong_checksum):
+        except _ERRORS as error:
+            reason, (code, status, _) = _reason(error), _response(error)
+            if isinstance(error, botocore.exceptions.FlexibleChecksumError):
                 raise DigestMismatch(f"store {self.uri}: {key} is not what was written there: {reason}") from error
-            if re.search("QuotaExceeded|StorageFull", _error_code(error)) or _http_status(error) == 507:
+            if re.search("QuotaExceeded|StorageFull", code) or status == 507:
                 raise StoreFull(
                     f"store {self.uri} is full: it does not take {key}: {reason}. Make room with `millrace gc`, raise "
                     "its quota, or choose another `store`. Nothing that was committed is lost: the same command goes "
@@ -298,29 +292,22 @@ def _has_size(file: Path, num_bytes: int) -> bool:
     return file.is_file() and file.stat().st_size == num_bytes
 
 
-def _response(error: BaseException | None) -> dict[str, Any]:
-    """The botocore answer behind an error of ours or of s3fs."""
+def _response(error: BaseException | None) -> tuple[str, int | None, str]:
+    """Code, HTTP status and message of the server's response that an error of ours or of s3fs is about."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
-            return response
+            details = response.get("Error", {})
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return str(details.get("Code", "")), status, str(details.get("Message", ""))
         error = error.__cause__
-    return {}
-
-
-def _http_status(error: BaseException) -> int | None:
-    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return None if status is None else int(status)
-
-
-def _error_code(error: BaseException) -> str:
-    return str(_response(error).get("Error", {}).get("Code", ""))
+    return "", None, ""
 
 
 def _reason(error: BaseException) -> str:
     """What happened, with the server's code."""
-    response = _response(error)
-    said = str(response.get("Error", {}).get("Message") or error or type(error).__name__)
-    if response:
-        said += f" ({_error_code(error)}, HTTP {_http_status(error)})"
-    return without_secrets(said)
+    code, status, message = _response(error)
+    reason = message or str(error) or type(error).__name__
+    if status is not None:
+        reason += f" ({code}, HTTP {status})"
+    return without_secrets(reason)

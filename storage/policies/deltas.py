@@ -23,22 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from storage.objects.digests import DigestMismatch
 
 FORMAT = "millrace-delta-1"
 CHUNK = 2**22
 """Values compared at once: what the comparison needs of memory is a few times this."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far two files are apart."""
-
-    num_changed: int
-    """Values whose bits differ."""
-    num_values: int
-    """Values of the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +42,12 @@ class _Weights:
     """By name, flat, each value an unsigned integer of its width."""
 
 
-def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about: dict[str, str]) -> Difference | None:
-    """Write what of `whole` differs from `anchor`; null, and no file, where that would take more than `most_bytes`, or
-    where the files do not hold the same tensors.
+def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about: dict[str, str]) -> float | None:
+    """Write what of `whole` differs from `anchor`; returns the share of the values whose bits differ.
 
+    Null, and no file, where that would take more than `most_bytes`, or where the files do not hold the same tensors.
     `about` goes into the file's metadata. Up to `most_bytes` are held in memory.
     """
-    from safetensors.numpy import save_file
-
     new, old = _open(whole), _open(anchor)
     if new.header != old.header:
         return None
@@ -82,7 +72,7 @@ def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about
             delta[f"{name}/gaps"], delta[f"{name}/values"] = gaps, changed
             num_changed += changed.size
     save_file(delta, str(file), metadata={"format": FORMAT, **about})
-    return Difference(num_changed=num_changed, num_values=sum(values.size for values in new.tensors.values()))
+    return num_changed / max(1, sum(values.size for values in new.tensors.values()))
 
 
 def apply_delta(anchor: Path, delta: Path, file: Path) -> None:
@@ -90,8 +80,6 @@ def apply_delta(anchor: Path, delta: Path, file: Path) -> None:
 
     Raises `storage.objects.digests.DigestMismatch` where the delta does not belong to this anchor.
     """
-    from safetensors import safe_open
-
     shutil.copyfile(anchor, file)
     tensors = _open(file, mode="r+").tensors
     with safe_open(str(delta), framework="numpy") as stored:
@@ -110,8 +98,6 @@ def apply_delta(anchor: Path, delta: Path, file: Path) -> None:
 
 def read_about(delta: Path) -> dict[str, str]:
     """The metadata of a delta. Raises `storage.objects.digests.DigestMismatch` for a file that is none."""
-    from safetensors import safe_open
-
     with safe_open(str(delta), framework="numpy") as stored:
         about = stored.metadata() or {}
     if about.get("format") != FORMAT:
@@ -152,22 +138,18 @@ def _open(file: Path, *, mode: Any = "r") -> _Weights:
     Raises `storage.objects.digests.DigestMismatch` for a file that is none.
     """
     try:
-        return _mapped(file, mode=mode)
+        content = np.memmap(file, dtype=np.uint8, mode=mode)
+        start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+        header = content[:start].tobytes()
+        tensors = {}
+        for name, tensor in json.loads(header[8:]).items():
+            if name != "__metadata__":
+                begin, end = tensor["data_offsets"]
+                size = math.prod(tensor["shape"])
+                width = (end - begin) // size if size else 1
+                # What is packed closer than a byte per value, or lies in no integer's width, goes byte by byte.
+                width = width if width in (1, 2, 4, 8) and width * size == end - begin else 1
+                tensors[name] = content[start + begin : start + end].view(f"<u{width}")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DigestMismatch(f"{file} is no safetensors file: {error}") from error
-
-
-def _mapped(file: Path, *, mode: Any) -> _Weights:
-    content = np.memmap(file, dtype=np.uint8, mode=mode)
-    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
-    header = content[:start].tobytes()
-    tensors = {}
-    for name, tensor in json.loads(header[8:]).items():
-        if name != "__metadata__":
-            begin, end = tensor["data_offsets"]
-            size = math.prod(tensor["shape"])
-            width = (end - begin) // size if size else 1
-            # What is packed closer than a byte per value, or lies in no integer's width, goes byte by byte.
-            width = width if width in (1, 2, 4, 8) and width * size == end - begin else 1
-            tensors[name] = content[start + begin : start + end].view(f"<u{width}")
     return _Weights(header=header, tensors=tensors)

@@ -14,14 +14,13 @@ A folder says by its seal which of the two it is: a trainer may put the whole we
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
 import shutil
 import tempfile
 import uuid
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from storage.objects.digests import (
     sha256_of,
     verify_folder,
 )
-from storage.objects.object_store import reserved_bytes, room_for
+from storage.objects.object_store import LocalStore, reserved_bytes, room_for
 from storage.policies.deltas import apply_delta, read_about, write_delta
 
 logger = logging.getLogger("millrace.policies")
@@ -118,7 +117,7 @@ class PolicyWriter:
             weights, anchor_weights = _only_weights(seal), _only_weights(anchor_seal)
             if weights is None or anchor_weights is None or _beside(seal) != _beside(anchor_seal):
                 return None
-            difference = write_delta(
+            changed = write_delta(
                 folder / WEIGHTS_FILE,
                 anchor_folder / WEIGHTS_FILE,
                 target / DELTA_FILE,
@@ -128,14 +127,13 @@ class PolicyWriter:
         except (FileNotFoundError, DigestMismatch) as error:  # also of one that was there before
             logger.warning("the next policy is written whole, because its anchor cannot be read: %s", error)
             return None
-        if difference is None:
-            return None
-        seal_folder(target)
-        return difference.num_changed / max(1, difference.num_values)
+        if changed is not None:
+            seal_folder(target)
+        return changed
 
     def _keep(self, folder: Path, path: str) -> Path:
         """Where to find what was just put, without fetching it again."""
-        if self._log.store.open_local(path) is not None:
+        if isinstance(self._log.store, LocalStore):
             return self._log.store.fetch_folder(path, self._cache)
         self._kept = tempfile.TemporaryDirectory(prefix="millrace-anchor-")
         for file in folder.iterdir():
@@ -163,7 +161,8 @@ class PolicyReader:
     def __init__(self, log: RunLog, cache: Path) -> None:
         self._log = log
         self._cache = cache
-        self._held: deque[tuple[Path, int]] = deque()
+        self._held: dict[Path, int] = {}
+        """Folder → descriptor of the lock on it, the oldest first."""
 
     def damage_of(self, policy: Policy) -> str:
         """Why a policy cannot be made from its delta; empty where it can, or is none."""
@@ -192,24 +191,28 @@ class PolicyReader:
         try:
             folder = self._log.store.fetch_folder(policy.path, self._cache)
             weights_sha256 = verify_folder(folder)
-            if _only_weights(read_seal(folder)) != DELTA_FILE:
-                if weights_sha256 != policy.weights_sha256:
-                    raise DigestMismatch(f"{folder} holds other weights than the log says policy {policy.version} has")
-                return folder
+            if _only_weights(read_seal(folder)) == DELTA_FILE:
+                return self._whole(policy, folder)
+            if weights_sha256 != policy.weights_sha256:
+                raise DigestMismatch(f"{folder} holds other weights than the log says policy {policy.version} has")
+            return folder
         except (FileNotFoundError, DigestMismatch) as error:
             if policy.anchor is None:
                 raise
-            raise self._damaged(policy, error) from error
-        return self._whole(policy, folder)
+            raise DamagedDelta(
+                f"policy {policy.version} cannot be made from its anchor, policy {policy.anchor}: {error}. Put the "
+                "files back from a copy. A run that is started again also makes its newest policy anew, from the "
+                "recorded shards"
+            ) from error
 
     def _forget_damaged_copies(self, policy: Policy) -> bool:
         """Remove copies of the policy's files, or its anchor's, that are not what they were; true where there were
         any."""
         store, anchor = self._log.store, self._log.state.policies.get(policy.anchor) if policy.anchor else None
         forgotten = False
+        if isinstance(store, LocalStore):
+            return False  # there are no copies
         for path in [policy.path, *([anchor.path] if anchor else [])]:
-            if store.open_local(path) is not None:
-                continue  # the store's own file
             with contextlib.suppress(FileNotFoundError):
                 folder = store.fetch_folder(path, self._cache)
                 try:
@@ -222,17 +225,15 @@ class PolicyReader:
 
     def _whole(self, policy: Policy, delta_folder: Path) -> Path:
         target = self._cache / "whole" / sha256_of(self._log.store.uri.encode())[:16] / policy.path
-        try:
-            if self._hold(target):
-                with contextlib.suppress(DigestMismatch):
-                    if verify_folder(target) == policy.weights_sha256:
-                        return target
-                self._let_go(target)
-                _remove(target)
-            self._make(policy, delta_folder, target)
-        except (FileNotFoundError, DigestMismatch) as error:
-            raise self._damaged(policy, error) from error
-        self._prune(target.parent)
+        if not self._hold(target, policy):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(target.parent, fcntl.LOCK_EX):  # one process at a time makes folders and removes them
+                if not self._hold(target, policy):
+                    if target.exists():
+                        _remove(target)
+                    self._make(policy, delta_folder, target)
+                    self._keep(target, _lock(target, fcntl.LOCK_SH))
+                self._prune(target.parent)
         return target
 
     def _make(self, policy: Policy, delta_folder: Path, target: Path) -> None:
@@ -244,73 +245,75 @@ class PolicyReader:
             raise DigestMismatch(f"{delta} is against weights {expected}, not those of policy {anchor.version}")
         seal = read_seal(anchor_folder)
         what, remedy = f"the cache folder {self._cache}", "Delete it (what is needed is made again)"
-        with room_for(_size(anchor_folder), target, reserve=reserved_bytes(), what=what, remedy=remedy):
-            made = target.parent / f".{target.name}.{uuid.uuid4().hex}.tmp"
-            made.mkdir(parents=True)
-            while not self._hold(made):  # another process took it for one that was given up
-                made.mkdir(exist_ok=True)
+        with (
+            room_for(_size(anchor_folder), target, reserve=reserved_bytes(), what=what, remedy=remedy),
+            tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=target.parent) as scratch,
+        ):
+            made = Path(scratch) / target.name
+            made.mkdir()
+            for name in seal.files.keys() - {WEIGHTS_FILE}:
+                shutil.copyfile(anchor_folder / name, made / name)
+            apply_delta(anchor_folder / WEIGHTS_FILE, delta, made / WEIGHTS_FILE)
+            # One reading tells: where anchor and delta were right, so is what was made of them.
+            if seal_folder(made) != policy.weights_sha256 or _beside(read_seal(made)) != _beside(seal):
+                verify_folder(anchor_folder)
+                raise DigestMismatch(f"{delta} does not give the weights of policy {policy.version}")
             try:
-                for name in seal.files.keys() - {WEIGHTS_FILE}:
-                    shutil.copyfile(anchor_folder / name, made / name)
-                apply_delta(anchor_folder / WEIGHTS_FILE, delta, made / WEIGHTS_FILE)
-                # One reading tells: where anchor and delta were right, so is what was made of them.
-                if seal_folder(made) != policy.weights_sha256 or _beside(read_seal(made)) != _beside(seal):
-                    verify_folder(anchor_folder)
-                    raise DigestMismatch(f"{delta} does not give the weights of policy {policy.version}")
-                try:
-                    os.rename(made, target)
-                except OSError as error:
-                    if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-                        raise
-                    self._hold(target)  # another process was faster, and its folder is the same
-                else:
-                    self._held = deque((target if path == made else path, lock) for path, lock in self._held)
-            finally:
-                if made.exists():
-                    self._let_go(made)
-                    shutil.rmtree(made, ignore_errors=True)
+                os.rename(made, target)
+            except OSError:
+                if not target.exists():  # on a file system without locks another process may have been faster
+                    raise
 
-    def _damaged(self, policy: Policy, error: Exception) -> DamagedDelta:
-        return DamagedDelta(
-            f"policy {policy.version} cannot be made from its anchor, policy {policy.anchor}: {error}. Put the files "
-            "back from a copy. A run that is started again also makes its newest policy anew, from the recorded shards"
-        )
-
-    def _hold(self, folder: Path) -> bool:
-        """Keep a folder from being removed; false where there is none."""
-        if any(path == folder for path, _ in self._held):
-            return folder.exists()
+    def _hold(self, folder: Path, policy: Policy) -> bool:
+        """Keep a folder from being removed; false where there is none, or not with the policy's weights."""
+        lock = self._held.pop(folder, -1)
         try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            return False
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody removes anything either
-            fcntl.flock(lock, fcntl.LOCK_SH)
-        if not folder.exists() or not os.path.samestat(os.fstat(lock), os.stat(folder)):
-            os.close(lock)  # it was removed before the lock took hold
-            return False
-        self._held.append((folder, lock))
-        while len(self._held) > HELD:
-            os.close(self._held.popleft()[1])
-        return True
+            lock = _lock(folder, fcntl.LOCK_SH) if lock < 0 else lock
+            # Another folder has its name when it was removed before the lock took hold.
+            if os.path.samestat(os.fstat(lock), os.stat(folder)) and verify_folder(folder) == policy.weights_sha256:
+                self._keep(folder, lock)
+                return True
+        except (FileNotFoundError, DigestMismatch):
+            pass
+        if lock >= 0:
+            os.close(lock)
+        return False
 
-    def _let_go(self, folder: Path) -> None:
-        for path, lock in list(self._held):
-            if path == folder:
-                self._held.remove((path, lock))
-                os.close(lock)
+    def _keep(self, folder: Path, lock: int) -> None:
+        self._held[folder] = lock
+        while len(self._held) > HELD:
+            os.close(self._held.pop(next(iter(self._held))))
 
     def _prune(self, folder: Path) -> None:
         """Remove what nobody holds."""
-        ours = {path for path, _ in self._held}
-        for old in (path for path in folder.iterdir() if path not in ours):
-            with contextlib.suppress(OSError):  # somebody holds it, or removes it too
-                lock = os.open(old, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(old)
-                finally:
-                    os.close(lock)
+        for old in (path for path in folder.iterdir() if path not in self._held):
+            with contextlib.suppress(OSError), _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB):  # else somebody holds it
+                _remove(old)
+
+
+def _lock(folder: Path, kind: int) -> int:
+    """Lock a folder until the returned descriptor is closed. Raises `OSError` where it is not there, or another process
+    has it and `kind` is not to wait.
+
+    A file system without locks is used without them: nothing is removed there, because that never waits.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError:
+        if kind & fcntl.LOCK_NB:
+            os.close(descriptor)
+            raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    lock = _lock(folder, kind)
+    try:
+        yield
+    finally:
+        os.close(lock)
 
 
 def _remove(folder: Path) -> None:

@@ -22,8 +22,7 @@ import threading
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Literal
 
 from storage.log.entries import Retire, from_json, to_json
@@ -36,6 +35,8 @@ from storage.retention.rules import Facts, Rules, kept_policies, reach, with_anc
 logger = logging.getLogger("millrace.retention")
 
 Kind = Literal["policy", "state", "shard", "orphan", "temporary"]
+Chosen = set[tuple[str, Kind, str]]
+"""Run, kind and name of the items that go."""
 
 _READER_SECONDS = 3 * 3600.0
 """How old a registration of a reader is at most while it lives, on the store's clock."""
@@ -70,9 +71,9 @@ class Item:
     """True where the log says so already and only the deletion is left to be done."""
 
     @property
-    def in_log(self) -> bool:
-        """True for what a log entry names."""
-        return self.kind in ("policy", "state", "shard")
+    def is_leftover(self) -> bool:
+        """True for what no log entry names any more, or ever did: it goes whatever its age."""
+        return self.retired or self.kind in ("orphan", "temporary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +81,14 @@ class RunReport:
     """What was, or would be, removed from one run."""
 
     run: str
-    num_bytes: int
+    num_bytes: int = 0
     """All of the run's files before."""
-    kept: dict[int, str]
+    kept: dict[int, str] = field(default_factory=dict)
     """Kept policy versions and why."""
-    items: list[Item]
-    readers: list[Reader]
+    items: list[Item] = field(default_factory=list)
+    readers: list[Reader] = field(default_factory=list)
     """Who is reading; while there are any, nothing is deleted."""
-    removed: bool
+    removed: bool = False
     """False after a dry run, and where readers held it up."""
     problem: str = ""
     """Why the run was left alone: its log is damaged."""
@@ -106,57 +107,45 @@ class RunReport:
         return totals
 
 
-class _Registration:
-    """That somebody reads a run's files, said again every hour until it is taken back."""
-
-    def __init__(self, log: RunLog, reader: Reader) -> None:
-        self._log = log
-        self._document = json.dumps(to_json(reader)).encode()
-        self._key = self._put()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="reader", daemon=True)
-        self._thread.start()
-
-    def take_back(self) -> None:
-        """Retention need not wait any more. One that cannot be deleted is forgotten by its age."""
-        self._ended.set()
-        self._thread.join()
-        with contextlib.suppress(OSError, StoreError):
-            self._log.store.delete([self._key])
-
-    def _put(self) -> str:
-        key = self._log.key(f"readers/{uuid.uuid4().hex}.json")
-        # Unlike `put`, also where the disk is full and retention is called to make room: so a new name every time.
-        self._log.store.put_if_absent(key, self._document)
-        return key
-
-    def _renew(self) -> None:
-        while not self._ended.wait(_RENEW_SECONDS):
-            with contextlib.suppress(OSError, StoreError):  # the next one is early enough
-                old, self._key = self._key, self._put()
-                self._log.store.delete([old])
-
-
 @contextlib.contextmanager
 def reading(log: RunLog, what: str, *, quiet: bool = False) -> Iterator[None]:
     """Keep retention away from a run's files while the block runs. Folds the log: what is retired by then is gone.
 
-    A reader that dies without a word holds retention up for three hours, by the store's clock. Whoever may only read
-    the store reads all the same, with a warning unless `quiet`.
+    The registration is written anew every hour. A reader that dies without a word holds retention up for three hours,
+    by the store's clock. Whoever may only read the store reads all the same, with a warning unless `quiet`.
     """
+    document = json.dumps(to_json(Reader(what=what, host=socket.gethostname(), pid=os.getpid()))).encode()
+    ended = threading.Event()
+
+    def register() -> str:
+        key = log.key(f"readers/{uuid.uuid4().hex}.json")
+        # Unlike `put`, also where the disk is full and retention is called to make room: so a new name every time.
+        log.store.put_if_absent(key, document)
+        return key
+
+    def stay_registered(key: str) -> None:
+        while not ended.wait(_RENEW_SECONDS):
+            with contextlib.suppress(OSError, StoreError):  # the next one is early enough
+                old, key = key, register()
+                log.store.delete([old])
+        with contextlib.suppress(OSError, StoreError):  # one that cannot be deleted is forgotten by its age
+            log.store.delete([key])
+
     try:
-        registration = _Registration(log, Reader(what=what, host=socket.gethostname(), pid=os.getpid()))
+        thread = threading.Thread(target=stay_registered, args=[register()], name="reader", daemon=True)
     except (OSError, StoreError) as error:
         level = logging.DEBUG if quiet else logging.WARNING
         logger.log(level, "%s: cannot register as a reader, so retention may remove files meanwhile: %s", what, error)
         log.refresh()
         yield
         return
+    thread.start()
     try:
         log.refresh()
         yield
     finally:
-        registration.take_back()
+        ended.set()
+        thread.join()
 
 
 def collect_garbage(
@@ -169,43 +158,26 @@ def collect_garbage(
     """
     named = list(dict.fromkeys(run_ids))
     now = _now(store)
-    surveys, damaged = [], []
+    surveys, reports = [], []
+    damaged: list[RunReport] = []
+
+    @contextlib.contextmanager
+    def noting_damage(run_id: str) -> Iterator[None]:
+        try:
+            yield
+        except LogDamaged as error:
+            if named:
+                raise
+            damaged.append(RunReport(run=run_id, problem=str(error)))
+
     for name in named or [n for n in store.names("runs") if store.exists(f"runs/{n}/run.json")]:
-        try:
+        with noting_damage(name):
             surveys.append(_Survey(open_run(store, name), now=now))
-        except LogDamaged as error:
-            if named:
-                raise
-            damaged.append(_left_alone(name, error))
-    plans = [survey.removable(rules) for survey in surveys]
-    chosen = _choose(plans, rules, now=now, num_bytes=sum(survey.num_bytes for survey in surveys))
-    reports = []
-    for survey, plan, names_chosen in zip(surveys, plans, chosen, strict=True):
-        items = [item for item in plan if (item.kind, item.name) in names_chosen]
-        readers = survey.readers()
-        try:
-            if not dry_run and (ignore_readers or not readers):
-                items, readers = survey.remove(rules, names_chosen, ignore_readers=ignore_readers)
-        except LogDamaged as error:
-            if named:
-                raise
-            damaged.append(_left_alone(survey.log.run_id, error))
-            continue
-        reports.append(
-            RunReport(
-                run=survey.log.run_id,
-                num_bytes=survey.num_bytes,
-                kept=survey.kept(rules),
-                items=items,
-                readers=readers,
-                removed=not dry_run and (ignore_readers or not readers),
-            )
-        )
+    chosen = _choose(surveys, rules, now=now)
+    for survey in surveys:
+        with noting_damage(survey.log.run_id):
+            reports.append(survey.collect(rules, chosen, dry_run=dry_run, ignore_readers=ignore_readers))
     return reports + damaged
-
-
-def _left_alone(run_id: str, error: LogDamaged) -> RunReport:
-    return RunReport(run=run_id, num_bytes=0, kept={}, items=[], readers=[], removed=False, problem=str(error))
 
 
 class _Survey:
@@ -218,18 +190,12 @@ class _Survey:
         # later is not listed and so never touched.
         self._files = log.store.walk(log.prefix)
         self.num_bytes = sum(file.num_bytes for file in self._files)
-        self._unfinished = _unfinished_writes(log)
+        # A local store has temporary files of writers that died; S3 shows nothing before it is whole.
+        self._unfinished = log.store.unfinished(log.prefix) if isinstance(log.store, LocalStore) else []
         self._facts = Facts()
         log.refresh()
 
-    def readers(self) -> list[Reader]:
-        """Who reads the run's files now."""
-        files = [f for f in self.log.store.walk(self.log.key("readers")) if self._now - f.modified_at < _READER_SECONDS]
-        found = self.log.store.get_many([file.key for file in files])
-        readers: list[Reader] = [from_json(Reader, json.loads(data)) for data in found if data is not None]
-        return readers
-
-    def kept(self, rules: Rules) -> dict[int, str]:
+    def _kept(self, rules: Rules) -> dict[int, str]:
         """Policy versions that stay by the log as it is now, and why."""
         self._facts.extend(self.log)
         return with_anchors(kept_policies(self.log.state, rules, self._facts.evaluations), self._facts.anchors)
@@ -237,8 +203,8 @@ class _Survey:
     def removable(self, rules: Rules) -> list[Item]:
         """What may go by the log as it is now, whatever its age, as long as it is not just being written."""
         state, facts = self.log.state, self._facts
-        kept = self.kept(rules)
-        needed = reach(state, facts, kept)
+        kept = self._kept(rules)
+        needed_shards, needed_states = reach(state, facts, kept)
         items = []
         going: dict[tuple[int, bool], list[tuple[list[int], list[StoredFile]]]] = {}
         owned = self._by_owner()
@@ -251,6 +217,7 @@ class _Survey:
         running = {version for name, version in unscored.items() if not settled.get(("shards", name), True)}
         for (folder, name), files in owned.items():
             path = self.log.key(f"{folder}/{name}")
+            retired = name in state.retired_shards if folder == "shards" else path in state.retired_states
             match folder:
                 case "policies" if path in facts.versions_at:
                     versions = facts.versions_at[path]
@@ -261,21 +228,18 @@ class _Survey:
                         leader = anchor if anchor is not None and not retired and anchor not in kept else versions[-1]
                         going.setdefault((leader, retired), []).append((versions, files))
                 case "state" if path in facts.states:
-                    if path not in needed.states or path in state.retired_states:
+                    if retired or path not in needed_states:
                         reason = "no kept policy and no resume starts from it"
-                        items.append(_item("state", path, files, reason, path in state.retired_states))
+                        items.append(_item("state", path, files, reason, retired))
                 case "shards" if name in state.shards:
-                    awaited = unscored.get(name) in running
-                    if name in state.retired_shards or (name not in needed.shards and not awaited):
+                    if retired or (name not in needed_shards and unscored.get(name) not in running):
                         reason = "its evaluation never ended" if name in unscored else "no kept policy needs it"
-                        items.append(_item("shard", name, files, reason, name in state.retired_shards))
+                        items.append(_item("shard", name, files, reason, retired))
                 case "readers":
                     if self._now - files[0].modified_at >= _READER_SECONDS:
                         items.append(_item("temporary", path, files, "its reader is gone", False))
-                case _:
-                    retired = path in state.retired_states or (folder == "shards" and name in state.retired_shards)
-                    if settled[folder, name] or retired:
-                        items.append(_item("orphan", path, files, "no log entry names it", retired))
+                case _ if retired or settled[folder, name]:
+                    items.append(_item("orphan", path, files, "no log entry names it", retired))
         for (_, retired), policies in going.items():
             names = ", ".join(str(v) for v in sorted(version for versions, _ in policies for version in versions))
             files = [file for _, of_one in policies for file in of_one]
@@ -287,15 +251,42 @@ class _Survey:
         ]
         return items
 
-    def remove(
-        self, rules: Rules, chosen: set[tuple[Kind, str]], *, ignore_readers: bool
-    ) -> tuple[list[Item], list[Reader]]:
-        """Retire and delete the chosen items that may still go; returns them, and the readers that prevent deleting."""
+    def collect(self, rules: Rules, chosen: Chosen, *, dry_run: bool, ignore_readers: bool) -> RunReport:
+        """Retire and delete the chosen items that may still go, unless the run is being read."""
+        items, readers = self._still_chosen(rules, chosen), self._readers()
+        removed = not dry_run and (ignore_readers or not readers)
+        if removed:
+            items = self._retire(rules, chosen)
+            readers = self._readers()
+            removed = ignore_readers or not readers
+        if removed:
+            self.log.store.delete([key for item in items for key in item.keys])
+            _remove_empty_folders(self.log.store, items)
+        return RunReport(
+            run=self.log.run_id,
+            num_bytes=self.num_bytes,
+            kept=self._kept(rules),
+            items=items,
+            readers=readers,
+            removed=removed,
+        )
+
+    def _readers(self) -> list[Reader]:
+        """Who reads the run's files now."""
+        files = [f for f in self.log.store.walk(self.log.key("readers")) if self._now - f.modified_at < _READER_SECONDS]
+        documents = self.log.store.get_many([file.key for file in files])
+        return [from_json(Reader, json.loads(document)) for document in documents if document is not None]
+
+    def _still_chosen(self, rules: Rules, chosen: Chosen) -> list[Item]:
+        return [item for item in self.removable(rules) if (self.log.run_id, item.kind, item.name) in chosen]
+
+    def _retire(self, rules: Rules, chosen: Chosen) -> list[Item]:
+        """Append the entry that says what goes; returns what then may be deleted."""
         for _ in range(_MOST_CONFLICTS):
             self.log.refresh()
-            items = [item for item in self.removable(rules) if (item.kind, item.name) in chosen]
+            items = self._still_chosen(rules, chosen)
             try:
-                self.log.append(self._retire([item for item in items if not item.retired], rules))
+                self.log.append(self._entry([item for item in items if not item.retired], rules))
                 break
             except Conflict:
                 continue  # an alias was set, or an orphan got its entry meanwhile: plan again
@@ -303,15 +294,10 @@ class _Survey:
             raise Conflict(f"run {self.log.run_id!r} changed {_MOST_CONFLICTS} times while it was planned; try again")
         # The append folded the log once more: orphaned rewards may have got their entry, which it does not refuse.
         left = {key for item in self.removable(rules) for key in item.keys}
-        items = [item for item in items if left.issuperset(item.keys)]
-        readers = self.readers()
-        if ignore_readers or not readers:
-            self.log.store.delete([key for item in items for key in item.keys])
-            _remove_empty_folders(self.log.store, items)
-        return items, readers
+        return [item for item in items if left.issuperset(item.keys)]
 
-    def _retire(self, items: Sequence[Item], rules: Rules) -> Retire:
-        """The entry that says so; without anything in it, one that every log holds already."""
+    def _entry(self, items: Sequence[Item], rules: Rules) -> Retire:
+        """What is retired; an entry without anything in it is one that every log holds already."""
         folder = self.log.key("shards/")
         lost = [item.name for item in items if item.kind == "orphan"]
         writers = (self.log.key("policies/"), self.log.key("state/"))
@@ -356,22 +342,19 @@ def _item(kind: Kind, name: str, files: Sequence[StoredFile], reason: str, retir
     )
 
 
-def _choose(
-    plans: Sequence[Sequence[Item]], rules: Rules, *, now: float, num_bytes: int
-) -> list[set[tuple[Kind, str]]]:
-    """Which items go, per plan: leftovers always; the rest by age, and oldest first until the size is reached."""
-    chosen: list[set[tuple[Kind, str]]] = [set() for _ in plans]
-    numbered = [(number, item) for number, items in enumerate(plans) for item in items]
-    for number, item in sorted(
-        numbered, key=lambda pair: (pair[1].in_log and not pair[1].retired, pair[1].modified_at)
-    ):
-        if item.in_log and not item.retired:
+def _choose(surveys: Sequence[_Survey], rules: Rules, *, now: float) -> Chosen:
+    """Which items go: leftovers always; the rest by age, and oldest first until the size is reached."""
+    num_bytes = sum(survey.num_bytes for survey in surveys)
+    items = [(survey.log.run_id, item) for survey in surveys for item in survey.removable(rules)]
+    chosen: Chosen = set()
+    for run_id, item in sorted(items, key=lambda pair: (not pair[1].is_leftover, pair[1].modified_at)):
+        if not item.is_leftover:
             if now - item.modified_at < rules.older_than_seconds:
                 continue
             if rules.max_bytes is not None and num_bytes <= rules.max_bytes:
                 break
         num_bytes -= item.num_bytes
-        chosen[number].add((item.kind, item.name))
+        chosen.add((run_id, item.kind, item.name))
     return chosen
 
 
@@ -391,17 +374,3 @@ def _now(store: ObjectStore) -> float:
     now = next(file.modified_at for file in store.walk("clock") if file.key == key)
     store.delete([key])
     return now
-
-
-def _unfinished_writes(log: RunLog) -> list[StoredFile]:
-    """Temporary files of a local store whose writer died; S3 shows nothing before it is whole."""
-    if not isinstance(log.store, LocalStore):
-        return []
-    root, found = log.store.root, []
-    for folder, _, names in os.walk(root / log.prefix):  # passes over a folder that another gc is just removing
-        for path in (Path(folder, name) for name in names if name.startswith(".") and name.endswith(".tmp")):
-            with contextlib.suppress(FileNotFoundError):  # its writer just finished
-                status = path.stat()
-                key = str(path.relative_to(root))
-                found.append(StoredFile(key=key, num_bytes=status.st_size, modified_at=status.st_mtime))
-    return found

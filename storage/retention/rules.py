@@ -121,18 +121,15 @@ def with_anchors(kept: dict[int, str], anchors: Mapping[int, int]) -> dict[int, 
     return dict(sorted({**reasons, **kept}.items()))
 
 
-@dataclass
-class Reach:
-    """What the kept policies, a resume and the queue need."""
+def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> tuple[set[str], set[str]]:
+    """Shards and state folders that policies `kept`, a resume and the queue need.
 
-    shards: set[str] = field(default_factory=set)
-    states: set[str] = field(default_factory=set)
-
-
-def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> Reach:
-    """What must stay for policies `kept`. `facts` must have taken in what `state` has."""
-    found = Reach(shards={state.shard_of[group_id] for group_id in state.pending})
+    `facts` must have taken in what `state` has.
+    """
     kept = set(kept)
+    shards = {state.shard_of[group_id] for group_id in state.pending}
+    shards |= {shard_id for shard_id, version in facts.scored_shards.items() if version in kept}
+    states = set()
     saved = {
         number: path
         for number, (_, path, _) in enumerate(facts.steps, start=1)
@@ -145,11 +142,10 @@ def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> Reach:
         before = bisect.bisect_left(numbers, target)
         start = numbers[before - 1] if before else 0
         if start:
-            found.states.add(saved[start])
-        for _, _, shards in facts.steps[start:target]:
-            found.shards.update(shards)
-    found.shards.update(shard_id for shard_id, version in facts.scored_shards.items() if version in kept)
-    return found
+            states.add(saved[start])
+        for _, _, read in facts.steps[start:target]:
+            shards.update(read)
+    return shards, states
 
 
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}

@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage.log.entries import GroupSummary, to_json
-from storage.objects.tables import ipc_bytes
 from storage.records import NOT_SAMPLED, TRAINABLE_STATUSES, RolloutGroup, Sampling, Trajectory, Turn
 from storage.shards.schema import (
     ADAPTERS,
@@ -89,27 +88,12 @@ def _distinct(versions: list[int]) -> set[int]:
     return set(one if one and versions.count(one[0]) == len(versions) else versions)
 
 
-def encode_shard(
-    groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
-) -> bytes:
-    """Arrow IPC bytes of the usable attempts of some groups, needing about twice the shard's size in memory.
-
-    Raises `BadShard` when a row breaks a rule of the schema or a shard cannot hold so much; nothing is written then.
-    """
-    return file_of(shard_table(groups, provenance=provenance, sampling=sampling, is_eval=is_eval))
-
-
-def file_of(table: pa.Table) -> bytes:
-    """The bytes of a shard's file."""
-    return ipc_bytes(table, compression=COMPRESSION)
-
-
 def shard_table(
     groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
 ) -> pa.Table:
     """The usable attempts of some groups as rows, checked, with the file's metadata on the schema.
 
-    Raises `BadShard` as `encode_shard` does.
+    Raises `BadShard` when a row breaks a rule of the schema or a shard cannot hold so much.
     """
     rows = [row for group in groups for row in _rows(group)]
     try:
@@ -138,24 +122,12 @@ def shard_table(
     return table.replace_schema_metadata(metadata)
 
 
-def decode_shard(data: bytes, *, name: str) -> pa.Table:
-    """The table in some shard bytes, every rule and the content digest checked; its metadata stands on the schema.
-
-    Raises `BadShard` naming the shard, `NewerSchema` where only a newer Millrace can read it.
-    """
-    table = open_shard(data, name=name)
-    check(table, name=name)
-    if table.schema.metadata.get(b"content_sha256") != content_sha256(table).encode():
-        raise BadShard(f"shard {name}: the token columns differ from content_sha256 in its metadata")
-    return table
-
-
 def open_shard(data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | None = None) -> pa.Table:
     """The table in some shard bytes, its values not looked at: call `check` before trusting them.
 
     With `columns` only those are decompressed, and the ones `check` needs. Columns that a newer minor writer added
     are kept; a missing column, a column of another type or a newer major schema is an error.
-    Raises `BadShard` and `NewerSchema` as `decode_shard` does.
+    Raises `BadShard` naming the shard, `NewerSchema` where only a newer Millrace can read it.
     """
     try:
         schema = pa.ipc.open_file(pa.py_buffer(data)).schema
@@ -168,7 +140,7 @@ def open_shard(data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | N
 
 
 class _Unwritable(Exception):
-    """What the groups hold has no place in a shard; `encode_shard` adds which one."""
+    """What the groups hold has no place in a shard; `shard_table` adds which one."""
 
 
 @dataclass(frozen=True, slots=True)

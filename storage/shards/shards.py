@@ -10,7 +10,6 @@ import functools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pyarrow as pa
 
@@ -18,8 +17,9 @@ from settings.errors import UserError
 from storage.log.entries import Shard
 from storage.log.run_log import RunLog
 from storage.objects.digests import DigestMismatch, sha256_of
+from storage.objects.tables import ipc_bytes
 from storage.records import NOT_SAMPLED, RolloutGroup, Sampling
-from storage.shards.codec import Provenance, file_of, open_shard, shard_table, summarise
+from storage.shards.codec import COMPRESSION, Provenance, open_shard, shard_table, summarise
 from storage.shards.schema import BadShard, NewerSchema, check, flat
 
 
@@ -58,7 +58,7 @@ def commit_shard(
     table = shard_table(groups, provenance=provenance, sampling=sampling, is_eval=is_eval)
     with ThreadPoolExecutor(max_workers=2) as beside:  # compressing, hashing and the disk leave the interpreter free
         summarising = beside.submit(lambda: [summarise(group) for group in groups])
-        data = file_of(table)
+        data = ipc_bytes(table, compression=COMPRESSION)
         digesting = beside.submit(sha256_of, data)
         log.store.put(log.shard_key(provenance.shard_id), data)
     summaries = summarising.result()
@@ -110,45 +110,31 @@ def _committed(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = Non
     log after it had checked and digested the values in them. It is for files that no log vouches for.
     """
     file = _file(log, shard)
+    damaged = functools.partial(DamagedShard, shard.id, file=file)
     if shard.id in log.state.retired_shards:
-        raise DamagedShard(shard.id, "retention removed it; what it held can no longer be trained on", file)
+        raise damaged("retention removed it; what it held can no longer be trained on")
     try:
-        data = _content(log, shard)
+        data = log.store.get_buffer(log.shard_key(shard.id))
     except FileNotFoundError:
-        raise DamagedShard(shard.id, "the file is missing", file) from None
+        raise damaged("the file is missing") from None
     except DigestMismatch as error:
-        raise DamagedShard(shard.id, str(error), file) from error
-    with ThreadPoolExecutor(max_workers=1) as beside:
-        digest = beside.submit(sha256_of, data)  # neither hashing nor decompressing holds the interpreter
-        try:
-            table, broken = open_shard(data, name=shard.id, columns=columns), None
-        except BadShard as error:
-            table, broken = None, error
-    if digest.result() != shard.sha256:
-        raise DamagedShard(
-            shard.id, f"its sha256 differs from the log's ({len(data)} of {shard.num_bytes} bytes)", file
-        )
+        raise damaged(str(error)) from error
+    with ThreadPoolExecutor(max_workers=1) as beside:  # neither hashing nor decompressing holds the interpreter
+        opening = beside.submit(open_shard, data, name=shard.id, columns=columns)
+        digest = sha256_of(data)
+    if digest != shard.sha256:
+        raise damaged(f"its sha256 differs from the log's ({len(data)} of {shard.num_bytes} bytes)")
     try:
-        if broken is not None:
-            raise broken
+        table = opening.result()
         check(table, name=shard.id)
     except NewerSchema as error:
         raise NewerSchema(f"{error} ({file})") from None
     except BadShard as error:
-        raise DamagedShard(shard.id, str(error).removeprefix(f"shard {shard.id}: "), file) from error
+        raise damaged(str(error).removeprefix(f"shard {shard.id}: ")) from error
     owner = table.schema.metadata.get(b"run_id", b"").decode()
     if owner != log.run_id:
-        raise DamagedShard(shard.id, f"it belongs to run {owner!r}", file)
+        raise damaged(f"it belongs to run {owner!r}")
     return table
-
-
-def _content(log: RunLog, shard: Shard) -> Any:
-    """The file's bytes; mapped where it is local. Nobody shortens a committed file: that would kill its readers."""
-    path = log.store.open_local(log.shard_key(shard.id))
-    if path is None or not path.stat().st_size:  # an empty file cannot be mapped
-        return log.store.get(log.shard_key(shard.id))
-    with pa.memory_map(str(path)) as mapped:
-        return mapped.read_buffer()
 
 
 def _file(log: RunLog, shard: Shard) -> str:

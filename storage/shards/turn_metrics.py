@@ -21,10 +21,11 @@ def turn_metrics(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table])
 
     An attempt that forked into several rows counts once. Where nobody called a tool there is nothing to say of tools.
     """
-    rows = [
-        table.select(COLUMNS).filter(pc.is_in(table["group_id"], value_set=pa.array(ids, pa.string())))
-        for ids, table in _by_shard(groups, tables)
-    ]
+    rows = []
+    for shard_id in dict.fromkeys(group.shard_id for group in groups):
+        ids = pa.array([group.group_id for group in groups if group.shard_id == shard_id], pa.string())
+        table = tables[shard_id].select(COLUMNS)
+        rows.append(table.filter(pc.is_in(table["group_id"], value_set=ids)))
     if not rows:
         return {}
     table = pa.concat_tables(rows)
@@ -42,10 +43,3 @@ def turn_metrics(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table])
         "tool_seconds": seconds,
         "tool_seconds_per_call": seconds / len(calls),
     }
-
-
-def _by_shard(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> list[tuple[list[str], pa.Table]]:
-    return [
-        ([group.group_id for group in groups if group.shard_id == shard_id], tables[shard_id])
-        for shard_id in dict.fromkeys(group.shard_id for group in groups)
-    ]

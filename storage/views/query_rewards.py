@@ -12,7 +12,7 @@ import pyarrow.dataset as ds
 import pyarrow.fs
 
 from storage.log.run_log import RunLog
-from storage.shards.rescored_rewards import SCHEMA, DamagedRewards, read_rewards
+from storage.shards.reward_sets import SCHEMA, DamagedRewards, read_rewards
 
 REWARDS_SCHEMA = pa.schema([pa.field("name", pa.string()), *SCHEMA, pa.field("shard_id", pa.string())])
 

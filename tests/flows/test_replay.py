@@ -13,7 +13,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.digests import verify_folder
 from storage.objects.object_store import LocalStore
-from storage.shards.rescored_rewards import read_rewards
+from storage.shards.reward_sets import read_rewards
 from storage.shards.shards import read_shard
 from tests.conftest import Home
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from storage.records import Message, RolloutGroup, Sampling, Task, ToolCall, Trajectory, Turn
-from storage.shards.codec import Provenance, encode_shard
+from storage.shards.codec import Provenance
+from tests.shard_files import encode_shard
 
 FILE = Path(__file__).parent / "v1.arrow"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from storage.shards.codec import decode_shard
-from storage.shards.rescored_rewards import SCHEMA as REWARDS
+from storage.shards.reward_sets import SCHEMA as REWARDS
 from storage.shards.schema import ADAPTERS, CALL, MESSAGE, SCHEMA, TURN, content_sha256
+from tests.shard_files import decode_shard
 
 FOLDER = Path(__file__).parent
 DOCUMENT = (FOLDER.parents[1] / "docs" / "shard_format.md").read_text()

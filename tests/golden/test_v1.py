@@ -12,9 +12,9 @@ import pyarrow as pa
 import pytest
 
 from storage.log.entries import ClaimedGroup
-from storage.shards.codec import decode_shard
 from storage.shards.schema import NewerSchema, content_sha256
 from tests.golden.make_v1 import make
+from tests.shard_files import decode_shard, file_with
 from trainers.data.samples import gather_samples
 
 FOLDER = Path(__file__).parent
@@ -60,17 +60,10 @@ def test_todays_writer_still_writes_version_one():
     assert _metadata(written) == EXPECTED["metadata"]
 
 
-def _file(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue())
-
-
 def test_with_a_column_and_a_key_that_a_later_writer_adds_it_is_still_version_one(table: pa.Table):
     added = table.append_column("mood", pa.array(["calm", None, "glad", "calm"]))
     added = added.replace_schema_metadata({**table.schema.metadata, b"mood_model": b"m1"})
-    read = decode_shard(_file(added), name="later")
+    read = decode_shard(file_with(added), name="later")
     assert _rows(read.drop_columns(["mood"])) == EXPECTED["rows"]
     assert read["mood"].to_pylist() == ["calm", None, "glad", "calm"]
     claimed = [ClaimedGroup(shard_id="later", group_id="2.37+45")]
@@ -80,7 +73,7 @@ def test_with_a_column_and_a_key_that_a_later_writer_adds_it_is_still_version_on
 def test_as_version_two_it_is_refused_with_the_way_out(table: pa.Table):
     newer = table.replace_schema_metadata({**table.schema.metadata, b"schema_version": b"2"})
     with pytest.raises(NewerSchema, match="shard later: schema version 2, this Millrace reads 1; .*upgrade"):
-        decode_shard(_file(newer), name="later")
+        decode_shard(file_with(newer), name="later")
 
 
 def test_todays_trainer_can_train_on_it(table: pa.Table):

@@ -16,7 +16,7 @@ from storage.log.replay_plan import CannotReplay, ReplayedStep, plan_replay
 from storage.log.run_log import RunLog
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
-from storage.shards.rescored_rewards import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
+from storage.shards.reward_sets import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.shards.shards import read_shard
 from tests.builders import a_config
 from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows, recipe_of

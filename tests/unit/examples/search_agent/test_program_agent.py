@@ -28,8 +28,8 @@ from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Workflow
 from settings.run_file import load_run_file
 from storage.records import RolloutGroup, Sampling, Task
-from storage.shards.codec import decode_shard, encode_shard
 from tests.builders import a_config, provenance
+from tests.shard_files import decode_shard, encode_shard
 from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
 from tests.unit.rollouts.scripted_text import Brackets, an_engine
 from trainers.model.warmup import character_tokenizer

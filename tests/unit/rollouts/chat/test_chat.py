@@ -22,8 +22,8 @@ from rollouts.chat.tools import Tool, ToolUnavailable, tool
 from rollouts.engines.engine import EngineError
 from rollouts.engines.scripted_engine import ScriptedEngine
 from storage.records import Message, Sampling, ToolCall, Turn
-from storage.shards.codec import decode_shard, encode_shard
 from tests.builders import a_group, a_policy_folder, a_trajectory, provenance
+from tests.shard_files import decode_shard, encode_shard
 from tests.unit.rollouts.scripted_text import from_tool, said, user
 
 

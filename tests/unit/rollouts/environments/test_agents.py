@@ -22,8 +22,8 @@ from rollouts.environments import agents
 from rollouts.environments.agents import AgentWorkflow, CommandWorkflow
 from rollouts.workflow import Score, WrongWorkflow, workflow_context
 from storage.records import RolloutGroup, Sampling, Task
-from storage.shards.codec import decode_shard, encode_shard
 from tests.builders import provenance
+from tests.shard_files import decode_shard, encode_shard
 from tests.unit.rollouts.scripted_text import an_engine, play_group
 
 TASK = Task(id="17*3", prompt="What is 17*3?", answer="51")

@@ -19,7 +19,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
 from storage.records import Message, Task
-from storage.shards.rescored_rewards import RewardsTaken, read_rewards, rewards_key
+from storage.shards.reward_sets import RewardNameInUse, read_rewards, rewards_key
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, local_store, provenance
 
@@ -228,7 +228,7 @@ def test_edited_code_under_the_same_name_is_refused_and_under_a_new_one_it_is_sc
     _rescore(log, f"{file}:same")
     kept = log.store.get(rewards_key(log, "same", "s0"))
     file.write_text(REWARDS + "\n# edited\n")
-    with pytest.raises(RewardsTaken, match="--name same-2"):
+    with pytest.raises(RewardNameInUse, match="--name same-2"):
         _rescore(log, f"{file}:same")
     _rescore(log, f"{file}:same", name="same-2")
     assert log.store.get(rewards_key(log, "same", "s0")) == kept

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.records import Message, RolloutGroup, ToolCall
-from storage.shards.codec import decode_shard, encode_shard, open_shard, shard_table, summarise
+from storage.shards.codec import open_shard, shard_table, summarise
 from storage.shards.schema import SCHEMA, BadShard, NewerSchema, check, content_sha256, flat, row_offsets
 from tests.builders import SAMPLING, a_group, a_trajectory, a_turn, provenance
+from tests.shard_files import decode_shard, encode_shard, file_with
 
 
 def _encode(groups: Sequence[RolloutGroup], **options: Any) -> bytes:
@@ -25,16 +26,6 @@ def _encode(groups: Sequence[RolloutGroup], **options: Any) -> bytes:
 
 def _table(groups: Sequence[RolloutGroup] | None = None) -> pa.Table:
     return decode_shard(_encode(groups or [a_group(0)]), name="s0")
-
-
-def _file(table: pa.Table, **metadata: str) -> bytes:
-    """Arrow IPC bytes of a table, some of its metadata replaced; an empty value removes the key."""
-    merged = {key.decode(): value.decode() for key, value in table.schema.metadata.items()} | metadata
-    table = table.replace_schema_metadata({key: value for key, value in merged.items() if value})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue())
 
 
 def _with(column: str, rows: list[Any]) -> pa.Table:
@@ -255,13 +246,13 @@ def test_what_breaks_a_rule_is_never_read(table: pa.Table, rule: str):
     with pytest.raises(BadShard, match=f"shard s7: .*{rule}"):
         check(table, name="s7")
     with pytest.raises(BadShard, match=f"shard s7: .*{rule}"):
-        decode_shard(_file(table, content_sha256=content_sha256(table)), name="s7")
+        decode_shard(file_with(table, content_sha256=content_sha256(table)), name="s7")
 
 
 def test_altered_tokens_are_found_by_the_content_digest():
     altered = _with("input_ids", [[2, 8, 3, 12, 2]] * 2)
     with pytest.raises(BadShard, match="shard s7: .*content_sha256"):
-        decode_shard(_file(altered), name="s7")
+        decode_shard(file_with(altered), name="s7")
 
 
 def test_the_content_digest_does_not_depend_on_chunks():
@@ -300,25 +291,25 @@ def test_bytes_that_are_no_arrow_file_are_no_shard():
 @pytest.mark.parametrize("version", ["0", "", "1.5"])
 def test_a_version_that_never_was_is_no_shard(version: str):
     with pytest.raises(BadShard, match="shard s7: schema version .*reads 1") as caught:
-        decode_shard(_file(_table(), schema_version=version), name="s7")
+        decode_shard(file_with(_table(), schema_version=version), name="s7")
     assert not isinstance(caught.value, NewerSchema)
 
 
 def test_a_newer_major_version_is_refused_with_the_way_out():
     newer = _table().drop_columns(["reward"])  # whatever version 3 may have done to the columns
     with pytest.raises(NewerSchema, match="shard s7: schema version 3, this Millrace reads 1; .*upgrade") as caught:
-        decode_shard(_file(newer, schema_version="3"), name="s7")
+        decode_shard(file_with(newer, schema_version="3"), name="s7")
     assert isinstance(caught.value, ValueError)  # the command line prints it without a traceback
 
 
 def test_a_file_without_its_content_digest_is_no_shard():
     with pytest.raises(BadShard, match="shard s7: .*content_sha256"):
-        decode_shard(_file(_table(), content_sha256=""), name="s7")
+        decode_shard(file_with(_table(), content_sha256=""), name="s7")
 
 
 def test_a_missing_column_is_named():
     with pytest.raises(BadShard, match=r"shard s7: columns \['reward'\] are missing"):
-        decode_shard(_file(_table().drop_columns(["reward"])), name="s7")
+        decode_shard(file_with(_table().drop_columns(["reward"])), name="s7")
 
 
 def test_a_column_of_another_type_is_named_with_both():
@@ -326,7 +317,7 @@ def test_a_column_of_another_type_is_named_with_both():
     column = wide.schema.get_field_index("input_ids")
     wide = wide.set_column(column, "input_ids", wide["input_ids"].cast(pa.list_(pa.int64())))
     with pytest.raises(BadShard, match=r"shard s7: column input_ids has type list<.*int64>, .* list<.*int32>"):
-        decode_shard(_file(wide), name="s7")
+        decode_shard(file_with(wide), name="s7")
 
 
 @pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
@@ -370,4 +361,4 @@ def test_the_table_before_it_is_a_file_is_the_one_that_is_read():
 
 def test_a_column_of_a_newer_writer_is_kept():
     newer = _table().append_column("mood", pa.array(["calm", "glad"]))
-    assert decode_shard(_file(newer), name="s7")["mood"].to_pylist() == ["calm", "glad"]
+    assert decode_shard(file_with(newer), name="s7")["mood"].to_pylist() == ["calm", "glad"]

@@ -7,9 +7,9 @@ import pytest
 
 from storage.log.entries import ClaimedGroup
 from storage.records import RolloutGroup, Sampling, ToolCall
-from storage.shards.codec import decode_shard, encode_shard
 from storage.shards.turn_metrics import turn_metrics
 from tests.builders import a_group, a_trajectory, a_turn, provenance
+from tests.shard_files import decode_shard, encode_shard
 
 
 def _call(*, failed: bool = False, seconds: float = 0.0) -> ToolCall:

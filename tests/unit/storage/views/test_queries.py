@@ -19,8 +19,7 @@ from storage.objects.digests import sha256_of
 from storage.objects.object_store import LocalStore, ObjectStore, StoreError
 from storage.objects.opening import open_store
 from storage.records import Message, RolloutGroup, ToolCall
-from storage.shards.codec import encode_shard
-from storage.shards.rescored_rewards import NewReward, RewardSet, attempts_of, put_rewards, rewards_key
+from storage.shards.reward_sets import NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.shards.shards import commit_shard, read_shard
 from storage.views import query_shards
 from storage.views.queries import VIEWS, Queries, open_queries
@@ -36,6 +35,7 @@ from tests.builders import (
     provenance,
 )
 from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
+from tests.shard_files import encode_shard
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ import pytest
 from storage.log.entries import Rescore, Shard
 from storage.log.run_log import RunLog
 from storage.records import Message, RolloutGroup
-from storage.shards.rescored_rewards import (
+from storage.shards.reward_sets import (
     SCHEMA,
     Attempt,
     DamagedRewards,
     NewReward,
+    RewardNameInUse,
     RewardSet,
-    RewardsTaken,
     attempts_of,
     check_name,
     find_rewards,
@@ -130,7 +130,7 @@ def test_a_file_left_behind_by_other_code_is_never_taken_over(log: RunLog) -> No
     attempts = attempts_of(read_shard(log, shard))
     put_rewards(log, shard, MINE, attempts, [NewReward(reward=1.0, parts={})] * 2)
     other = RewardSet(name="mine", reward="my.module:mine", reward_sha256="2" * 64)
-    with pytest.raises(RewardsTaken, match="--name mine-2"):
+    with pytest.raises(RewardNameInUse, match="--name mine-2"):
         put_rewards(log, shard, other, attempts, [NewReward(reward=0.0, parts={})] * 2)
 
 
@@ -141,16 +141,16 @@ def test_a_name_belongs_to_one_function_of_one_version(log: RunLog) -> None:
     check_name(log.state, MINE, run="run")
     check_name(log.state, RewardSet(name="mine", reward="/moved/file.py:mine", reward_sha256="1" * 64), run="run")
     edited = RewardSet(name="mine", reward="my.module:mine", reward_sha256="2" * 64)
-    with pytest.raises(RewardsTaken, match=r"'mine' already, made by my.module:mine at sha256 1111.*--name mine-2"):
+    with pytest.raises(RewardNameInUse, match=r"'mine' already, made by my.module:mine at sha256 1111.*--name mine-2"):
         check_name(log.state, edited, run="run")
-    with pytest.raises(RewardsTaken):
+    with pytest.raises(RewardNameInUse):
         check_name(log.state, RewardSet(name="mine", reward="my.module:other", reward_sha256="1" * 64), run="run")
     # The next free name is one that holds nothing, or the same code's rewards already.
     third = RewardSet(name="mine-2", reward="my.module:mine", reward_sha256="3" * 64)
     _rescored(log, shard, [0.0, 0.0], third)
-    with pytest.raises(RewardsTaken, match="--name mine-3"):
+    with pytest.raises(RewardNameInUse, match="--name mine-3"):
         check_name(log.state, edited, run="run")
-    with pytest.raises(RewardsTaken, match="--name mine-2"):
+    with pytest.raises(RewardNameInUse, match="--name mine-2"):
         check_name(log.state, RewardSet(name="mine", reward="my.module:mine", reward_sha256="3" * 64), run="run")
 
 

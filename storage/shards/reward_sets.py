@@ -10,7 +10,7 @@ takes it as it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,7 +36,7 @@ class DamagedRewards(InvalidInput):
     """A file of rewards is not what the log says; the message names it and the way out."""
 
 
-class RewardsTaken(InvalidInput):
+class RewardNameInUse(InvalidInput):
     """The name belongs to rewards of another function; the message suggests a free one."""
 
 
@@ -50,6 +50,10 @@ class RewardSet:
     """Import path of the function."""
     reward_sha256: str
     """Digest of the file the function is in."""
+
+    def is_of(self, reward: str, reward_sha256: str) -> bool:
+        """True for the same function of the same file, wherever that file lies on this machine."""
+        return reward.rpartition(":")[2] == self.reward.rpartition(":")[2] and reward_sha256 == self.reward_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,20 +99,19 @@ def attempts_of(table: pa.Table) -> list[Attempt]:
     ]
 
 
-def check_name(state: RunState, wanted: RewardSet, *, run: str) -> None:
-    """Raise `RewardsTaken` when the name holds rewards of other code, naming the next free one."""
-    known = state.rescored.get(wanted.name)
-    if known is None or _same_code(known.reward, known.reward_sha256, wanted):
-        return
-    raise _taken(state, wanted, run=run, other=f"{known.reward} at sha256 {known.reward_sha256[:12]}")
+def check_name(state: RunState, reward_set: RewardSet, *, run: str) -> None:
+    """Raise `RewardNameInUse` when the name holds rewards of other code, naming the next free one."""
+    rescore = state.rescored.get(reward_set.name)
+    if rescore is not None and not reward_set.is_of(rescore.reward, rescore.reward_sha256):
+        raise _name_in_use(state, reward_set, run=run, other=f"{rescore.reward} at sha256 {rescore.reward_sha256[:12]}")
 
 
 def put_rewards(
-    log: RunLog, shard: Shard, wanted: RewardSet, attempts: Sequence[Attempt], rewards: Sequence[NewReward]
+    log: RunLog, shard: Shard, reward_set: RewardSet, attempts: Sequence[Attempt], rewards: Sequence[NewReward]
 ) -> tuple[str, pa.Table]:
     """Write a shard's new rewards unless they are there; returns the sha256 and the rows of the file that is.
 
-    Raises `RewardsTaken` when a file of other code is there.
+    Raises `RewardNameInUse` when a file of other code is there.
     """
     table = pa.table(
         {
@@ -118,40 +121,33 @@ def put_rewards(
             "reward_parts": [list(new.parts.items()) for new in rewards],
         },
         schema=SCHEMA.with_metadata(
-            {
-                "run_id": log.run_id,
-                "shard_id": shard.id,
-                "shard_sha256": shard.sha256,
-                "name": wanted.name,
-                "reward": wanted.reward,
-                "reward_sha256": wanted.reward_sha256,
-            }
+            {"run_id": log.run_id, "shard_id": shard.id, "shard_sha256": shard.sha256, **asdict(reward_set)}
         ),
     )
     data = ipc_bytes(table, compression="zstd")
-    if log.store.put_if_absent(rewards_key(log, wanted.name, shard.id), data):
+    if log.store.put_if_absent(rewards_key(log, reward_set.name, shard.id), data):
         return sha256_of(data), table
-    found = find_rewards(log, shard, wanted)
-    assert found is not None, "what could not be written is there"
-    return found
+    existing = find_rewards(log, shard, reward_set)
+    assert existing is not None, "what could not be written is there"
+    return existing
 
 
-def find_rewards(log: RunLog, shard: Shard, wanted: RewardSet) -> tuple[str, pa.Table] | None:
+def find_rewards(log: RunLog, shard: Shard, reward_set: RewardSet) -> tuple[str, pa.Table] | None:
     """The sha256 and rows of a file that a rescore wrote before it was cut off; null where there is none.
 
-    Raises `RewardsTaken` when it was made by other code, `DamagedRewards` when it cannot be read.
+    Raises `RewardNameInUse` when it was made by other code, `DamagedRewards` when it cannot be read.
     """
-    key = rewards_key(log, wanted.name, shard.id)
+    key = rewards_key(log, reward_set.name, shard.id)
     try:
         data = log.store.get(key)
     except FileNotFoundError:
         return None
     table = _decode(data, log=log, key=key)
     metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
-    if not _same_code(metadata.get("reward", ""), metadata.get("reward_sha256", ""), wanted):
-        raise _taken(log.state, wanted, run=log.run_id, other=metadata.get("reward", "another function"))
+    if not reward_set.is_of(metadata.get("reward", ""), metadata.get("reward_sha256", "")):
+        raise _name_in_use(log.state, reward_set, run=log.run_id, other=metadata.get("reward", "another function"))
     if metadata.get("shard_sha256") != shard.sha256:
-        raise DamagedRewards(f"{log.store.uri}/{key} is of another shard than {shard.id}; {_WAY_OUT}")
+        raise _damaged(log, key, f"it is of another shard than {shard.id}")
     return sha256_of(data), table
 
 
@@ -164,9 +160,9 @@ def read_rewards(log: RunLog, shard: Shard, name: str) -> pa.Table:
     try:
         data = log.store.get(key)
     except FileNotFoundError:
-        raise DamagedRewards(f"{log.store.uri}/{key} is missing; {_WAY_OUT}") from None
+        raise _damaged(log, key, "the file is missing") from None
     if sha256_of(data) != log.state.rescored[name].files[shard.id]:
-        raise DamagedRewards(f"{log.store.uri}/{key}: its sha256 differs from the log's; {_WAY_OUT}")
+        raise _damaged(log, key, "its sha256 differs from the log's")
     return _decode(data, log=log, key=key)
 
 
@@ -202,25 +198,21 @@ def _decode(data: bytes, *, log: RunLog, key: str) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
     except (pa.ArrowInvalid, OSError) as error:
-        raise DamagedRewards(f"{log.store.uri}/{key} is no Arrow IPC file, or cut off ({error}); {_WAY_OUT}") from error
+        raise _damaged(log, key, f"it is no Arrow IPC file, or cut off ({error})") from error
     if missing := set(SCHEMA.names) - set(table.column_names):
-        raise DamagedRewards(f"{log.store.uri}/{key}: columns {sorted(missing)} are missing; {_WAY_OUT}")
+        raise _damaged(log, key, f"columns {sorted(missing)} are missing")
     return table.combine_chunks()
 
 
-def _same_code(reward: str, reward_sha256: str, wanted: RewardSet) -> bool:
-    """The same function of the same file, wherever that file lies on this machine."""
-    name, wanted_name = (path.rpartition(":")[2] for path in (reward, wanted.reward))
-    return (name, reward_sha256) == (wanted_name, wanted.reward_sha256)
+def _damaged(log: RunLog, key: str, problem: str) -> DamagedRewards:
+    return DamagedRewards(f"{log.store.uri}/{key}: {problem}; {_WAY_OUT}")
 
 
-def _taken(state: RunState, wanted: RewardSet, *, run: str, other: str) -> RewardsTaken:
-    number = 2
-    while (known := state.rescored.get(f"{wanted.name}-{number}")) and not _same_code(
-        known.reward, known.reward_sha256, wanted
-    ):
+def _name_in_use(state: RunState, reward_set: RewardSet, *, run: str, other: str) -> RewardNameInUse:
+    name, number = reward_set.name, 2
+    while (used := state.rescored.get(f"{name}-{number}")) and not reward_set.is_of(used.reward, used.reward_sha256):
         number += 1
-    return RewardsTaken(
-        f"run {run!r} has rewards {wanted.name!r} already, made by {other}; they stay as they are. "
-        f"Take another name: --name {wanted.name}-{number}"
+    return RewardNameInUse(
+        f"run {run!r} has rewards {name!r} already, made by {other}; they stay as they are. "
+        f"Take another name: --name {name}-{number}"
     )
