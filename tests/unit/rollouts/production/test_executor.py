@@ -19,6 +19,7 @@ from rollouts.production.prompts import PromptOrder
 from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
+from settings.errors import in_one_line
 from storage.records import RolloutGroup, Task
 from tests.builders import FreePrompts, a_config, a_policy_folder, wait_for_work
 
@@ -180,7 +181,8 @@ def test_one_of_eight_that_fails_leaves_seven(tokens: ChatTokens, error: BaseExc
 def test_an_attempt_past_its_deadline_is_a_timeout_and_keeps_nobody_waiting(tokens: ChatTokens):
     groups = _Bench(tokens, _only_attempt(0, seconds=60), n_samples=3, attempt_timeout=2.0).one_batch()
     assert [t.status for t in groups[0].trajectories] == ["timeout", "ok", "ok"]
-    assert groups[0].trajectories[0].error == "attempt took more than 2 s"
+    place = "tests/unit/rollouts/production/test_executor.py:"
+    assert in_one_line(groups[0].trajectories[0].error).startswith(f"attempt took more than 2 s at {place}")
 
 
 def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: ChatTokens):
