@@ -36,7 +36,7 @@ def check_run(
     """
     workflow_class = load_object(workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
-        raise InvalidInput(f"workflow = {workflow!r} is not a subclass of rollouts.workflow.Workflow")
+        raise InvalidInput(f"workflow = {workflow!r} is not a subclass of millrace.Workflow")
     loaded = workflow_class(dataset or None)
     for split in dict.fromkeys(["train", evaluation_split]):
         if not loaded.tasks(split):
