@@ -6,6 +6,7 @@ keys; everything else sits in one table per part. An unknown key is an error tha
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import math
@@ -189,20 +190,24 @@ class RunConfig(Settings):
         return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
 
 
-def load_run_file(path: Path, overrides: dict[str, Any] | None = None) -> RunConfig:
-    """Read a run file and apply overrides, dotted keys as in `train.num_minibatches`.
+def load_run_file(run: Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> RunConfig:
+    """Read a run file, or take its content, and apply overrides, dotted keys as in `train.num_minibatches`.
 
     Raises `ConfigError` whose message names the key, what is wrong, and the nearest known key.
     """
+    document, source = (copy.deepcopy(run), "run") if isinstance(run, dict) else (_read(run), str(run))
+    for key, value in (overrides or {}).items():
+        _set(document, key, value, source=source)
+    return make_config(document, source=source)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        document = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"no run file {path}; see examples/ for some") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for key, value in (overrides or {}).items():
-        _set(document, key, value, source=str(path))
-    return make_config(document, source=str(path))
 
 
 def make_config(document: dict[str, Any], *, source: str) -> RunConfig:

@@ -5,38 +5,44 @@ In: optionally a run file. Out: one line per check, and exit status 1 when one f
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-import psutil
-from packaging.requirements import Requirement
+import typer
 from rich.console import Console
 from rich.markup import escape
 
 from infra.environment import home, store_uri, tracking_uri
-from infra.ports import somebody_listens
-from infra.services import running_services
 from settings.redaction import without_secrets
-from settings.run_file import RunConfig
+
+if TYPE_CHECKING:
+    from settings.run_file import RunConfig
 
 PROJECT = Path(__file__).resolve().parents[2]
 SECONDS_TO_ANSWER = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """Result of one check."""
 
     good: bool
     text: str
     fix: str = ""
+
+
+def doctor(run_file: Annotated[Path | None, typer.Argument(help="Check this run file's places too.")] = None) -> None:
+    """Check that everything a run needs is here, and say how to fix what is not."""
+    from settings.run_file import load_run_file
+
+    config = load_run_file(run_file) if run_file else None
+    if not diagnose(config, Console(highlight=False, soft_wrap=True)):
+        raise typer.Exit(1)
 
 
 def diagnose(config: RunConfig | None, console: Console) -> bool:
@@ -48,9 +54,9 @@ def diagnose(config: RunConfig | None, console: Console) -> bool:
         except Exception as error:  # noqa: BLE001 - a check that breaks is a failed check, the others still run
             finding = Finding(good=False, text=f"{type(error).__name__}: {error}", fix="see the error")
         mark = "[green]ok  [/]" if finding.good else "[red]FAIL[/]"
-        console.print(f"{mark} {name:<12} {_shown(finding.text)}", soft_wrap=True)
+        console.print(f"{mark} {name:<12} {_shown(finding.text)}")
         if not finding.good:
-            console.print(f"     {'':<12} fix: {_shown(finding.fix)}", soft_wrap=True)
+            console.print(f"     {'':<12} fix: {_shown(finding.fix)}")
         all_good = all_good and finding.good
     return all_good
 
@@ -96,6 +102,10 @@ def check_python() -> Finding:
 
 def check_lock() -> Finding:
     """Installed versions against the lock that .venv was made from."""
+    import importlib.metadata
+
+    from packaging.requirements import Requirement
+
     device = PROJECT / ".venv" / ".device"
     lock = PROJECT / "requirements" / f"{device.read_text().strip() if device.exists() else 'cpu'}.lock"
     wrong = []
@@ -122,6 +132,8 @@ def check_disk() -> Finding:
 
 
 def check_memory() -> Finding:
+    import psutil
+
     available = psutil.virtual_memory().available / 2**30
     return Finding(
         good=available >= 6, text=f"{available:.0f} GiB available", fix="close programs: a run takes about 6 GiB"
@@ -130,6 +142,9 @@ def check_memory() -> Finding:
 
 def check_ports() -> Finding:
     """Ports of `make up`: ours, or free. Others are used when they are taken."""
+    from infra.ports import somebody_listens
+    from infra.services import running_services
+
     running = running_services(home())
     if running:
         return Finding(good=True, text="services are up: " + ", ".join(f"{s.name} {s.url}" for s in running.values()))
@@ -153,8 +168,12 @@ def check_mlflow(uri: str) -> Finding:
 
 def check_prefect() -> Finding:
     """The server that runs report to, if one is named or `make up` has started it, and its version."""
+    import importlib.metadata
+
     import httpx
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+
+    from infra.services import running_services
 
     server = running_services(home()).get("prefect")
     url = os.environ.get("PREFECT_API_URL") or (f"{server.url}/api" if server else PREFECT_API_URL.value() or "")

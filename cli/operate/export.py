@@ -12,22 +12,41 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
+from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
 from infra.environment import home
 from settings.errors import InvalidInput
-from storage.log.entries import Step
-from storage.log.replay_plan import is_saved
-from storage.log.run_log import RunLog
-from storage.log.runs import find_policy
-from storage.objects.digests import verify_folder
-from storage.policies.adapters import has_adapter
-from storage.policies.policies import PolicyReader
+
+if TYPE_CHECKING:
+    from storage.log.entries import Step
+    from storage.log.run_log import RunLog
+
+
+def export(
+    run: str,
+    to: Annotated[Path, typer.Option(help="The folder to write; it must not exist yet.")],
+    version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add a policy's adapters to the base model's weights.")
+    ] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="The moving average of the weights that train.ema keeps.")
+    ] = False,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+) -> None:
+    """Write a policy as a folder that transformers, peft, vLLM and others load: whole weights, or adapters."""
+    exported = export_policy(open_named(run, store), to, version=version, merge=merge, average=average)
+    if as_json:
+        print_json(exported)
+    else:
+        _print(exported, Console(highlight=False, soft_wrap=True))
 
 
 def export_policy(
@@ -40,6 +59,13 @@ def export_policy(
     exists or cannot be made, for `merge` where there is nothing to merge and for `average` where none was kept;
     `FileNotFoundError` and `storage.objects.digests.DigestMismatch` where the policy's files are gone or altered.
     """
+    import tempfile
+
+    from storage.log.runs import find_policy
+    from storage.objects.digests import verify_folder
+    from storage.policies.adapters import has_adapter
+    from storage.policies.policies import PolicyReader
+
     if to.exists():
         raise InvalidInput(f"{to} is there already; remove it, or choose another folder")
     if not to.absolute().parent.is_dir():
@@ -84,6 +110,8 @@ def export_policy(
 
 def _saved_step(log: RunLog, version: int | None) -> Step:
     """The step that made policy `version`, the last one where it is null, whose optimizer state is there."""
+    from storage.log.replay_plan import is_saved
+
     state = log.state
     saved = {step.policy.version: step for step in state.steps if is_saved(state, step)}
     if not saved or version not in {None, *saved}:
@@ -93,14 +121,12 @@ def _saved_step(log: RunLog, version: int | None) -> Step:
     return saved[max(saved) if version is None else version]
 
 
-def print_exported(exported: dict[str, Any], console: Console) -> None:
-    """The same for people."""
+def _print(exported: dict[str, Any], console: Console) -> None:
     what = {"merged": "adapters merged into the base model", "adapter": "adapters", "whole": "a whole model"}
     average = ", moving average" if exported["is_average"] else ""
     console.print(
         f"policy {exported['version']} of run {escape(exported['run'])}, {what[exported['kind']]}{average}: "
-        f"[bold]{escape(exported['folder'])}[/], weights {exported['weights_sha256'][:12]}",
-        soft_wrap=True,
+        f"[bold]{escape(exported['folder'])}[/], weights {exported['weights_sha256'][:12]}"
     )
     if exported["base"]:
-        console.print(f"they belong on {escape(exported['base'])}; --merge makes one model of both", soft_wrap=True)
+        console.print(f"they belong on {escape(exported['base'])}; --merge makes one model of both")

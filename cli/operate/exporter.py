@@ -19,19 +19,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
+import typer
 from rich.console import Console
 
+from cli.terminal.arguments import StoreOption, open_named_store
 from settings.errors import InvalidInput
-from storage.log.entries import Step
-from storage.log.promotion import CHAMPION
-from storage.log.run_log import RunLog
-from storage.log.run_state import LogDamaged
-from storage.log.runs import is_training
-from storage.objects.object_store import ObjectStore, StoreError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+    from storage.log.run_log import RunLog
+    from storage.objects.object_store import ObjectStore
 
 logger = logging.getLogger("millrace.exporter")
 
@@ -54,7 +54,31 @@ _GAUGES = {
 _LABELS = {"groups": "outcome", "phase_seconds": "phase", "step_metric": "metric", "score": "split"}
 
 
-class RunCollector(Collector):
+def exporter(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 9464,
+    host: Annotated[str, typer.Option(help="Whom to listen to; the numbers need no password.")] = "127.0.0.1",
+    store: StoreOption = "",
+) -> None:
+    """Serve the numbers of every run in the store to Prometheus, from the logs alone."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    opened, registry = open_named_store(store), CollectorRegistry()
+    registry.register(RunCollector(opened))
+    try:
+        server, thread = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise InvalidInput(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
+        ) from error
+    address = f"http://{host}:{server.server_port}/metrics"
+    Console(highlight=False, soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        server.shutdown()
+
+
+class RunCollector:
     """Folds what is new in each run's log when it is asked. A log that cannot be read is left out and named."""
 
     def __init__(self, store: ObjectStore) -> None:
@@ -64,6 +88,8 @@ class RunCollector(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Every gauge with the values of every run."""
+        from prometheus_client.core import GaugeMetricFamily
+
         families = {
             name: GaugeMetricFamily(
                 f"millrace_{name}", text, labels=["run", *([_LABELS[name]] if name in _LABELS else [])]
@@ -77,6 +103,10 @@ class RunCollector(Collector):
         yield from families.values()
 
     def _refreshed(self) -> Iterator[RunLog]:
+        from storage.log.run_log import RunLog
+        from storage.log.run_state import LogDamaged
+        from storage.objects.object_store import StoreError
+
         for run_id in self._store.names("runs"):
             log = self._logs.get(run_id)
             try:
@@ -94,6 +124,10 @@ class RunCollector(Collector):
 
 def _values(log: RunLog) -> Iterator[tuple[str, str, float]]:
     """Name, label or nothing, and value."""
+    from storage.log.entries import Step
+    from storage.log.promotion import CHAMPION
+    from storage.log.runs import is_training
+
     state = log.state
     yield "training", "", float(is_training(log))
     yield "steps", "", state.step
@@ -117,22 +151,3 @@ def _values(log: RunLog) -> Iterator[tuple[str, str, float]]:
     if state.steps:  # else the search would go through the whole log, at every scrape
         last_step = next(entry for entry in reversed(log.entries) if isinstance(entry.body, Step))
         yield "last_step_timestamp_seconds", "", last_step.written_at
-
-
-def serve(store: ObjectStore, *, host: str, port: int, console: Console) -> None:
-    """Listen until interrupted. Raises `ValueError` where the port is taken or the address is none of this machine."""
-    registry = CollectorRegistry()
-    registry.register(RunCollector(store))
-    try:
-        server, thread = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise InvalidInput(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
-        ) from error
-    console.print(
-        f"http://{host}:{server.server_port}/metrics has the runs of {store.uri}; Ctrl-C ends it", soft_wrap=True
-    )
-    try:
-        thread.join()
-    except KeyboardInterrupt:
-        server.shutdown()

@@ -5,20 +5,18 @@ In: runs and rules. Out: a table per run, or JSON with a reason for every item.
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from cli.terminal.formatting import ranges, size
-from infra.environment import store_uri
+from cli.terminal.arguments import StoreOption, open_named_store, print_json
+from cli.terminal.formatting import plain_table, ranges, size
 from settings.errors import InvalidInput
-from storage.objects.opening import open_store
-from storage.retention.retention import RunReport, collect_garbage
-from storage.retention.rules import Rules
+
+if TYPE_CHECKING:
+    from storage.retention.retention import RunReport
 
 _NAMES = {
     "policy": "policies",
@@ -29,21 +27,37 @@ _NAMES = {
 }
 
 
-def collect(
-    runs: list[str], rules: Rules, *, dry_run: bool, sure: bool, ignore_readers: bool, store: str, as_json: bool
+def gc(
+    runs: Annotated[list[str] | None, typer.Argument(help="Every run in the store by default.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    keep_last: Annotated[int, typer.Option(help="Keep the newest so many policies of each run.")] = 5,
+    keep_every: Annotated[int, typer.Option(help="Keep every so many policy versions one more; 0: none.")] = 0,
+    older_than: Annotated[str, typer.Option(help="Remove only what is older: 12h, 30d, 8w.")] = "",
+    max_size: Annotated[str, typer.Option(help="Oldest first, until all named runs are no larger: 50GB.")] = "",
+    sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    ignore_readers: Annotated[bool, typer.Option("--ignore-readers", help="Even while somebody reads.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with a reason for every item.")] = False,
+    store: StoreOption = "",
 ) -> None:
-    """Show what would go; unless `dry_run`, ask (unless `sure`) and remove it.
+    """Remove files that no kept policy, pending group or reader needs.
 
-    Raises `ValueError` where JSON is wanted and nobody said that it is sure: then nobody can be asked.
+    A policy is also kept while it is the base model, live, has an alias or the best score.
     """
+    from storage.retention.retention import collect_garbage
+    from storage.retention.rules import make_rules
+
+    rules = make_rules(keep_last=keep_last, keep_every=keep_every, older_than=older_than, max_size=max_size)
     if as_json and not (dry_run or sure):
         raise InvalidInput("--json cannot ask; add --dry-run to look, or --yes to remove")
-    opened, console = open_store(store_uri(store)), Console(highlight=False)
+    opened, console = open_named_store(store), Console(highlight=False)
+
+    def collect(*, dry_run: bool) -> list[RunReport]:
+        return collect_garbage(opened, runs or [], rules, dry_run=dry_run, ignore_readers=ignore_readers)
+
+    reports = collect(dry_run=dry_run or not as_json)
     if as_json:
-        reports = collect_garbage(opened, runs, rules, dry_run=dry_run, ignore_readers=ignore_readers)
-        typer.echo(json.dumps([as_document(report) for report in reports], indent=2))
+        print_json([_document(report) for report in reports])
         return
-    reports = collect_garbage(opened, runs, rules, dry_run=True, ignore_readers=ignore_readers)
     if not reports:
         console.print(f"no runs in {escape(opened.uri)}", soft_wrap=True)
     for report in reports:
@@ -53,14 +67,14 @@ def collect(
         return
     if not sure:
         typer.confirm(f"Remove {size(sum(report.freed_bytes for report in free))}? It cannot be undone", abort=True)
-    reports = collect_garbage(opened, runs, rules, dry_run=False, ignore_readers=ignore_readers)
+    reports = collect(dry_run=False)
     console.print(f"freed [bold]{size(sum(report.freed_bytes for report in reports if report.removed))}[/]")
     for report in reports:
         if not report.removed and report.run in {shown.run for shown in free}:
             console.print(f"{escape(report.run)}: a reader came in between; the next gc finishes")
 
 
-def as_document(report: RunReport) -> dict[str, Any]:
+def _document(report: RunReport) -> dict[str, Any]:
     """A report as JSON, every item with its reason."""
     items = [
         {
@@ -98,10 +112,7 @@ def _print(report: RunReport, console: Console) -> None:
         versions.setdefault(reason, []).append(version)
     kept = "; ".join(f"{ranges(numbers)} ({reason})" for reason, numbers in versions.items())
     console.print(f"  keeps policies {escape(kept) or 'none'}", soft_wrap=True)
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(min_width=4, justify="right")
-    table.add_column()
-    table.add_column(justify="right")
+    table = plain_table("count", "what", "size", right=("count", "size"), show_header=False)
     for kind, (count, num_bytes) in report.by_kind().items():
         table.add_row(f"  {count}", _NAMES[kind], size(num_bytes))
     console.print(table)

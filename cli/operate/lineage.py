@@ -7,103 +7,97 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from cli.terminal.formatting import counted, held_out, number, ranges, versions_of
-from infra.environment import home, store_uri, tracking_uri
-from infra.services import running_services
+from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
+from cli.terminal.formatting import counted, held_out, number, plain_table, ranges, versions_of
+from infra.environment import home, tracking_uri
 from settings.errors import InvalidInput
-from storage.log.entries import to_json
-from storage.log.run_log import RunLog
-from storage.log.runs import open_run
-from storage.objects.opening import open_store
-from storage.retention.retention import reading
-from storage.views.lineage import (
-    AttemptFacts,
-    GroupLineage,
-    PolicyLineage,
-    ShardUse,
-    find_version,
-    policy_lineage,
-    prompt_lineage,
-    trajectory_lineage,
-)
+
+if TYPE_CHECKING:
+    from storage.log.run_log import RunLog
+    from storage.views.lineage import AttemptFacts, GroupLineage, PolicyLineage, ShardUse
 
 _GROUPS_SHOWN = 5
 
 
-def show_lineage(
-    target: str,
-    *,
-    policy: int | None,
-    trajectory: str,
-    prompt: str,
-    verify: bool,
-    show_all: bool,
-    store: str,
-    tracking: str,
-    console: Console | None,
-) -> Any:
-    """Answer one of the four questions; returns the JSON of the answer, and prints it where there is a console.
+def lineage(
+    target: Annotated[str, typer.Argument(metavar="MODEL@VERSION", help="Or MODEL@ALIAS, or a run; see the options.")],
+    policy: Annotated[int | None, typer.Option(help="A policy version of the run, instead of MLflow's number.")] = None,
+    trajectory: Annotated[str, typer.Option(help="Every policy this attempt influenced; its id is in `traj ls`.")] = "",
+    prompt: Annotated[str, typer.Option(help="The same for every group of a prompt.")] = "",
+    verify: Annotated[bool, typer.Option("--verify", help="Read the shards and weights again; check digests.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Every prompt, not the first few.")] = False,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+    tracking: Annotated[
+        str, typer.Option(help="MLflow, for what only it knows; by default $MILLRACE_TRACKING, else .millrace's.")
+    ] = "",
+) -> None:
+    """What made a policy: step, shards, prompts, code. Or which policies a trajectory influenced."""
+    from storage.log.entries import to_json
+    from storage.retention.retention import reading
+    from storage.views.lineage import policy_lineage, prompt_lineage, trajectory_lineage
 
-    Raises `ValueError` where the question is unclear, names what is not there, or where only MLflow could tell and
-    it cannot be reached.
-    """
     run, at, name = target.partition("@")
-    asked = [option for option, given in _given(at, policy, trajectory, prompt).items() if given]
+    given = {"MODEL@VERSION": at, "--policy": policy is not None, "--trajectory": trajectory, "--prompt": prompt}
+    asked = [option for option, value in given.items() if value]
     if len(asked) > 1:
         raise InvalidInput(f"{' and '.join(asked)} ask different things; give one of them")
     if at and not name:
         raise InvalidInput(f"{target!r}: write MODEL@VERSION or MODEL@ALIAS, for example {run}@rollout")
     if verify and (trajectory or prompt):
         raise InvalidInput("--verify checks the files behind a policy; leave it out with --trajectory and --prompt")
-    log = open_run(open_store(store_uri(store)), run)
+    log, console = open_named(run, store), Console(highlight=False, soft_wrap=True)
     if trajectory or prompt:
-        found = [trajectory_lineage(log, trajectory)] if trajectory else prompt_lineage(log, prompt)
-        if console:
-            for lineage in found:
-                _print_group(log, lineage, console)
-        return to_json(found[0] if trajectory else found)
+        groups = [trajectory_lineage(log, trajectory)] if trajectory else prompt_lineage(log, prompt)
+        if as_json:
+            print_json(to_json(groups[0] if trajectory else groups))
+        else:
+            for group in groups:
+                _print_group(log, group, console)
+        return
     if at:
         policy = _version(log, name, tracking)
     elif policy is None:
         policy = log.state.newest_version
     with reading(log, "lineage --verify", quiet=True) if verify else contextlib.nullcontext():
         made = policy_lineage(log, policy, verify=verify)
-    if console:
+    if as_json:
+        print_json(to_json(made))
+    else:
         _print_policy(made, console, show_all=show_all, mlflow=_mlflow_page(made, tracking))
-    return to_json(made)
-
-
-def _given(at: str, policy: int | None, trajectory: str, prompt: str) -> dict[str, bool]:
-    given = {"MODEL@VERSION": bool(at), "--policy": policy is not None}
-    return given | {"--trajectory": bool(trajectory), "--prompt": bool(prompt)}
+    if made.problems:
+        raise typer.Exit(1)
 
 
 def _version(log: RunLog, name: str, tracking: str) -> int:
     """The policy version a user's name means: from the log, else from MLflow, which knows aliases set in its UI."""
-    version = find_version(log, name)
-    if version is None:
-        from storage.tracking.registry import RegistryUnavailable, registered_version
+    from storage.views.lineage import find_version
 
-        try:
-            version = registered_version(log, name, tracking_uri=tracking_uri(tracking))
-        except RegistryUnavailable as error:
-            known = ", ".join(sorted(log.state.aliases)) or "none"
-            raise InvalidInput(
-                f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
-                f"(its aliases: {known}), and MLflow cannot be asked ({error}); "
-                f"start it with `millrace up`, name it with --tracking, or give --policy N"
-            ) from error
-    return version
+    if (version := find_version(log, name)) is not None:
+        return version
+    from storage.tracking.registry import RegistryUnavailable, registered_version
+
+    try:
+        return registered_version(log, name, tracking_uri=tracking_uri(tracking))
+    except RegistryUnavailable as error:
+        known = ", ".join(sorted(log.state.aliases)) or "none"
+        raise InvalidInput(
+            f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
+            f"(its aliases: {known}), and MLflow cannot be asked ({error}); "
+            f"start it with `millrace up`, name it with --tracking, or give --policy N"
+        ) from error
 
 
 def _mlflow_page(made: PolicyLineage, tracking: str) -> str:
     """Address of the version in MLflow's UI, where one is running or `tracking` names a server; else empty."""
+    from infra.services import running_services
+
     uri = tracking_uri(tracking)
     server = running_services(home()).get("mlflow") if not tracking else None
     root = server.url if server else uri if uri.startswith("http") else ""
@@ -146,15 +140,13 @@ def _print_policy(made: PolicyLineage, console: Console, *, show_all: bool, mlfl
 
 def _print_groups(made: PolicyLineage, console: Console, *, show_all: bool) -> None:
     shown = made.groups if show_all else made.groups[:_GROUPS_SHOWN]
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("prompt", "group", "usable", "reward", "sampled by"):
-        table.add_column(heading)
+    table = plain_table("prompt", "group", "usable", "reward", "sampled by")
     for group in shown:
         versions = versions_of(vars(group))
         usable = f"{group.usable} of {group.expected}"
         table.add_row(escape(group.prompt_id), escape(group.id), usable, number(group.mean_reward), versions)
     console.print(f"\n{counted(len(made.groups), 'prompt')}")
-    console.print(table)
+    console.print(table, soft_wrap=False)
     if len(shown) < len(made.groups):
         console.print(f"[dim]… {len(made.groups) - len(shown)} more; --all shows them[/]")
 
@@ -190,7 +182,7 @@ def _print_group(log: RunLog, lineage: GroupLineage, console: Console) -> None:
 def _print_facts(facts: dict[str, str], console: Console) -> None:
     for name, value in facts.items():
         first, *more = value.split("\n")
-        console.print("\n".join([f"[dim]{name:<13}[/] {first}", *(" " * 14 + line for line in more)]), soft_wrap=True)
+        console.print("\n".join([f"[dim]{name:<13}[/] {first}", *(" " * 14 + line for line in more)]))
 
 
 def _shard(shard: ShardUse) -> str:

@@ -1,40 +1,57 @@
 """`millrace pause` and `resume`: a run begins nothing new until it may go on; what runs is finished and committed.
 
-In: a run's log. Out: an entry in it, which trainer and producers notice within seconds, wherever they are.
+In: a run. Out: an entry in its log, which trainer and producers notice within seconds, wherever they are.
 """
 
 from __future__ import annotations
 
-import getpass
-import socket
+from typing import TYPE_CHECKING, Annotated
 
-from storage.log.entries import Pause, Resume
-from storage.log.run_log import RunLog
-from storage.log.runs import is_training
+import typer
+
+from cli.terminal.arguments import StoreOption, open_named
+
+if TYPE_CHECKING:
+    from storage.log.run_log import RunLog
+
+ReasonOption = Annotated[str, typer.Option(help="For whoever wonders; by default who asked for it.")]
 
 
-def pause_run(log: RunLog, *, reason: str) -> str:
-    """Pause the run; returns what to tell the person. Pausing it again changes nothing."""
+def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
+    """Begin nothing new in a run, wherever it is trained; what runs is finished and committed."""
+    from storage.log.entries import Pause
+
+    log = open_named(run, store)
     if earlier := log.state.paused:
-        return f"run {log.run_id} is paused already: {earlier}"
-    log.append(Pause(reason=reason or f"{_somebody()} asked for it"))
-    return (
-        f"run {log.run_id} pauses at step {log.state.step}{_where(log)}; "
-        f"`millrace resume {log.run_id}` lets it go on, also after it was stopped and started again"
+        typer.echo(f"run {run} is paused already: {earlier}")
+        return
+    log.append(Pause(reason=reason or _who_asked()))
+    typer.echo(
+        f"run {run} pauses at step {log.state.step}{_where(log)}; "
+        f"`millrace resume {run}` lets it go on, also after it was stopped and started again"
     )
 
 
-def resume_run(log: RunLog, *, reason: str) -> str:
-    """Let the run go on; returns what to tell the person."""
+def resume(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
+    """Let a paused run go on."""
+    from storage.log.entries import Resume
+
+    log = open_named(run, store)
     if not log.state.paused:
-        return f"run {log.run_id} is not paused; it stands at step {log.state.step}"
-    log.append(Resume(reason=reason or f"{_somebody()} asked for it"))
-    return f"run {log.run_id} goes on from step {log.state.step}{_where(log)}"
+        typer.echo(f"run {run} is not paused; it stands at step {log.state.step}")
+        return
+    log.append(Resume(reason=reason or _who_asked()))
+    typer.echo(f"run {run} goes on from step {log.state.step}{_where(log)}")
 
 
 def _where(log: RunLog) -> str:
+    from storage.log.runs import is_training
+
     return "" if is_training(log) else " as soon as it is trained again: nobody on this machine does now"
 
 
-def _somebody() -> str:
-    return f"{getpass.getuser()} on {socket.gethostname()}"
+def _who_asked() -> str:
+    import getpass
+    import socket
+
+    return f"{getpass.getuser()} on {socket.gethostname()} asked for it"

@@ -5,48 +5,69 @@ In: a run and a policy version. Out: the alias `champion` in the log, and in MLf
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 from rich.console import Console
 from rich.markup import escape
 
+from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
 from infra.environment import tracking_uri
 from settings.redaction import without_secrets
-from storage.log.entries import Alias
-from storage.log.promotion import promote, roll_back
-from storage.log.run_log import RunLog
-from storage.log.runs import is_training, run_config, teller_lock
-from storage.tracking.registry import Registry, RegistryUnavailable
+
+if TYPE_CHECKING:
+    from storage.log.entries import Alias
+    from storage.log.run_log import RunLog
+
+TrackingOption = Annotated[str, typer.Option(help="MLflow; by default $MILLRACE_TRACKING, else .millrace's.")]
 
 _LARGEST_GAP = 1.0
 """Where a run from before the setting existed does not say, in nats per token."""
 
 
-def promote_policy(
-    log: RunLog, *, version: int | None, max_gap: float | None, tracking: str, console: Console
-) -> Alias:
-    """Promote a policy of the run, the newest by default, and say so; again where MLflow was not told.
+def promote(
+    run: str,
+    version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
+    max_gap: Annotated[
+        float | None, typer.Option(min=0, help="Largest trainer–engine gap of a step; by default the run's.")
+    ] = None,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+    tracking: TrackingOption = "",
+) -> None:
+    """Put the alias `champion` on a policy, unless the log speaks against it."""
+    from storage.log.promotion import promote as promote_policy
+    from storage.log.runs import run_config
 
-    `max_gap` is the run's `train.max_gap` where it is null. Raises `storage.log.promotion.NotPromoted`.
-    """
-    config = run_config(log)
-    allowed = config.get("train", {}).get("max_gap", _LARGEST_GAP) if max_gap is None else max_gap
-    alias = promote(log, version, max_gap=allowed)
-    _say(log, f"policy {alias.version} of run {log.run_id} is the champion", tracking=tracking, console=console)
-    return alias
-
-
-def roll_back_champion(log: RunLog, *, tracking: str, console: Console) -> Alias:
-    """Make the champion before this one the champion again, and say so. Raises `ValueError` where there is none."""
-    alias = roll_back(log)
-    _say(log, f"policy {alias.version} of run {log.run_id} is the champion again", tracking=tracking, console=console)
-    return alias
-
-
-def _say(log: RunLog, sentence: str, *, tracking: str, console: Console) -> None:
-    console.print(escape(sentence), soft_wrap=True)
-    console.print(f"[dim]MLflow: {escape(_tell_mlflow(log, tracking))}[/]", soft_wrap=True)
+    log = open_named(run, store)
+    if max_gap is None:
+        max_gap = run_config(log).get("train", {}).get("max_gap", _LARGEST_GAP)
+    _announce(log, promote_policy(log, version, max_gap=max_gap), "", as_json=as_json, tracking=tracking)
 
 
-def _tell_mlflow(log: RunLog, tracking: str) -> str:
+def rollback(run: str, as_json: JsonOption = False, store: StoreOption = "", tracking: TrackingOption = "") -> None:
+    """Put the alias `champion` back on the champion before this one."""
+    from storage.log.promotion import roll_back
+
+    log = open_named(run, store)
+    _announce(log, roll_back(log), " again", as_json=as_json, tracking=tracking)
+
+
+def _announce(log: RunLog, alias: Alias, again: str, *, as_json: bool, tracking: str) -> None:
+    """Say who is the champion, and bring the alias to MLflow; once more if MLflow has not heard of it."""
+    from storage.log.entries import to_json
+
+    console = Console(highlight=False, stderr=as_json, soft_wrap=True)
+    console.print(escape(f"policy {alias.version} of run {log.run_id} is the champion{again}"))
+    console.print(f"[dim]MLflow: {escape(_bring_to_mlflow(log, tracking))}[/]")
+    if as_json:
+        print_json(to_json(alias))
+
+
+def _bring_to_mlflow(log: RunLog, tracking: str) -> str:
+    from storage.log.runs import is_training, teller_lock
+    from storage.tracking.registry import Registry, RegistryUnavailable
+
     uri = tracking_uri(tracking)
     if is_training(log):
         return "the run is being trained, which brings the alias there with its next step"

@@ -6,26 +6,44 @@ In: a store. Out: a row per run, the one that was worked on last first.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from cli.terminal.formatting import number, one_line
-from storage.log.promotion import CHAMPION
-from storage.log.run_log import RunLog
-from storage.log.runs import is_training, open_run, run_config
-from storage.objects.object_store import ObjectStore
+from cli.terminal.arguments import JsonOption, StoreOption, open_named_store, print_json
+from cli.terminal.formatting import ago, number, one_line, plain_table
+
+if TYPE_CHECKING:
+    from storage.log.run_log import RunLog
+    from storage.objects.object_store import ObjectStore
+
+
+def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
+    """Every run in the store: steps, scores, champion, and whether it is being trained here."""
+    opened, console = open_named_store(store), Console(highlight=False)
+    listed = list_runs(opened)
+    if as_json:
+        print_json(listed)
+    elif listed:
+        console.print(_table(listed))
+    else:
+        sentence = f"no runs in {opened.uri} yet; `millrace train examples/arithmetic.toml` makes one"
+        console.print(sentence, soft_wrap=True)
 
 
 def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
     """One dictionary of plain values per run; times in seconds since 1970."""
+    from storage.log.runs import open_run
+
     logs = [open_run(store, name) for name in store.names("runs") if store.exists(f"runs/{name}/run.json")]
-    found = [_facts(log) for log in logs]
-    return sorted(found, key=lambda run: run["last_entry_at"] or 0.0, reverse=True)
+    return sorted(map(_facts, logs), key=lambda run: run["last_entry_at"] or 0.0, reverse=True)
 
 
 def _facts(log: RunLog) -> dict[str, Any]:
+    from storage.log.promotion import CHAMPION
+    from storage.log.runs import is_training, run_config
+
     state = log.state
     scores = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
     champion = state.aliases.get(CHAMPION)
@@ -43,16 +61,9 @@ def _facts(log: RunLog) -> dict[str, Any]:
     }
 
 
-def print_runs(runs: list[dict[str, Any]], store: ObjectStore, console: Console) -> None:
-    """The same for people."""
-    if not runs:
-        console.print(
-            f"no runs in {store.uri} yet; `millrace train examples/arithmetic.toml` makes one", soft_wrap=True
-        )
-        return
-    table = Table(box=None, pad_edge=False)
-    for column in ("run", "workflow", "", "steps", "attempts", "held-out", "champion", "last entry"):
-        table.add_column(column, justify="right" if column in ("steps", "attempts", "champion") else "left")
+def _table(runs: list[dict[str, Any]]) -> Table:
+    names = ("run", "workflow", "", "steps", "attempts", "held-out", "champion", "last entry")
+    table = plain_table(*names, right=("steps", "attempts", "champion"))
     for run in runs:
         scores = [run["accuracy_before"], run["accuracy_after"]]
         table.add_row(
@@ -65,12 +76,4 @@ def print_runs(runs: list[dict[str, Any]], store: ObjectStore, console: Console)
             "-" if run["champion"] is None else str(run["champion"]),
             "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
         )
-    console.print(table)
-
-
-def ago(seconds: float) -> str:
-    """`3 min ago`."""
-    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
+    return table

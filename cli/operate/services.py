@@ -5,23 +5,22 @@ In: the state folder. Out: two URLs, a worker, and the deployments of prefect.ya
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
+import typer
 from rich.console import Console
 
 from infra.environment import home, local_tracking_uri
-from infra.services import NOTIFY, running_services, start_services, stop_services
 
 PROJECT = Path(__file__).resolve().parents[2]
 
 
-def up(console: Console) -> None:
-    """Start what is not running, deploy, and say what can be done now.
+def up() -> None:
+    """Start Prefect, MLflow and a worker on this machine, and deploy prefect.yaml."""
+    from infra.services import NOTIFY, start_services
 
-    Raises `ValueError` for a `$MILLRACE_NOTIFY` that names nobody, before anything starts.
-    """
+    console = Console(highlight=False)
     if destination := os.environ.get(NOTIFY):
         from tasks.prefect.notifications import check_destination
 
@@ -32,7 +31,7 @@ def up(console: Console) -> None:
         status.update("looking for flow runs whose process is gone")
         lost = _crash_lost_flow_runs(api)
     if lost:
-        console.print(f"marked as crashed, their processes are gone: {', '.join(lost)}", highlight=False)
+        console.print(f"marked as crashed, their processes are gone: {', '.join(lost)}")
     console.print(
         f"Prefect  [bold]{services['prefect'].url}[/]\n"
         f"MLflow   [bold]{services['mlflow'].url}[/]\n"
@@ -42,28 +41,24 @@ def up(console: Console) -> None:
         "  .venv/bin/prefect deployment run 'train-grpo/local' -p run=my-run -p steps=20 --watch\n"
         "Stop with `make down`.",
         soft_wrap=True,
-        highlight=False,
     )
 
 
-def down(console: Console) -> None:
-    """Stop what `up` started, and nothing else."""
+def down() -> None:
+    """Stop what `millrace up` started."""
+    from infra.services import stop_services
+
     stopped = stop_services(home())
-    console.print(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
+    typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
 
 
 def _crash_lost_flow_runs(api: str) -> list[str]:
     """No flow run without a process stays Running; returns the names of those that were."""
+    import asyncio
+
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     from tasks.prefect.flow_runs import crash_lost_flow_runs
 
     with temporary_settings({PREFECT_API_URL: api}):
         return asyncio.run(crash_lost_flow_runs())
-
-
-def use_running_services() -> None:
-    """Let a flow in this process report to the Prefect server of `millrace up`, when there is one."""
-    server = running_services(home()).get("prefect")
-    if server is not None:
-        os.environ.setdefault("PREFECT_API_URL", f"{server.url}/api")

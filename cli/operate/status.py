@@ -1,20 +1,54 @@
 """`millrace status`: what a run's log says, and nothing else: no MLflow, no Prefect, no torch.
 
-In: a run's log. Out: a dictionary of plain numbers, or the same as a table.
+In: a run's log. Out: a dictionary of plain numbers, or a table of them. With `--follow` the last rounds and that table
+as the log grows, whoever trains the run, or nobody: on a terminal one view, drawn again every second; elsewhere a
+status whenever something changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.formatting import one_line
-from storage.log.entries import Step
-from storage.log.run_log import RunLog
+from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
+from cli.terminal.formatting import ago, one_line, plain_table
+from settings.errors import InvalidInput
+from settings.redaction import without_secrets
+
+if TYPE_CHECKING:
+    from storage.log.entries import Step
+    from storage.log.run_log import RunLog
+
+SECONDS_BETWEEN_LOOKS = 1.0
+MOST_ROUNDS = 5
+PHASES_HEADER = f"{'round':>6} {'gen':>4} {'rew':>4} {'com':>4} {'tra':>4} {'pub':>4} {'idle':>4}"
+LEGEND = "time in % of the round: waited for generate, reward, commit; load, train and save; publish; idle: the rest"
+
+
+def status(
+    run: str,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show it again as it grows, until the last step or Ctrl-C.")
+    ] = False,
+    store: StoreOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """A run in numbers, read from its log alone."""
+    if follow and as_json:
+        raise InvalidInput("--json prints the status once: leave out --follow, or --json")
+    log, console = open_named(run, store), Console(highlight=False)
+    if follow:
+        follow_run(log, console)
+    elif as_json:
+        print_json(run_status(log))
+    else:
+        console.print(status_table(run_status(log)))
 
 
 def run_status(log: RunLog, *, peak_memory_bytes: int | None = None) -> dict[str, Any]:
@@ -60,9 +94,7 @@ def peak_memory(steps: Iterable[Step]) -> int:
 
 def status_table(status: dict[str, Any]) -> Group:
     """The same for people."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = plain_table()
     for key, value in status.items():
         if key == "peak_memory_bytes":
             key, value = "peak memory", f"{value / 2**30:.2f} GiB"
@@ -75,6 +107,98 @@ def status_table(status: dict[str, Any]) -> Group:
     return Group(table, Text(f"prompt groups: {groups}", style="dim"))
 
 
-def print_status(status: dict[str, Any], console: Console) -> None:
-    """Print that table."""
-    console.print(status_table(status))
+class RunView:
+    """What the last look at a run has found. Drawn at any time, by another thread too."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+        self._peak_memory, self._steps_seen = 0, 0
+        self._seen: tuple[int, bool, bool] | None = None
+        self._is_training = False
+        self._failure = ""
+        self._last_at = 0.0
+        self._numbers = Group()
+        """Rounds and status, made when an entry is new."""
+
+    @property
+    def is_over(self) -> bool:
+        """True where the newest session has all the steps it means to do; older logs do not say how many."""
+        state = self._log.state
+        return bool(state.sessions) and 0 < state.sessions[-1].steps <= state.step
+
+    def look(self) -> bool:
+        """Read what is new; True where something is, other than the time. A store that fails is part of the view."""
+        from storage.log.runs import is_training
+        from storage.objects.object_store import StoreError
+
+        before = self._seen
+        try:
+            self._log.refresh()
+            self._is_training = is_training(self._log)
+            self._failure = ""
+        except (OSError, StoreError) as error:
+            self._failure = one_line(without_secrets(f"{type(error).__name__}: {error}"))
+        entries = self._log.state.entries
+        if before is None or before[0] != entries:
+            self._read_numbers()
+        self._seen = (entries, self._is_training, bool(self._failure))
+        return self._seen != before
+
+    def _read_numbers(self) -> None:
+        state = self._log.state
+        self._peak_memory = max(self._peak_memory, peak_memory(state.steps[self._steps_seen :]))
+        self._steps_seen = state.step
+        self._last_at = state.last_at
+        wanted = state.sessions[-1].steps if state.sessions else 0
+        numbers = status_table(run_status(self._log, peak_memory_bytes=self._peak_memory))
+        self._numbers = Group(_rounds(state.steps[-MOST_ROUNDS:], wanted=wanted), numbers)
+
+    def __rich__(self) -> Group:
+        """The newest first: a terminal may have too few lines for all of it."""
+        who = "a process of this machine trains it" if self._is_training else "nobody on this machine trains it"
+        last = f"last entry {ago(time.time() - self._last_at)}" if self._last_at else "no entry yet"
+        lines = [Text(f"run {self._log.run_id}: {last}, {who}", style="bold")]
+        if self._failure:
+            lines.append(Text(f"the store could not be read, trying again: {self._failure}", style="yellow"))
+        return Group(*lines, self._numbers)
+
+
+def follow_run(log: RunLog, console: Console, *, seconds: float = SECONDS_BETWEEN_LOOKS) -> None:
+    """Show the run until it has its steps, or until Ctrl-C. Raises `LogDamaged` where its log contradicts itself."""
+    from rich.live import Live
+
+    view = RunView(log)
+    draws = console.is_terminal and not console.is_dumb_terminal
+    with contextlib.suppress(KeyboardInterrupt):
+        changed = view.look()
+        with Live(view, console=console, refresh_per_second=1) if draws else contextlib.nullcontext():
+            while True:
+                if changed and not draws:
+                    console.print(view)
+                if view.is_over:
+                    return
+                time.sleep(seconds)
+                changed = view.look()
+
+
+def _rounds(steps: Sequence[Step], *, wanted: int) -> Text:
+    """What `millrace train` says of a round's time, a line for each step, the newest last."""
+    rounds = Text()
+    if not steps:
+        return rounds
+    rounds.append(f"{LEGEND}\n", style="dim")
+    rounds.append(f"{'step':>8} {'reward':>6} {PHASES_HEADER}", style="bold")
+    for step in steps:
+        number = f"{step.claim.step}/{wanted}" if wanted else str(step.claim.step)
+        reward = f"{step.metrics['reward']:.3f}" if "reward" in step.metrics else "-"  # nothing was trained
+        rounds.append(f"\n{number:>8} {reward:>6} {phases(step.metrics)}")
+    return rounds
+
+
+def phases(metrics: dict[str, float]) -> str:
+    """A round's seconds, and where they went in per cent, under `PHASES_HEADER`; the columns add up to 100."""
+    columns = (("generate",), ("reward",), ("commit",), ("load", "train", "save"), ("publish",), ("wait", "idle"))
+    # A step of before `wait` and `load` were measured has neither.
+    seconds = [sum(metrics.get(f"{phase}_seconds", 0.0) for phase in column) for column in columns]
+    shares = (f"{100 * value / max(metrics['round_seconds'], 1e-9):>3.0f}%" for value in seconds)
+    return f"{metrics['round_seconds']:>5.1f}s {' '.join(shares)}"

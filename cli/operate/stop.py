@@ -5,20 +5,27 @@ In: a run's log. Out: the step it stopped at. What was committed stays, and the 
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import time
+from typing import TYPE_CHECKING
 
-import psutil
+import typer
 
+from cli.terminal.arguments import StoreOption, open_named
 from settings.errors import InvalidInput
 from settings.redaction import without_secrets
-from storage.log.run_log import RunLog
-from storage.log.runs import RunBusy, trainer_lock
+
+if TYPE_CHECKING:
+    from storage.log.run_log import RunLog
 
 _FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 _API = "PREFECT_API_URL"
 _LOOK_SECONDS = 0.05
+
+
+def stop(run: str, store: StoreOption = "") -> None:
+    """End the training of a run on this machine, as Ctrl-C or Prefect's Cancel would; `train` continues it."""
+    typer.echo(f"run {run} has stopped at step {stop_run(open_named(run, store))}")
 
 
 def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
@@ -28,6 +35,8 @@ def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
     Raises `ValueError` where nobody on this machine trains it, where Prefect's server does not take the wish in, and
     where the process is still there after so many seconds.
     """
+    from storage.log.runs import RunBusy, trainer_lock
+
     try:
         with trainer_lock(log):
             raise InvalidInput(
@@ -42,6 +51,8 @@ def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
 
 def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
     """Let Prefect end it, so that it knows; False where it takes the flow run for over already."""
+    import asyncio
+
     from tasks.prefect.flow_runs import cancel_flow_run
 
     try:
@@ -55,6 +66,8 @@ def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
 
 
 def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
+    import psutil
+
     try:
         process = psutil.Process(pid)
         environment = process.environ()

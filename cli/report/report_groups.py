@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cli.report.report_prompts import snippet
-from cli.traj.trajectories import load_tokenizer
+from cli.traj.finding import decode, load_tokenizer
 from storage.log.run_log import RunLog
 from storage.views.queries import Queries
 
@@ -156,10 +156,7 @@ def _texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
     """The text each token adds; `·` for one that only begins a character, `#id ` without a tokenizer."""
     if tokenizer is None:
         return [f"#{token} " for token in ids]
-    from tokenizers.decoders import DecodeStream
-
-    stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(tokenizer, token) or "·" for token in ids]
+    return decode(tokenizer, ids, unfinished="·")
 
 
 def _tokenizer(log: RunLog) -> Any:

@@ -18,9 +18,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from cli.terminal.formatting import size
+from cli.terminal.formatting import plain_table, size
 from infra.environment import store_uri, tracking_uri
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values, load_run_file
@@ -50,7 +49,7 @@ class ModelSize:
     num_layers: int
 
 
-def dry_run(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+def derived_values(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     """Check what a start checks, and return derived values by name; null where they cannot be known yet.
 
     Raises what `millrace train` would.
@@ -157,11 +156,9 @@ def _memory(config: RunConfig, model: ModelSize | None) -> dict[str, float | Non
     return dict(zip(_MEMORY, found, strict=True))
 
 
-def print_dry_run(values: dict[str, Any], console: Console) -> None:
+def print_values(values: dict[str, Any], console: Console) -> None:
     """The same for people."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = plain_table()
     for key, value in values.items():
         name = key.removesuffix("_bytes").replace("_", " ")
         table.add_row(f"[dim]{name}[/]", escape(_shown(key, value)))

@@ -6,14 +6,15 @@ In: a run, a span, and perhaps a change. Out: a table; exit status 1 when an unc
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cli.run.training import run_flow
-from cli.terminal.formatting import number
+from cli.terminal.arguments import JsonOption, StoreOption, parse_overrides, print_json
+from cli.terminal.formatting import number, plain_table
 from settings.errors import InvalidInput
 
 _number = functools.partial(number, missing="-")
@@ -22,32 +23,69 @@ COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "approx_kl", "rewar
 """Metrics of the table of a span; one step alone is shown with all."""
 
 
+def replay(
+    run: str,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Training settings to change in the span: train.loss.clip_high=0.3"),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
+    first: Annotated[int | None, typer.Option("--from", help="First step of a span.")] = None,
+    last: Annotated[int | None, typer.Option("--to", help="Last step of a span; the newest by default.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Another learning rate.")] = None,
+    advantage: Annotated[
+        str | None, typer.Option(help="Another train.advantage, with its defaults: leave_one_out, opo, …")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="Another train.loss, with its defaults: cispo, gspo, sapo, …")
+    ] = None,
+    rewards: Annotated[str, typer.Option(help="Train on these rewards of `millrace rescore`.")] = "",
+    save: Annotated[str, typer.Option(help="A new folder for the replayed policy.")] = "",
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+) -> None:
+    """Train recorded steps again without generating: to the same weights, or to see what one change does."""
+    flags = {"learning_rate": lr, "train.advantage": advantage, "train.loss": loss}
+    changes = parse_overrides(overrides) | {key: value for key, value in flags.items() if value is not None}
+    start, end = span_of(step=step, first=first, last=last)
+    console = Console(highlight=False, stderr=as_json)
+    result = replay_run(
+        run, first=start, last=end, changes=changes, rewards=rewards, save=save, store=store, console=console
+    )
+    if as_json:
+        print_json(result)
+    else:
+        print_replay(result, console)
+    if result["unchanged"] and not result["identical"]:
+        raise typer.Exit(1)
+
+
 def replay_run(
     run: str,
     *,
-    store: str,
-    first: int,
-    last: int | None,
-    changes: dict[str, Any],
-    rewards: str,
-    save: str,
-    console: Console,
+    first: int = 1,
+    last: int | None = None,
+    changes: dict[str, Any] | None = None,
+    rewards: str = "",
+    save: str = "",
+    store: str = "",
+    console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run the replay flow here and return what it found. What cannot work is said before anything heavy starts."""
+    """Run the replay flow here and return what it found, a `Replay` as JSON.
+
+    `changes` are settings of the trainer by dotted key. What cannot work is said before anything heavy starts.
+    """
+    from cli.run.flow import run_flow
+    from flows.replay import replay
     from settings.run_file import make_config, with_training_changes
     from tasks.replay import check_replay
 
     _, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
-    with_training_changes(make_config(saved, source=f"run {run}"), changes)
-
-    async def flow() -> dict[str, Any]:
-        from flows.replay import replay
-
-        found = await replay(run=run, store=store, first=first, last=last, changes=changes, rewards=rewards, save=save)
-        return dict(found)
-
+    with_training_changes(make_config(saved, source=f"run {run}"), changes or {})
+    console = console or Console(highlight=False)
+    flow = replay(run=run, store=store, first=first, last=last, changes=changes, rewards=rewards, save=save)
     with console.status(f"replaying {run}"):
-        return run_flow(flow(), console)
+        return run_flow(flow, console)
 
 
 def span_of(*, step: int | None, first: int | None, last: int | None) -> tuple[int, int | None]:
@@ -91,7 +129,7 @@ def print_replay(found: dict[str, Any], console: Console) -> None:
 
 
 def _one_step(step: dict[str, Any]) -> Table:
-    table = Table("", "recorded", "replayed", box=None, pad_edge=False)
+    table = plain_table("", "recorded", "replayed")
     table.add_row("weights", step["recorded_sha256"][:12], f"{step['replayed_sha256'][:12]} {_verdict(step)}")
     table.add_row("distance", "", _number(step["distance"]))
     table.add_row("cosine", "", _number(step["cosine"]))
@@ -101,7 +139,7 @@ def _one_step(step: dict[str, Any]) -> Table:
 
 
 def _span(steps: list[dict[str, Any]]) -> Table:
-    table = Table("step", "weights", "distance", "cosine", *COMPARED, box=None, pad_edge=False)
+    table = plain_table("step", "weights", "distance", "cosine", *COMPARED)
     for step in steps:
         pairs = [(_number(step["recorded"].get(name)), _number(step["replayed"].get(name))) for name in COMPARED]
         cells = [old if old == new else f"{old} → {new}" for old, new in pairs]

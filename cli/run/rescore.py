@@ -5,27 +5,43 @@ In: a run and a reward function. Out: files and log entries, and how the new rew
 
 from __future__ import annotations
 
-import asyncio
 import os
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
-from infra.user_code import absolute_path
-from rollouts.rewards.rescoring import Rescored, Rescoring, load_reward
-from settings.run_file import make_config
-from storage.log.run_log import RunLog
-from storage.log.runs import run_config
-from storage.retention.retention import reading
+from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named, print_json
+from cli.terminal.formatting import plain_table
+
+if TYPE_CHECKING:
+    from rollouts.rewards.rescoring import Rescored
+    from storage.log.run_log import RunLog
 
 
-def rescore_run(
-    log: RunLog, *, reward: str, name: str, include_eval: bool, processes: int, console: Console
-) -> Rescored:
-    """Score everything that has no such reward yet. Raises `ValueError` for what cannot work, before any scoring."""
-    config = make_config(run_config(log), source=f"run {log.run_id}")
+def rescore(
+    run: str,
+    reward: Annotated[str, typer.Option(help="module:function or file.py:function of (reply, answer).")],
+    name: Annotated[str, typer.Option(help="What the new rewards are called; by default like the function.")] = "",
+    include_eval: EvalOption = False,
+    processes: Annotated[int, typer.Option(min=0, help="Reward processes; 0: one per core.")] = 0,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+) -> None:
+    """Compute new rewards for recorded attempts, beside the recorded ones; nothing is overwritten."""
+    import asyncio
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from infra.user_code import absolute_path
+    from rollouts.rewards.rescoring import Rescoring, load_reward
+    from settings.run_file import make_config
+    from storage.log.runs import run_config
+    from storage.retention.retention import reading
+
+    log, console = open_named(run, store), Console(highlight=False, stderr=as_json)
+    config = make_config(run_config(log), source=f"run {run}")
     function, rewards = load_reward(absolute_path(reward), name=name)
     rescoring = Rescoring(
         log,
@@ -43,12 +59,16 @@ def rescore_run(
             timeout=config.reward.timeout,
             on_attempts=lambda count: bar.advance(attempts, count),
         )
-        return asyncio.run(running)
+        result = asyncio.run(running)
+    if as_json:
+        print_json(_document(result))
+    else:
+        _print(log, result, console)
 
 
-def print_rescored(log: RunLog, result: Rescored, console: Console) -> None:
+def _print(log: RunLog, result: Rescored, console: Console) -> None:
     """The report for people."""
-    table = Table("split", "attempts", "null", "mean old → new", "changed", "correlation", box=None, pad_edge=False)
+    table = plain_table("split", "attempts", "null", "mean old → new", "changed", "correlation")
     for split, found in result.comparisons.items():
         means = f"{found.means[0]:.4f} → {found.means[1]:.4f}" if found.means else "-"
         correlation = "-" if found.correlation is None else f"{found.correlation:.4f}"
@@ -71,7 +91,7 @@ def print_rescored(log: RunLog, result: Rescored, console: Console) -> None:
         console.print(f"[dim]train on them: millrace replay {log.run_id} --step {log.state.step} --rewards {name}[/]")
 
 
-def rescored_json(result: Rescored) -> dict[str, object]:
+def _document(result: Rescored) -> dict[str, object]:
     """The report for scripts."""
     return {
         "name": result.rewards.name,

@@ -1,65 +1,36 @@
 """`millrace rollout once`: a few prompts attempted once, looked at and thrown away; for debugging a workflow.
-`millrace produce`: rollouts for a run that another machine trains.
 
-In: a run and a number of prompts, or for how long. Out: every attempt with its messages, tool calls, reward and error;
-or shards in the run's log, and why that ended.
+In: a run and a number of prompts. Out: every attempt with its messages, tool calls, reward and error.
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.run.training import run_flow
+from cli.terminal.arguments import StoreOption, open_named
 from cli.terminal.formatting import number, printable
-from storage.log.run_log import RunLog
-from storage.records import RolloutGroup, Trajectory
+
+if TYPE_CHECKING:
+    from storage.log.run_log import RunLog
+    from storage.records import RolloutGroup, Trajectory
 
 
-def rollout_once(log: RunLog, *, num_prompts: int, console: Console) -> list[RolloutGroup]:
-    """Attempt the run's first prompts with its live policy, on an engine in this process; commits nothing."""
-    from infra.environment import cache_folder, code_version, prepare_environment
-    from rollouts.production.worker import RolloutWorker
-    from settings.run_file import make_config
-    from storage.log.runs import run_config
+def once(
+    run: Annotated[str, typer.Argument(help="A run; `millrace train FILE steps=0` makes one without training it.")],
+    n: Annotated[int, typer.Option("--n", min=0, help="Prompts to attempt, each as often as the run does.")] = 1,
+    store: StoreOption = "",
+) -> None:
+    """Attempt a run's first prompts once with its live policy and show everything; nothing is committed."""
+    import asyncio
 
-    prepare_environment()
-    config = make_config(run_config(log), source=f"run {log.run_id}")
-
-    async def once() -> list[RolloutGroup]:
-        cache, store = str(cache_folder()), log.store.uri
-        worker = await RolloutWorker.open(
-            config, store_uri=store, name="debug", cache=cache, code_version=code_version()
-        )
-        try:
-            return await worker.rollout_batch(num_prompts)
-        finally:
-            await worker.close()
-
+    console = Console(highlight=False)
+    log = open_named(run, store)
     with console.status("starting the inference engine"):
-        return asyncio.run(once())
-
-
-def produce_for(run: str, *, store: str, console: Console, **limits: Any) -> None:
-    """Run the producer flow here. What cannot work is said before anything heavy starts."""
-    from flows.rollout import plan_rollouts
-
-    plan_rollouts(run=run, store=store, **limits)
-
-    async def flow() -> dict[str, Any]:
-        from flows.rollout import rollout
-
-        return dict(await rollout(run=run, store=store, **limits))
-
-    found = run_flow(flow(), console)
-    console.print(f"no more rollouts for run {run} from here: {escape(found['ended'])}")
-
-
-def print_groups(groups: list[RolloutGroup], console: Console) -> None:
-    """Every attempt of every group."""
+        groups = asyncio.run(_attempt(log, num_prompts=n))
     for group in groups:
         verdict = "accepted" if group.accepted else f"rejected: {group.reject_reason}"
         console.print(f"[bold]{escape(group.id)}[/]  {len(group.usable)} of {group.expected} usable, {escape(verdict)}")
@@ -67,6 +38,22 @@ def print_groups(groups: list[RolloutGroup], console: Console) -> None:
             _print_attempt(trajectory, console)
     accepted = sum(group.accepted for group in groups)
     console.print(f"{accepted} of {len(groups)} groups accepted; nothing was committed")
+
+
+async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
+    """Attempt the run's first prompts with its live policy, on an engine in this process; commits nothing."""
+    from infra.environment import cache_folder, code_version
+    from rollouts.production.worker import RolloutWorker
+    from settings.run_file import make_config
+    from storage.log.runs import run_config
+
+    config = make_config(run_config(log), source=f"run {log.run_id}")
+    store, cache = log.store.uri, str(cache_folder())
+    worker = await RolloutWorker.open(config, store_uri=store, name="debug", cache=cache, code_version=code_version())
+    try:
+        return await worker.rollout_batch(num_prompts)
+    finally:
+        await worker.close()
 
 
 def _print_attempt(trajectory: Trajectory, console: Console) -> None:

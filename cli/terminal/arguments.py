@@ -1,26 +1,63 @@
-"""What several commands take: where the runs are, and a run by its name.
+"""What several commands take and print: where the runs are, a run by its name, settings, JSON.
 
-In: option values as typed. Out: the run's log.
+In: option values as typed. Out: the run's log, settings by key; JSON on the terminal.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from settings.errors import InvalidInput
+
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
+    from storage.objects.object_store import ObjectStore
 
 StoreOption = Annotated[str, typer.Option(help="Where the runs are; by default $MILLRACE_STORE, or .millrace/store.")]
 EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out attempts too.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+WhereOption = Annotated[
+    str, typer.Option(help='Only those for which this SQL holds, for example "reward < 1 and num_turns > 2".')
+]
+
+
+def open_named_store(store: str) -> ObjectStore:
+    """The store that an option names, or the default one."""
+    from infra.environment import store_uri
+    from storage.objects.opening import open_store
+
+    return open_store(store_uri(store))
 
 
 def open_named(run: str, store: str) -> RunLog:
-    """The log of a run in a store, or in the default one. Raises `FileNotFoundError` listing the runs there are."""
-    from infra.environment import store_uri
+    """The log of a run in a store, or in the default one. Raises `NotFound` listing the runs there are."""
     from storage.log.runs import open_run
-    from storage.objects.opening import open_store
 
-    return open_run(open_store(store_uri(store)), run)
+    return open_run(open_named_store(store), run)
+
+
+def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:
+    """`key=value` pairs; values in TOML's form, bare words as strings.
+
+    Raises `InvalidInput` for a pair without `=`.
+    """
+    import tomllib
+
+    parsed: dict[str, Any] = {}
+    for pair in pairs or []:
+        key, separator, text = pair.partition("=")
+        if not separator:
+            raise InvalidInput(f"{pair!r}: write overrides as key=value, for example steps=50")
+        try:
+            parsed[key.strip()] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed[key.strip()] = text
+    return parsed
+
+
+def print_json(values: Any) -> None:
+    """Print plain values for scripts."""
+    typer.echo(json.dumps(values, indent=2))

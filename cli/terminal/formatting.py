@@ -5,10 +5,30 @@ In: numbers, sizes, policy versions, text that a policy may have written. Out: s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from storage.log.entries import Evaluation
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from storage.log.entries import Evaluation
+
+
+def plain_table(*names: str, right: Collection[str] = (), no_wrap: bool = False, **options: Any) -> Table:
+    """A table without lines: columns by name, those in `right` with numbers; without names, two of facts."""
+    options = {"box": None, "pad_edge": False, "header_style": "dim", "show_header": bool(names), **options}
+    table = Table(**options)
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=no_wrap)
+    return table
+
+
+def facts_table(*, gap: int = 2) -> Table:
+    """Rows of a name, to the right and dim, and what there is to say of it."""
+    table = Table.grid(padding=(0, gap))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
 
 
 def number(value: float | None, *, digits: int = 4, missing: str = "none") -> str:
@@ -29,6 +49,14 @@ def size(num_bytes: int) -> str:
 def counted(count: int, noun: str) -> str:
     """`1 shard`, `2 shards`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def ago(seconds: float) -> str:
+    """`3 min ago`."""
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
 
 
 def ranges(numbers: Sequence[int]) -> str:

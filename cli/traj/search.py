@@ -1,32 +1,28 @@
-"""`millrace index` and `millrace traj search`: finding attempts by what was said in them.
+"""`millrace traj search`: finding attempts by what was said in them.
 
-In: a run's log, a query and filters as typed. Out: an index brought up to date, and what matches, as a table or JSON.
+In: a run, a query and filters as typed. Out: what matches, best first, as a table or JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import json
 import re
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.formatting import counted, number, one_line, versions_of
-from infra.environment import home
-from infra.user_code import absolute_path, load_object
+from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named
+from cli.terminal.formatting import counted, number, one_line, plain_table, versions_of
+from cli.traj.index import open_index, update_index
 from settings.errors import InvalidInput
-from storage.log.run_log import RunLog
-from storage.log.run_state import OUTCOMES, RunState
-from storage.records import TRAINABLE_STATUSES
-from storage.retention.retention import reading
-from storage.views.search_index import Found, SearchIndex, Update, index_folder
-from storage.views.search_query import Filters, Operator, SearchQuery
+
+if TYPE_CHECKING:
+    from storage.log.run_state import RunState
+    from storage.views.search_index import Found
+    from storage.views.search_query import Filters, Operator, SearchQuery
 
 _SNIPPET = 120
 """Characters of text shown around the first match."""
@@ -34,52 +30,54 @@ _LARGEST_REWARD = 1e38
 """What the shards' 32 bits hold."""
 
 
-def build_index(log: RunLog, *, embedding: str, rebuild: bool, console: Console) -> None:
-    """Bring the index of a run up to date, or make it again, and say what it holds.
-
-    Raises what `SearchIndex.update` raises, and `ValueError` for an embedding that cannot be imported.
-    """
-    embedding = absolute_path(embedding)
-    if embedding:
-        load_object(embedding)
-    index, started = open_index(log), time.perf_counter()
-    with reading(log, "index", quiet=True):
-        report = _update(index, console, embedding=embedding, rebuild=rebuild)
-    news = f"{counted(report.shards_added, 'shard')} added" if report.shards_added else "nothing new"
-    if report.shards_removed:
-        news += f", {counted(report.shards_removed, 'shard')} removed"
-    console.print(
-        f"run {log.run_id}: {news} in {time.perf_counter() - started:.1f} s; {report.trajectories} trajectories to "
-        f"search, {f'vectors by {report.embedding}' if report.embedding else 'without vectors'}",
-        soft_wrap=True,
-    )
-    console.print(f"index    {index.folder}  [dim](safe to delete: `millrace index` makes it again)[/]", soft_wrap=True)
-
-
 def search(
-    log: RunLog, query: SearchQuery, filters: Filters, *, count: int, similar: bool, update: bool, notes: Console
-) -> list[Found]:
-    """What matches, best first, after bringing the index up to date; `notes` hears what else there is to say.
+    run: str,
+    text: Annotated[str, typer.Argument(help='Words, all of which must be there; "quoted": exactly so.')],
+    reward: Annotated[str, typer.Option(help="For example '<0.5', '>=1', '!=0'.")] = "",
+    status: Annotated[str, typer.Option(help="ok, truncated or max_turns.")] = "",
+    version: Annotated[str, typer.Option(help="Sampled by this policy version or range: 5, 3..7, 3.., ..7.")] = "",
+    step: Annotated[int | None, typer.Option(help="Only groups this step passed over.")] = None,
+    outcome: Annotated[str, typer.Option(help="trained, filtered, stale, failed or pending.")] = "",
+    include_eval: EvalOption = False,
+    similar: Annotated[bool, typer.Option("--similar", help="Nearest in meaning, by the index's embedding.")] = False,
+    update: Annotated[bool, typer.Option(help="First index what was committed since.")] = True,
+    count: Annotated[int, typer.Option("-n", min=1, help="At most this many.")] = 10,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+) -> None:
+    """Find trajectories by what was said and which tools were called, best match first."""
+    from storage.views.search_query import SearchQuery
 
-    Raises what `SearchIndex.update` and `SearchIndex.find` raise.
-    """
+    log, query, notes = open_named(run, store), SearchQuery(text), Console(highlight=False, stderr=True)
+    filters = parse_filters(
+        log.state,
+        reward=reward,
+        status=status,
+        version=version,
+        step=step,
+        outcome=outcome,
+        include_eval=include_eval,
+    )
     index = open_index(log)
     if update:
-        _update(index, notes)
+        update_index(index, notes)
     elif behind := index.behind():
         notes.print(f"the index lacks {counted(behind, 'shard')} of the run; leave out --no-update to add what is new")
-    return index.find(query, filters, count=count, similar=similar)
-
-
-def open_index(log: RunLog) -> SearchIndex:
-    """The index of a run, where this machine keeps it."""
-    return SearchIndex(log, index_folder(log, home() / "cache"), load_embedding=load_object)
+    matches = index.find(query, filters, count=count, similar=similar)
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(match) for match in matches], indent=2, ensure_ascii=False))
+    else:
+        _print(matches, query, Console(highlight=False))
 
 
 def parse_filters(
     state: RunState, *, reward: str, status: str, version: str, step: int | None, outcome: str, include_eval: bool
 ) -> Filters:
     """Filters as typed on the command line. Raises `ValueError` with how to write the one that cannot be read."""
+    from storage.log.run_state import OUTCOMES
+    from storage.records import TRAINABLE_STATUSES
+    from storage.views.search_query import Filters
+
     first_version, last_version = _versions(version)
     if status and status not in TRAINABLE_STATUSES:
         kept = ", ".join(sorted(TRAINABLE_STATUSES))
@@ -99,7 +97,7 @@ def parse_filters(
     )
 
 
-def print_found(found: list[Found], query: SearchQuery, console: Console) -> None:
+def _print(found: list[Found], query: SearchQuery, console: Console) -> None:
     """A line or two for each, the matches highlighted."""
     if not found:
         console.print(
@@ -107,10 +105,8 @@ def print_found(found: list[Found], query: SearchQuery, console: Console) -> Non
             'must be there exactly, and so must "what is quoted". Held-out attempts are searched with --eval.'
         )
         return
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("id", "score", "reward", "status", "version", "outcome"):
-        numeric = name in ("score", "reward", "version")
-        table.add_column(name, no_wrap=True, overflow="fold", justify="right" if numeric else "left")
+    names = ("id", "score", "reward", "status", "version", "outcome")
+    table = plain_table(*names, right=("score", "reward", "version"), no_wrap=True)
     table.add_column("text", overflow="fold", ratio=1)
     for one in found:
         outcome = "held-out" if one.is_eval else f"{one.outcome or '-'}{f' {one.step}' if one.step else ''}"
@@ -135,44 +131,12 @@ def snippet(text: str, query: SearchQuery) -> Text:
     return shown.append("…") if end < len(text) else shown
 
 
-def as_json(one: Found) -> dict[str, Any]:
-    """A plain JSON value of one result, its whole text included."""
-    return dataclasses.asdict(one)
-
-
-def _update(index: SearchIndex, notes: Console, **options: Any) -> Update:
-    with _progress(notes) as progress:
-        report = index.update(progress=progress, **options)
-    for shard_id, reason in report.damaged.items():
-        notes.print(f"[yellow]left out:[/] shard {shard_id}: {reason}", soft_wrap=True)
-    return report
-
-
-@contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar of shards on a terminal; none while there is nothing to do."""
-    columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task("indexing")
-
-    def show(done: int, total: int) -> None:
-        if total and console.is_terminal:
-            bar.start()
-            bar.update(task, completed=done, total=total)
-
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
-
-
 def _reward(text: str) -> tuple[Operator, float]:
     match = re.fullmatch(r"\s*(<=|>=|!=|==|<|>|=)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*", text)
     if not match or abs(float(match[2])) > _LARGEST_REWARD:
         raise InvalidInput(f"--reward {text!r}: write a comparison in quotes, such as '<0.5', '>=1' or '!=0'")
     operator = (match[1] or "=").replace("==", "=")
-    return cast(Operator, operator), float(match[2])
+    return cast("Operator", operator), float(match[2])
 
 
 def _versions(text: str) -> tuple[int | None, int | None]:

@@ -154,7 +154,7 @@ _EVALUATE = """
 import asyncio, sys
 from infra.environment import prepare_environment
 prepare_environment()
-from cli.operate.services import use_running_services
+from cli.run.flow import use_running_services
 use_running_services()
 from flows.evaluate import evaluate
 asyncio.run(evaluate(run="scripted", gate_score=float(sys.argv[1])))

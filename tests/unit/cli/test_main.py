@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cli.main import app, parse_overrides
-from cli.operate.status import print_status, run_status
+from cli.main import app
+from cli.operate.status import run_status, status_table
+from cli.terminal.arguments import parse_overrides
 from storage.log.entries import Evaluation, LogEntry, Policy, Session
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
@@ -134,7 +135,7 @@ def test_an_evaluation_in_which_everything_failed_is_no_accuracy(tmp_path: Path)
     assert (status["accuracy_before"], status["accuracy_after"], status["failed_evaluations"]) == (0.4, 0.4, 1)
     assert status["accuracy_standard_error"] == 0.1 and status["pass_at"] == {"1": 0.5, "2": 0.5}
     console = Console(width=200, record=True, file=io.StringIO())
-    print_status(status, console)
+    console.print(status_table(status))
     shown = console.export_text()
     assert "failed evaluations       1" in shown and "pass@k                   1: 0.500, 2: 0.500" in shown
 

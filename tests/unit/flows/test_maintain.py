@@ -110,7 +110,7 @@ def test_what_is_freed_is_said(log: RunLog, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_the_form_and_the_command_have_the_same_knobs() -> None:
-    from cli.main import gc
+    from cli.operate.housekeeping import gc
     from flows.maintain import maintain
 
     form, command = inspect.signature(maintain.fn).parameters, inspect.signature(gc).parameters

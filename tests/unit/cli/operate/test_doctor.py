@@ -200,7 +200,7 @@ def test_too_little_room_says_what_to_do(home: Path, monkeypatch: pytest.MonkeyP
         free = available = 2 * 2**30
 
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Little)
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Little)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Little)
     found = dict(doctor.checks(None))[check]()
     assert not found.good and "2 GiB" in found.text and found.fix
 

@@ -17,9 +17,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.operate import live_status
-from cli.operate.live_status import RunView, follow_run
-from cli.operate.status import peak_memory, print_status, run_status
+from cli.operate import status
+from cli.operate.status import RunView, follow_run, peak_memory, run_status, status_table
 from storage.log.entries import Pause, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
@@ -86,7 +85,7 @@ def _follow(log: RunLog, *events: Callable[[], object], terminal: bool = False, 
     file = io.StringIO()
     console = Console(width=120, file=file, force_terminal=terminal, **options)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(live_status.time, "sleep", lambda _: next(coming)())
+        patched.setattr(status.time, "sleep", lambda _: next(coming)())
         follow_run(log, console)
     assert next(coming, None) is None, "it ended before everything had happened"
     return file.getvalue()
@@ -99,14 +98,14 @@ def _read_anew(log: RunLog) -> RunLog:
 
 def test_the_age_of_the_newest_entry_and_who_trains_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     log = a_log()
-    monkeypatch.setattr(live_status.time, "time", lambda: log.state.last_at + 3.2)
+    monkeypatch.setattr(status.time, "time", lambda: log.state.last_at + 3.2)
     view = RunView(log)
     view.look()
     assert _shown(view).splitlines()[0] == "run run: last entry 3 s ago, nobody on this machine trains it"
     with trainer_lock(log):
         assert view.look(), "somebody trains it now"
         assert "3 s ago, a process of this machine trains it" in _shown(view)
-    monkeypatch.setattr(live_status.time, "time", lambda: log.state.last_at + 7300)
+    monkeypatch.setattr(status.time, "time", lambda: log.state.last_at + 7300)
     assert "last entry 2 h ago" in _shown(view)
 
 
@@ -152,7 +151,7 @@ def test_it_shows_all_that_status_shows() -> None:
     view = RunView(log)
     view.look()
     plain = Console(width=120, file=io.StringIO(), record=True)
-    print_status(run_status(log), plain)
+    plain.print(status_table(run_status(log)))
     table = plain.export_text()
     assert "3.50 GiB" in table and table in _shown(view)
 
@@ -166,7 +165,7 @@ def test_each_look_reads_what_is_new_and_nothing_twice(monkeypatch: pytest.Monke
         looked_at.append(len(steps))
         return peak_memory(steps)
 
-    monkeypatch.setattr(live_status, "peak_memory", counted)
+    monkeypatch.setattr(status, "peak_memory", counted)
     view = RunView(open_run(store, "run"))
     assert view.look() and not view.look()
     for size in range(5):

@@ -23,8 +23,9 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from cli.report import report_prompts
-from cli.report.report import gather, write_report
+from cli.report.report import write_report
 from cli.report.report_curves import MOST_LAGS, Spans, curves, lag_bars
+from cli.report.report_page import gather
 from cli.report.report_prompts import snippet
 from storage.log.entries import Evaluation, Quarantine, Retire
 from storage.log.run_log import RunLog

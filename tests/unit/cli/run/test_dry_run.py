@@ -21,8 +21,8 @@ RUN_FILE = "examples/arithmetic.toml"
 _SHOWN = """
 import sys
 from pathlib import Path
-from cli.run.dry_run import dry_run
-dry_run(Path("examples/arithmetic.toml"), {})
+from cli.run.dry_run import derived_values
+derived_values(Path("examples/arithmetic.toml"), {})
 print(*sorted({"torch", "vllm", "ray", "prefect", "mlflow", "transformers"} & sys.modules.keys()))
 """
 

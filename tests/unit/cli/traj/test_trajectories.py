@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 import math
@@ -17,11 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.traj.token_signals import Colorist
-from cli.traj.trajectories import find_trajectories, load_tokenizer, split_id
-from cli.traj.trajectory_diff import compare, sides
-from cli.traj.trajectory_stats import trajectory_stats
-from cli.traj.trajectory_view import by_advantage, by_gap, by_logprob, by_version, decode
+from cli.traj.coloring import Colorist, by_advantage, by_gap, by_logprob, by_version
+from cli.traj.diff import Side, compare
+from cli.traj.finding import decode, find_trajectories, load_tokenizer, split_id
+from cli.traj.stats import trajectory_stats
 from storage.log.entries import Policy, Quarantine, Retire, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
@@ -235,15 +233,15 @@ def test_version_colours_tell_the_policies_apart(log: RunLog, invoke: Invoke):
 
 def test_the_advantage_is_the_run_s_own(log: RunLog, tmp_path: Path, base_model: Path):
     (row,) = find_trajectories(log, trajectory_id="0.task0/0")
-    legend = Colorist(log, cache=tmp_path).color(row, "advantage").legend.plain
+    legend = Colorist(log, "advantage", cache=tmp_path).color(row).legend.plain
     assert legend == "+0.667  reward 1, mean 0.333 over 3 attempts"
     scaled = _a_run(
         LocalStore(tmp_path / "store"), base_model, "scaled", train={**CONFIG["train"], "advantage": "grpo"}
     )
-    legend = Colorist(scaled, cache=tmp_path).color(row, "advantage").legend.plain
+    legend = Colorist(scaled, "advantage", cache=tmp_path).color(row).legend.plain
     assert legend.startswith(f"+{2 / 3 / math.sqrt(1 / 3):.3f}"[:5])
     (pending,) = find_trajectories(log, trajectory_id="0.task1/0")
-    assert "never trained: pending" in Colorist(log, cache=tmp_path).color(pending, "advantage").legend.plain
+    assert "never trained: pending" in Colorist(log, "advantage", cache=tmp_path).color(pending).legend.plain
 
 
 def test_tokens_masked_as_stale_have_no_advantage():
@@ -265,12 +263,12 @@ def test_the_gap_is_between_trainer_and_engine(log: RunLog, tmp_path: Path, base
         exact = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
     first = row["prompt_len"]
     row["logprobs"] = [0.0] * first + [exact[first - 1], exact[first] - 0.25]
-    coloring = Colorist(log, cache=tmp_path).color(row, "gap")
+    coloring = Colorist(log, "gap", cache=tmp_path).color(row)
     assert list(coloring.styles[first:]) == ["green", "red"]
     assert coloring.values[first + 1] == "+0.2" or coloring.values[first + 1] == "+0.3"
     assert "largest 0.25" in coloring.legend.plain and "mean 0.12" in coloring.legend.plain
     row["sampling"] = {**row["sampling"], "temperature": 2.0}
-    assert coloring.legend.plain != Colorist(log, cache=tmp_path).color(row, "gap").legend.plain
+    assert coloring.legend.plain != Colorist(log, "gap", cache=tmp_path).color(row).legend.plain
 
 
 def test_a_gap_needs_weights_that_are_still_there(log: RunLog, tmp_path: Path, invoke: Invoke):
@@ -331,8 +329,9 @@ def test_diff_compares_runs_by_text_where_tokenizers_differ(
     other = _a_run(LocalStore(tmp_path / "store"), base_model, "other")
     assert "other: 0.task0/0" in invoke("diff", "run", "0.task0/0", "0.task0/0", "--run-b", "other")
     rows = [find_trajectories(one, trajectory_id="0.task0/0")[0] for one in (log, other)]
-    left, right = sides(rows, ["a", "b"], [load_tokenizer(log)] * 2)
-    shifted = dataclasses.replace(right, row={**right.row, "input_ids": [i + 1 for i in right.row["input_ids"]]})
+    pieces = decode(load_tokenizer(log), rows[0]["input_ids"])
+    left, right = (Side(name="", row=row, pieces=pieces) for row in rows)
+    shifted = right._replace(row={**right.row, "input_ids": [i + 1 for i in right.row["input_ids"]]})
     assert compare(left, shifted).parted_at == 0
     assert compare(left, shifted, by_text=True).shared == [4, 5]
 

@@ -14,7 +14,8 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from rich.console import Console
 
-from cli.run.training import _train, run_flow
+from cli.run.flow import run_flow
+from cli.run.train import _train
 from flows import train_grpo as flow_module
 from infra.services import ServiceFailed
 from settings.run_file import make_config

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from cli.terminal.formatting import number
-from cli.traj.trajectory_view import Coloring, by_advantage, by_gap, by_logprob, by_version
 from settings.errors import InvalidInput
 from storage.log.run_log import RunLog
 from storage.log.runs import run_config
@@ -25,28 +27,43 @@ if TYPE_CHECKING:
     from trainers.model.model import PolicyModel
 
 COLORS = ("logprob", "advantage", "version", "gap")
+_VERSION_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coloring:
+    """How the sampled tokens look, in order; one entry per token of the row, prompt included."""
+
+    name: str
+    styles: Sequence[str]
+    values: Sequence[str]
+    """What stands beside a token, without markup; empty strings where the colour says it all."""
+    legend: Text
 
 
 class Colorist:
     """Colours rows of one run. It keeps the last policy it had to load."""
 
-    def __init__(self, log: RunLog, *, cache: Path) -> None:
+    def __init__(self, log: RunLog, by: str, *, cache: Path) -> None:
+        """Raises `ValueError` for a `by` that is not in `COLORS`."""
+        if by not in COLORS:
+            raise InvalidInput(f"--color {by!r}: write one of {', '.join(COLORS)}")
         self._log = log
+        self._by = by
         self._cache = cache
         self._loaded: tuple[int, PolicyModel] | None = None
 
-    def color(self, row: Mapping[str, Any], by: str) -> Coloring:
-        """Raises `ValueError` for a `by` that is not in `COLORS`, and where what it needs is gone."""
-        match by:
-            case "logprob":
-                return by_logprob(row)
-            case "version":
-                return by_version(row)
+    def color(self, row: Mapping[str, Any]) -> Coloring:
+        """Raises `ValueError` where what it needs is gone."""
+        match self._by:
             case "advantage":
                 return self._advantage(row)
             case "gap":
                 return self._gap(row)
-        raise InvalidInput(f"--color {by!r}: write one of {', '.join(COLORS)}")
+            case "version":
+                return by_version(row)
+            case _:
+                return by_logprob(row)
 
     def _advantage(self, row: Mapping[str, Any]) -> Coloring:
         """The advantage by the run's own settings, from the rewards of the group's attempts.
@@ -165,3 +182,72 @@ class Colorist:
         model = load_model(PolicyReader(self._log, self._cache).fetch(state.policies[0]), lora=lora)
         read_adapter(model.causal_lm, folder)
         return model
+
+
+def by_logprob(row: Mapping[str, Any]) -> Coloring:
+    """Green for what the policy was sure of, red for what surprised it; with the version that sampled the token."""
+    versions = row["weight_versions"]
+    return Coloring(
+        name="logprob",
+        styles=[_heat(-logprob, low=0.2, high=1.5) for logprob in row["logprobs"]],
+        values=[f"{logprob:.2f}@{version}" for logprob, version in zip(row["logprobs"], versions, strict=True)],
+        legend=_heat_legend("> −0.2", "> −1.5", "below").append("   beside it @ the policy version", style="dim"),
+    )
+
+
+def by_version(row: Mapping[str, Any]) -> Coloring:
+    """A colour per policy version."""
+    sampled = sorted({version for version in row["weight_versions"] if version >= 0})
+    style_of = {version: _VERSION_STYLES[i % len(_VERSION_STYLES)] for i, version in enumerate(sampled)}
+    counts = {version: sum(1 for v in row["weight_versions"] if v == version) for version in sampled}
+    legend = Text()
+    for version in sampled:
+        legend.append("■", style=style_of[version])
+        legend.append(f" {version} ({counts[version]} tokens)  ")
+    return Coloring(
+        name="version",
+        styles=[style_of.get(version, "") for version in row["weight_versions"]],
+        values=[f"@{version}" for version in row["weight_versions"]] if len(sampled) > 1 else [],
+        legend=legend,
+    )
+
+
+def by_advantage(row: Mapping[str, Any], advantage: float, why: str, *, oldest: int = 0) -> Coloring:
+    """The attempt's one advantage on every token; none on tokens of versions before `oldest`, which were masked."""
+    style = "dim" if advantage == 0 else "green" if advantage > 0 else "red"
+    style = f"bold {style}" if abs(advantage) > 1 else style
+    masked = sum(1 for version in row["weight_versions"] if 0 <= version < oldest)
+    legend = Text(f"{advantage:+.3f}", style=style).append(f"  {why}", style="default")
+    if masked:
+        legend.append(f"; {masked} tokens were masked as stale (dim)")
+    return Coloring(
+        name="advantage",
+        styles=[style if version >= oldest else "dim" for version in row["weight_versions"]],
+        values=[],
+        legend=legend,
+    )
+
+
+def by_gap(gaps: Sequence[float], why: str) -> Coloring:
+    """Trainer's minus engine's logprob of each token; NaN where nothing was sampled."""
+    known = [abs(gap) for gap in gaps if not math.isnan(gap)]
+    legend = _heat_legend("< 0.01", "< 0.1", "more")
+    legend.append(f"   mean {sum(known) / max(1, len(known)):.2g}, largest {max(known, default=0):.2g}; {why}")
+    return Coloring(
+        name="gap",
+        styles=["" if math.isnan(gap) else _heat(abs(gap), low=0.01, high=0.1) for gap in gaps],
+        values=["" if math.isnan(gap) else f"{gap:+.1g}" for gap in gaps],
+        legend=legend,
+    )
+
+
+def _heat(distance: float, *, low: float, high: float) -> str:
+    return "green" if distance < low else "yellow" if distance < high else "red"
+
+
+def _heat_legend(good: str, middle: str, bad: str) -> Text:
+    legend = Text()
+    for style, text in (("green", good), ("yellow", middle), ("red", bad)):
+        legend.append("■", style=style)
+        legend.append(f" {text}  ")
+    return legend

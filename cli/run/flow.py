@@ -1,7 +1,6 @@
-"""`millrace train`: check, run the flow in this process, and show its log as it grows.
+"""A Prefect flow in this process: what `millrace train`, `eval`, `replay` and `produce` have in common.
 
-In: a run file and overrides. Out: the run, and a table a person wants to watch. What is shown is read from the run's
-log, so the same view would follow a run on another machine.
+In: the flow. Out: what it returns, once Prefect's server in this process has its history.
 """
 
 from __future__ import annotations
@@ -12,49 +11,21 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.logging import RichHandler
 
-from cli.operate.progress import Follower, print_ending
-from cli.operate.services import use_running_services
-from infra.environment import home, store_uri
+from infra.environment import home
 from infra.orphans import end_orphaned_servers
-from infra.services import ServiceFailed
+from infra.services import ServiceFailed, running_services
 from infra.structured_logs import log_driver, logs_are_json
 from settings.redaction import without_secrets
-from settings.run_file import RunConfig, Settings, default_values, load_run_file
-from storage.log.runs import create_run, open_run, trainer_lock
-from storage.objects.opening import open_store
 
 Result = TypeVar("Result")
 
-logger = logging.getLogger("millrace.training")
-
 SECONDS_TO_STOP = 10.0
 SECONDS_TO_ANSWER = 10.0
-
-
-def train_run(run_file: Path, overrides: dict[str, Any]) -> None:
-    """Train until the run's last step. Raises what `cli.terminal.errors.explained` knows how to say."""
-    config = load_run_file(run_file, overrides)
-    check_before_anything_starts(config)
-    console = Console(highlight=False)
-    with Follower(store_uri(config.store), config, console):
-        run_flow(_train(config), console)
-    print_ending(store_uri(config.store), config, console, run_file)
-
-
-def check_before_anything_starts(config: RunConfig) -> None:
-    """What a second can tell: workflow, data, model, store, the run's configuration and its lock."""
-    from tasks.preflight import check_run
-
-    check_run(config)
-    store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
-    with trainer_lock(create_run(store, config.run, document, defaults=default_values())):
-        pass
 
 
 def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
@@ -78,6 +49,13 @@ def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
         handler.setLevel(logging.INFO)
         ours.addHandler(handler)
     return asyncio.run(_awaited(flow, console))
+
+
+def use_running_services() -> None:
+    """Let a flow in this process report to the Prefect server of `millrace up`, when there is one."""
+    server = running_services(home()).get("prefect")
+    if server is not None:
+        os.environ.setdefault("PREFECT_API_URL", f"{server.url}/api")
 
 
 def _check_prefect_answers() -> None:
@@ -117,24 +95,6 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Resul
         raise KeyboardInterrupt from None
     await drain_history()
     return result
-
-
-async def _train(config: RunConfig) -> None:
-    import httpx
-
-    from flows.train_grpo import train_grpo
-
-    knobs = {name: getattr(config, name) for name in RunConfig.model_fields if name not in Settings.model_fields}
-    try:
-        await train_grpo(**knobs, settings=config.settings)
-    except httpx.TransportError as error:
-        if open_run(open_store(store_uri(config.store)), config.run).state.step < config.steps:
-            raise
-        logger.warning(
-            "Prefect does not know that the run has ended, its server is away (%r): there it is crashed, as `millrace "
-            "up` says too, and the run's log has everything",
-            error,
-        )
 
 
 async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 20.0) -> None:

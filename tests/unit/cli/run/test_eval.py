@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.run.evaluate import evaluate_run, print_evaluation
+from cli.run.eval import evaluate_run, print_evaluation
 from flows.evaluate import plan_evaluation
 from settings.run_file import make_config
 from storage.log.entries import Evaluation, Retire, to_json
@@ -26,7 +26,7 @@ CONFIG: dict[str, Any] = {"workflow": "examples.arithmetic:Arithmetic", "evaluat
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
     """A run with policies 0 and 1, the first of them retired."""
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    monkeypatch.setattr("cli.run.evaluate.run_flow", _never)
+    monkeypatch.setattr("cli.run.flow.run_flow", _never)
     log = create_run(local_store(tmp_path), "run", make_config(CONFIG, source="test").model_dump(mode="json"))
     log.append(BASE)
     log.append(a_shard("s0", [a_summary(0)]))
@@ -64,7 +64,7 @@ def test_what_cannot_work_is_one_sentence(
 def test_a_run_without_a_policy_says_so(log: RunLog) -> None:
     create_run(log.store, "fresh", CONFIG)
     with pytest.raises(ValueError, match="run 'fresh' has no policy yet; train it first"):
-        evaluate_run("fresh", version=None, wanted={}, store="", console=Console())
+        evaluate_run("fresh")
 
 
 def test_what_is_not_wanted_is_as_the_run_evaluates(log: RunLog) -> None:

@@ -1,31 +1,32 @@
-"""`millrace traj sql` and `export`: any question about a run, and its trajectories as a data set.
+"""`millrace traj sql`: any question about a run.
 
-In: a run's log and SQL, or what to export. Out: a table, JSON or CSV on the terminal; or a Parquet file.
+In: a run and SQL. Out: a table, JSON or CSV on the terminal; without SQL, the views and their columns.
 """
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import pyarrow as pa
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.formatting import counted, one_line, shortened, size
+from cli.terminal.arguments import JsonOption, StoreOption, open_named
+from cli.terminal.formatting import facts_table, one_line, plain_table, shortened
+from cli.traj.finding import note_left_out
 from settings.errors import InvalidInput
-from storage.log.run_log import RunLog
-from storage.retention.retention import reading
-from storage.views.exports import export_dpo, export_sft
-from storage.views.queries import VIEWS, open_queries
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from storage.log.run_log import RunLog
 
 MOST_ROWS = 200
 """Rows of a table on the terminal; JSON and CSV have all."""
@@ -35,28 +36,43 @@ _MOST_CHARACTERS = 200  # of one value
 _NARROWEST = 9  # characters that a column gets before rows are printed one value to a line
 
 
-def run_sql(log: RunLog, sql: str, *, as_json: bool, as_csv: bool, console: Console) -> dict[str, str]:
-    """Print the answer, and return what was left out of it, by shard id.
+def sql(
+    run: str,
+    query: Annotated[str, typer.Argument(metavar="[SQL]", help="Without it, the views and their columns.")] = "",
+    as_json: JsonOption = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    store: StoreOption = "",
+) -> None:
+    """Ask a run anything in SQL: trajectories, groups, turns, tokens, steps, evaluations. It only reads."""
+    from storage.views.queries import open_queries
 
-    Raises `ValueError` for wrong SQL, with where to find the names.
-    """
+    log, console = open_named(run, store), Console(highlight=False)
+    if not query:
+        _print_views(log, console)
+        return
     if as_json and as_csv:
         raise InvalidInput("--json and --csv exclude each other")
+
+    def answer(reader: pa.RecordBatchReader) -> None:
+        if as_json:
+            _write_json(reader, sys.stdout)
+        elif as_csv:
+            _write_csv(reader, sys.stdout)
+        else:
+            _print(reader, console)
+
     queries = open_queries(log)
     try:
-        if as_json:
-            queries.stream(sql, lambda reader: _write_json(reader, sys.stdout))
-        elif as_csv:
-            queries.stream(sql, lambda reader: _write_csv(reader, sys.stdout))
-        else:
-            queries.stream(sql, lambda reader: _print(reader, console))
+        queries.stream(query, answer)
     except ValueError as error:
-        raise InvalidInput(f"{error}\n`millrace traj sql {log.run_id}` lists the views and their columns") from error
-    return queries.left_out
+        raise InvalidInput(f"{error}\n`millrace traj sql {run}` lists the views and their columns") from error
+    note_left_out(queries.left_out)
 
 
-def print_views(log: RunLog, console: Console) -> None:
+def _print_views(log: RunLog, console: Console) -> None:
     """Every view with its columns, and an example."""
+    from storage.views.queries import VIEWS, open_queries
+
     queries = open_queries(log)
     for view, sentence in VIEWS.items():
         console.print(f"[bold cyan]{view}[/]  {escape(sentence)}", soft_wrap=False)
@@ -71,38 +87,6 @@ def print_views(log: RunLog, console: Console) -> None:
     example = "select step, avg(reward), avg(num_sampled) from trajectories group by step order by step"
     console.print(f'[dim]millrace traj sql {log.run_id} "{example}"[/]', soft_wrap=True)
     console.print("[dim]the SQL is DuckDB's: https://duckdb.org/docs/stable/sql/introduction[/]", soft_wrap=True)
-
-
-def export(
-    log: RunLog,
-    file: Path,
-    *,
-    kind: str,
-    where: str,
-    margin: float,
-    include_eval: bool,
-    force: bool,
-    console: Console,
-) -> dict[str, str]:
-    """Write a data set and say what it holds; returns what was left out, by shard id.
-
-    Every shard is compared with its digest in the log. Raises what `export_sft` and `export_dpo` raise.
-    """
-    if kind not in ("sft", "dpo"):
-        raise InvalidInput(f"--format {kind!r}: write sft or dpo")
-    if kind == "sft" and margin:
-        raise InvalidInput("--margin is about pairs: use it with --format dpo")
-    with reading(log, f"traj export {kind}"):
-        log.refresh()  # what retention has taken since is known from here on, and it takes nothing more
-        queries = open_queries(log, verify=True)
-        if kind == "sft":
-            num_rows = export_sft(queries, file, where=where, include_eval=include_eval, force=force)
-        else:
-            num_rows = export_dpo(queries, file, where=where, margin=margin, include_eval=include_eval, force=force)
-    what = counted(num_rows, "conversation" if kind == "sft" else "pair")
-    console.print(f"{what}, {size(file.stat().st_size)}: {escape(str(file))}", soft_wrap=True)
-    console.print(f'[dim]datasets.load_dataset("parquet", data_files="{escape(str(file))}")[/]', soft_wrap=True)
-    return queries.left_out
 
 
 def _rows(reader: pa.RecordBatchReader) -> Iterator[list[Any]]:
@@ -122,6 +106,8 @@ def _write_json(reader: pa.RecordBatchReader, out: TextIO) -> None:
 
 
 def _write_csv(reader: pa.RecordBatchReader, out: TextIO) -> None:
+    import csv
+
     writer = csv.writer(out)
     writer.writerow(reader.schema.names)
     for row in _rows(reader):
@@ -130,6 +116,8 @@ def _write_csv(reader: pa.RecordBatchReader, out: TextIO) -> None:
 
 
 def _print(reader: pa.RecordBatchReader, console: Console) -> None:
+    import pyarrow as pa
+
     schema = reader.schema
     is_narrow = len(schema) * _NARROWEST > console.width
     most = MOST_RECORDS if is_narrow else MOST_ROWS
@@ -139,18 +127,16 @@ def _print(reader: pa.RecordBatchReader, console: Console) -> None:
     ]
     if is_narrow:
         for index, row in enumerate(cells):
-            grid = Table.grid(padding=(0, 2))
-            grid.add_column(justify="right", style="dim", no_wrap=True)
-            grid.add_column(overflow="fold")
+            grid = facts_table()
             for name, cell in zip(schema.names, row, strict=True):
                 grid.add_row(Text(name), cell)
             console.rule(f"[dim]{index + 1}[/]", align="left", style="dim")
             console.print(grid)
     else:
-        table = Table(box=None, pad_edge=False, header_style="dim")
+        table = plain_table(show_header=True)
         for field in schema:
-            is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-            is_number = is_number or pa.types.is_decimal(field.type)
+            kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+            is_number = any(is_kind(field.type) for is_kind in kinds)
             table.add_column(Text(field.name), justify="right" if is_number else "left", overflow="fold")
         for row in cells:
             table.add_row(*row)
@@ -163,6 +149,8 @@ def _print(reader: pa.RecordBatchReader, console: Console) -> None:
 
 def _plain(value: Any, kind: pa.DataType) -> Any:
     """A value as JSON has it: maps become objects, times ISO text, decimals numbers, NaN null."""
+    import pyarrow as pa
+
     if value is None:
         return None
     if pa.types.is_map(kind):

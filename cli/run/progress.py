@@ -11,31 +11,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from cli.operate.status import run_status
+from cli.operate.status import LEGEND, PHASES_HEADER, phases
 from cli.terminal.formatting import held_out
 from infra.environment import home
-from settings.run_file import RunConfig
 from storage.log.entries import Evaluation, LogEntry, Policy, Session, Step
-from storage.log.runs import open_run
-from storage.objects.opening import open_store
+from storage.log.run_log import RunLog
 
-HEADER = (
-    f"{'step':>8} {'reward':>6} {'held-out':>8} {'staleness':>10} {'tokens/s':>8} {'round':>6} "
-    f"{'gen':>4} {'rew':>4} {'com':>4} {'tra':>4} {'pub':>4} {'idle':>4}"
-)
-LEGEND = "time in % of the round: waited for generate, reward, commit; load, train and save; publish; idle: the rest"
+HEADER = f"{'step':>8} {'reward':>6} {'held-out':>8} {'staleness':>10} {'tokens/s':>8} {PHASES_HEADER}"
 
 
 class Follower:
     """A thread that prints what is new in a run's log; use it as a context manager."""
 
-    def __init__(self, store_uri: str, config: RunConfig, console: Console) -> None:
-        self._log = open_run(open_store(store_uri), config.run)
-        self._shown = self._log.state.entries
-        self._steps = config.steps
+    def __init__(self, log: RunLog, *, steps: int, console: Console) -> None:
+        self._log = log
+        self._shown = log.state.entries
+        self._steps = steps
         self._console = console
         self._status = Status("starting", console=console, refresh_per_second=4)
-        self._warmup_log = home() / "logs" / config.run / "warmup.log"
+        self._warmup_log = home() / "logs" / log.run_id / "warmup.log"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
         self._score: float | None = None
@@ -107,49 +101,8 @@ class Follower:
             staleness = f"{metrics['staleness_mean']:.1f} max {metrics['staleness_max']:.0f}"
         return (
             f"{f'{step.claim.step}/{self._steps}':>8} {reward:>6} {score:>8} {staleness:>10} "
-            f"{metrics['tokens_per_second']:>8.0f} {metrics['round_seconds']:>5.1f}s {time_split(metrics)}"
+            f"{metrics['tokens_per_second']:>8.0f} {phases(metrics)}"
         )
-
-
-def time_split(metrics: dict[str, float]) -> str:
-    """Where a round's time went, in per cent of its wall-clock; the columns add up to 100."""
-    columns = (("generate",), ("reward",), ("commit",), ("load", "train", "save"), ("publish",), ("wait", "idle"))
-    # A step of before `wait` and `load` were measured has neither.
-    seconds = [sum(metrics.get(f"{phase}_seconds", 0.0) for phase in column) for column in columns]
-    return " ".join(f"{100 * value / max(metrics['round_seconds'], 1e-9):>3.0f}%" for value in seconds)
-
-
-def print_ending(store_uri: str, config: RunConfig, console: Console, run_file: Path) -> None:
-    """Accuracy before and after, where everything is, and what to try next."""
-    log = open_run(open_store(store_uri), config.run)
-    status = run_status(log)
-
-    def score(key: str) -> str:
-        return "-" if status[key] is None else f"{status[key]:.3f}"
-
-    memory = status["peak_memory_bytes"] / 2**30
-    run_folder = f"{store_uri}/runs/{config.run}"
-    console.rule(f"run {config.run}", align="left")
-    console.print(
-        f"held-out accuracy [bold]{score('accuracy_before')} → {score('accuracy_after')}[/] after {status['step']} "
-        f"steps, {status['wall_seconds']:.0f} s, at most {memory:.1f} GiB\n"
-        f"run      {run_folder}\n"
-        f"shards   {run_folder}/shards: {status['shards']} files, {status['trajectories']} training trajectories\n"
-        f"model    {status['policy']}\n"
-        f"MLflow   {status['mlflow_model']} version {status['mlflow_version']}\n",
-        soft_wrap=True,
-    )
-    command = ".venv/bin/millrace"
-    console.print(
-        "next:\n"
-        f"  {command} status {config.run}              [dim]# the run in numbers; --json for scripts[/]\n"
-        f"  {command} report {config.run}              [dim]# one web page: curves, time, groups, prompts[/]\n"
-        f"  {command} traj show {config.run} --worst   [dim]# the worst trajectories, with reward and versions[/]\n"
-        f"  {command} eval {config.run} --version 0    [dim]# score another policy version[/]\n"
-        f"  {command} train {run_file} run={config.run}-2 seed={config.seed + 1}\n"
-        "  make up                                   [dim]# Prefect and MLflow in the browser, with this history[/]",
-        soft_wrap=True,
-    )
 
 
 def last_line(file: Path, word: str) -> str | None:

@@ -7,23 +7,42 @@ logprobs differ before it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.formatting import number, one_line, printable, versions_of
-from cli.traj.trajectories import outcome_of
-from cli.traj.trajectory_view import decode
+from cli.terminal.arguments import StoreOption, open_named
+from cli.terminal.formatting import number, one_line, plain_table, printable, versions_of
+from cli.traj.finding import decode, find_trajectories, load_tokenizer, outcome_of
 
 MOST_ROWS = 24
 """Tokens whose logprobs are listed; of more, the ones that differ most."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Side:
+def diff(
+    run: str,
+    a: Annotated[str, typer.Argument(metavar="ID_A", help="Take both from `traj ls`.")],
+    b: Annotated[str, typer.Argument(metavar="ID_B")],
+    run_b: Annotated[str, typer.Option(help="The run of ID_B, where it is another one.")] = "",
+    store: StoreOption = "",
+) -> None:
+    """Two trajectories side by side: rewards, where their tokens part, and logprobs up to there."""
+    logs = [open_named(run, store)]
+    logs.append(open_named(run_b, store) if run_b else logs[0])
+    tokenizers = [load_tokenizer(log) for log in logs]
+    sides = []
+    for log, name, tokenizer in zip(logs, (a, b), tokenizers, strict=True):
+        row = find_trajectories(log, trajectory_id=name)[0]
+        title = f"{log.run_id}: {name}" if run_b else name
+        sides.append(Side(name=title, row=row, pieces=decode(tokenizer, row["input_ids"])))
+    left, right = sides
+    _print(left, right, Console(highlight=False), by_text=tokenizers[0].to_str() != tokenizers[1].to_str())
+
+
+class Side(NamedTuple):
     """One of the two."""
 
     name: str
@@ -33,8 +52,7 @@ class Side:
     """Text of each token."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Where two token sequences part."""
 
     same_prompt: bool
@@ -59,8 +77,7 @@ def compare(a: Side, b: Side, *, by_text: bool = False) -> Comparison:
     )
 
 
-def show_diff(a: Side, b: Side, console: Console, *, by_text: bool = False) -> None:
-    """Print the two beside each other."""
+def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
     found = compare(a, b, by_text=by_text)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("", justify="right", style="dim", no_wrap=True)
@@ -178,10 +195,9 @@ def _logprobs(a: Side, b: Side, found: Comparison) -> Table:
         shown = sorted(sorted(shown, key=lambda index: -abs(difference(index)))[:MOST_ROWS])
         title += f": the {MOST_ROWS} of {len(found.shared)} that differ most"
     mean = sum(abs(difference(index)) for index in found.shared) / len(found.shared)
-    table = Table(box=None, pad_edge=False, header_style="dim", title=title, title_justify="left", title_style="dim")
+    names = ("at", "token", "policy", "A", "policy", "B", "B − A")
+    table = plain_table(*names, right=set(names) - {"token"}, title=title, title_justify="left", title_style="dim")
     table.caption, table.caption_justify = f"mean |difference| {mean:.2g}", "left"
-    for name in ("at", "token", "policy", "A", "policy", "B", "B − A"):
-        table.add_column(name, justify="left" if name == "token" else "right", no_wrap=True)
     for index in shown:
         change = difference(index)
         table.add_row(
@@ -194,11 +210,3 @@ def _logprobs(a: Side, b: Side, found: Comparison) -> Table:
             Text(f"{change:+.3f}", style="green" if change > 0.1 else "red" if change < -0.1 else "dim"),
         )
     return table
-
-
-def sides(rows: Sequence[Mapping[str, Any]], names: Sequence[str], tokenizers: Sequence[Any]) -> list[Side]:
-    """The two rows, ready to be compared."""
-    return [
-        Side(name=name, row=row, pieces=decode(tokenizer, row["input_ids"]))
-        for row, name, tokenizer in zip(rows, names, tokenizers, strict=True)
-    ]

@@ -1,26 +1,25 @@
-"""`millrace traj ls` and the finding behind `show` and `diff`: which attempts of a run a person asks for.
+"""Which attempts of a run a person asks for, and what the commands that show them have in common.
 
-In: a run's log and what was asked. Out: rows as the shards hold them, with what became of each; a table of many.
+In: a run's log and what was asked. Out: rows as the shards hold them, with what became of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
-from cli.terminal.formatting import counted, number, one_line, versions_of
+from cli.terminal.formatting import counted
 from settings.errors import InvalidInput
-from storage.log.run_log import RunLog
-from storage.views.queries import Queries, open_queries
 
-_NARROWEST_TEXT = 8  # characters that prompt and reply keep on the narrowest terminal
-_NEWEST = "shard_number DESC, position DESC, attempt, sequence_idx"
+if TYPE_CHECKING:
+    from storage.log.run_log import RunLog
+    from storage.views.queries import Queries
+
+NEWEST = "shard_number DESC, position DESC, attempt, sequence_idx"
+"""Order of the newest first."""
 
 
 def find_trajectories(
@@ -34,39 +33,40 @@ def find_trajectories(
     include_eval: bool = False,
     where: str = "",
     count: int = 1,
-    notes: Console | None = None,
 ) -> list[dict[str, Any]]:
     """Shard rows of at most `count` attempts, newest first, or lowest or highest reward first; the rest filters.
 
     A row also has `id`, `outcome`, `step`, `policy_version` and `shard_id`. An attempt that edited its history has
     several rows, one after the other. Every file that is shown was compared with the digest in the log.
-    `notes` hears which shards were passed over.
+    The terminal is told which shards were passed over.
     Raises `ValueError` when nothing matches, and for an id, step or condition that cannot be.
     """
+    from storage.views.queries import open_queries
+
     if worst and best:
         raise InvalidInput("--worst and --best exclude each other")
     if trajectory_id:
         if worst or best or group is not None or step is not None:
             raise InvalidInput("an id names one trajectory: leave out --worst, --best, --group and --step")
         group, attempt = split_id(trajectory_id)
-    conditions = [f"({where}\n)"] if where else []
+    conditions = ["sequence_idx = 0", condition(where, include_eval or group is not None)]
     parameters: list[Any] = []
     if group is not None:
         conditions.append("group_id = ?")
         parameters.append(group)
     if trajectory_id:
         conditions.append(f"attempt = {attempt}")
-    elif not include_eval and group is None:
-        conditions.append("is_eval = false")
     if step is not None:
         conditions.append(f"step = {step} AND outcome = 'trained'")
     if worst or best:
         conditions.append("reward IS NOT NULL")
-    order = f"reward {'DESC' if best else 'ASC'}, {_NEWEST}" if worst or best else _NEWEST
-    shard_ids = _scope(log, group=group, step=step, newest=not (worst or best or where), count=count, held=include_eval)
+    order = f"reward {'DESC' if best else 'ASC'}, {NEWEST}" if worst or best else NEWEST
+    shard_ids = shards_to_read(
+        log, group=group, step=step, newest=not (worst or best or where), count=count, held=include_eval
+    )
     sql = f"""
         SELECT shard_id, group_id, attempt FROM trajectories
-        WHERE {" AND ".join(["sequence_idx = 0", *conditions])} ORDER BY {order} LIMIT {count}
+        WHERE {" AND ".join(conditions)} ORDER BY {order} LIMIT {count}
     """
     while True:
         queries = open_queries(log, shard_ids=shard_ids)
@@ -78,42 +78,21 @@ def find_trajectories(
     if not rows:
         missing = trajectory_id or (f"group {group}" if group is not None else "such trajectory")
         raise InvalidInput(
-            f"run {log.run_id!r} has no {missing}{_because(queries.left_out)}; "
+            f"run {log.run_id!r} has no {missing}{why_missing(queries.left_out)}; "
             f"`millrace traj ls {log.run_id}` lists what it has"
         )
-    if notes:
-        note_left_out(queries.left_out, notes)
+    note_left_out(queries.left_out)
     return rows
 
 
-def list_trajectories(log: RunLog, *, where: str, include_eval: bool, count: int, console: Console) -> dict[str, str]:
-    """Print a line per training sequence, newest first; returns what was left out, by shard id.
-
-    Raises `ValueError` for a condition that cannot be, or that nothing satisfies.
-    """
-    shard_ids = _scope(log, group=None, step=None, newest=not where, count=count, held=include_eval)
-    conditions = [*([f"({where}\n)"] if where else []), *([] if include_eval else ["is_eval = false"])]
-    sql = f"""
-        SELECT id, sequence_idx, prompt, reply, reward, status, head_version, tail_version, outcome, step, num_sampled
-        FROM trajectories {"WHERE " + " AND ".join(conditions) if conditions else ""}
-        ORDER BY {_NEWEST} LIMIT {count + 1}
-    """
-    queries = open_queries(log, shard_ids=shard_ids)
-    rows = queries.select(sql).to_pylist()
-    if len(rows) <= count and shard_ids is not None and len(shard_ids) < len(log.state.shards):
-        queries = open_queries(log)
-        rows = queries.select(sql).to_pylist()
-    if not rows:
-        hint = "" if include_eval else "; held-out ones are listed with --eval"
-        raise InvalidInput(f"run {log.run_id!r} has no such trajectory{_because(queries.left_out)}{hint}")
-    console.print(_listing(rows[:count], console.width))
-    if len(rows) > count:
-        console.print(f"[dim]the newest {count}; more with -n, others with --where[/]")
-    return queries.left_out
+def condition(where: str, include_eval: bool) -> str:
+    """The SQL condition of what was asked; a line of its own, so that a comment at its end comments out nothing."""
+    return f"({where or 'true'}\n)" + ("" if include_eval else " AND is_eval = false")
 
 
-def note_left_out(left_out: Mapping[str, str], console: Console) -> None:
+def note_left_out(left_out: Mapping[str, str]) -> None:
     """Say which shards are in no answer, and why."""
+    console = Console(highlight=False, stderr=True)
     for shard_id, reason in list(left_out.items())[:3]:
         console.print(f"[yellow]left out:[/] shard {escape(shard_id)}: {escape(reason)}", soft_wrap=True)
     if len(left_out) > 3:
@@ -125,6 +104,14 @@ def load_tokenizer(log: RunLog) -> Any:
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(log.store.get(f"{log.state.policies[0].path}/tokenizer.json").decode())
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int], *, unfinished: str = "") -> list[str]:
+    """Text of each token. Of a character that several tokens spell, the last one has all of it."""
+    from tokenizers.decoders import DecodeStream
+
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token) or unfinished for token in token_ids]
 
 
 def split_id(trajectory_id: str) -> tuple[str, int]:
@@ -140,43 +127,10 @@ def outcome_of(row: Mapping[str, Any]) -> str:
     return f"{row['outcome']}" + (f" {row['step']}" if row["step"] is not None else "")
 
 
-def _listing(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """One line for each; prompt and reply share what the other columns leave of the width."""
-    columns = {
-        "id": [row["id"] + (f" ↳{row['sequence_idx']}" if row["sequence_idx"] else "") for row in rows],
-        "prompt": [one_line(row["prompt"] or "") for row in rows],
-        "reply": [one_line(row["reply"] or "") for row in rows],
-        "reward": [number(row["reward"]) for row in rows],
-        "status": [row["status"] for row in rows],
-        "policy": [versions_of(row) for row in rows],
-        "outcome": [outcome_of(row) for row in rows],
-        "tokens": [str(row["num_sampled"]) for row in rows],
-    }
-    widths = {name: max(cell_len(cell) for cell in [name, *cells]) for name, cells in columns.items()}
-    widths["id"] = min(widths["id"], max(12, width // 5))
-    room = width - 2 * (len(widths) - 1) - sum(widths[name] for name in widths if name not in ("prompt", "reply"))
-    room = max(room, 2 * _NARROWEST_TEXT)
-    widths["prompt"] = min(widths["prompt"], max(room // 2, room - widths["reply"]))
-    widths["reply"] = min(widths["reply"], room - widths["prompt"])
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        right = name in ("reward", "policy", "tokens")
-        folds = name == "id"
-        table.add_column(
-            name,
-            width=widths[name],
-            no_wrap=not folds,
-            overflow="fold" if folds else "ellipsis",
-            justify="right" if right else "left",
-            style="green" if name == "reply" else "",
-        )
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*map(Text, cells))
-    return table
-
-
 def _rows_of(log: RunLog, queries: Queries, sql: str, parameters: Sequence[Any]) -> list[dict[str, Any]]:
     """Whole rows of what `sql` finds, in its order. Only they are read whole, and their files verified."""
+    from storage.views.queries import open_queries
+
     while True:
         found = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
         whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in found), verify=True)
@@ -198,7 +152,7 @@ def _rows_of(log: RunLog, queries: Queries, sql: str, parameters: Sequence[Any])
     return [row for sequences in rows.values() for row in sequences]
 
 
-def _scope(
+def shards_to_read(
     log: RunLog, *, group: str | None, step: int | None, newest: bool, count: int, held: bool
 ) -> list[str] | None:
     """The shards that can hold what is asked for; null where any may. `held` counts held-out shards among the newest.
@@ -236,7 +190,7 @@ def _scope(
     return scope
 
 
-def _because(left_out: Mapping[str, str]) -> str:
+def why_missing(left_out: Mapping[str, str]) -> str:
     """Why shards that were asked for gave nothing."""
     reasons = [f"shard {shard_id} is left out: {reason}" for shard_id, reason in left_out.items()]
     return f" ({'; '.join(reasons[:3])})" if reasons else ""

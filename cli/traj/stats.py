@@ -5,15 +5,21 @@ In: an open run and a filter. Out: a dictionary of plain numbers, or the same as
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.formatting import number, one_line
+from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, WhereOption, open_named
+from cli.terminal.formatting import facts_table, number, one_line, plain_table
+from cli.traj.finding import condition, note_left_out
 from settings.errors import InvalidInput
-from storage.views.queries import Queries
+
+if TYPE_CHECKING:
+    from storage.views.queries import Queries
 
 BY = {"version": "tail_version", "step": "step", "prompt": "prompt_id", "status": "status"}
 """What attempts can be told apart by, and its column."""
@@ -30,7 +36,7 @@ SELECT
     sum(num_sampled)::INTEGER AS num_sampled, sum(num_turns)::INTEGER AS num_turns,
     any_value(finished_at - started_at) FILTER (started_at > 0) AS seconds,
     any_value(hash(reply)) FILTER (sequence_idx = 0) AS reply
-FROM trajectories {where} GROUP BY shard_id, group_id, attempt
+FROM trajectories WHERE {condition} GROUP BY shard_id, group_id, attempt
 """
 # A forked attempt has its messages in its first sequence alone.
 
@@ -52,6 +58,27 @@ _NUMBERS = f"""
 """
 
 
+def stats(
+    run: str,
+    by: Annotated[str, typer.Option(help="Also by version, step, prompt or status.")] = "",
+    where: WhereOption = "",
+    include_eval: EvalOption = False,
+    solved: Annotated[float, typer.Option(help="An attempt is solved from this reward on.")] = 1.0,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+) -> None:
+    """Rewards, lengths, statuses and repeated replies in numbers."""
+    from storage.views.queries import open_queries
+
+    queries = open_queries(open_named(run, store))
+    numbers = trajectory_stats(queries, by=by, where=where, include_eval=include_eval, solved=solved)
+    if as_json:
+        typer.echo(json.dumps(numbers, indent=2, ensure_ascii=False))
+    else:
+        _print(numbers, Console(highlight=False), by=by)
+    note_left_out(queries.left_out)
+
+
 def trajectory_stats(
     queries: Queries, *, by: str = "", where: str = "", include_eval: bool = False, solved: float = 1.0
 ) -> dict[str, Any]:
@@ -66,8 +93,7 @@ def trajectory_stats(
     """
     if by and by not in BY:
         raise InvalidInput(f"--by {by!r}: write one of {', '.join(BY)}")
-    conditions = [*([f"({where}\n)"] if where else []), *([] if include_eval else ["is_eval = false"])]
-    queries.select(_ATTEMPTS.format(where="WHERE " + " AND ".join(conditions) if conditions else ""))
+    queries.select(_ATTEMPTS.format(condition=condition(where, include_eval)))
     overall = queries.select(f"SELECT {_NUMBERS} FROM attempts").to_pylist()[0]
     if not overall["attempts"]:
         raise InvalidInput(
@@ -104,12 +130,8 @@ def trajectory_stats(
     return stats
 
 
-def print_stats(stats: dict[str, Any], console: Console, *, by: str) -> None:
-    """The same for people."""
-    prompts = stats["prompts"]
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(justify="right", style="dim", no_wrap=True)
-    lines.add_column(overflow="fold")
+def _print(stats: dict[str, Any], console: Console, *, by: str) -> None:
+    prompts, lines = stats["prompts"], facts_table()
     lines.add_row("attempts", f"{stats['attempts']} in {stats['groups']} groups at {prompts['number']} prompts")
     lines.add_row("reward", _spread(stats, "reward", ("p10", "p50", "p90")) + f"  std {number(stats['reward_std'])}")
     for label, count in stats["histogram"]:
@@ -143,29 +165,33 @@ def print_stats(stats: dict[str, Any], console: Console, *, by: str) -> None:
             console.print(f"[dim]{MOST_ROWS} of {len(stats['by'])}; all with --json[/]")
 
 
+_COLUMNS = {
+    "attempts": "attempts",
+    "reward": "reward_mean",
+    "std": "reward_std",
+    "p10": "reward_p10",
+    "p50": "reward_p50",
+    "p90": "reward_p90",
+    "tokens": "tokens_mean",
+    "p90 ": "tokens_p90",
+    "truncated": "truncated_share",
+    "repeats": "same_in_group_share",
+}
+"""Headings of the table by version, step, prompt or status, and the numbers under them."""
+
+
 def _table(rows: list[dict[str, Any]], by: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(by, justify="left" if by in ("prompt", "status") else "right", overflow="fold", min_width=7)
-    columns = {
-        "attempts": "attempts",
-        "reward": "reward_mean",
-        "std": "reward_std",
-        "p10": "reward_p10",
-        "p50": "reward_p50",
-        "p90": "reward_p90",
-        "tokens": "tokens_mean",
-        "p90 ": "tokens_p90",
-        "truncated": "truncated_share",
-        "repeats": "same_in_group_share",
-    }
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table(by, *_COLUMNS, right=[*_COLUMNS, *({by} & {"version", "step"})])
     for row in rows[:MOST_ROWS]:
         cells = [
-            _percent(row[key]) if key.endswith("_share") else number(row[key], digits=3, missing="-")
-            for key in list(columns.values())[1:]
+            _percent(row[key])
+            if key.endswith("_share")
+            else str(row[key])
+            if key == "attempts"
+            else number(row[key], digits=3, missing="-")
+            for key in _COLUMNS.values()
         ]
-        table.add_row(Text("none" if row["key"] is None else one_line(str(row["key"]))), str(row["attempts"]), *cells)
+        table.add_row(Text("none" if row["key"] is None else one_line(str(row["key"]))), *cells)
     return table
 
 

@@ -1,0 +1,66 @@
+"""`millrace eval`: the evaluation flow in this process, and what it found.
+
+In: a run, a version and what to change about the run's own evaluation. Out: avg@n, pass@k, failures, standard error.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cli.terminal.arguments import JsonOption, StoreOption, print_json
+from cli.terminal.formatting import held_out
+
+
+def evaluate(
+    run: str,
+    version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the workflow; by default the one the run evaluates.")] = "",
+    num_tasks: Annotated[int | None, typer.Option(min=1, help="Most problems; by default as the run.")] = None,
+    n_samples: Annotated[int | None, typer.Option(min=1, help="Attempts per problem; by default as the run.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy; by default as the run.")] = None,
+    as_json: JsonOption = False,
+    store: StoreOption = "",
+) -> None:
+    """Score one policy version on held-out tasks, on an engine of its own: avg@n, pass@k, failures."""
+    console = Console(highlight=False, stderr=as_json)
+    changes = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
+    evaluation = evaluate_run(run, version=version, store=store, console=console, **changes)
+    if as_json:
+        print_json(evaluation)
+    else:
+        print_evaluation(evaluation, console)
+
+
+def evaluate_run(
+    run: str, *, version: int | None = None, store: str = "", console: Console | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Run the evaluation flow here and return what it found.
+
+    `changes` are settings of the run's own evaluation: `split`, `num_tasks`, `n_samples`, `temperature`. What cannot
+    work is said before anything heavy starts.
+    """
+    from cli.run.flow import run_flow
+    from flows.evaluate import evaluate, plan_evaluation
+
+    changes = {key: value for key, value in changes.items() if value is not None}
+    plan_evaluation(run=run, store=store, version=version, wanted=changes)
+    console = console or Console(highlight=False)
+    with console.status(f"evaluating {run}"):
+        return run_flow(evaluate(run=run, store=store, version=version, **changes), console)
+
+
+def print_evaluation(evaluation: dict[str, Any], console: Console) -> None:
+    """The same for people."""
+    from storage.log.entries import Evaluation
+
+    fields = {key: value for key, value in evaluation.items() if key not in ("run", "gate")}
+    score, facts = held_out(Evaluation(**fields))
+    console.print(
+        f"policy {evaluation['version']} of run {evaluation['run']}, split {escape(repr(evaluation['split']))}: "
+        f"[bold cyan]{score}[/] [dim]{facts}[/]",
+        soft_wrap=True,
+    )

@@ -1,0 +1,87 @@
+"""`millrace traj ls`: a line for each attempt, newest first.
+
+In: a run and a condition. Out: a table as wide as the terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
+from cli.terminal.formatting import number, one_line, versions_of
+from cli.traj.finding import NEWEST, condition, note_left_out, outcome_of, shards_to_read, why_missing
+from settings.errors import InvalidInput
+
+_NARROWEST_TEXT = 8  # characters that prompt and reply keep on the narrowest terminal
+
+
+def ls(
+    run: str,
+    where: WhereOption = "",
+    include_eval: EvalOption = False,
+    count: Annotated[int, typer.Option("-n", min=1, help="At most this many.")] = 20,
+    store: StoreOption = "",
+) -> None:
+    """List trajectories, newest first."""
+    from storage.views.queries import open_queries
+
+    log, console = open_named(run, store), Console(highlight=False)
+    shard_ids = shards_to_read(log, group=None, step=None, newest=not where, count=count, held=include_eval)
+    sql = f"""
+        SELECT id, sequence_idx, prompt, reply, reward, status, head_version, tail_version, outcome, step, num_sampled
+        FROM trajectories WHERE {condition(where, include_eval)} ORDER BY {NEWEST} LIMIT {count + 1}
+    """
+    queries = open_queries(log, shard_ids=shard_ids)
+    rows = queries.select(sql).to_pylist()
+    if len(rows) <= count and shard_ids is not None and len(shard_ids) < len(log.state.shards):
+        queries = open_queries(log)
+        rows = queries.select(sql).to_pylist()
+    if not rows:
+        hint = "" if include_eval else "; held-out ones are listed with --eval"
+        raise InvalidInput(f"run {run!r} has no such trajectory{why_missing(queries.left_out)}{hint}")
+    console.print(_listing(rows[:count], console.width))
+    if len(rows) > count:
+        console.print(f"[dim]the newest {count}; more with -n, others with --where[/]")
+    note_left_out(queries.left_out)
+
+
+def _listing(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """One line for each; prompt and reply share what the other columns leave of the width."""
+    columns = {
+        "id": [row["id"] + (f" ↳{row['sequence_idx']}" if row["sequence_idx"] else "") for row in rows],
+        "prompt": [one_line(row["prompt"] or "") for row in rows],
+        "reply": [one_line(row["reply"] or "") for row in rows],
+        "reward": [number(row["reward"]) for row in rows],
+        "status": [row["status"] for row in rows],
+        "policy": [versions_of(row) for row in rows],
+        "outcome": [outcome_of(row) for row in rows],
+        "tokens": [str(row["num_sampled"]) for row in rows],
+    }
+    widths = {name: max(cell_len(cell) for cell in [name, *cells]) for name, cells in columns.items()}
+    widths["id"] = min(widths["id"], max(12, width // 5))
+    room = width - 2 * (len(widths) - 1) - sum(widths[name] for name in widths if name not in ("prompt", "reply"))
+    room = max(room, 2 * _NARROWEST_TEXT)
+    widths["prompt"] = min(widths["prompt"], max(room // 2, room - widths["reply"]))
+    widths["reply"] = min(widths["reply"], room - widths["prompt"])
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        right = name in ("reward", "policy", "tokens")
+        folds = name == "id"
+        table.add_column(
+            name,
+            width=widths[name],
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
+            justify="right" if right else "left",
+            style="green" if name == "reply" else "",
+        )
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(Text, cells))
+    return table
