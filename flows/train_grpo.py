@@ -128,7 +128,7 @@ async def start(session: RunSession, config: RunConfig) -> None:
     if config.train.reference.model:
         await provide_reference(session, model=config.train.reference.model)
     choose_transfer(session, engine=config.engine, train=config.train)
-    starting_trainer = start_trainer(session, recipe=config.recipe)
+    starting_trainer = start_trainer(session, config=config)
     workers = [session.next_worker_name() for _ in range(config.rollout.num_workers)]
     evaluators = ["evaluator-0"] if config.evaluation.own_engine else []
     starting = [start_engine(session, config, name=name) for name in (*workers, *evaluators)]

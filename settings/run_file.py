@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from settings.reward import RewardSettings
 from settings.rollout import RolloutSettings
 from settings.sampling import SamplingSettings
 from settings.tracking import TraceSettings
-from settings.train import Recipe, TrainSettings
+from settings.train import TrainSettings
 from settings.warmup import WarmupSettings
 
 
@@ -179,22 +178,6 @@ class RunConfig(Settings):
     def gate_gap(self) -> float:
         """Largest gap between engine and trainer, in nats per token, on the way to a champion."""
         return self.train.max_gap if self.evaluation.gate_gap is None else self.evaluation.gate_gap
-
-    @property
-    def recipe(self) -> Recipe:
-        """What decides how a step is trained."""
-        settings = self.train
-        if self.engine.kind == "scripted":  # it draws at random, whatever the weights say
-            settings = settings.model_copy(update={"max_gap": math.inf})
-        return Recipe(
-            settings=settings,
-            learning_rate=self.learning_rate,
-            temperature=self.sampling.temperature,
-            max_tokens=self.sampling.max_tokens,
-            reward_weights=self.reward.weights,
-            max_staleness=self.max_staleness,
-            seed=self.seed,
-        )
 
     @property
     def settings(self) -> Settings:

@@ -26,7 +26,8 @@ from infra.memory import PeakMemory
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from settings.engine import WeightTransfer
-from settings.train import Recipe, TrainSettings
+from settings.run_file import RunConfig
+from settings.train import TrainSettings
 from storage.log.entries import Session
 from storage.log.producers import Lookout
 from storage.log.run_log import RunLog
@@ -97,7 +98,7 @@ class RunSession:
         self.evaluator: Hosted | None = None
         """The worker that does nothing but evaluate; null where a rollout worker does it beside its own work."""
         self.trainer: Hosted | HostedGroup
-        self.recipe: Recipe
+        self.config: RunConfig
         """What the trainer was started with, for the one that takes its place."""
         self.weight_transfer: WeightTransfer = "store"
         """How policies come from the trainer to this session's engines."""

@@ -19,7 +19,8 @@ from prefect.utilities.annotations import quote
 from infra.fleet import WorkerDied
 from settings.errors import UserError
 from settings.rollout import RolloutSettings
-from settings.train import Recipe, TrainSettings
+from settings.run_file import RunConfig
+from settings.train import TrainSettings
 from storage.log.claims import ClaimRules, next_claim
 from storage.log.entries import Claim, Quarantine, Step
 from storage.shards.shards import DamagedShard
@@ -49,20 +50,18 @@ class EveryClaimRefused(UserError):
 async def start_trainer(
     session: RunSession,
     *,
-    recipe: Recipe,
+    config: RunConfig,
 ) -> None:
     """Load the policy and resume the optimizer, re-training recorded steps where no state was saved since."""
-    session.recipe = recipe
+    session.config = config
     arguments = {
         "store_uri": session.log.store.uri,
         "run_id": session.log.run_id,
-        "recipe": recipe,
+        "config": config,
         "cache": str(session.cache),
         "sends": session.weight_transfer != "store",
     }
-    await session.host_trainer(
-        "trainer-0", "trainers.worker:TrainerWorker", arguments=arguments, settings=recipe.settings
-    )
+    await session.host_trainer("trainer-0", "trainers.worker:TrainerWorker", arguments=arguments, settings=config.train)
     replayed = await session.trainer.call("start")
     if replayed:
         logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
@@ -177,7 +176,7 @@ async def train_step(session: RunSession, *, claim: Claim, round_started: float)
         )
     except WorkerDied as death:
         logger.warning("%s; another trainer takes its place", death)
-        await start_trainer(session, recipe=session.recipe)
+        await start_trainer(session, config=session.config)
         raise
     except DamagedShard as damaged:
         await _quarantine(session, {damaged.shard_id: damaged.reason})

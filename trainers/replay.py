@@ -22,7 +22,8 @@ import torch
 
 from infra.starting import Startable
 from settings.errors import InvalidInput
-from settings.train import Recipe, ReferenceSettings
+from settings.run_file import RunConfig
+from settings.train import ReferenceSettings
 from storage.log.entries import Claim, Policy, Step
 from storage.log.replay_plan import CannotReplay, ReplayedStep, ReplayPlan, later_start, saved_steps
 from storage.log.run_log import RunLog
@@ -48,17 +49,17 @@ logger = logging.getLogger("millrace.trainer")
 class Retrainer:
     """A run's trainer, fed with the groups its log says were claimed."""
 
-    def __init__(self, log: RunLog, recipe: Recipe, *, cache: Path) -> None:
+    def __init__(self, log: RunLog, config: RunConfig, *, cache: Path) -> None:
         """Start from the base policy. Raises `storage.objects.digests.DigestMismatch` where its folder is altered, and
         `ValueError` for a model that cannot be trained or written."""
-        torch.manual_seed(recipe.seed)
+        torch.manual_seed(config.seed)
         self._log = log
-        self._recipe = recipe
+        self._config = config
         self._cache = cache
         self._policies = PolicyReader(log, cache)
         self._base_folder = self._policies.fetch(log.state.policies[0])
         self._base_tokenizer = tokenizer_sha256(self._base_folder)
-        self.trainer = Trainer(self._base_folder, recipe, reference=self._reference())
+        self.trainer = Trainer(self._base_folder, config, reference=self._reference())
         self._dtype = stored_dtype(self._base_folder)
         refuse_other_names(self.trainer.model, self._base_folder)
 
@@ -67,7 +68,7 @@ class Retrainer:
 
         Raises `ValueError` for one with another tokenizer, `storage.objects.digests.DigestMismatch` for an altered one.
         """
-        match self._recipe.settings.reference:
+        match self._config.train.reference:
             case ReferenceSettings(kind="base"):
                 return self._base_folder
             case ReferenceSettings(kind="model", model=model):
@@ -126,7 +127,7 @@ class Retrainer:
         shards = [self._log.state.shards[name] for name in dict.fromkeys(group.shard_id for group in claim.trained)]
         columns = (*COLUMNS, "reward_parts", "turns", "adapters")
         tables = {shard.id: read_shard(self._log, shard, columns=columns) for shard in shards}
-        if self._recipe.settings.lora is not None:
+        if self._config.train.lora is not None:
             for shard_id, table in tables.items():
                 check_adapters(table, shard_id=shard_id, policies=self._log.state.policies)
         if rewards:
@@ -155,7 +156,7 @@ class Retrainer:
         )
         refuse_long_rows(
             samples.offsets,
-            tokens_per_microbatch=self._recipe.settings.tokens_per_microbatch,
+            tokens_per_microbatch=self._config.train.tokens_per_microbatch,
             groups_B=samples.groups_B,
             group_ids=samples.group_ids,
         )
@@ -166,12 +167,14 @@ class Retrainer:
         With `judge`, raises `trainers.health.GapTooLarge` for shards too far from the policy that sampled them.
         """
         if samples is not None:
+            # The scripted engine draws at random, whatever the weights say.
+            is_judged = judge and self._config.engine.kind != "scripted"
             metrics = self.trainer.step(
                 samples,
                 step=claim.step,
                 base_version=claim.base_version,
-                max_staleness=self._recipe.max_staleness,
-                max_gap=self._recipe.settings.max_gap if judge else math.inf,
+                max_staleness=self._config.max_staleness,
+                max_gap=self._config.train.max_gap if is_judged else math.inf,
             )
             return {**metrics, **samples.turn_metrics}
         nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}
@@ -241,7 +244,7 @@ class Retrainer:
         )
 
     def load_state(self, folder: Path) -> int:
-        """Take over what `save_state` wrote, perhaps under another recipe; returns its step."""
+        """Take over what `save_state` wrote, perhaps under other settings; returns its step."""
         return load_state(
             self.trainer.model, self.trainer.optimizer, folder, critic=self.trainer.critic, ema=self.trainer.ema
         )
@@ -273,8 +276,8 @@ class ReplayWorker(Startable):
         store_uri: str,
         run_id: str,
         plan: ReplayPlan,
-        recorded: Recipe,
-        changed: Recipe,
+        recorded: RunConfig,
+        changed: RunConfig,
         rewards: str,
         cache: str,
     ) -> None:
@@ -356,7 +359,7 @@ class ReplayWorker(Startable):
 
     def _enter_span(self) -> None:
         if self._changed != self._recorded:
-            # Another recipe may need another optimizer, or another sharding: the state moves into a new trainer.
+            # Other settings may need another optimizer, or another sharding: the state moves into a new trainer.
             self._retrainer.save_state(self._scratch / "state", step=self._plan.first - 1, on_all=True)
             del self._retrainer
             self._retrainer = Retrainer(self._log, self._changed, cache=self._cache)

@@ -6,7 +6,7 @@ In: a policy folder, then `Samples` step by step. Out: metrics; and the weights,
                  └─▶ mini-batches of whole groups, each ─▶ packs of this rank ─▶ objective ─▶ backward
                         └─▶ every number finite? engine and trainer agree? ─▶ clip ─▶ AdamW
 
-The result is a function of policy, samples, recipe and step alone: replaying a step gives the same weights.
+The result is a function of policy, samples, settings and step alone: replaying a step gives the same weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from settings.train import Recipe, TrainSettings
+from settings.run_file import RunConfig
+from settings.train import TrainSettings
 from trainers.critic import Critic
 from trainers.data.samples import Samples
 from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
@@ -60,11 +61,10 @@ _GAP = ("sampled_logprobs", "gap_weights", "shards")
 class Trainer:
     """Holds the policy and the optimizer of one rank."""
 
-    def __init__(self, folder: Path, recipe: Recipe, *, reference: Path | None = None) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, reference: Path | None = None) -> None:
         """`reference` is the policy folder that `train.reference` names, where it names one."""
-        settings = recipe.settings
-        self._recipe = recipe
-        self._settings = settings
+        settings = config.train
+        self._config, self._settings = config, settings
         has_cuda = torch.cuda.is_available()
         refuse_options(settings, has_cuda=has_cuda, has_bfloat16=has_cuda and torch.cuda.is_bf16_supported())
         self.device = choose_device(settings.device)
@@ -74,7 +74,7 @@ class Trainer:
         self.model = self._load(folder, settings)
         self.optimizer = make_optimizer(
             (parameter for parameter in self.model.parameters() if parameter.requires_grad),
-            learning_rate=recipe.learning_rate,
+            learning_rate=config.learning_rate,
             weight_decay=settings.weight_decay,
             fused=True,
         )
@@ -105,7 +105,7 @@ class Trainer:
             samples.versions_T, samples.mask_T, base_version=base_version, steps_per_update=settings.steps_per_update
         )
         looked = self._look(samples)
-        credit = assign_credit(samples, settings, looked, reward_weights=self._recipe.reward_weights)
+        credit = assign_credit(samples, settings, looked, reward_weights=self._config.reward.weights)
         in_time_T = tokens_to_train(
             lag_T, samples.mask_T, stale_policy=settings.stale_policy, max_staleness=max_staleness
         )
@@ -115,7 +115,15 @@ class Trainer:
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
-        updates = list(minibatches(samples, self._recipe, step=step))
+        updates = list(
+            minibatches(
+                samples,
+                num_minibatches=settings.num_minibatches,
+                num_epochs=settings.num_epochs,
+                seed=self._config.seed,
+                step=step,
+            )
+        )
         for number, rows in enumerate(updates):
             sums, group_norms, gap = self._update(
                 batch,
@@ -196,7 +204,7 @@ class Trainer:
             activation_checkpointing=settings.activation_checkpointing,
             compile=settings.compile,
             logits_gib=settings.logits_gib,
-            seed=self._recipe.seed,
+            seed=self._config.seed,
         )
         shard(
             model,
@@ -214,7 +222,7 @@ class Trainer:
     def _set_learning_rate(self, step: int) -> None:
         shape = {name: getattr(self._settings, name) for name in ("warmup_steps", "schedule", "decay_steps")}
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, peak=self._recipe.learning_rate, **shape)
+            group["lr"] = learning_rate(step, peak=self._config.learning_rate, **shape)
         if self.critic is not None:
             self.critic.set_learning_rate(learning_rate(step, peak=self._settings.critic.learning_rate, **shape))
 
@@ -233,7 +241,8 @@ class Trainer:
         Sums over trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine.
         """
         samples, settings = batch.samples, self._settings
-        values = {**batch.values, "weights": batch.weights_T(rows, self._recipe)}
+        weights_T = batch.weights_T(rows, aggregation=settings.aggregation, max_tokens=self._config.sampling.max_tokens)
+        values = {**batch.values, "weights": weights_T}
         totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}
         finite, meter = FiniteCheck(), GapMeter(max(1, len(samples.shard_ids)))
         self.optimizer.zero_grad(set_to_none=True)
@@ -353,7 +362,7 @@ class Trainer:
             pack.targets,
             pack.position_ids,
             pack.layout,
-            self._recipe.temperature,
+            self._config.sampling.temperature,
             entropy_grad=entropy_grad,
             positions_N=pack.positions,
         )

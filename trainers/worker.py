@@ -20,7 +20,7 @@ from typing import Literal
 
 from infra.starting import Startable
 from infra.weight_broadcast import Broadcast, send
-from settings.train import Recipe
+from settings.run_file import RunConfig
 from storage.log.entries import Claim, Policy, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
@@ -44,14 +44,14 @@ class TrainerWorker(Startable):
         *,
         store_uri: str,
         run_id: str,
-        recipe: Recipe,
+        config: RunConfig,
         cache: str,
         sends: bool = False,
     ) -> None:
         """`sends`: the newest policy's weights are kept, to be broadcast."""
         self._store_uri = store_uri
         self._run_id = run_id
-        self._recipe = recipe
+        self._config = config
         self._cache = Path(cache)
         self._sends = sends
         self._outbox: tempfile.TemporaryDirectory[str] | None = None  # of rank 0
@@ -62,7 +62,7 @@ class TrainerWorker(Startable):
     def start(self) -> int:
         """Load the run's base policy, resume its optimizer, and return the number of steps re-trained on the way."""
         self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
-        self._retrainer = Retrainer(self._log, self._recipe, cache=self._cache)
+        self._retrainer = Retrainer(self._log, self._config, cache=self._cache)
         num_steps = agreed(on_every_rank(lambda: len(self._log.refresh().steps)), what="number of committed steps")
         since = self._log.state.steps[self._retrainer.load_nearest_state(num_steps) :]
         if since:
@@ -71,7 +71,7 @@ class TrainerWorker(Startable):
         self._unsaved, self._policy_path = None, self._live().path
         if self._sends and rank() == 0:
             self._outbox, self._sendable = tempfile.TemporaryDirectory(prefix="millrace-"), -1
-        self._policies = PolicyWriter(self._log, self._cache, anchor_every=self._recipe.settings.anchor_every)
+        self._policies = PolicyWriter(self._log, self._cache, anchor_every=self._config.train.anchor_every)
         self._mend_newest()
         return len(since)
 
@@ -99,7 +99,7 @@ class TrainerWorker(Startable):
             # All ranks gather; the rest is up to rank 0.
             folder = Path(scratch)
             digest = "" if claim.fallback == "skip_step" else self._retrainer.save_policy(folder / "policy")
-            if claim.step % self._recipe.settings.checkpoint_every == 0:
+            if claim.step % self._config.train.checkpoint_every == 0:
                 self._retrainer.save_state(folder / "state", step=claim.step)
             clocks = {"round_started": round_started, "started": started, "trained": trained}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))

@@ -31,11 +31,11 @@ from tests.builders import a_broadcast
 from tests.distributed.ranks import Ranks, fork_ranks
 from tests.unit.trainers.builders import (
     commit,
+    config_of,
     group_of,
     largest_difference,
     new_run,
     random_rows,
-    recipe_of,
     tiny_model,
 )
 from trainers import replay
@@ -53,9 +53,9 @@ def _log(folder: Path) -> RunLog:
 
 
 def _started(folder: Path) -> tuple[TrainerWorker, int]:
-    recipe = recipe_of(max_staleness=8, checkpoint_every=2, num_minibatches=2, max_gap=1e9)
+    config = config_of(max_staleness=8, checkpoint_every=2, num_minibatches=2, max_gap=1e9)
     store = _log(folder).store.uri
-    worker = TrainerWorker(store_uri=store, run_id="run", recipe=recipe, cache=str(folder / "cache"), sends=True)
+    worker = TrainerWorker(store_uri=store, run_id="run", config=config, cache=str(folder / "cache"), sends=True)
     return worker, worker.start()
 
 

@@ -16,7 +16,7 @@ from storage.log.claims import ClaimRules, next_claim
 from storage.log.entries import Step
 from storage.log.run_log import RunLog
 from storage.records import RolloutGroup
-from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
+from tests.unit.trainers.builders import Row, commit, config_of, group_of, load_causal_lm, new_run, tiny_model
 from trainers.worker import TrainerWorker
 
 _PROMPTS = ["1+1=", "23+4=", "5=", "9+9+9="]
@@ -77,7 +77,7 @@ def test_reward_rises(tmp_path: Path, scale: str) -> None:
     worker = TrainerWorker(
         store_uri=log.store.uri,
         run_id=log.run_id,
-        recipe=recipe_of(learning_rate=1e-2, advantage={"kind": "grpo", "scale": scale}),
+        config=config_of(learning_rate=1e-2, advantage={"kind": "grpo", "scale": scale}),
         cache=str(tmp_path / "cache"),
     )
     worker.start()

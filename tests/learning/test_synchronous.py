@@ -9,7 +9,6 @@ after it.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, RolloutTask, Sampling
 from storage.shards.shards import read_shard
 from tests.builders import ATTEMPT_LIMITS, LIMITS, wait_for_work
-from tests.unit.trainers.builders import commit, new_run, recipe_of, tiny_model
+from tests.unit.trainers.builders import commit, config_of, new_run, tiny_model
 from trainers.checkpoint import save_policy
 from trainers.data.samples import COLUMNS, gather_samples
 from trainers.trainer import Trainer
@@ -41,7 +40,7 @@ from trainers.worker import TrainerWorker
 _BATCH, _STEPS, _ATTEMPTS = 4, 5, 4
 _TASKS = [RolloutTask(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
 _LIMITS = {"n_samples": _ATTEMPTS, "batch_size": _BATCH, "total_groups": _STEPS * _BATCH, "max_concurrent": 3 * _BATCH}
-_RECIPE = recipe_of(learning_rate=1e-2, num_minibatches=2, max_gap=1e9)  # the scripted engine draws at random
+_CONFIG = config_of(learning_rate=1e-2, num_minibatches=2, max_gap=1e9)  # the scripted engine draws at random
 _SAMPLING = Sampling(max_tokens=8)
 
 
@@ -89,7 +88,7 @@ async def _plain_loop(log: RunLog, model: Path, scratch: Path) -> str:
     tokens = ChatTokens.load(model)
     engine, prompts = _Engine(tokens), PromptOrder(_TASKS, seed=0)
     player = _player(engine, tokens)
-    trainer = Trainer(model, _RECIPE)
+    trainer = Trainer(model, _CONFIG)
     engine.weights = log.state.policies[0].weights_sha256
     for step in range(1, _STEPS + 1):
         engine.version = step - 1
@@ -134,7 +133,7 @@ class _Pipeline:
         self._trainer = TrainerWorker(
             store_uri=log.store.uri,
             run_id=log.run_id,
-            recipe=dataclasses.replace(_RECIPE, max_staleness=max_staleness),
+            config=_CONFIG.model_copy(update={"max_staleness": max_staleness}),
             cache=str(cache),
         )
 

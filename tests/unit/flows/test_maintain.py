@@ -20,7 +20,7 @@ from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
 from storage.retention.retention import reading
 from tasks.maintain import collect_from_runs
-from tests.unit.trainers.builders import commit, group_of, new_run, random_rows, recipe_of, tiny_model
+from tests.unit.trainers.builders import commit, config_of, group_of, new_run, random_rows, tiny_model
 from trainers.worker import TrainerWorker
 
 RULES: dict[str, Any] = {"keep_last": 1, "keep_every": 0, "older_than": "", "max_size": ""}
@@ -59,7 +59,7 @@ def _worker(log: RunLog) -> TrainerWorker:
     worker = TrainerWorker(
         store_uri=log.store.uri,
         run_id=log.run_id,
-        recipe=recipe_of(max_staleness=100, checkpoint_every=3),
+        config=config_of(max_staleness=100, checkpoint_every=3),
         cache="",
     )
     worker.start()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from settings.train import Recipe, TrainSettings
+from settings.run_file import RunConfig
 from storage.log.entries import Policy, Shard
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
@@ -125,24 +125,28 @@ def samples_of(rows: Sequence[Row]) -> Samples:
     )
 
 
-def recipe_of(
+def config_of(
     *,
     learning_rate: float = 1e-3,
     temperature: float = 1.0,
     max_staleness: float = 0,
     seed: int = 0,
     reward_weights: dict[str, float] | None = None,
-    **settings: object,
-) -> Recipe:
-    """A recipe on the CPU."""
-    return Recipe(
-        settings=TrainSettings.model_validate({"device": "cpu", **settings}),
-        learning_rate=learning_rate,
-        temperature=temperature,
-        max_tokens=8,
-        reward_weights=reward_weights or {},
-        max_staleness=max_staleness,
-        seed=seed,
+    **train: object,
+) -> RunConfig:
+    """A run's settings on the CPU, with replies of up to 8 tokens; `train` are those of its `[train]`."""
+    return RunConfig.model_validate(
+        {
+            "workflow": "",
+            "learning_rate": learning_rate,
+            "sampling": {"temperature": temperature, "max_tokens": 8},
+            "engine": {"max_model_len": 16},
+            "reward": {"weights": reward_weights or {}},
+            "max_staleness": max_staleness,
+            "seed": seed,
+            "steps": train.get("decay_steps", 1000),
+            "train": {"device": "cpu", **train},
+        }
     )
 
 
@@ -151,9 +155,9 @@ def trainer_of(
 ) -> Trainer:
     """A trainer that does not clip gradients unless told to."""
     chosen = {"max_grad_norm": NO_CLIPPING, **settings}
-    recipe = recipe_of(learning_rate=learning_rate, temperature=temperature, seed=seed, **chosen)
-    reference = folder if recipe.settings.reference.kind == "base" else None
-    return Trainer(folder, recipe, reference=reference)
+    config = config_of(learning_rate=learning_rate, temperature=temperature, seed=seed, **chosen)
+    reference = folder if config.train.reference.kind == "base" else None
+    return Trainer(folder, config, reference=reference)
 
 
 def take_step(

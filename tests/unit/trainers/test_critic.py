@@ -12,9 +12,9 @@ import torch
 from tests.unit.trainers.builders import (
     NO_CLIPPING,
     Row,
+    config_of,
     largest_difference,
     load_causal_lm,
-    recipe_of,
     samples_of,
     take_step,
     tiny_model,
@@ -215,7 +215,7 @@ def _credit(rows: list[Row], settings: dict[str, object], reference: np.ndarray 
     samples = samples_of(rows)
     zeros = np.zeros(len(samples.mask_T), np.float32)
     looked = Looked(values_T=zeros, reference_T=reference)
-    return assign_credit(samples, recipe_of(**settings).settings, looked, reward_weights={})
+    return assign_credit(samples, config_of(**settings).train, looked, reward_weights={})
 
 
 def test_with_a_critic_the_kl_in_the_reward_is_charged_at_the_token_that_causes_it(

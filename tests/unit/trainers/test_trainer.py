@@ -10,12 +10,12 @@ import torch
 
 from tests.unit.trainers.builders import (
     Row,
+    config_of,
     gradients,
     largest_difference,
     load_causal_lm,
     logprobs_alone,
     random_rows,
-    recipe_of,
     samples_of,
     take_step,
     trainer_of,
@@ -120,7 +120,7 @@ def test_what_goes_forward_only_would_have_changed_nothing(
 def test_without_an_advantage_other_terms_still_have_their_gradient(
     tiny_folder: Path, rows: list[Row], settings: dict[str, object]
 ) -> None:
-    assert not moved_by_advantages_alone(recipe_of(**settings).settings)
+    assert not moved_by_advantages_alone(config_of(**settings).train)
     flat = samples_of([dataclasses.replace(row, reward=1.0) if row.group else row for row in rows])
     alone = samples_of([row for row in rows if not row.group])
     found = [trainer_of(tiny_folder, **settings) for _ in range(2)]
@@ -195,12 +195,12 @@ def test_equal_attempts_are_charged_alike_whatever_the_engine_rounds(
     ]
     others = [dataclasses.replace(row, group=row.group + 1) for row in rows]
     samples = samples_of(same + others)
-    settings = recipe_of(
+    settings = config_of(
         preset=preset,
         advantage={"kind": "grpo"},
         kl={"coefficient": 0.05, "place": "reward", "estimator": "k1", "weighted": False},
         reference={"kind": "base"},
-    ).settings
+    ).train
     reference_T = np.where(samples.mask_T, -1.0, 0.0).astype(np.float32)
     credit = assign_credit(samples, settings, Looked(reference_T=reference_T), reward_weights={})
     is_same_T = np.arange(len(samples.mask_T)) < samples.offsets[4]
@@ -401,7 +401,7 @@ def test_correct_clips_around_the_start_of_the_step_in_every_mini_batch(tiny_fol
 def test_a_forked_attempt_counts_once_in_its_group(tiny_folder: Path, rows: list[Row]) -> None:
     first, second, third = (dataclasses.replace(row, reward=r) for row, r in zip(rows[:3], (1, 0, 0), strict=True))
     samples = samples_of([first, first, second, third])  # two rows of one attempt
-    credit = assign_credit(samples, recipe_of(advantage=_NO_STD).settings, Looked(), reward_weights={})
+    credit = assign_credit(samples, config_of(advantage=_NO_STD).train, Looked(), reward_weights={})
     assert credit.advantages_T[samples.offsets[:-1]].tolist() == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
     assert credit.metrics["reward"] == pytest.approx(1 / 3)
 

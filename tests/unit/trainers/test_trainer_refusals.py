@@ -13,9 +13,9 @@ from storage.log.runs import model_key
 from storage.objects.digests import DIGEST_FILE, seal_folder
 from tests.unit.trainers.builders import (
     Row,
+    config_of,
     largest_difference,
     new_run,
-    recipe_of,
     samples_of,
     take_step,
     tiny_model,
@@ -118,11 +118,11 @@ def test_a_teacher_of_another_vocabulary_is_refused_before_anything_is_trained(
         log.store.put_folder(teacher, model_key("teacher"), last=DIGEST_FILE)
         cache = tmp_path / f"cache-{name}"
         if name == "same":
-            Retrainer(log, recipe_of(**settings), cache=cache)
+            Retrainer(log, config_of(**settings), cache=cache)
             log.store.delete([f"{model_key('teacher')}/{file.name}" for file in teacher.iterdir()])
         else:
             with pytest.raises(ValueError, match="train.reference.model = 'teacher' has another vocabulary"):
-                Retrainer(log, recipe_of(**settings), cache=cache)
+                Retrainer(log, config_of(**settings), cache=cache)
 
 
 @pytest.mark.parametrize("settings", [{}, {"advantage": "gae"}, {"advantage": "reinforce++"}])

@@ -12,10 +12,10 @@ import torch
 from tests.unit.trainers.builders import (
     NO_CLIPPING,
     Row,
+    config_of,
     gradients,
     largest_difference,
     load_causal_lm,
-    recipe_of,
     samples_of,
     take_step,
     tiny_model,
@@ -38,7 +38,7 @@ from trainers.step_batch import minibatches
 from trainers.trainer import Trainer
 
 _CAP = 1.25
-_MAX_TOKENS = 8  # of every recipe here
+_MAX_TOKENS = 8  # of every config here
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def _num_tokens(rows: list[Row]) -> int:
 
 def _with_reference(folder: Path, other: Path, **settings: object) -> Trainer:
     chosen = {"max_grad_norm": NO_CLIPPING, "reference": {"kind": "base"}, **settings}
-    return Trainer(folder, recipe_of(**chosen), reference=other)
+    return Trainer(folder, config_of(**chosen), reference=other)
 
 
 def _grpo(rows: list[Row], rewards: list[float] | None = None) -> list[float]:
@@ -95,8 +95,8 @@ def test_the_second_epoch_trains_the_same_tokens_around_the_policy_that_sampled(
 
 
 def test_every_epoch_has_mini_batches_of_its_own_that_hold_each_group_once(samples: Samples) -> None:
-    recipe = recipe_of(num_epochs=8, num_minibatches=2)
-    batches = [tuple(rows.tolist()) for rows in minibatches(samples, recipe, step=1)]
+    rows_of_each = minibatches(samples, num_minibatches=2, num_epochs=8, seed=0, step=1)
+    batches = [tuple(rows.tolist()) for rows in rows_of_each]
     epochs = [batches[start : start + 2] for start in range(0, 16, 2)]
     assert all(sorted([*first, *second]) == list(range(samples.num_rows)) for first, second in epochs)
     assert len({frozenset(epoch) for epoch in epochs}) > 1, "epochs are shuffled differently"

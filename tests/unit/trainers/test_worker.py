@@ -27,12 +27,12 @@ from storage.shards.shards import DamagedShard
 from tests.builders import a_broadcast
 from tests.unit.trainers.builders import (
     commit,
+    config_of,
     group_of,
     largest_difference,
     load_causal_lm,
     new_run,
     random_rows,
-    recipe_of,
     weights,
 )
 from trainers.health import GapTooLarge
@@ -60,7 +60,7 @@ def _worker(
     return TrainerWorker(
         store_uri=log.store.uri,
         run_id=log.run_id,
-        recipe=recipe_of(learning_rate=learning_rate, max_staleness=8, **settings),
+        config=config_of(learning_rate=learning_rate, max_staleness=8, **settings),
         cache=str(tmp_path / "cache"),
         sends=sends,
     )
