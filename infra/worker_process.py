@@ -56,8 +56,13 @@ class Host:
             if method == "close":
                 return None
             module, _, name = self._path.partition(":")
-            self._target = getattr(importlib.import_module(module), name)(**self._arguments)
-            result = await self._forwarded(method, arguments, keywords)
+            kind = getattr(importlib.import_module(module), name)
+            if method == "open":
+                self._target = await kind.open(**self._arguments)
+                result = self._target.opened
+            else:
+                self._target = kind(**self._arguments)
+                result = await self._forwarded(method, arguments, keywords)
             # Libraries, engine and model stay until the end, and hundreds of attempts at once are no reason to look for
             # garbage: the collector need not walk either again and again.
             gc.collect()

@@ -62,7 +62,7 @@ async def start_replay(
     }
     # Hosted as the trainer is: other threads, or ranks, would add up in another order.
     await session.host_trainer("replay-0", "trainers.replay:ReplayWorker", arguments=arguments, settings=changed.train)
-    loaded: int = await session.trainer.call("start")
+    loaded: int = await session.trainer.call("open")
     logger.info("starting from %s", f"the state saved at step {loaded}" if loaded else "the base policy")
     return loaded
 

@@ -62,7 +62,7 @@ async def start_trainer(
         "sends": session.weight_transfer != "store",
     }
     await session.host_trainer("trainer-0", "trainers.worker:TrainerWorker", arguments=arguments, settings=config.train)
-    replayed = await session.trainer.call("start")
+    replayed = await session.trainer.call("open")
     if replayed:
         logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
 

@@ -189,6 +189,7 @@ def test_only_workers_reach_past_the_records_into_the_store():
         "rollouts/production/worker.py",
         "rollouts/engines/served_policy.py",
         "rollouts/production/shard_writer.py",
+        "trainers/run_trainer.py",
         "trainers/worker.py",
     }
     assert reaching <= workers | replaying

@@ -3,7 +3,7 @@
     Claim ─▶ read shards (digests checked) ─▶ Samples ─▶ Trainer.step ─▶ policies/<v>-<attempt>/ ─▶ `Step` log entry
 
 A plain class: `infra/` may host it in another process, or in several as the ranks of one trainer; tests call it
-directly. All ranks read the log and the shards, and train their share; rank 0 alone writes. Starting it resumes the
+directly. All ranks read the log and the shards, and train their share; rank 0 alone writes. Opening it resumes the
 run: the last saved state, then the recorded steps since then, from their recorded shards.
 """
 
@@ -18,11 +18,9 @@ import uuid
 from pathlib import Path
 from typing import Literal
 
-from infra.starting import Startable
 from infra.weight_broadcast import Broadcast, send
 from settings.run_file import RunConfig
 from storage.log.entries import Claim, Policy, Step
-from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
 from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE
@@ -30,50 +28,43 @@ from storage.objects.opening import open_store
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
 from trainers.model.distributed import agreed, on_every_rank, on_first_rank, rank
 from trainers.refusals import RefusedShards
-from trainers.replay import Retrainer
+from trainers.run_trainer import RunTrainer
 from trainers.timing import time_budget
 
 logger = logging.getLogger("millrace.trainer")
 
 
-class TrainerWorker(Startable):
-    """Trains one run. Call `start` first."""
+class TrainerWorker:
+    """Trains one run. Made by `open`."""
 
-    def __init__(
-        self,
-        *,
-        store_uri: str,
-        run_id: str,
-        config: RunConfig,
-        cache: str,
-        sends: bool = False,
-    ) -> None:
-        """`sends`: the newest policy's weights are kept, to be broadcast."""
-        self._store_uri = store_uri
-        self._run_id = run_id
-        self._config = config
-        self._cache = Path(cache)
-        self._sends = sends
-        self._outbox: tempfile.TemporaryDirectory[str] | None = None  # of rank 0
-        self._sendable = -1  # version of the weights in there
+    def __init__(self, trainer: RunTrainer, *, opened: int, sends: bool) -> None:
+        self._trainer = trainer
+        self._log = trainer.log
+        self.opened = opened
+        """How many recorded steps were trained again to restore the optimizer."""
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
-        self._policy_path: str | None = None  # of the policy in the weights; null while the log knows none like them
+        self._policy_path: str | None = self._live().path  # of the weights' policy; None while the log knows none
+        self._outbox: tempfile.TemporaryDirectory[str] | None = None  # of rank 0
+        if sends and rank() == 0:
+            self._outbox = tempfile.TemporaryDirectory(prefix="millrace-")
+        self._sendable = -1  # version of the weights in there
+        self._policies = PolicyWriter(self._log, trainer.cache, anchor_every=trainer.config.train.anchor_every)
 
-    def start(self) -> int:
-        """Load the run's base policy, resume its optimizer, and return the number of steps re-trained on the way."""
-        self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
-        self._retrainer = Retrainer(self._log, self._config, cache=self._cache)
-        num_steps = agreed(on_every_rank(lambda: len(self._log.refresh().steps)), what="number of committed steps")
-        since = self._log.state.steps[self._retrainer.load_nearest_state(num_steps) :]
+    @classmethod
+    async def open(
+        cls, *, store_uri: str, run_id: str, config: RunConfig, cache: str, sends: bool = False
+    ) -> TrainerWorker:
+        """Load the run's base policy and resume its optimizer. With `sends` the newest policy's weights are kept, to be
+        broadcast."""
+        trainer = RunTrainer(open_run(open_store(store_uri), run_id), config, cache=Path(cache))
+        num_steps = agreed(on_every_rank(lambda: len(trainer.log.refresh().steps)), what="number of committed steps")
+        since = trainer.log.state.steps[trainer.load_nearest_state(num_steps) :]
         if since:
-            self._retrainer.restore(since)
-        self._retrainer.trainer.rehearse()
-        self._unsaved, self._policy_path = None, self._live().path
-        if self._sends and rank() == 0:
-            self._outbox, self._sendable = tempfile.TemporaryDirectory(prefix="millrace-"), -1
-        self._policies = PolicyWriter(self._log, self._cache, anchor_every=self._config.train.anchor_every)
-        self._mend_newest()
-        return len(since)
+            trainer.restore(since)
+        trainer.trainer.rehearse()
+        worker = cls(trainer, opened=len(since), sends=sends)
+        worker._mend_newest()
+        return worker
 
     def train_step(
         self, claim: Claim, *, extra_metrics: dict[str, float], round_started: float, session_id: str
@@ -98,9 +89,9 @@ class TrainerWorker(Startable):
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             # All ranks gather; the rest is up to rank 0.
             folder = Path(scratch)
-            digest = "" if claim.fallback == "skip_step" else self._retrainer.save_policy(folder / "policy")
-            if claim.step % self._config.train.checkpoint_every == 0:
-                self._retrainer.save_state(folder / "state", step=claim.step)
+            digest = "" if claim.fallback == "skip_step" else self._trainer.save_policy(folder / "policy")
+            if claim.step % self._trainer.config.train.checkpoint_every == 0:
+                self._trainer.save_state(folder / "state", step=claim.step)
             clocks = {"round_started": round_started, "started": started, "trained": trained}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
             if self._outbox is not None and digest:
@@ -131,12 +122,12 @@ class TrainerWorker(Startable):
         Raises `storage.policies.policies.DamagedDelta` where they are others than those recorded.
         """
         live = self._live()
-        damage = on_first_rank(lambda: self._retrainer.damage_of(live))
+        damage = on_first_rank(lambda: self._trainer.policies.damage_of(live))
         if not damage:
             return
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             folder = Path(scratch) / "policy"
-            if self._retrainer.save_policy(folder) != live.weights_sha256:
+            if self._trainer.save_policy(folder) != live.weights_sha256:
                 raise DamagedDelta(damage)
             on_first_rank(lambda: self._log.store.put_folder(folder, live.path, last=DIGEST_FILE))
         on_first_rank(lambda: self._log.store.delete([f"{live.path}/{DELTA_FILE}"]))
@@ -166,13 +157,13 @@ class TrainerWorker(Startable):
     def _train(self, claim: Claim) -> tuple[dict[str, float], float]:
         """Metrics, and the seconds that reading the shards took."""
         started = time.perf_counter()
-        samples = self._retrainer.samples(claim, judge=True)
+        samples = self._trainer.samples(claim, judge=True)
         load_seconds = time.perf_counter() - started
         before = self._policy_path
         if claim.fallback != "skip_step":
             self._policy_path = None
         try:
-            return self._retrainer.train(claim, samples, judge=True), load_seconds
+            return self._trainer.train(claim, samples, judge=True), load_seconds
         except RefusedShards:
             self._policy_path = before  # no weight has changed
             raise

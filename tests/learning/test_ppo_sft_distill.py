@@ -6,6 +6,7 @@ policy folder ─▶ sampling in torch ─▶ shard ─▶ claim ─▶ TrainerW
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +27,17 @@ from storage.log.runs import model_key
 from storage.objects.digests import DIGEST_FILE
 from storage.policies.policies import PolicyReader
 from storage.records import RolloutGroup
-from tests.unit.trainers.builders import Row, commit, config_of, group_of, load_causal_lm, new_run, tiny_model
+from tests.unit.trainers.builders import (
+    Row,
+    commit,
+    config_of,
+    group_of,
+    load_causal_lm,
+    new_run,
+    open_trainer,
+    tiny_model,
+)
 from trainers.replay import ReplayWorker
-from trainers.worker import TrainerWorker
 
 _PROMPTS = ["1+1=", "23+4=", "5=", "9+9+9="]
 _ATTEMPTS = 16
@@ -92,8 +101,7 @@ def _rollouts(folder: Path, *, version: int, judge: Judge) -> list[RolloutGroup]
 
 def _train(log: RunLog, config: RunConfig, cache: Path, *, steps: int, judge: Judge) -> list[Step]:
     """Sample from the live policy, commit, claim, train; again and again."""
-    worker = TrainerWorker(store_uri=log.store.uri, run_id=log.run_id, config=config, cache=str(cache))
-    worker.start()
+    worker = open_trainer(log, config, cache=cache)
     policies = PolicyReader(log, cache)
     rules = ClaimRules(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
     done = []
@@ -111,7 +119,7 @@ def _train(log: RunLog, config: RunConfig, cache: Path, *, steps: int, judge: Ju
 def _replay(log: RunLog, recorded: RunConfig, changed: RunConfig, cache: Path, save: Path) -> list[ReplayedStep]:
     """Every recorded step with other settings, and the policy that comes out."""
     plan = plan_replay(log.refresh(), run=log.run_id, first=1, last=log.state.step, rewards="")
-    worker = ReplayWorker(
+    opening = ReplayWorker.open(
         store_uri=log.store.uri,
         run_id=log.run_id,
         plan=plan,
@@ -120,8 +128,9 @@ def _replay(log: RunLog, recorded: RunConfig, changed: RunConfig, cache: Path, s
         rewards="",
         cache=str(cache),
     )
+    worker = asyncio.run(opening)
     try:
-        assert worker.start() == 0
+        assert worker.opened == 0
         steps = [worker.retrain(step) for step in range(plan.first, plan.last + 1)]
         worker.save_policy(str(save))
         return steps

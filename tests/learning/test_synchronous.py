@@ -31,11 +31,10 @@ from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, RolloutTask, Sampling
 from storage.shards.shards import read_shard
 from tests.builders import ATTEMPT_LIMITS, LIMITS, wait_for_work
-from tests.unit.trainers.builders import commit, config_of, new_run, tiny_model
+from tests.unit.trainers.builders import commit, config_of, new_run, open_trainer, tiny_model
 from trainers.checkpoint import save_policy
 from trainers.data.samples import COLUMNS, gather_samples
 from trainers.trainer import Trainer
-from trainers.worker import TrainerWorker
 
 _BATCH, _STEPS, _ATTEMPTS = 4, 5, 4
 _TASKS = [RolloutTask(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
@@ -130,15 +129,9 @@ class _Pipeline:
             sampling=_SAMPLING,
         )
         self._rules = ClaimRules(batch_size=_BATCH, max_staleness=max_staleness, stale_policy="strict", min_usable=2)
-        self._trainer = TrainerWorker(
-            store_uri=log.store.uri,
-            run_id=log.run_id,
-            config=_CONFIG.model_copy(update={"max_staleness": max_staleness}),
-            cache=str(cache),
-        )
+        self._trainer = open_trainer(log, _CONFIG.model_copy(update={"max_staleness": max_staleness}), cache=cache)
 
     async def run(self) -> str:
-        self._trainer.start()
         producing = asyncio.create_task(self._produce())
         while self._log.refresh().step < _STEPS:
             claim = next_claim(self._log.state, self._rules)

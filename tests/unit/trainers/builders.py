@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from trainers.data.samples import Samples
 from trainers.model.distributed import full
 from trainers.model.warmup import character_tokenizer
 from trainers.trainer import Trainer
+from trainers.worker import TrainerWorker
 
 CHARACTERS = "0123456789+="
 NO_CLIPPING = 1e9
@@ -234,3 +236,11 @@ def commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup]) -> Shard:
         code_version="",
     )
     return commit_shard(log, groups, provenance=provenance, sampling=Sampling())
+
+
+def open_trainer(log: RunLog, config: RunConfig, *, cache: Path, sends: bool = False) -> TrainerWorker:
+    """The run's trainer, ready for its next step."""
+    opening = TrainerWorker.open(
+        store_uri=log.store.uri, run_id=log.run_id, config=config, cache=str(cache), sends=sends
+    )
+    return asyncio.run(opening)

@@ -1,5 +1,6 @@
 """A replay gives the recorded weights bit for bit, and with one change says how far it went elsewhere."""
 
+import asyncio
 import dataclasses
 import shutil
 import time
@@ -16,9 +17,8 @@ from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
 from storage.shards.rescored_rewards import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.shards.shards import read_shard
-from tests.unit.trainers.builders import commit, config_of, group_of, load_causal_lm, new_run, random_rows
+from tests.unit.trainers.builders import commit, config_of, group_of, load_causal_lm, new_run, open_trainer, random_rows
 from trainers.replay import ReplayWorker
-from trainers.worker import TrainerWorker
 
 _STEPS = 4
 
@@ -39,14 +39,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Run
 
 
 def _train_all(log: RunLog, rules: ClaimRules, *, steps: int, cache: Path) -> None:
-    config = _config()
-    worker = TrainerWorker(
-        store_uri=log.store.uri,
-        run_id=log.run_id,
-        config=config,
-        cache=str(cache),
-    )
-    worker.start()
+    worker = open_trainer(log, _config(), cache=cache)
     for _ in range(steps):
         claim = next_claim(log.refresh(), rules)
         assert claim is not None
@@ -82,7 +75,7 @@ def _replay(
 ) -> list[ReplayedStep]:
     """What the flow does with a worker."""
     plan = plan_replay(log.refresh(), run=log.run_id, first=first, last=last, rewards=rewards)
-    worker = ReplayWorker(
+    opening = ReplayWorker.open(
         store_uri=log.store.uri,
         run_id=log.run_id,
         plan=plan,
@@ -91,10 +84,10 @@ def _replay(
         rewards=rewards,
         cache=str(tmp_path / "cache"),
     )
+    worker = asyncio.run(opening)
     try:
-        loaded = worker.start()
-        assert loaded == (plan.resumed_from if resumed_from is None else resumed_from)
-        assert all([worker.lead_up(step) for step in range(loaded + 1, first)])
+        assert worker.opened == (plan.resumed_from if resumed_from is None else resumed_from)
+        assert all([worker.lead_up(step) for step in range(worker.opened + 1, first)])
         steps = [worker.retrain(step) for step in range(first, last + 1)]
         if save is not None:
             worker.save_policy(str(save))
