@@ -19,6 +19,7 @@ from storage.log.runs import open_run
 from storage.objects.digests import DigestMismatch
 from storage.objects.opening import open_store
 from storage.shards.shards import DamagedShard
+from trainers.checkpoint import load_state
 from trainers.comparison import compare_updates
 from trainers.model.distributed import on_first_rank
 from trainers.run_trainer import RunTrainer
@@ -124,7 +125,7 @@ class ReplayWorker:
             cache = self._trainer.cache
             del self._trainer  # two at a time may not fit into memory
             self._trainer = RunTrainer(self._log, self._changed, cache=cache)
-            self._trainer.load_state(self._scratch / "state")
+            load_state(self._trainer.trainer, self._scratch / "state")
             shutil.rmtree(self._scratch / "state")
         self._trainer.save_policy(self._scratch / "start")
 

@@ -113,10 +113,10 @@ class RunTrainer:
                 return [error.shard_id, error.reason, error.file]
             return [batch_sha256(claim, read[0]) if num_ranks() > 1 else ""]
 
-        answers = on_every_rank(read_them)
-        if damaged := next((answer for answer in answers if len(answer) > 1), None):
+        results = on_every_rank(read_them)
+        if damaged := next((result for result in results if len(result) > 1), None):
             raise DamagedShard(*damaged)  # on every rank, also where the file is fine
-        agreed(answers, what=f"batch for step {claim.step}")
+        agreed(results, what=f"batch for step {claim.step}")
         return read[0]
 
     def _read(self, claim: Claim, *, rewards: str, judge: bool) -> Samples:
@@ -130,32 +130,18 @@ class RunTrainer:
             tables = {s.id: with_rewards(tables[s.id], read_rewards(self.log, s, rewards)) for s in shards}
         samples = gather_samples(claim.trained, tables)
         if judge:
-            tokenizers = {name: (t.schema.metadata or {}).get(b"tokenizer_sha256", b"") for name, t in tables.items()}
-            self._judge(claim, samples, {name: digest.decode() for name, digest in tokenizers.items()})
+            model = self.trainer.model.causal_lm.config
+            digests = {name: (t.schema.metadata or {}).get(b"tokenizer_sha256", b"") for name, t in tables.items()}
+            refuse_shards(
+                samples,
+                vocab_size=model.vocab_size,
+                max_positions=getattr(model, "max_position_embeddings", None),
+                base_version=claim.base_version,
+                tokenizers={name: digest.decode() for name, digest in digests.items()},
+                base_tokenizer=self._base_tokenizer,
+            )
+            refuse_long_rows(samples, tokens_per_microbatch=self.config.train.tokens_per_microbatch)
         return dataclasses.replace(samples, turn_metrics=turn_metrics(claim.trained, tables))
-
-    def _judge(self, claim: Claim, samples: Samples, tokenizers: dict[str, str]) -> None:
-        model = self.trainer.model.causal_lm.config
-        refuse_shards(
-            shard_ids=samples.shard_ids,
-            shards_B=samples.shards_B,
-            offsets=samples.offsets,
-            input_ids_T=samples.input_ids_T,
-            mask_T=samples.mask_T,
-            logprobs_T=samples.logprobs_T,
-            versions_T=samples.versions_T,
-            vocab_size=model.vocab_size,
-            max_positions=getattr(model, "max_position_embeddings", None),
-            base_version=claim.base_version,
-            tokenizers=tokenizers,
-            base_tokenizer=self._base_tokenizer,
-        )
-        refuse_long_rows(
-            samples.offsets,
-            tokens_per_microbatch=self.config.train.tokens_per_microbatch,
-            groups_B=samples.groups_B,
-            group_ids=samples.group_ids,
-        )
 
     def train(self, claim: Claim, samples: Samples | None, *, judge: bool = False) -> dict[str, float]:
         """One optimizer step, or what the claim does instead of one; returns its metrics.
@@ -221,24 +207,13 @@ class RunTrainer:
     def save_state(self, folder: Path, *, step: int, on_all: bool = False) -> None:
         """Write everything the next step depends on: rank 0 does, or `on_all` ranks do, each its own copy."""
         target = None if rank() and not on_all else folder
-        trainer = self.trainer
-        on_every_rank(
-            lambda: save_state(
-                trainer.model, trainer.optimizer, target, step=step, critic=trainer.critic, ema=trainer.ema
-            )
-        )
-
-    def load_state(self, folder: Path) -> int:
-        """Take over what `save_state` wrote, perhaps under other settings; returns its step."""
-        return load_state(
-            self.trainer.model, self.trainer.optimizer, folder, critic=self.trainer.critic, ema=self.trainer.ema
-        )
+        on_every_rank(lambda: save_state(self.trainer, target, step=step))
 
     def _load_state_of(self, step: Step) -> str:
         """Load the state saved at a step; what is wrong with its files, empty where nothing is."""
         assert step.state_path is not None
         try:
-            loaded = self.load_state(self._fetch(step.state_path))
+            loaded = load_state(self.trainer, self._fetch(step.state_path))
         except (DigestMismatch, FileNotFoundError) as error:
             return str(error)
         if loaded != step.claim.step:

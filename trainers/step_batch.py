@@ -32,7 +32,7 @@ class StepBatch:
     base_version: int
     """The policy version being trained."""
 
-    def weights_T(self, rows: np.ndarray, *, aggregation: Aggregation, max_tokens: int) -> np.ndarray:
+    def weights_T(self, rows: np.ndarray, aggregation: Aggregation, *, max_tokens: int) -> np.ndarray:
         """What each token of a mini-batch's rows counts, others 0; counted before anything stale is masked."""
         offsets = self.samples.offsets
         counts_B = np.add.reduceat(self.sampled_T, offsets[:-1], dtype=np.int64)
@@ -56,14 +56,12 @@ class StepBatch:
         return found if found.any() else ~found
 
 
-def minibatches(
-    samples: Samples, *, num_minibatches: int, num_epochs: int, seed: int, step: int
-) -> Iterator[np.ndarray]:
+def minibatches(samples: Samples, settings: TrainSettings, *, seed: int, step: int) -> Iterator[np.ndarray]:
     """The rows of each, epoch after epoch: whole groups, shuffled by seed and step."""
     draw = np.random.Generator(np.random.PCG64([seed, step]))
-    for _ in range(num_epochs):
+    for _ in range(settings.num_epochs):
         order = draw.permutation(np.unique(samples.groups_B))
-        for groups in np.array_split(order, min(num_minibatches, len(order))):
+        for groups in np.array_split(order, min(settings.num_minibatches, len(order))):
             yield np.flatnonzero(np.isin(samples.groups_B, groups))
 
 

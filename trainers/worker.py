@@ -61,7 +61,6 @@ class TrainerWorker:
         since = trainer.log.state.steps[trainer.load_nearest_state(num_steps) :]
         if since:
             trainer.restore(since)
-        trainer.trainer.rehearse()
         worker = cls(trainer, opened=len(since), sends=sends)
         worker._mend_newest()
         return worker
@@ -84,15 +83,15 @@ class TrainerWorker:
             metrics, load_seconds = self._train(claim)
             self._unsaved = (claim, metrics)
         # A retry after a failed save must not train the same claim a second time.
-        trained = time.perf_counter()
-        phases = {**extra_metrics, "load_seconds": load_seconds, "train_seconds": trained - started - load_seconds}
+        train_seconds = time.perf_counter() - started - load_seconds
+        phases = {**extra_metrics, "load_seconds": load_seconds, "train_seconds": train_seconds}
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             # All ranks gather; the rest is up to rank 0.
             folder = Path(scratch)
             digest = "" if claim.fallback == "skip_step" else self._trainer.save_policy(folder / "policy")
             if claim.step % self._trainer.config.train.checkpoint_every == 0:
                 self._trainer.save_state(folder / "state", step=claim.step)
-            clocks = {"round_started": round_started, "started": started, "trained": trained}
+            clocks = {"round_started": round_started, "started": started}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
             if self._outbox is not None and digest:
                 os.replace(folder / "policy" / WEIGHTS_FILE, Path(self._outbox.name) / WEIGHTS_FILE)
@@ -176,7 +175,6 @@ class TrainerWorker:
         phases: dict[str, float],
         *,
         started: float,
-        trained: float,
         round_started: float,
         session_id: str,
     ) -> None:
@@ -194,21 +192,17 @@ class TrainerWorker:
         if (folder / "state").exists():
             state_path = self._log.key(f"state/{claim.step}-{attempt}")
             self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE)
-        finished = time.perf_counter()
-        phases = {**phases, "save_seconds": finished - trained}
+        measured = time.perf_counter() - started
+        phases = {**phases, "save_seconds": measured - phases["load_seconds"] - phases["train_seconds"]}
         # The round may have started by another machine's clock; it took no less than was measured here.
-        budget = time_budget(phases, wall_seconds=max(time.time() - round_started, finished - started))
+        budget = time_budget(phases, wall_seconds=max(time.time() - round_started, measured))
+        speed = {"tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"]}
         self._log.append(
             Step(
                 claim=claim,
                 policy=policy,
                 shard_sha256={g.shard_id: self._log.state.shards[g.shard_id].sha256 for g in claim.trained},
-                metrics={
-                    **metrics,
-                    **phases,
-                    **budget,
-                    "tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"],
-                },
+                metrics={**metrics, **phases, **budget, **speed},
                 state_path=state_path,
                 session_id=session_id,
             )

@@ -1,7 +1,6 @@
 """A step is the paper's update, however it is cut into micro-batches, and the same every time."""
 
 import dataclasses
-import math
 from pathlib import Path
 
 import numpy as np
@@ -224,40 +223,6 @@ def test_the_same_inputs_give_bit_identical_weights(tiny_folder: Path, samples: 
         found.append((metrics, weights(trainer)))
     assert found[0][0] == found[1][0]
     assert largest_difference(found[0][1], found[1][1]) == 0
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"weight_decay": 0.1}, {"ema": 0.5, "num_minibatches": 2}, {"lora": {"rank": 2}}, {"advantage": {"kind": "gae"}}],
-    ids=str,
-)
-def test_a_rehearsal_changes_nothing(tiny_folder: Path, samples: Samples, settings: dict[str, object]) -> None:
-    one, other = trainer_of(tiny_folder, **settings), trainer_of(tiny_folder, **settings)
-    before = weights(one)
-    one.rehearse()
-    assert largest_difference(weights(one), before) == 0
-    assert not one.optimizer.state
-    for step in (1, 2):
-        assert take_step(one, samples, step=step) == take_step(other, samples, step=step)
-        one.rehearse()  # an optimizer with a past needs none
-    assert largest_difference(weights(one), weights(other)) == 0
-
-
-@pytest.mark.parametrize(("seconds", "sizes"), [(math.inf, [8, 32, 128]), (0.0, [8, 32])], ids=["quick", "slow"])
-def test_a_rehearsal_grows_up_to_a_pack_or_until_a_step_takes_long(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, sizes: list[int]
-) -> None:
-    monkeypatch.setattr("trainers.trainer.REHEARSAL_SECONDS", seconds)
-    trainer, seen = trainer_of(tiny_folder, tokens_per_microbatch=500), []
-    forward = trainer._forward
-
-    def noting(model: PolicyModel, pack: Pack, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append((len(pack.input_ids), torch.is_grad_enabled()))
-        return forward(model, pack, **options)
-
-    monkeypatch.setattr(trainer, "_forward", noting)
-    trainer.rehearse()
-    assert seen == [(size, with_gradient) for size in sizes for with_gradient in (False, True)]
 
 
 def test_the_seed_and_the_step_choose_the_mini_batches(tiny_folder: Path, samples: Samples) -> None:
