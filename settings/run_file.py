@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings
+from settings.presets import under_preset
 from settings.redaction import secret_settings
 from settings.reward import RewardSettings
 from settings.rollout import RolloutSettings
@@ -230,7 +231,7 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
     changeable = _training_settings(config)
     document = config.model_dump()
     if "train.preset" in changes:
-        document["train"] = config.train.under_preset(changes["train.preset"])
+        document["train"] = under_preset(document["train"], changes["train.preset"])
     for key in sorted(changes, key=lambda key: key.count(".")):  # a kind before what is set about it
         if key not in changeable and not key.startswith("train."):
             nearest = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from settings.advantage import Advantage, GrpoAdvantage
 from settings.block import Block
 from settings.loss import ClipLoss, DecoupledSettings, KlSettings, Loss
-from settings.presets import Preset, conventions_for, under_preset, with_preset
+from settings.presets import Preset, conventions_for, with_preset
 
 
 class CriticSettings(Block):
@@ -123,10 +123,6 @@ class TrainSettings(Block):
     and engines have the others. It decides in which order numbers are added up, so the last digits depend on it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU where there is one."""
-
-    def under_preset(self, preset: str) -> dict[str, Any]:
-        """These settings as a table, under another preset; see `settings.presets.under_preset`."""
-        return under_preset(self.model_dump(), preset)
 
     @model_validator(mode="before")
     @classmethod
