@@ -62,7 +62,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # started as a file, not as a module
 
 from trainers.data.packing import position_ids  # noqa: E402
-from trainers.model.attention import Layout, layout_of  # noqa: E402
+from trainers.model.attention import Layout  # noqa: E402
 from trainers.model.model import PolicyModel, load_model  # noqa: E402
 from trainers.objective.aggregation import aggregation_weights  # noqa: E402
 from trainers.objective.losses import LossInputs, clip_loss  # noqa: E402
@@ -203,7 +203,7 @@ def make_packs(
                 input_ids=ids[0],
                 targets=ids[1],
                 position_ids=position_ids(lengths).to(device),
-                layout=layout_of(counts, device=device),
+                layout=Layout(counts, device=device),
                 sequences=torch.from_numpy(np.repeat(np.arange(len(lengths)), counts)).to(device),
                 advantages=advantages.to(device),
                 weights=weights_T.to(device),

@@ -28,7 +28,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.trainer_workloads import model_folder, random_groups, recipe_of, samples_of, shard_tables
+from benchmarks.trainer_workloads import config_of, model_folder, random_groups, samples_of, shard_tables
 from storage.records import RolloutGroup
 from trainers.data.samples import gather_samples
 from trainers.trainer import Trainer
@@ -54,8 +54,8 @@ def measure(*, rounds: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         folder = model_folder(Path(scratch), hidden_size=HIDDEN_SIZE, num_layers=NUM_LAYERS)
-        whole = Trainer(folder, recipe_of(max_tokens=LENGTH, tokens_per_microbatch=max(TOKENS)))
-        packed = Trainer(folder, recipe_of(max_tokens=LENGTH))
+        whole = Trainer(folder, config_of(max_tokens=LENGTH, tokens_per_microbatch=max(TOKENS)))
+        packed = Trainer(folder, config_of(max_tokens=LENGTH))
     actions: dict[str, Callable[[], float]] = {}
     for tokens in TOKENS:
         groups = fixed_groups(num_groups=tokens // LENGTH // ATTEMPTS, attempts=ATTEMPTS, length=LENGTH)

@@ -45,7 +45,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.trainer_workloads import LEARNING_RATE, groups_of_w, model_folder, recipe_of, samples_of
+from benchmarks.trainer_workloads import LEARNING_RATE, config_of, groups_of_w, model_folder, samples_of
 from trainers.data.samples import Samples
 
 PaddedTo = Literal["step", "micro-batch"]
@@ -65,7 +65,7 @@ class Ours:
     def __init__(self, folder: Path, **settings: object) -> None:
         from trainers.trainer import Trainer
 
-        self.trainer = Trainer(folder, recipe_of(max_tokens=256, **settings))
+        self.trainer = Trainer(folder, config_of(max_tokens=256, **settings))
         self.trainer.step_without_gradient(step=1)
 
     def step(self, samples: Samples) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What the trainer's benchmarks train on: models with random weights, and groups as a rollout worker records them.
 
-In: sizes. Out: a model folder, shard tables, and a recipe.
+In: sizes. Out: a model folder, shard tables, and a run's settings.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from settings.train import Recipe, TrainSettings
+from settings.run_file import RunConfig
 from storage.log.entries import ClaimedGroup
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance, shard_table
@@ -109,16 +109,16 @@ def samples_of(groups: Sequence[RolloutGroup], *, num_shards: int = 1) -> Sample
     return gather_samples(*shard_tables(groups, num_shards=num_shards))
 
 
-def recipe_of(*, max_tokens: int, **settings: object) -> Recipe:
+def config_of(*, max_tokens: int, **train: object) -> RunConfig:
     """Defaults on the CPU but for what is given; no gap to the made-up engine is too large."""
-    return Recipe(
-        settings=TrainSettings.model_validate({"device": "cpu", "max_gap": 1e9, **settings}),
-        learning_rate=LEARNING_RATE,
-        temperature=1.0,
-        max_tokens=max_tokens,
-        reward_weights={},
-        max_staleness=0,
-        seed=0,
+    return RunConfig.model_validate(
+        {
+            "workflow": "",
+            "learning_rate": LEARNING_RATE,
+            "sampling": {"max_tokens": max_tokens},
+            "engine": {"max_model_len": max_tokens + 1},
+            "train": {"device": "cpu", "max_gap": 1e9, **train},
+        }
     )
 
 

@@ -49,9 +49,7 @@ async def replay(
         recorded = with_training_changes(config, where)
         if changed.train.reference.model:
             await provide_reference(session, model=changed.train.reference.model)
-        loaded = await start_replay(
-            session, plan=plan, recorded=recorded.recipe, changed=changed.recipe, rewards=rewards
-        )
+        loaded = await start_replay(session, plan=plan, recorded=recorded, changed=changed, rewards=rewards)
 
         def progress(step: int) -> str:
             return f"{step - loaded} of {plan.last - loaded}"

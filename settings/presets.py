@@ -10,49 +10,36 @@ from typing import Any, Literal
 
 Preset = Literal["", "trl", "verl", "openrlhf"]
 
-# A list holds one block for each `kind` the system has conventions for; a block without a kind is the first one.
-_TRL: dict[str, Any] = {
-    "advantage": [
-        {"kind": "grpo", "scale": "std", "ddof": 1, "eps": 1e-4, "singleton": "zero"},
-        {"kind": "leave_one_out", "scale": "none"},
-    ],
-    "loss": [
-        {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
-        {"kind": "cispo", "clip_low": None, "clip_high": 4.0},
-        {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
-    ],
-    "aggregation": "token_mean",
-    "kl": {"estimator": "k3", "place": "loss", "clamp": None, "weighted": True},
+_GRPO = {"kind": "grpo", "scale": "std", "ddof": 1}
+_RLOO = {"kind": "leave_one_out", "scale": "none"}
+_REINFORCE = {"kind": "reinforce++", "eps": 1e-8}
+_GAE = {"kind": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True}
+_CLIP = {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+_SAPO = {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05}
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "trl": {
+        "advantage": [{**_GRPO, "eps": 1e-4, "singleton": "zero"}, _RLOO],
+        "loss": [_CLIP, {"kind": "cispo", "clip_low": None, "clip_high": 4.0}, _SAPO],
+        "aggregation": "token_mean",
+        "kl": {"estimator": "k3", "place": "loss", "clamp": None, "weighted": True},
+    },
+    "verl": {
+        "advantage": [{**_GRPO, "eps": 1e-6, "singleton": "reward"}, _RLOO, _REINFORCE, _GAE],
+        "loss": [{**_CLIP, "dual_clip": 3.0}, {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.2}, _SAPO],
+        "aggregation": "token_mean",
+        "kl": {"estimator": "k3", "place": "loss", "clamp": 10.0, "weighted": False},
+        "critic": {"clip": 0.5},
+    },
+    "openrlhf": {
+        "advantage": [{**_REINFORCE, "baseline": False}, {**_GRPO, "eps": 1e-9, "singleton": "zero"}, _RLOO, _GAE],
+        "loss": [_CLIP],
+        "aggregation": "token_mean",
+        "kl": {"estimator": "k1", "place": "reward", "clamp": 10.0, "weighted": False},
+        "critic": {"clip": 0.5},
+    },
 }
-_VERL: dict[str, Any] = {
-    "advantage": [
-        {"kind": "grpo", "scale": "std", "ddof": 1, "eps": 1e-6, "singleton": "reward"},
-        {"kind": "leave_one_out", "scale": "none"},
-        {"kind": "reinforce++", "eps": 1e-8},
-        {"kind": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True},
-    ],
-    "loss": [
-        {"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0},
-        {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.2},
-        {"kind": "sapo", "tau_positive": 1.0, "tau_negative": 1.05},
-    ],
-    "aggregation": "token_mean",
-    "kl": {"estimator": "k3", "place": "loss", "clamp": 10.0, "weighted": False},
-    "critic": {"clip": 0.5},
-}
-_OPENRLHF: dict[str, Any] = {
-    "advantage": [
-        {"kind": "reinforce++", "baseline": False, "eps": 1e-8},
-        {"kind": "grpo", "scale": "std", "ddof": 1, "eps": 1e-9, "singleton": "zero"},
-        {"kind": "leave_one_out", "scale": "none"},
-        {"kind": "gae", "gamma": 1.0, "lam": 1.0, "whiten": True},
-    ],
-    "loss": [{"kind": "clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}],
-    "aggregation": "token_mean",
-    "kl": {"estimator": "k1", "place": "reward", "clamp": 10.0, "weighted": False},
-    "critic": {"clip": 0.5},
-}
-_PRESETS: dict[str, dict[str, Any]] = {"trl": _TRL, "verl": _VERL, "openrlhf": _OPENRLHF}
+"""A list holds one block for each `kind` the system has conventions for."""
 
 
 def with_preset(table: dict[str, Any]) -> dict[str, Any]:
@@ -63,11 +50,11 @@ def with_preset(table: dict[str, Any]) -> dict[str, Any]:
     left to the table's own check.
     """
     preset = table.get("preset")
-    conventions = _PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     filled = dict(table)
-    for name, convention in conventions.items():
-        silent = {} if isinstance(convention, dict | list) else convention
-        filled[name] = _filled(table.get(name, silent), convention)
+    for name, convention in _PRESETS.get(preset, {}).items() if isinstance(preset, str) else ():
+        given = table.get(name, convention if isinstance(convention, str) else {})
+        is_block = isinstance(given, dict) and not isinstance(convention, str)
+        filled[name] = {**_block(convention, given.get("kind")), **given} if is_block else given
     return filled
 
 
@@ -78,13 +65,8 @@ def under_preset(table: dict[str, Any], preset: str) -> dict[str, Any]:
     """
     changed = {**table, "preset": preset}
     for name, convention in _PRESETS.get(preset, {}).items():
-        match table[name], convention:
-            case dict() as own, dict():
-                changed[name] = {**own, **convention}
-            case dict() as own, list():
-                changed[name] = {**own, **_of_kind(own["kind"], convention)}
-            case _:
-                changed[name] = convention
+        own = table[name]
+        changed[name] = {**own, **_block(convention, own.get("kind"))} if isinstance(own, dict) else convention
     return changed
 
 
@@ -93,14 +75,8 @@ def conventions_for(name: str) -> list[dict[str, Any]]:
     return [preset[name] for preset in _PRESETS.values() if name in preset]
 
 
-def _filled(given: Any, convention: Any) -> Any:
-    match given, convention:
-        case dict(), dict():
-            return {**convention, **given}
-        case dict(), list():
-            return {**_of_kind(given.get("kind", convention[0]["kind"]), convention), **given}
-    return given
-
-
-def _of_kind(kind: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
-    return next((block for block in blocks if block["kind"] == kind), {})
+def _block(convention: Any, kind: str | None) -> dict[str, Any]:
+    """What a convention says about a block of this kind; of several kinds the first where none is given."""
+    if isinstance(convention, dict):
+        return convention
+    return next((block for block in convention if kind in (None, block["kind"])), {})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import difflib
 import functools
-import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,12 +19,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings
+from settings.presets import under_preset
 from settings.redaction import secret_settings
 from settings.reward import RewardSettings
 from settings.rollout import RolloutSettings
 from settings.sampling import SamplingSettings
 from settings.tracking import TraceSettings
-from settings.train import Recipe, TrainSettings
+from settings.train import TrainSettings
 from settings.warmup import WarmupSettings
 
 
@@ -169,22 +169,6 @@ class RunConfig(Settings):
         return self.train.max_gap if self.evaluation.gate_gap is None else self.evaluation.gate_gap
 
     @property
-    def recipe(self) -> Recipe:
-        """What decides how a step is trained."""
-        settings = self.train
-        if self.engine.kind == "scripted":  # it draws at random, whatever the weights say
-            settings = settings.model_copy(update={"max_gap": math.inf})
-        return Recipe(
-            settings=settings,
-            learning_rate=self.learning_rate,
-            temperature=self.sampling.temperature,
-            max_tokens=self.sampling.max_tokens,
-            reward_weights=self.reward.weights,
-            max_staleness=self.max_staleness,
-            seed=self.seed,
-        )
-
-    @property
     def settings(self) -> Settings:
         """The part of the configuration that is one block in the Prefect form."""
         return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
@@ -239,7 +223,7 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
     changeable = _training_settings(config)
     document = config.model_dump()
     if "train.preset" in changes:
-        document["train"] = config.train.under_preset(changes["train.preset"])
+        document["train"] = under_preset(document["train"], changes["train.preset"])
     for key in sorted(changes, key=lambda key: key.count(".")):  # a kind before what is set about it
         if key not in changeable and not key.startswith("train."):
             nearest = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)

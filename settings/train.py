@@ -5,7 +5,6 @@ rewards ─▶ advantage ─▶ loss (aggregation, importance) + kl + entropy �
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -13,7 +12,7 @@ from pydantic import Field, model_validator
 from settings.advantage import Advantage, GrpoAdvantage
 from settings.block import Block
 from settings.loss import ClipLoss, DecoupledSettings, KlSettings, Loss
-from settings.presets import Preset, conventions_for, under_preset, with_preset
+from settings.presets import Preset, conventions_for, with_preset
 
 StalePolicy = Literal["strict", "mask", "correct"]
 
@@ -127,10 +126,6 @@ class TrainSettings(Block):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU where there is one."""
 
-    def under_preset(self, preset: str) -> dict[str, Any]:
-        """These settings as a table, under another preset; see `settings.presets.under_preset`."""
-        return under_preset(self.model_dump(), preset)
-
     @model_validator(mode="before")
     @classmethod
     def _spelt_out(cls, values: Any) -> Any:
@@ -182,23 +177,3 @@ class TrainSettings(Block):
 
 def _per_reward(advantage: Advantage) -> bool:
     return isinstance(advantage, GrpoAdvantage) and advantage.per_reward
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """All that decides what a step makes of its samples; with equal recipes, equal samples give equal weights."""
-
-    settings: TrainSettings
-    """Advantages, loss and optimizer."""
-    learning_rate: float
-    """Peak learning rate of AdamW."""
-    temperature: float
-    """At which the tokens were sampled."""
-    max_tokens: int
-    """Longest reply of one turn; `aggregation = "constant"` divides by it."""
-    reward_weights: dict[str, float]
-    """Weight of each named reward part, as in the run's `reward.weights`; parts that are not named count 1."""
-    max_staleness: float
-    """Weight updates a trained token may be behind; the bound is the next whole number."""
-    seed: int
-    """Shuffles groups into mini-batches."""

@@ -1,6 +1,6 @@
 """Prefect tasks around the replay worker: train recorded steps again, nothing generated, nothing committed.
 
-In: a session, a plan, recipes. Out: how each step came out.
+In: a session, a plan, settings. Out: how each step came out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.environment import code_version, store_uri
 from settings.errors import InvalidInput
-from settings.train import Recipe
+from settings.run_file import RunConfig
 from storage.log.entries import to_json
 from storage.log.replay_plan import Replay, ReplayedStep, ReplayPlan, plan_replay
 from storage.log.runs import open_run, run_config
@@ -43,7 +43,7 @@ def check_replay(
 
 @task(name="start-replay", cache_policy=NO_CACHE, persist_result=False)
 async def start_replay(
-    session: RunSession, *, plan: ReplayPlan, recorded: Recipe, changed: Recipe, rewards: str
+    session: RunSession, *, plan: ReplayPlan, recorded: RunConfig, changed: RunConfig, rewards: str
 ) -> int:
     """Load the nearest saved state before the span; returns its step, 0 for the base policy.
 
@@ -55,7 +55,7 @@ async def start_replay(
     loaded: int = await session.trainer.open(
         "replay-0",
         "trainers.replay:ReplayWorker",
-        settings=changed.settings,
+        settings=changed.train,
         plan=plan,
         recorded=recorded,
         changed=changed,

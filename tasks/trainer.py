@@ -57,7 +57,7 @@ class TrainerHandle:
             "trainer-0",
             "trainers.worker:TrainerWorker",
             settings=config.train,
-            recipe=config.recipe,
+            config=config,
             sends=config.engine.weight_transfer != "store",
         )
         if replayed:

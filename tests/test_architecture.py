@@ -202,7 +202,7 @@ def test_only_workers_reach_past_the_records_into_the_store():
         if file.parts[0] in ("rollouts", "trainers") and durable.intersection(_imports(file))
     }
     # A replay and a rescore start from what is committed, as the workers do.
-    replaying = {"trainers/replay.py", "rollouts/rewards/rescoring.py"}
+    replaying = {"trainers/run_trainer.py", "trainers/replay.py", "rollouts/rewards/rescoring.py"}
     workers = {
         "rollouts/production/worker.py",
         "rollouts/engines/served_policy.py",

@@ -18,16 +18,15 @@ from torch import nn
 from settings.errors import InvalidInput
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder, verify_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
-from trainers.critic import Critic
 from trainers.model.distributed import copy_into, full, num_ranks
 from trainers.model.lora import has_adapters, read_adapter, saved_name, write_adapter
 from trainers.model.model import PolicyModel
 from trainers.model.stored import stored_names, stored_weights
-from trainers.optimizer import Ema
+from trainers.trainer import Trainer
 
 logger = logging.getLogger("millrace.trainer")
 
-_CRITIC = "critic."
+_STATE, _CRITIC = "state.safetensors", "critic."
 _INDEX = "model.safetensors.index.json"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", DIGEST_FILE, _INDEX)
 
@@ -71,44 +70,29 @@ def save_policy(model: PolicyModel, base_folder: Path, folder: Path | None, *, d
     return seal_folder(folder)
 
 
-def save_state(
-    model: PolicyModel,
-    optimizer: torch.optim.AdamW,
-    folder: Path | None,
-    *,
-    step: int,
-    critic: Critic | None = None,
-    ema: Ema | None = None,
-) -> None:
+def save_state(trainer: Trainer, folder: Path | None, *, step: int) -> None:
     """Write float32 weights, both moments of every parameter, the critic's too, and torch's random state.
 
     Frozen weights, those under adapters, are the base policy's and are not written again. Every rank must call it;
     those that do not write pass no folder.
     """
     tensors: dict[str, torch.Tensor] = {"random_state": torch.get_rng_state()}
-    for name, parameter, owner in _trained(model, optimizer, critic):
-        for key, value in [("weight", parameter), *owner.state.get(parameter, {}).items()]:
+    for name, parameter, optimizer in _trained(trainer, with_critic=True):
+        for key, value in [("weight", parameter), *optimizer.state.get(parameter, {}).items()]:
             whole = full(value)
             if folder is not None:
                 tensors[f"{key}/{name}"] = whole.contiguous()
-    if ema is not None:
-        tensors |= ema.state_tensors()
+    if trainer.ema is not None:
+        tensors |= trainer.ema.state_tensors()
     if folder is None:
         return
     folder.mkdir(parents=True)
-    save_file(tensors, str(folder / "state.safetensors"))
+    save_file(tensors, str(folder / _STATE))
     (folder / "state.json").write_text(json.dumps({"step": step, "world_size": num_ranks()}))
     seal_folder(folder)
 
 
-def load_state(
-    model: PolicyModel,
-    optimizer: torch.optim.AdamW,
-    folder: Path,
-    *,
-    critic: Critic | None = None,
-    ema: Ema | None = None,
-) -> int:
+def load_state(trainer: Trainer, folder: Path) -> int:
     """Restore what `save_state` wrote, at this number of ranks or another; returns its step.
 
     A critic that the state does not know stays new.
@@ -117,19 +101,19 @@ def load_state(
     other trained weights.
     """
     verify_folder(folder)
-    tensors = load_file(str(folder / "state.safetensors"))
+    tensors = load_file(str(folder / _STATE))
     saved = {name.removeprefix("weight/") for name in tensors if name.startswith("weight/")}
-    if critic is not None and not any(name.startswith(_CRITIC) for name in saved):
+    with_critic = trainer.critic is not None and any(name.startswith(_CRITIC) for name in saved)
+    if trainer.critic is not None and not with_critic:
         logger.warning("%s holds no critic: it starts anew", folder)
-        critic = None
-    trained = _trained(model, optimizer, critic)
-    if {name for name, *_ in trained} != {name for name in saved if critic is not None or not name.startswith(_CRITIC)}:
+    trained = _trained(trainer, with_critic=with_critic)
+    if {name for name, *_ in trained} != {name for name in saved if with_critic or not name.startswith(_CRITIC)}:
         raise InvalidInput(
             f"{folder} holds the state of other trained weights; train.lora must be as when it was saved"
         )
     torch.set_rng_state(tensors["random_state"])
-    for name, parameter, owner in trained:
-        owner.state.pop(parameter, None)
+    for name, parameter, optimizer in trained:
+        optimizer.state.pop(parameter, None)
         copy_into(parameter, tensors[f"weight/{name}"])
         if f"exp_avg/{name}" in tensors:
             # On the parameter's device, where a fused optimizer reads it.
@@ -137,9 +121,9 @@ def load_state(
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = torch.zeros_like(parameter)
                 copy_into(state[key], tensors[f"{key}/{name}"])
-            owner.state[parameter] = state
-    if ema is not None:
-        ema.load(tensors)
+            optimizer.state[parameter] = state
+    if trainer.ema is not None:
+        trainer.ema.load(tensors)
     about = json.loads((folder / "state.json").read_text())
     if (saved_by := about.get("world_size", 1)) != num_ranks():
         logger.warning(
@@ -159,7 +143,7 @@ def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
     average, and `storage.objects.digests.DigestMismatch` for an altered one.
     """
     verify_folder(state_folder)
-    tensors = load_file(str(state_folder / "state.safetensors"))
+    tensors = load_file(str(state_folder / _STATE))
     average = {name.removeprefix("ema/"): tensor for name, tensor in tensors.items() if name.startswith("ema/")}
     if not average:
         raise InvalidInput("no moving average was kept; train with train.ema, such as 0.99")
@@ -186,18 +170,15 @@ def load_weights(model: PolicyModel, folder: Path) -> None:
         copy_into(parameter, tensors[name].to(parameter.dtype))
 
 
-def _trained(
-    model: PolicyModel, optimizer: torch.optim.AdamW, critic: Critic | None
-) -> list[tuple[str, nn.Parameter, torch.optim.AdamW]]:
+def _trained(trainer: Trainer, *, with_critic: bool) -> list[tuple[str, nn.Parameter, torch.optim.AdamW]]:
     """Every weight an optimizer moves, by the name it is saved under."""
-    found = [(name, weight, optimizer) for name, weight in model.named_parameters() if weight.requires_grad]
-    if critic is not None:
-        found += [(_CRITIC + name, weight, critic.optimizer) for name, weight in critic.model.named_parameters()]
-    return found
+    named = trainer.model.named_parameters()
+    trained = [(name, weight, trainer.optimizer) for name, weight in named if weight.requires_grad]
+    if with_critic and (critic := trainer.critic) is not None:
+        trained += [(_CRITIC + name, weight, critic.optimizer) for name, weight in critic.model.named_parameters()]
+    return trained
 
 
 def _named_weights(model: PolicyModel) -> dict[str, torch.Tensor]:
     """Weights by HF name; an output matrix tied to the embeddings is left out, as HF does."""
-    causal_lm = model.causal_lm
-    assert isinstance(causal_lm, nn.Module)
-    return {name: parameter for name, parameter in causal_lm.named_parameters()}
+    return dict(model.causal_lm.named_parameters())

@@ -5,8 +5,6 @@ In: a claim and its samples; policy folders. Out: a digest; a distance and a cos
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -14,30 +12,18 @@ from pathlib import Path
 import numpy as np
 
 from storage.log.entries import Claim, to_json
-from storage.objects.digests import WEIGHTS_FILE
+from storage.objects.digests import WEIGHTS_FILE, sha256_of
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.data.samples import Samples
 
 
 def batch_sha256(claim: Claim, samples: Samples) -> str:
     """Digest of a claim and of every value in its samples: ranks that compare it know that they train on the same."""
-    sha256 = hashlib.sha256(json.dumps(to_json(claim), sort_keys=True).encode())
 
-    def add(value: object) -> None:
-        match value:
-            case np.ndarray():
-                sha256.update(f"{value.dtype} {value.shape}".encode())
-                sha256.update(np.ascontiguousarray(value).data)
-            case dict():
-                for key in sorted(value):
-                    sha256.update(json.dumps(key).encode())
-                    add(value[key])
-            case _:
-                sha256.update(json.dumps(value).encode())
+    def digest_of(array: np.ndarray) -> str:
+        return f"{array.dtype} {array.shape} {sha256_of(np.ascontiguousarray(array).tobytes())}"
 
-    for field in dataclasses.fields(samples):
-        add(getattr(samples, field.name))
-    return sha256.hexdigest()
+    return sha256_of(json.dumps(to_json([claim, samples]), sort_keys=True, default=digest_of).encode())
 
 
 def compare_updates(new: Path, recorded: Path, *, start: Path) -> tuple[float | None, float | None]:

@@ -6,10 +6,8 @@ reward to expect before the next token is sampled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +18,7 @@ from trainers.model.batches import Pack
 from trainers.model.distributed import shard
 from trainers.model.model import PolicyModel, load_model
 from trainers.objective.losses import value_loss
-from trainers.optimizer import clip_gradient, make_optimizer
+from trainers.optimizer import make_optimizer
 
 
 class CriticModel(nn.Module):
@@ -50,36 +48,25 @@ class CriticModel(nn.Module):
 class Critic:
     """Holds the value function and its optimizer of one rank."""
 
-    def __init__(self, folder: Path, settings: TrainSettings, *, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, folder: Path, settings: TrainSettings, *, mesh: DeviceMesh) -> None:
         self._clip = settings.critic.clip
         policy = load_model(
             folder, activation_checkpointing=settings.activation_checkpointing, compile=settings.compile
         )
         self.model = CriticModel(policy)
-        offload = settings.offload_optimizer
-        shard(self.model, policy.layers, mesh=mesh, dtype=getattr(torch, settings.dtype), offload=offload)
-        if not offload:
-            self.model.to(device)
+        dtype, offload = getattr(torch, settings.dtype), settings.offload_optimizer
+        shard(self.model, policy.layers, mesh=mesh, dtype=dtype, offload=offload)
         self.optimizer = make_optimizer(
             self.model.parameters(),
             learning_rate=settings.critic.learning_rate,
             weight_decay=settings.weight_decay,
-            fused=device.type == "cuda",
+            fused=mesh.device_type == "cuda",
         )
 
     def __call__(self, pack: Pack) -> torch.Tensor:
         """Values at predicting positions, shape [T]."""
         values: torch.Tensor = self.model(pack.input_ids, pack.position_ids, pack.layout)
         return values
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Of the next updates."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-
-    def zero_grad(self) -> None:
-        """Before the packs of an update."""
-        self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, pack: Pack) -> dict[str, float]:
         """Add a pack's gradient of the value loss; returns its sums over trained tokens."""
@@ -93,23 +80,3 @@ class Critic:
         )
         output.loss.backward()
         return output.sums
-
-    def update(
-        self,
-        max_grad_norm: float,
-        *,
-        sum_over_ranks: Callable[[np.ndarray], np.ndarray],
-        rows: Callable[[], Sequence[str]],
-        num_updates: int,
-    ) -> dict[str, float]:
-        """Clip the gradient and take one update. Raises `trainers.health.NonFinite` before anything is touched."""
-        total, _ = clip_gradient(
-            self.model.named_parameters(),
-            max_grad_norm,
-            sum_over_ranks=sum_over_ranks,
-            what="the critic's gradient",
-            rows=rows,
-            num_updates=num_updates,
-        )
-        self.optimizer.step()
-        return {"critic_grad_norm": total}

@@ -121,62 +121,51 @@ def gap_weights(versions_T: np.ndarray, mask_T: np.ndarray, shards_T: np.ndarray
     return np.where(has_fresh_S[shards_T], fresh_T, mask_T / (1 + behind_T)).astype(np.float32)
 
 
-def measure_gap(
-    logprobs_T: np.ndarray,
-    sampled_T: np.ndarray,
-    weights_T: np.ndarray,
-    shards_T: np.ndarray,
-    *,
-    num_shards: int,
-    sum_over_ranks: Reduce,
-) -> Gap:
-    """Compare the trainer's log-probabilities, before any update of the step, with the engine's `sampled_T`.
-
-    `weights_T` are those of `gap_weights`, `shards_T` numbers the shard a token is from. One collective.
-    k3: http://joschu.net/blog/kl-approx.html
-    """
-    looked_T = weights_T > 0
-    delta_N = logprobs_T[looked_T].astype(np.float64) - sampled_T[looked_T]
-    weights_N, shards_N = weights_T[looked_T], shards_T[looked_T].astype(np.int64)
-    size_N, fresh_N = np.abs(delta_N), weights_N == 1
-    with np.errstate(over="ignore"):
-        k3_N = np.expm1(delta_N[fresh_N]) - delta_N[fresh_N]
-    parts = [
-        np.bincount(_bins(size_N[fresh_N]), minlength=len(_EDGES) + 1).astype(np.float64),
-        np.bincount(shards_N, minlength=num_shards).astype(np.float64),
-        np.bincount(shards_N, weights=size_N * weights_N, minlength=num_shards),
-        np.array([fresh_N.sum(), size_N[fresh_N].sum(), k3_N.sum()]),
-    ]
-    ends = np.cumsum([len(part) for part in parts])[:-1]
-    histogram, tokens_S, size_S, (num_fresh, size, k3) = np.split(sum_over_ranks(np.concatenate(parts)), ends)
-    num_tokens = int(num_fresh)
-    return Gap(
-        num_tokens=num_tokens,
-        mean=float(size / max(1, num_tokens)),
-        p99=_quantile(histogram, 0.99),
-        k3=float(k3 / max(1, num_tokens)),
-        mean_S=np.divide(size_S, tokens_S, out=np.full(num_shards, np.nan), where=tokens_S > 0),
-        tokens_S=tokens_S,
-    )
-
-
 class GapMeter:
-    """The same from packs, whose tensors are fetched from the device at the end, all at once."""
+    """Compares the trainer's log-probabilities, before any update of the step, with the engine's, pack by pack.
+
+    Tensors stay on the device until the end, when they are fetched all at once.
+    """
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
-        self._packs: list[tuple[Any, ...]] = []
+        self._packs: list[list[torch.Tensor]] = []
 
-    def add(self, logprobs_T: Any, sampled_T: Any, weights_T: Any, shards_T: Any) -> None:
-        """One pack at predicting positions; tensors or arrays of shape [T], as for `measure_gap`."""
-        self._packs.append(tuple(_kept(values) for values in (logprobs_T, sampled_T, weights_T, shards_T)))
+    def add(
+        self, logprobs_T: torch.Tensor, sampled_T: torch.Tensor, weights_T: torch.Tensor, shards_T: torch.Tensor
+    ) -> None:
+        """One pack: log-probabilities of trainer and engine, the weights of `gap_weights`, and each token's shard."""
+        self._packs.append([values.detach() for values in (logprobs_T, sampled_T, weights_T, shards_T)])
 
     def result(self, sum_over_ranks: Reduce) -> Gap:
-        """Every rank must call it, also one that has added nothing."""
-        empty = (np.zeros(0), np.zeros(0), np.zeros(0), np.zeros(0, np.int64))
-        columns = zip(empty, *(map(_fetched, pack) for pack in self._packs), strict=True)
-        return measure_gap(
-            *(np.concatenate(column) for column in columns), num_shards=self._num_shards, sum_over_ranks=sum_over_ranks
+        """Over all packs and ranks, in one collective; every rank must call it, also one that has added nothing.
+
+        k3: http://joschu.net/blog/kl-approx.html
+        """
+        columns = ([values.cpu().numpy() for values in column] for column in zip(*self._packs, strict=True))
+        logprobs_T, sampled_T, weights_T, shards_T = map(np.concatenate, columns) if self._packs else [np.zeros(0)] * 4
+        looked_T = weights_T > 0
+        delta_N = logprobs_T[looked_T].astype(np.float64) - sampled_T[looked_T]
+        weights_N, shards_N = weights_T[looked_T], shards_T[looked_T].astype(np.int64)
+        size_N, fresh_N = np.abs(delta_N), weights_N == 1
+        with np.errstate(over="ignore"):
+            k3_N = np.expm1(delta_N[fresh_N]) - delta_N[fresh_N]
+        parts = [
+            np.bincount(_bins(size_N[fresh_N]), minlength=len(_EDGES) + 1).astype(np.float64),
+            np.bincount(shards_N, minlength=self._num_shards).astype(np.float64),
+            np.bincount(shards_N, weights=size_N * weights_N, minlength=self._num_shards),
+            np.array([fresh_N.sum(), size_N[fresh_N].sum(), k3_N.sum()]),
+        ]
+        ends = np.cumsum([len(part) for part in parts])[:-1]
+        histogram, tokens_S, size_S, (num_fresh, size, k3) = np.split(sum_over_ranks(np.concatenate(parts)), ends)
+        num_tokens = int(num_fresh)
+        return Gap(
+            num_tokens=num_tokens,
+            mean=float(size / max(1, num_tokens)),
+            p99=_quantile(histogram, 0.99),
+            k3=float(k3 / max(1, num_tokens)),
+            mean_S=np.divide(size_S, tokens_S, out=np.full(self._num_shards, np.nan), where=tokens_S > 0),
+            tokens_S=tokens_S,
         )
 
 
@@ -240,11 +229,3 @@ def _quantile(histogram: np.ndarray, share: float) -> float:
         return 0.0
     index = int(np.searchsorted(reached, share * reached[-1]))
     return float(_EDGES[index]) if index < len(_EDGES) else float("inf")
-
-
-def _kept(values: Any) -> Any:
-    return values if isinstance(values, np.ndarray) else values.detach()
-
-
-def _fetched(values: Any) -> np.ndarray:
-    return values if isinstance(values, np.ndarray) else values.cpu().numpy()

@@ -92,8 +92,8 @@ def grad_norms(
 
 def clip_gradient(
     parameters: Iterable[tuple[str, nn.Parameter]],
-    max_norm: float,
     *,
+    max_norm: float,
     sum_over_ranks: Callable[[np.ndarray], np.ndarray],
     what: str = "the gradient",
     rows: Callable[[], Sequence[str]] = tuple,

@@ -14,7 +14,7 @@ In: settings and arrays, no weights. Out: nothing, or an error that names the th
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from settings.errors import InvalidInput
 from settings.train import TrainSettings
 from storage.objects.digests import sha256_of_json
+from trainers.data.samples import Samples
 
 
 class RefusedShards(Exception):
@@ -57,14 +58,8 @@ def refuse_options(settings: TrainSettings, *, has_cuda: bool, has_bfloat16: boo
 
 
 def refuse_shards(
+    samples: Samples,
     *,
-    shard_ids: Sequence[str],
-    shards_B: np.ndarray,
-    offsets: np.ndarray,
-    input_ids_T: np.ndarray,
-    mask_T: np.ndarray,
-    logprobs_T: np.ndarray,
-    versions_T: np.ndarray,
     vocab_size: int,
     max_positions: int | None,
     base_version: int,
@@ -77,11 +72,12 @@ def refuse_shards(
     `base_tokenizer` is that of the run's base policy. Whole columns are looked at: a step of a million tokens takes
     milliseconds.
     """
+    shards_B, offsets, mask_T = samples.shards_B, samples.offsets, samples.mask_T
     reasons: dict[str, str] = {}
 
     def refuse(is_bad_B: np.ndarray, reason: str) -> None:
         for shard in np.unique(shards_B[is_bad_B]).tolist():
-            reasons.setdefault(shard_ids[shard], reason)
+            reasons.setdefault(samples.shard_ids[shard], reason)
 
     def rows_with(is_bad_T: np.ndarray) -> np.ndarray:
         if not is_bad_T.any():  # the usual case, without a sum over rows
@@ -89,7 +85,7 @@ def refuse_shards(
         sums = np.concatenate([[0], np.cumsum(is_bad_T)])
         return sums[offsets[1:]] > sums[offsets[:-1]]
 
-    for shard_id in shard_ids:
+    for shard_id in samples.shard_ids:
         tokenizer = tokenizers.get(shard_id, "")
         if tokenizer and base_tokenizer and tokenizer != base_tokenizer:
             reasons[shard_id] = (
@@ -97,16 +93,16 @@ def refuse_shards(
                 "its producer with the run's own base model"
             )
     refuse(
-        rows_with((input_ids_T < 0) | (input_ids_T >= vocab_size)),
+        rows_with((samples.input_ids_T < 0) | (samples.input_ids_T >= vocab_size)),
         f"it has token ids outside the model's vocabulary of {vocab_size}; start its producer with the run's own base "
         "model",
     )
     refuse(
-        rows_with(mask_T & ~(np.isfinite(logprobs_T) & (logprobs_T <= 0))),
+        rows_with(mask_T & ~(np.isfinite(samples.logprobs_T) & (samples.logprobs_T <= 0))),
         "sampled tokens lack their log-probability; the producer must ask its engine for the sampled token's logprob",
     )
     refuse(
-        rows_with(mask_T & (versions_T > base_version)),
+        rows_with(mask_T & (samples.versions_T > base_version)),
         f"it has tokens of a policy newer than version {base_version}, the one being trained; its producer serves "
         "another run's policies",
     )
@@ -119,17 +115,15 @@ def refuse_shards(
         raise RefusedShards(reasons)
 
 
-def refuse_long_rows(
-    offsets: np.ndarray, *, tokens_per_microbatch: int, groups_B: np.ndarray, group_ids: Sequence[str]
-) -> None:
+def refuse_long_rows(samples: Samples, *, tokens_per_microbatch: int) -> None:
     """Raise `ValueError` for a row that does not fit into a forward pass: a sequence is never cut."""
-    lengths = np.diff(offsets)
+    lengths = np.diff(samples.offsets)
     row = int(lengths.argmax())
     if lengths[row] > tokens_per_microbatch:
-        group = group_ids[groups_B[row]] if group_ids else f"number {groups_B[row]}"
         raise InvalidInput(
-            f"group {group} has a row of {lengths[row]} tokens, above train.tokens_per_microbatch = "
-            f"{tokens_per_microbatch}, and a sequence is never cut; raise it to at least engine.max_model_len"
+            f"group {samples.group_ids[samples.groups_B[row]]} has a row of {lengths[row]} tokens, above "
+            f"train.tokens_per_microbatch = {tokens_per_microbatch}, and a sequence is never cut; raise it to at least "
+            "engine.max_model_len"
         )
 
 

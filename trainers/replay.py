@@ -1,312 +1,65 @@
-"""Recorded steps trained again from their recorded shards: what a resume and a replay have in common, and the replay.
+"""A replay: recorded steps trained again from their recorded shards, perhaps with a change, and compared.
 
-    saved state, or base policy ─▶ steps as recorded ─▶ the weights the log names     Retrainer, also for a resume
-                                          └─▶ the span of a replay, perhaps with a change ─▶ compared with the record
+    saved state, or base policy ─▶ steps as recorded ─▶ the span, perhaps with a change ─▶ compared with the record
 
 Nothing is generated and nothing is committed. `infra/` hosts a `ReplayWorker` as it hosts the trainer, because equal
-weights need equal threads and ranks. On several ranks all do everything, and rank 0 alone writes.
+weights need equal threads and ranks.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import logging
-import math
 import shutil
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from infra.starting import Startable
-from settings.errors import InvalidInput
-from settings.train import Recipe, ReferenceSettings
-from storage.log.entries import Claim, Policy, Step
-from storage.log.replay_plan import CannotReplay, ReplayedStep, ReplayPlan, later_start, saved_steps
-from storage.log.run_log import RunLog
-from storage.log.runs import model_key, open_run
-from storage.objects.digests import DigestMismatch, verify_folder
+from settings.run_file import RunConfig
+from storage.log.entries import Policy, Step
+from storage.log.replay_plan import CannotReplay, ReplayedStep, ReplayPlan, later_start
+from storage.log.runs import open_run
+from storage.objects.digests import DigestMismatch
 from storage.objects.opening import open_store
-from storage.policies.adapters import check_adapters
-from storage.policies.policies import PolicyReader
-from storage.shards.reward_sets import read_rewards, with_rewards
-from storage.shards.shards import DamagedShard, read_shard
-from storage.shards.turn_metrics import turn_metrics
-from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_policy, save_state
-from trainers.comparison import batch_sha256, compare_updates
-from trainers.data.samples import COLUMNS, Samples, gather_samples
-from trainers.model.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
-from trainers.model.stored import stored_dtype
-from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
-from trainers.trainer import Trainer
-
-logger = logging.getLogger("millrace.trainer")
+from storage.shards.shards import DamagedShard
+from trainers.checkpoint import load_state
+from trainers.comparison import compare_updates
+from trainers.model.distributed import on_first_rank
+from trainers.run_trainer import RunTrainer
 
 
-class Retrainer:
-    """A run's trainer, fed with the groups its log says were claimed."""
+class ReplayWorker:
+    """Trains a plan's steps again, one call each. Made by `open`; call `close` at the end."""
 
-    def __init__(self, log: RunLog, recipe: Recipe, *, cache: Path) -> None:
-        """Start from the base policy. Raises `storage.objects.digests.DigestMismatch` where its folder is altered, and
-        `ValueError` for a model that cannot be trained or written."""
-        torch.manual_seed(recipe.seed)
-        self._log = log
-        self._recipe = recipe
-        self._cache = cache
-        self._policies = PolicyReader(log, cache)
-        self._base_folder = self._policies.fetch(log.state.policies[0])
-        self._base_tokenizer = tokenizer_sha256(self._base_folder)
-        self.trainer = Trainer(self._base_folder, recipe, reference=self._reference())
-        self._dtype = stored_dtype(self._base_folder)
-        refuse_other_names(self.trainer.model, self._base_folder)
-
-    def _reference(self) -> Path | None:
-        """The folder of the policy that `train.reference` names; none where it names none, or the base under adapters.
-
-        Raises `ValueError` for one with another tokenizer, `storage.objects.digests.DigestMismatch` for an altered one.
-        """
-        match self._recipe.settings.reference:
-            case ReferenceSettings(kind="base"):
-                return self._base_folder
-            case ReferenceSettings(kind="model", model=model):
-                folder = self._fetch(model_key(model))
-                verify_folder(folder)
-                if tokenizer_sha256(folder) != self._base_tokenizer:
-                    raise InvalidInput(
-                        f"train.reference.model = {model!r} has another vocabulary than the run's base policy, so "
-                        "it cannot judge the same tokens; name a model of the same family"
-                    )
-                return folder
-        return None
-
-    def load_nearest_state(self, at_most: int) -> int:
-        """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy.
-
-        Raises `ValueError` for a state of another step than the log says.
-        """
-        for step in saved_steps(self._log.state, at_most=at_most):
-            problems = on_every_rank(functools.partial(self._load_state_of, step))
-            if not any(problems):
-                return step.claim.step
-            problem = next(filter(None, problems))
-            logger.warning(
-                "the state of step %d cannot be loaded, an earlier one will do: %s", step.claim.step, problem
-            )
-        return 0
-
-    def samples(self, claim: Claim, *, rewards: str = "", judge: bool = False) -> Samples | None:
-        """A claim's rows, read from its shards, with the recorded rewards or those of a rescore; null where it trains
-        nothing.
-
-        With `judge`, for a claim the log does not know yet, raises `trainers.refusals.RefusedShards` for shards that
-        this run's policy cannot have sampled, and `ValueError` for a row that does not fit into a forward pass.
-        Raises `storage.shards.shards.DamagedShard` and `storage.shards.reward_sets.DamagedRewards`, and on several
-        ranks `trainers.model.distributed.RanksDiffer` where they have read different rows.
-        """
-        if claim.fallback:
-            return None
-        read: list[Samples] = []
-
-        def read_them() -> list[str]:
-            try:
-                read.append(self._read(claim, rewards=rewards, judge=judge))
-            except DamagedShard as error:
-                return [error.shard_id, error.reason, error.file]
-            return [batch_sha256(claim, read[0]) if num_ranks() > 1 else ""]
-
-        answers = on_every_rank(read_them)
-        if damaged := next((answer for answer in answers if len(answer) > 1), None):
-            raise DamagedShard(*damaged)  # on every rank, also where the file is fine
-        agreed(answers, what=f"batch for step {claim.step}")
-        return read[0]
-
-    def _read(self, claim: Claim, *, rewards: str, judge: bool) -> Samples:
-        shards = [self._log.state.shards[name] for name in dict.fromkeys(group.shard_id for group in claim.trained)]
-        columns = (*COLUMNS, "reward_parts", "turns", "adapters")
-        tables = {shard.id: read_shard(self._log, shard, columns=columns) for shard in shards}
-        if self._recipe.settings.lora is not None:
-            for shard_id, table in tables.items():
-                check_adapters(table, shard_id=shard_id, policies=self._log.state.policies)
-        if rewards:
-            tables = {s.id: with_rewards(tables[s.id], read_rewards(self._log, s, rewards)) for s in shards}
-        samples = gather_samples(claim.trained, tables)
-        if judge:
-            tokenizers = {name: (t.schema.metadata or {}).get(b"tokenizer_sha256", b"") for name, t in tables.items()}
-            self._judge(claim, samples, {name: digest.decode() for name, digest in tokenizers.items()})
-        return dataclasses.replace(samples, turn_metrics=turn_metrics(claim.trained, tables))
-
-    def _judge(self, claim: Claim, samples: Samples, tokenizers: dict[str, str]) -> None:
-        model = self.trainer.model.causal_lm.config
-        refuse_shards(
-            shard_ids=samples.shard_ids,
-            shards_B=samples.shards_B,
-            offsets=samples.offsets,
-            input_ids_T=samples.input_ids_T,
-            mask_T=samples.mask_T,
-            logprobs_T=samples.logprobs_T,
-            versions_T=samples.versions_T,
-            vocab_size=model.vocab_size,
-            max_positions=getattr(model, "max_position_embeddings", None),
-            base_version=claim.base_version,
-            tokenizers=tokenizers,
-            base_tokenizer=self._base_tokenizer,
-        )
-        refuse_long_rows(
-            samples.offsets,
-            tokens_per_microbatch=self._recipe.settings.tokens_per_microbatch,
-            groups_B=samples.groups_B,
-            group_ids=samples.group_ids,
-        )
-
-    def train(self, claim: Claim, samples: Samples | None, *, judge: bool = False) -> dict[str, float]:
-        """One optimizer step, or what the claim does instead of one; returns its metrics.
-
-        With `judge`, raises `trainers.health.GapTooLarge` for shards too far from the policy that sampled them.
-        """
-        if samples is not None:
-            metrics = self.trainer.step(
-                samples,
-                step=claim.step,
-                base_version=claim.base_version,
-                max_staleness=self._recipe.max_staleness,
-                max_gap=self._recipe.settings.max_gap if judge else math.inf,
-            )
-            return {**metrics, **samples.turn_metrics}
-        nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}
-        if claim.fallback == "skip_step":
-            return {**nothing, "skipped": 1.0}
-        return {**nothing, **self.trainer.step_without_gradient(step=claim.step)}
-
-    def restore(self, steps: Sequence[Step]) -> None:
-        """Train recorded steps again; without the weights they made, take the recorded ones."""
-        try:
-            for step in steps:
-                self.train(step.claim, self.samples(step.claim))
-        except DamagedShard as error:
-            logger.warning("step %d cannot be trained again: %s", step.claim.step, error)
-        self.settle(steps[-1])
-
-    def settle(self, step: Step) -> bool:
-        """True when the weights are those `step` made; if not, take the recorded ones.
-
-        Raises `FileNotFoundError` where those are gone, `storage.objects.digests.DigestMismatch` where they are
-        altered.
-        """
-        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
-            digest = self.save_policy(Path(scratch) / "policy")
-        if digest == step.policy.weights_sha256 or self.is_base(step.policy):
-            return True
-        logger.warning(
-            "re-training up to step %d gave other weights than recorded (hardware, threads, or a lost shard); "
-            "going on from the recorded weights with the optimizer as it is",
-            step.claim.step,
-        )
-        on_every_rank(lambda: load_weights(self.trainer.model, self.fetch_policy(step.policy)))
-        return False
-
-    def is_base(self, policy: Policy) -> bool:
-        """True where every step up to this policy was skipped. Its files are the base model's own, and the same weights
-        written by the trainer may be other bytes."""
-        return policy.path == self._log.state.policies[0].path
-
-    def fetch_policy(self, policy: Policy) -> Path:
-        """A local folder with a recorded policy, verified and whole.
-
-        Raises `FileNotFoundError`, `storage.objects.digests.DigestMismatch`.
-        """
-        return self._policies.fetch(policy)
-
-    def damage_of(self, policy: Policy) -> str:
-        """See `PolicyReader.damage_of`."""
-        return self._policies.damage_of(policy)
-
-    def save_policy(self, folder: Path) -> str:
-        """Write the weights as a sealed folder in HF layout; returns their digest. Rank 0 writes, and all get it."""
-        target = None if rank() else folder
-        digest, *_ = on_every_rank(
-            lambda: save_policy(self.trainer.model, self._base_folder, target, dtype=self._dtype)
-        )
-        return digest
-
-    def save_state(self, folder: Path, *, step: int, on_all: bool = False) -> None:
-        """Write everything the next step depends on: rank 0 does, or `on_all` ranks do, each its own copy."""
-        target = None if rank() and not on_all else folder
-        trainer = self.trainer
-        on_every_rank(
-            lambda: save_state(
-                trainer.model, trainer.optimizer, target, step=step, critic=trainer.critic, ema=trainer.ema
-            )
-        )
-
-    def load_state(self, folder: Path) -> int:
-        """Take over what `save_state` wrote, perhaps under another recipe; returns its step."""
-        return load_state(
-            self.trainer.model, self.trainer.optimizer, folder, critic=self.trainer.critic, ema=self.trainer.ema
-        )
-
-    def _load_state_of(self, step: Step) -> str:
-        """Load the state saved at a step; what is wrong with its files, empty where nothing is."""
-        assert step.state_path is not None
-        try:
-            loaded = self.load_state(self._fetch(step.state_path))
-        except (DigestMismatch, FileNotFoundError) as error:
-            return str(error)
-        if loaded != step.claim.step:
-            raise InvalidInput(
-                f"{self._log.store.uri}/{step.state_path} holds the state of step {loaded}, the log says of step "
-                f"{step.claim.step}; put the right folder back, or remove it and an earlier one will do"
-            )
-        return ""
-
-    def _fetch(self, path: str) -> Path:
-        return self._log.store.fetch_folder(path, self._cache)
-
-
-class ReplayWorker(Startable):
-    """Trains a plan's steps again, one call each. Call `start` first, `close` at the end."""
-
-    opened: int
-    """What `start` returned."""
+    def __init__(self, trainer: RunTrainer, plan: ReplayPlan, *, changed: RunConfig, rewards: str, opened: int) -> None:
+        self._trainer = trainer
+        self._log = trainer.log
+        self._plan = plan
+        self._changed = changed
+        self._rewards = rewards
+        self._scratch = Path(tempfile.mkdtemp(prefix="millrace-replay-"))
+        self.opened = opened
+        """The step whose saved state was loaded; 0: the base policy."""
 
     @classmethod
-    async def open(cls, **arguments: Any) -> ReplayWorker:
-        """A worker that has started."""
-        worker = cls(**arguments)
-        worker.opened = worker.start()
-        return worker
-
-    def __init__(
-        self,
+    async def open(
+        cls,
         *,
         store_uri: str,
         run_id: str,
         plan: ReplayPlan,
-        recorded: Recipe,
-        changed: Recipe,
+        recorded: RunConfig,
+        changed: RunConfig,
         rewards: str,
         cache: str,
-    ) -> None:
-        """`recorded` trains up to the span and `changed` inside it, where `rewards` names those of a rescore."""
-        self._store_uri = store_uri
-        self._run_id = run_id
-        self._plan = plan
-        self._recorded = recorded
-        self._changed = changed
-        self._rewards = rewards
-        self._cache = Path(cache)
-        self._scratch = Path(tempfile.mkdtemp(prefix="millrace-replay-"))
+    ) -> ReplayWorker:
+        """Load the nearest saved state before the span.
 
-    def start(self) -> int:
-        """Load the nearest saved state before the span; returns its step, 0 for the base policy."""
-        self._log = open_run(open_store(self._store_uri), self._run_id)
-        self._retrainer = Retrainer(self._log, self._recorded, cache=self._cache)
-        loaded = self._retrainer.load_nearest_state(self._plan.first - 1)
-        if loaded == self._plan.first - 1:
-            self._enter_span()
-        return loaded
+        `recorded` trains up to the span and `changed` inside it, where `rewards` names those of a rescore.
+        """
+        trainer = RunTrainer(open_run(open_store(store_uri), run_id), recorded, cache=Path(cache))
+        loaded = trainer.load_nearest_state(plan.first - 1)
+        worker = cls(trainer, plan, changed=changed, rewards=rewards, opened=loaded)
+        if loaded == plan.first - 1:
+            worker._enter_span()
+        return worker
 
     def lead_up(self, step: int) -> bool:
         """Train a step before the span, as it was recorded. The last of them says whether its weights are the
@@ -320,7 +73,7 @@ class ReplayWorker(Startable):
         if step < self._plan.first - 1:
             return True
         try:
-            identical = self._retrainer.settle(recorded)
+            identical = self._trainer.settle(recorded)
         except (FileNotFoundError, DigestMismatch) as error:
             state, version = self._log.state, recorded.policy.version
             reason = "retention removed them" if version in state.retired_policies else str(error)
@@ -340,8 +93,8 @@ class ReplayWorker(Startable):
         recorded = self._log.state.steps[step - 1]
         metrics = self._train(recorded, rewards=self._rewards)
         folder = self._scratch / str(step)
-        digest = self._retrainer.save_policy(folder)
-        if self._retrainer.is_base(recorded.policy):
+        digest = self._trainer.save_policy(folder)
+        if self._trainer.is_base(recorded.policy):
             digest = recorded.policy.weights_sha256
         identical = digest == recorded.policy.weights_sha256
         distance, cosine = (0.0, 1.0) if identical else on_first_rank(lambda: self._compare(folder, recorded.policy))
@@ -359,33 +112,34 @@ class ReplayWorker(Startable):
 
     def save_policy(self, folder: str) -> str:
         """Write the newest replayed policy into a folder that does not exist yet; returns its weights digest."""
-        return self._retrainer.save_policy(Path(folder))
+        return self._trainer.save_policy(Path(folder))
 
     def close(self) -> None:
         """Remove the temporary files."""
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _enter_span(self) -> None:
-        if self._changed != self._recorded:
-            # Another recipe may need another optimizer, or another sharding: the state moves into a new trainer.
-            self._retrainer.save_state(self._scratch / "state", step=self._plan.first - 1, on_all=True)
-            del self._retrainer
-            self._retrainer = Retrainer(self._log, self._changed, cache=self._cache)
-            self._retrainer.load_state(self._scratch / "state")
+        if self._changed != self._trainer.config:
+            # Other settings may need another optimizer, or another sharding: the state moves into a new trainer.
+            self._trainer.save_state(self._scratch / "state", step=self._plan.first - 1, on_all=True)
+            cache = self._trainer.cache
+            del self._trainer  # two at a time may not fit into memory
+            self._trainer = RunTrainer(self._log, self._changed, cache=cache)
+            load_state(self._trainer.trainer, self._scratch / "state")
             shutil.rmtree(self._scratch / "state")
-        self._retrainer.save_policy(self._scratch / "start")
+        self._trainer.save_policy(self._scratch / "start")
 
     def _train(self, step: Step, *, rewards: str) -> dict[str, float]:
         try:
-            samples = self._retrainer.samples(step.claim, rewards=rewards)
+            samples = self._trainer.samples(step.claim, rewards=rewards)
         except DamagedShard as error:
             raise CannotReplay(
                 f"step {step.claim.step} cannot be trained again: {error}. Put the file back from a copy; "
                 f"else {later_start(self._log.state, step.claim.step)}"
             ) from error
-        return self._retrainer.train(step.claim, samples)
+        return self._trainer.train(step.claim, samples)
 
     def _compare(self, folder: Path, recorded: Policy) -> tuple[float | None, float | None]:
         if recorded.version in self._log.state.retired_policies:
             return None, None
-        return compare_updates(folder, self._retrainer.fetch_policy(recorded), start=self._scratch / "start")
+        return compare_updates(folder, self._trainer.policies.fetch(recorded), start=self._scratch / "start")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from settings.train import Recipe, TrainSettings
+from settings.train import TrainSettings
 from trainers.data.samples import Samples
 from trainers.health import gap_weights
-from trainers.objective.aggregation import aggregation_weights, top_entropy_mask
+from trainers.objective.aggregation import Aggregation, aggregation_weights, top_entropy_mask
 from trainers.objective.credit import Credit, Looked
 
 
@@ -32,17 +32,17 @@ class StepBatch:
     base_version: int
     """The policy version being trained."""
 
-    def weights_T(self, rows: np.ndarray, recipe: Recipe) -> np.ndarray:
+    def weights_T(self, rows: np.ndarray, aggregation: Aggregation, *, max_tokens: int) -> np.ndarray:
         """What each token of a mini-batch's rows counts, others 0; counted before anything stale is masked."""
         offsets = self.samples.offsets
         counts_B = np.add.reduceat(self.sampled_T, offsets[:-1], dtype=np.int64)
         weights_B = np.zeros(len(counts_B))
         weights_B[rows] = aggregation_weights(
             counts_B[rows],
-            aggregation=recipe.settings.aggregation,
+            aggregation=aggregation,
             num_tokens=int(counts_B[rows].sum()),
             num_sequences=int((counts_B[rows] > 0).sum()),
-            max_tokens=recipe.max_tokens,
+            max_tokens=max_tokens,
         )
         return np.repeat(weights_B, np.diff(offsets)).astype(self.samples.logprobs_T.dtype)
 
@@ -56,10 +56,9 @@ class StepBatch:
         return found if found.any() else ~found
 
 
-def minibatches(samples: Samples, recipe: Recipe, *, step: int) -> Iterator[np.ndarray]:
+def minibatches(samples: Samples, settings: TrainSettings, *, seed: int, step: int) -> Iterator[np.ndarray]:
     """The rows of each, epoch after epoch: whole groups, shuffled by seed and step."""
-    settings = recipe.settings
-    draw = np.random.Generator(np.random.PCG64([recipe.seed, step]))
+    draw = np.random.Generator(np.random.PCG64([seed, step]))
     for _ in range(settings.num_epochs):
         order = draw.permutation(np.unique(samples.groups_B))
         for groups in np.array_split(order, min(settings.num_minibatches, len(order))):

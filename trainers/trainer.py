@@ -6,7 +6,7 @@ In: a policy folder, then `Samples` step by step. Out: metrics; and the weights,
                  └─▶ mini-batches of whole groups, each ─▶ packs of this rank ─▶ objective ─▶ backward
                         └─▶ every number finite? engine and trainer agree? ─▶ clip ─▶ AdamW
 
-The result is a function of policy, samples, recipe and step alone: replaying a step gives the same weights.
+The result is a function of policy, samples, settings and step alone: replaying a step gives the same weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -22,7 +21,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from settings.train import Recipe, TrainSettings
+from settings.run_file import RunConfig
+from settings.train import TrainSettings
 from trainers.critic import Critic
 from trainers.data.samples import Samples
 from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
@@ -33,7 +33,6 @@ from trainers.model.distributed import (
     keep_freed_memory,
     shard,
     start_process_group,
-    sum_array_over_ranks,
     sum_over_ranks,
 )
 from trainers.model.lora import without_adapters
@@ -52,19 +51,16 @@ from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
 from trainers.step_batch import StepBatch, minibatches, step_batch
 
-REHEARSAL_SECONDS = 0.2
-_MADE_UP_TOKENS = 8
 _GAP = ("sampled_logprobs", "gap_weights", "shards")
 
 
 class Trainer:
     """Holds the policy and the optimizer of one rank."""
 
-    def __init__(self, folder: Path, recipe: Recipe, *, reference: Path | None = None) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, reference: Path | None = None) -> None:
         """`reference` is the policy folder that `train.reference` names, where it names one."""
-        settings = recipe.settings
-        self._recipe = recipe
-        self._settings = settings
+        settings = config.train
+        self._config, self._settings = config, settings
         has_cuda = torch.cuda.is_available()
         refuse_options(settings, has_cuda=has_cuda, has_bfloat16=has_cuda and torch.cuda.is_bf16_supported())
         self.device = choose_device(settings.device)
@@ -74,7 +70,7 @@ class Trainer:
         self.model = self._load(folder, settings)
         self.optimizer = make_optimizer(
             (parameter for parameter in self.model.parameters() if parameter.requires_grad),
-            learning_rate=recipe.learning_rate,
+            learning_rate=config.learning_rate,
             weight_decay=settings.weight_decay,
             fused=True,
         )
@@ -83,10 +79,13 @@ class Trainer:
         if reference is not None:
             frozen = settings.model_copy(update={"lora": None, "activation_checkpointing": False})
             self._reference = self._load(reference, frozen).requires_grad_(False)
+        self._optimizers = [(self.optimizer, config.learning_rate)]
+        """Each with its peak learning rate."""
         self.critic: Critic | None = None
         if settings.advantage.kind == "gae":
-            self.critic = Critic(folder, settings, mesh=self._mesh, device=self.device)
-        self._sum = functools.partial(sum_array_over_ranks, device=self.device)
+            self.critic = Critic(folder, settings, mesh=self._mesh)
+            self._optimizers.append((self.critic.optimizer, settings.critic.learning_rate))
+        self._sum = functools.partial(sum_over_ranks, device=self.device)
 
     def step(
         self, samples: Samples, *, step: int, base_version: int, max_staleness: float, max_gap: float = math.inf
@@ -105,7 +104,7 @@ class Trainer:
             samples.versions_T, samples.mask_T, base_version=base_version, steps_per_update=settings.steps_per_update
         )
         looked = self._look(samples)
-        credit = assign_credit(samples, settings, looked, reward_weights=self._recipe.reward_weights)
+        credit = assign_credit(samples, settings, looked, reward_weights=self._config.reward.weights)
         in_time_T = tokens_to_train(
             lag_T, samples.mask_T, stale_policy=settings.stale_policy, max_staleness=max_staleness
         )
@@ -115,7 +114,7 @@ class Trainer:
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
-        updates = list(minibatches(samples, self._recipe, step=step))
+        updates = list(minibatches(samples, settings, seed=self._config.seed, step=step))
         for number, rows in enumerate(updates):
             sums, group_norms, gap = self._update(
                 batch,
@@ -154,40 +153,13 @@ class Trainer:
         The gradient is zero, so nothing is computed; AdamW's momentum and weight decay still move the weights.
         """
         self._set_learning_rate(step)
-        optimizers = [self.optimizer] if self.critic is None else [self.optimizer, self.critic.optimizer]
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
+        for optimizer, _ in self._optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
         for _ in range(self._settings.num_minibatches * self._settings.num_epochs):
             self._apply(list, number=0, trains_policy=self._trains_policy(step))
         return {"learning_rate": self.optimizer.param_groups[0]["lr"]}
-
-    def rehearse(self) -> None:
-        """Go through steps on made-up rows that change nothing, while nobody waits: first calls look kernels up,
-        allocate, and compile. Each step is four times the one before, up to a whole pack or the first that takes
-        `REHEARSAL_SECONDS`. Nothing for an optimizer with a past, which is ready.
-        """
-        if self.optimizer.state:
-            return
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        vocabulary = self.model.causal_lm.get_output_embeddings().weight.shape[0]
-        num_rows, took_long = 1, np.zeros(1)
-        # Always two: at a second length torch.compile takes lengths for something that varies.
-        while num_rows <= 4 or (num_rows * _MADE_UP_TOKENS <= self._settings.tokens_per_microbatch and not took_long):
-            started = time.perf_counter()
-            samples = _made_up(num_rows, vocabulary)
-            for pack in self._packs(samples, np.arange(num_rows), mask_T=samples.mask_T, values={}):
-                with torch.no_grad():
-                    self._forward(self.model, pack)
-                logprobs, _ = self._forward(self.model, pack)
-                (0.0 * logprobs.sum()).backward()
-            self._clip(list, number=0)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            took_long = self._sum(np.array([float(time.perf_counter() - started > REHEARSAL_SECONDS)]))
-            num_rows *= 4
-        self.optimizer.state.clear()
 
     def _load(self, folder: Path, settings: TrainSettings) -> PolicyModel:
         model = load_model(
@@ -196,16 +168,11 @@ class Trainer:
             activation_checkpointing=settings.activation_checkpointing,
             compile=settings.compile,
             logits_gib=settings.logits_gib,
-            seed=self._recipe.seed,
+            seed=self._config.seed,
         )
-        shard(
-            model,
-            model.layers,
-            mesh=self._mesh,
-            dtype=getattr(torch, settings.dtype),
-            offload=settings.offload_optimizer,
-        )
-        return model if settings.offload_optimizer else model.to(self.device)
+        offload = settings.offload_optimizer
+        shard(model, model.layers, mesh=self._mesh, dtype=getattr(torch, settings.dtype), offload=offload)
+        return model
 
     def _trains_policy(self, step: int) -> bool:
         """False while the critic is warmed up alone."""
@@ -213,10 +180,9 @@ class Trainer:
 
     def _set_learning_rate(self, step: int) -> None:
         shape = {name: getattr(self._settings, name) for name in ("warmup_steps", "schedule", "decay_steps")}
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, peak=self._recipe.learning_rate, **shape)
-        if self.critic is not None:
-            self.critic.set_learning_rate(learning_rate(step, peak=self._settings.critic.learning_rate, **shape))
+        for optimizer, peak in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, peak=peak, **shape)
 
     def _update(
         self,
@@ -233,12 +199,12 @@ class Trainer:
         Sums over trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine.
         """
         samples, settings = batch.samples, self._settings
-        values = {**batch.values, "weights": batch.weights_T(rows, self._recipe)}
+        weights_T = batch.weights_T(rows, settings.aggregation, max_tokens=self._config.sampling.max_tokens)
+        values = {**batch.values, "weights": weights_T}
         totals: dict[str, float] = {"loss": 0.0, "tokens": 0.0, "entropy": 0.0}
         finite, meter = FiniteCheck(), GapMeter(max(1, len(samples.shard_ids)))
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.critic is not None:
-            self.critic.zero_grad()
+        for optimizer, _ in self._optimizers:
+            optimizer.zero_grad()
         for pack, has_signal in self._packs_by_signal(batch, rows, values):
             moves_policy = trains_policy and has_signal
             with torch.set_grad_enabled(moves_policy):
@@ -276,30 +242,32 @@ class Trainer:
             found.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
             gap = found.metrics()
         norms = self._apply(lambda: samples.names(rows), number=number, trains_policy=trains_policy)
-        return sum_over_ranks(totals, self.device), norms, gap
+        keys = sorted(totals)
+        of_all_ranks = self._sum(np.array([totals[key] for key in keys])).tolist()
+        return dict(zip(keys, of_all_ranks, strict=True)), norms, gap
 
     def _apply(self, names: Callable[[], list[str]], *, number: int, trains_policy: bool) -> dict[str, float]:
-        """Clip the gradient and take one optimizer update; returns the norms before the clip."""
-        norms = self._clip(names, number=number) if trains_policy else {}
+        """Clip the gradients and take one optimizer update; returns the norms before the clip."""
+        clip = functools.partial(
+            clip_gradient,
+            max_norm=self._settings.max_grad_norm,
+            sum_over_ranks=self._sum,
+            rows=names,
+            num_updates=number,
+        )
+        norms = {}
+        if trains_policy:
+            norms["grad_norm"], by_group = clip(self.model.named_parameters())
+            norms |= {f"grad_norm/{group}": norm for group, norm in by_group.items()}
         if self.critic is not None:
-            norms |= self.critic.update(
-                self._settings.max_grad_norm, sum_over_ranks=self._sum, rows=names, num_updates=number
-            )
+            named = self.critic.model.named_parameters()
+            norms["critic_grad_norm"], _ = clip(named, what="the critic's gradient")
+            self.critic.optimizer.step()
         if trains_policy:
             self.optimizer.step()
         if self.ema is not None:
             self.ema.update()
         return norms
-
-    def _clip(self, names: Callable[[], list[str]], *, number: int) -> dict[str, float]:
-        total, by_group = clip_gradient(
-            self.model.named_parameters(),
-            self._settings.max_grad_norm,
-            sum_over_ranks=self._sum,
-            rows=names,
-            num_updates=number,
-        )
-        return {"grad_norm": total, **{f"grad_norm/{group}": norm for group, norm in by_group.items()}}
 
     @torch.no_grad()
     def _look(self, samples: Samples) -> Looked:
@@ -353,7 +321,7 @@ class Trainer:
             pack.targets,
             pack.position_ids,
             pack.layout,
-            self._recipe.temperature,
+            self._config.sampling.temperature,
             entropy_grad=entropy_grad,
             positions_N=pack.positions,
         )
@@ -383,19 +351,3 @@ class Trainer:
             world_size=dist.get_world_size(),
             device=self.device,
         )
-
-
-def _made_up(num_rows: int, vocabulary: int) -> Samples:
-    """Rows of `_MADE_UP_TOKENS` that go through the model and one more, which is only predicted."""
-    length, rows = _MADE_UP_TOKENS + 1, np.arange(num_rows)
-    place_T = np.tile(np.arange(length), num_rows)
-    return Samples(
-        input_ids_T=((place_T + np.repeat(rows, length)) % vocabulary).astype(np.int32),  # no two begin alike
-        mask_T=place_T > 0,
-        logprobs_T=np.zeros(num_rows * length, np.float32),
-        versions_T=np.zeros(num_rows * length, np.int32),
-        offsets=np.arange(num_rows + 1) * length,
-        attempts_B=rows,
-        groups_B=rows,
-        rewards_B=np.zeros(num_rows, np.float32),
-    )

@@ -3,7 +3,7 @@
     Claim ─▶ read shards (digests checked) ─▶ Samples ─▶ Trainer.step ─▶ policies/<v>-<attempt>/ ─▶ `Step` log entry
 
 A plain class: `infra/` may host it in another process, or in several as the ranks of one trainer; tests call it
-directly. All ranks read the log and the shards, and train their share; rank 0 alone writes. Starting it resumes the
+directly. All ranks read the log and the shards, and train their share; rank 0 alone writes. Opening it resumes the
 run: the last saved state, then the recorded steps since then, from their recorded shards.
 """
 
@@ -16,13 +16,11 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from infra.starting import Startable
 from infra.weight_broadcast import Broadcast, send
-from settings.train import Recipe
+from settings.run_file import RunConfig
 from storage.log.entries import Claim, Policy, Step
-from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
 from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE
@@ -30,60 +28,42 @@ from storage.objects.opening import open_store
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
 from trainers.model.distributed import agreed, on_every_rank, on_first_rank, rank
 from trainers.refusals import RefusedShards
-from trainers.replay import Retrainer
+from trainers.run_trainer import RunTrainer
 from trainers.timing import time_budget
 
 logger = logging.getLogger("millrace.trainer")
 
 
-class TrainerWorker(Startable):
-    """Trains one run. Call `start` first."""
+class TrainerWorker:
+    """Trains one run. Made by `open`."""
 
-    opened: int
-    """What `start` returned."""
+    def __init__(self, trainer: RunTrainer, *, opened: int, sends: bool) -> None:
+        self._trainer = trainer
+        self._log = trainer.log
+        self.opened = opened
+        """How many recorded steps were trained again to restore the optimizer."""
+        self._unsaved: tuple[Claim, dict[str, float]] | None = None
+        self._policy_path: str | None = self._live().path  # of the weights' policy; None while the log knows none
+        self._outbox: tempfile.TemporaryDirectory[str] | None = None  # of rank 0
+        if sends and rank() == 0:
+            self._outbox = tempfile.TemporaryDirectory(prefix="millrace-")
+        self._sendable = -1  # version of the weights in there
+        self._policies = PolicyWriter(self._log, trainer.cache, anchor_every=trainer.config.train.anchor_every)
 
     @classmethod
-    async def open(cls, **arguments: Any) -> TrainerWorker:
-        """A worker that has started."""
-        worker = cls(**arguments)
-        worker.opened = worker.start()
-        return worker
-
-    def __init__(
-        self,
-        *,
-        store_uri: str,
-        run_id: str,
-        recipe: Recipe,
-        cache: str,
-        sends: bool = False,
-    ) -> None:
-        """`sends`: the newest policy's weights are kept, to be broadcast."""
-        self._store_uri = store_uri
-        self._run_id = run_id
-        self._recipe = recipe
-        self._cache = Path(cache)
-        self._sends = sends
-        self._outbox: tempfile.TemporaryDirectory[str] | None = None  # of rank 0
-        self._sendable = -1  # version of the weights in there
-        self._unsaved: tuple[Claim, dict[str, float]] | None = None
-        self._policy_path: str | None = None  # of the policy in the weights; null while the log knows none like them
-
-    def start(self) -> int:
-        """Load the run's base policy, resume its optimizer, and return the number of steps re-trained on the way."""
-        self._log: RunLog = open_run(open_store(self._store_uri), self._run_id)
-        self._retrainer = Retrainer(self._log, self._recipe, cache=self._cache)
-        num_steps = agreed(on_every_rank(lambda: len(self._log.refresh().steps)), what="number of committed steps")
-        since = self._log.state.steps[self._retrainer.load_nearest_state(num_steps) :]
+    async def open(
+        cls, *, store_uri: str, run_id: str, config: RunConfig, cache: str, sends: bool = False
+    ) -> TrainerWorker:
+        """Load the run's base policy and resume its optimizer. With `sends` the newest policy's weights are kept, to be
+        broadcast."""
+        trainer = RunTrainer(open_run(open_store(store_uri), run_id), config, cache=Path(cache))
+        num_steps = agreed(on_every_rank(lambda: len(trainer.log.refresh().steps)), what="number of committed steps")
+        since = trainer.log.state.steps[trainer.load_nearest_state(num_steps) :]
         if since:
-            self._retrainer.restore(since)
-        self._retrainer.trainer.rehearse()
-        self._unsaved, self._policy_path = None, self._live().path
-        if self._sends and rank() == 0:
-            self._outbox, self._sendable = tempfile.TemporaryDirectory(prefix="millrace-"), -1
-        self._policies = PolicyWriter(self._log, self._cache, anchor_every=self._recipe.settings.anchor_every)
-        self._mend_newest()
-        return len(since)
+            trainer.restore(since)
+        worker = cls(trainer, opened=len(since), sends=sends)
+        worker._mend_newest()
+        return worker
 
     def train_step(
         self, claim: Claim, *, extra_metrics: dict[str, float], round_started: float, session_id: str
@@ -103,15 +83,15 @@ class TrainerWorker(Startable):
             metrics, load_seconds = self._train(claim)
             self._unsaved = (claim, metrics)
         # A retry after a failed save must not train the same claim a second time.
-        trained = time.perf_counter()
-        phases = {**extra_metrics, "load_seconds": load_seconds, "train_seconds": trained - started - load_seconds}
+        train_seconds = time.perf_counter() - started - load_seconds
+        phases = {**extra_metrics, "load_seconds": load_seconds, "train_seconds": train_seconds}
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             # All ranks gather; the rest is up to rank 0.
             folder = Path(scratch)
-            digest = "" if claim.fallback == "skip_step" else self._retrainer.save_policy(folder / "policy")
-            if claim.step % self._recipe.settings.checkpoint_every == 0:
-                self._retrainer.save_state(folder / "state", step=claim.step)
-            clocks = {"round_started": round_started, "started": started, "trained": trained}
+            digest = "" if claim.fallback == "skip_step" else self._trainer.save_policy(folder / "policy")
+            if claim.step % self._trainer.config.train.checkpoint_every == 0:
+                self._trainer.save_state(folder / "state", step=claim.step)
+            clocks = {"round_started": round_started, "started": started}
             on_first_rank(lambda: self._commit(claim, folder, digest, phases, session_id=session_id, **clocks))
             if self._outbox is not None and digest:
                 os.replace(folder / "policy" / WEIGHTS_FILE, Path(self._outbox.name) / WEIGHTS_FILE)
@@ -141,12 +121,12 @@ class TrainerWorker(Startable):
         Raises `storage.policies.policies.DamagedDelta` where they are others than those recorded.
         """
         live = self._live()
-        damage = on_first_rank(lambda: self._retrainer.damage_of(live))
+        damage = on_first_rank(lambda: self._trainer.policies.damage_of(live))
         if not damage:
             return
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             folder = Path(scratch) / "policy"
-            if self._retrainer.save_policy(folder) != live.weights_sha256:
+            if self._trainer.save_policy(folder) != live.weights_sha256:
                 raise DamagedDelta(damage)
             on_first_rank(lambda: self._log.store.put_folder(folder, live.path, last=DIGEST_FILE))
         on_first_rank(lambda: self._log.store.delete([f"{live.path}/{DELTA_FILE}"]))
@@ -176,13 +156,13 @@ class TrainerWorker(Startable):
     def _train(self, claim: Claim) -> tuple[dict[str, float], float]:
         """Metrics, and the seconds that reading the shards took."""
         started = time.perf_counter()
-        samples = self._retrainer.samples(claim, judge=True)
+        samples = self._trainer.samples(claim, judge=True)
         load_seconds = time.perf_counter() - started
         before = self._policy_path
         if claim.fallback != "skip_step":
             self._policy_path = None
         try:
-            return self._retrainer.train(claim, samples, judge=True), load_seconds
+            return self._trainer.train(claim, samples, judge=True), load_seconds
         except RefusedShards:
             self._policy_path = before  # no weight has changed
             raise
@@ -195,7 +175,6 @@ class TrainerWorker(Startable):
         phases: dict[str, float],
         *,
         started: float,
-        trained: float,
         round_started: float,
         session_id: str,
     ) -> None:
@@ -213,21 +192,17 @@ class TrainerWorker(Startable):
         if (folder / "state").exists():
             state_path = self._log.key(f"state/{claim.step}-{attempt}")
             self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE)
-        finished = time.perf_counter()
-        phases = {**phases, "save_seconds": finished - trained}
+        measured = time.perf_counter() - started
+        phases = {**phases, "save_seconds": measured - phases["load_seconds"] - phases["train_seconds"]}
         # The round may have started by another machine's clock; it took no less than was measured here.
-        budget = time_budget(phases, wall_seconds=max(time.time() - round_started, finished - started))
+        budget = time_budget(phases, wall_seconds=max(time.time() - round_started, measured))
+        speed = {"tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"]}
         self._log.append(
             Step(
                 claim=claim,
                 policy=policy,
                 shard_sha256={g.shard_id: self._log.state.shards[g.shard_id].sha256 for g in claim.trained},
-                metrics={
-                    **metrics,
-                    **phases,
-                    **budget,
-                    "tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"],
-                },
+                metrics={**metrics, **phases, **budget, **speed},
                 state_path=state_path,
                 session_id=session_id,
             )

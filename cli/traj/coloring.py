@@ -131,7 +131,7 @@ class Colorist:
         import torch
 
         from trainers.data.packing import position_ids
-        from trainers.model.attention import layout_of
+        from trainers.model.attention import Layout
 
         input_ids_T = torch.tensor(token_ids)
         targets_T = torch.roll(input_ids_T, -1)
@@ -141,7 +141,7 @@ class Colorist:
                 input_ids_T,
                 targets_T,
                 position_ids(lengths),
-                layout_of(lengths, device=input_ids_T.device),
+                Layout(lengths, device=input_ids_T.device),
                 temperature,
             )
         return [0.0, *logprobs_T[:-1].tolist()]

@@ -159,7 +159,7 @@ def _run_scenarios(folder: Path, results: Path) -> None:
 def _resume(folder: Path, results: Path, state: Path) -> None:
     """Step 2 from a saved step 1."""
     trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_RESUMED)
-    assert load_state(trainer.model, trainer.optimizer, state, ema=trainer.ema) == 1
+    assert load_state(trainer, state) == 1
     _write(trainer, [take_step(trainer, _samples(folder), step=2, max_staleness=1)], results / "resumed")
 
 
@@ -167,7 +167,7 @@ def _first_step(folder: Path, state: Path) -> Trainer:
     """Step 1, saved."""
     trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **_RESUMED)
     take_step(trainer, _samples(folder))
-    save_state(trainer.model, trainer.optimizer, state, step=1, ema=trainer.ema)
+    save_state(trainer, state, step=1)
     return trainer
 
 

@@ -31,14 +31,15 @@ from tests.builders import a_broadcast, a_config
 from tests.distributed.ranks import Ranks, fork_ranks
 from tests.unit.trainers.builders import (
     commit,
+    config_of,
     group_of,
     largest_difference,
     new_run,
+    open_trainer,
     random_rows,
-    recipe_of,
     tiny_model,
 )
-from trainers import replay
+from trainers import run_trainer
 from trainers.data.samples import Samples, gather_samples
 from trainers.model.distributed import agreed, num_ranks, on_every_rank, on_first_rank, rank
 from trainers.worker import TrainerWorker
@@ -52,11 +53,9 @@ def _log(folder: Path) -> RunLog:
     return open_run(LocalStore(folder / "store"), "run")
 
 
-def _started(folder: Path) -> tuple[TrainerWorker, int]:
-    recipe = recipe_of(max_staleness=8, checkpoint_every=2, num_minibatches=2, max_gap=1e9)
-    store = _log(folder).store.uri
-    worker = TrainerWorker(store_uri=store, run_id="run", recipe=recipe, cache=str(folder / "cache"), sends=True)
-    return worker, worker.start()
+def _opened(folder: Path) -> TrainerWorker:
+    config = config_of(max_staleness=8, checkpoint_every=2, num_minibatches=2, max_gap=1e9)
+    return open_trainer(_log(folder), config, cache=folder / "cache", sends=True)
 
 
 def _claim(folder: Path) -> Claim:
@@ -93,7 +92,7 @@ def _other_rewards(*arguments: Any) -> Samples:
 
 def _two_ranks(folder: Path) -> dict[str, Any]:
     """Four steps with a failure before each; what every rank saw of them."""
-    worker, _ = _started(folder)
+    worker = _opened(folder)
     append = worker._log.append
 
     def unanswered(step: Step) -> None:
@@ -117,11 +116,11 @@ def _two_ranks(folder: Path) -> dict[str, Any]:
     steps.append(_train(worker, claim))
     seen["conflict"] = _failure(lambda: _train(worker, claim, session_id="another"))
     claim = _claim(folder)
-    with patch.object(replay, "read_shard", _damaged if rank() == 1 else replay.read_shard):
+    with patch.object(run_trainer, "read_shard", _damaged if rank() == 1 else run_trainer.read_shard):
         seen["damaged"] = _failure(lambda: _train(worker, claim))
     steps.append(_train(worker, claim))
     claim = _claim(folder)
-    with patch.object(replay, "gather_samples", _other_rewards if rank() == 1 else gather_samples):
+    with patch.object(run_trainer, "gather_samples", _other_rewards if rank() == 1 else gather_samples):
         seen["other_batch"] = _failure(lambda: _train(worker, claim))
     steps.append(_train(worker, claim))
     seen["steps"] = [step.policy.weights_sha256 for step in steps]
@@ -138,7 +137,7 @@ def _rank_main(folder: Path) -> None:
     if folder.name == "two":
         seen = _two_ranks(folder)
     else:
-        worker, _ = _started(folder)
+        worker = _opened(folder)
         seen = {"steps": [_train(worker, _claim(folder)).policy.weights_sha256 for _ in range(_NUM_STEPS)]}
     on_every_rank(lambda: None)
     warnings: list[str] = []
@@ -147,7 +146,7 @@ def _rank_main(folder: Path) -> None:
     logging.getLogger("millrace.trainer").addHandler(handler)
     newest = _log(folder).state.steps[-1].state_path
     on_first_rank(lambda: shutil.rmtree(folder / "store" / newest))  # so that a resume has to train
-    _, seen["retrained"] = _started(folder)
+    seen["retrained"] = _opened(folder).opened
     seen["warnings"] = warnings
     (folder / f"seen-{rank()}.json").write_text(json.dumps(seen))
 

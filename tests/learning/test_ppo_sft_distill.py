@@ -6,6 +6,7 @@ policy folder ─▶ sampling in torch ─▶ shard ─▶ claim ─▶ TrainerW
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from settings.train import Recipe
+from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Step
 from storage.log.replay_plan import ReplayedStep, plan_replay
@@ -27,9 +28,17 @@ from storage.objects.digests import DIGEST_FILE
 from storage.policies.policies import PolicyReader
 from storage.records import RolloutGroup
 from tests.builders import a_config
-from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
+from tests.unit.trainers.builders import (
+    Row,
+    commit,
+    config_of,
+    group_of,
+    load_causal_lm,
+    new_run,
+    open_trainer,
+    tiny_model,
+)
 from trainers.replay import ReplayWorker
-from trainers.worker import TrainerWorker
 
 _PROMPTS = ["1+1=", "23+4=", "5=", "9+9+9="]
 _ATTEMPTS = 16
@@ -91,12 +100,13 @@ def _rollouts(folder: Path, *, version: int, judge: Judge) -> list[RolloutGroup]
     return groups
 
 
-def _train(log: RunLog, recipe: Recipe, cache: Path, *, steps: int, judge: Judge) -> list[Step]:
+def _train(log: RunLog, config: RunConfig, cache: Path, *, steps: int, judge: Judge) -> list[Step]:
     """Sample from the live policy, commit, claim, train; again and again."""
-    worker = TrainerWorker(store_uri=log.store.uri, run_id=log.run_id, recipe=recipe, cache=str(cache))
-    worker.start()
+    worker = open_trainer(log, config, cache=cache)
     policies = PolicyReader(log, cache)
-    rules = a_config(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
+    rules = a_config(
+        batch_size=len(_PROMPTS), n_samples=_ATTEMPTS, max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS
+    )
     done = []
     for _ in range(steps):
         policy = log.refresh().live
@@ -109,10 +119,10 @@ def _train(log: RunLog, recipe: Recipe, cache: Path, *, steps: int, judge: Judge
     return done
 
 
-def _replay(log: RunLog, recorded: Recipe, changed: Recipe, cache: Path, save: Path) -> list[ReplayedStep]:
-    """Every recorded step under another recipe, and the policy that comes out."""
+def _replay(log: RunLog, recorded: RunConfig, changed: RunConfig, cache: Path, save: Path) -> list[ReplayedStep]:
+    """Every recorded step with other settings, and the policy that comes out."""
     plan = plan_replay(log.refresh(), run=log.run_id, first=1, last=log.state.step, rewards="")
-    worker = ReplayWorker(
+    opening = ReplayWorker.open(
         store_uri=log.store.uri,
         run_id=log.run_id,
         plan=plan,
@@ -121,8 +131,9 @@ def _replay(log: RunLog, recorded: Recipe, changed: Recipe, cache: Path, save: P
         rewards="",
         cache=str(cache),
     )
+    worker = asyncio.run(opening)
     try:
-        assert worker.start() == 0
+        assert worker.opened == 0
         steps = [worker.retrain(step) for step in range(plan.first, plan.last + 1)]
         worker.save_policy(str(save))
         return steps
@@ -171,8 +182,8 @@ def test_reward_rises(tmp_path: Path, loss: str) -> None:
     if loss == "clip":
         settings = {"advantage": {"kind": "gae", "lam": 0.9}, "critic": {"learning_rate": 1e-2, "warmup_steps": 2}}
     judge = _sevens if loss == "clip" else _begins_with_seven
-    recipe = recipe_of(learning_rate=1e-2, num_minibatches=2, **settings)
-    steps = _train(log, recipe, tmp_path / "cache", steps=30, judge=judge)
+    config = config_of(learning_rate=1e-2, num_minibatches=2, **settings)
+    steps = _train(log, config, tmp_path / "cache", steps=30, judge=judge)
     rewards = _rewards(steps)
     assert np.mean(rewards[:3]) < 0.3
     assert np.mean(rewards[-3:]) > 0.8
@@ -188,14 +199,14 @@ def test_a_teacher_is_copied_and_recorded_shards_train_every_objective(tmp_path:
     model by imitation and by the teacher, and nothing is sampled for that."""
     cache, base = tmp_path / "cache", tiny_model(tmp_path / "model", init_range=0.02)
     taught = new_run(tmp_path / "teacher", base)
-    grpo = recipe_of(learning_rate=1e-2)
+    grpo = config_of(learning_rate=1e-2)
     assert np.mean(_rewards(_train(taught, grpo, cache, steps=25, judge=_begins_with_seven))[-3:]) > 0.8
     teacher = _last(taught, cache, tmp_path / "taught")
 
     log = new_run(tmp_path / "student", base)
     log.store.put_folder(teacher, model_key(str(teacher)), last=DIGEST_FILE)  # as the flow does
     reference = {"kind": "model", "model": str(teacher)}
-    distill = recipe_of(learning_rate=1e-2, advantage="distill", reference=reference)
+    distill = config_of(learning_rate=1e-2, advantage="distill", reference=reference)
     steps = _train(log, distill, cache, steps=12, judge=lambda text: float("nan"))
     assert steps[-1].metrics["reference_kl"] < 0.3 * steps[0].metrics["reference_kl"]
     student = _last(log, cache, tmp_path / "learnt")
@@ -204,7 +215,7 @@ def test_a_teacher_is_copied_and_recorded_shards_train_every_objective(tmp_path:
 
     taught.store.put_folder(teacher, model_key(str(teacher)), last=DIGEST_FILE)
     for name, objective in (("imitation", {"loss": "sft"}), ("distillation", {"advantage": "distill"})):
-        changed = recipe_of(learning_rate=1e-2, reference=reference, **objective)
+        changed = config_of(learning_rate=1e-2, reference=reference, **objective)
         replayed = _replay(taught, grpo, changed, cache, tmp_path / name)
         assert not any(step.identical for step in replayed)
         assert _probability_of_seven(tmp_path / name) > 0.7

@@ -17,7 +17,16 @@ from storage.log.entries import Step
 from storage.log.run_log import RunLog
 from storage.records import RolloutGroup
 from tests.builders import a_config
-from tests.unit.trainers.builders import Row, commit, group_of, load_causal_lm, new_run, recipe_of, tiny_model
+from tests.unit.trainers.builders import (
+    Row,
+    commit,
+    config_of,
+    group_of,
+    load_causal_lm,
+    new_run,
+    open_trainer,
+    tiny_model,
+)
 from trainers.worker import TrainerWorker
 
 _PROMPTS = ["1+1=", "23+4=", "5=", "9+9+9="]
@@ -66,7 +75,9 @@ def _round(log: RunLog, worker: TrainerWorker, cache: Path) -> Step:
     assert policy is not None
     groups = _rollouts(log.store.fetch_folder(policy.path, cache), version=policy.version, seed=policy.version)
     commit(log, f"shard-{policy.version}", groups)
-    rules = a_config(batch_size=len(_PROMPTS), max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS)
+    rules = a_config(
+        batch_size=len(_PROMPTS), n_samples=_ATTEMPTS, max_staleness=0, stale_policy="strict", min_usable=_ATTEMPTS
+    )
     claim = next_claim(log.refresh(), rules)
     assert claim is not None
     return worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="learning")
@@ -75,13 +86,8 @@ def _round(log: RunLog, worker: TrainerWorker, cache: Path) -> Step:
 @pytest.mark.parametrize("scale", ["std", "none"])
 def test_reward_rises(tmp_path: Path, scale: str) -> None:
     log = new_run(tmp_path, tiny_model(tmp_path / "model", init_range=0.02))
-    worker = TrainerWorker(
-        store_uri=log.store.uri,
-        run_id=log.run_id,
-        recipe=recipe_of(learning_rate=1e-2, advantage={"kind": "grpo", "scale": scale}),
-        cache=str(tmp_path / "cache"),
-    )
-    worker.start()
+    config = config_of(learning_rate=1e-2, advantage={"kind": "grpo", "scale": scale})
+    worker = open_trainer(log, config, cache=tmp_path / "cache")
     steps = [_round(log, worker, tmp_path / "cache") for _ in range(_STEPS)]
     rewards = [step.metrics["reward"] for step in steps]
     assert np.mean(rewards[:3]) < 0.3

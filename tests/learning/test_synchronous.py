@@ -9,7 +9,6 @@ after it.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import time
 from collections.abc import Iterator
@@ -33,15 +32,14 @@ from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import read_shard
 from tests.builders import a_config, wait_for_work
-from tests.unit.trainers.builders import commit, new_run, recipe_of, tiny_model
+from tests.unit.trainers.builders import commit, config_of, new_run, open_trainer, tiny_model
 from trainers.checkpoint import save_policy
 from trainers.data.samples import COLUMNS, gather_samples
 from trainers.trainer import Trainer
-from trainers.worker import TrainerWorker
 
 _BATCH, _STEPS, _ATTEMPTS = 4, 5, 4
 _TASKS = [Task(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
-_RECIPE = recipe_of(learning_rate=1e-2, num_minibatches=2, max_gap=1e9)  # the scripted engine draws at random
+_CONFIG = config_of(learning_rate=1e-2, num_minibatches=2, max_gap=1e9)  # the scripted engine draws at random
 _SAMPLING = Sampling(max_tokens=8)
 
 
@@ -88,7 +86,7 @@ async def _plain_loop(log: RunLog, model: Path, scratch: Path) -> str:
     tokens = ChatTokens.load(model)
     engine, prompts = _Engine(tokens), PromptOrder(_TASKS, seed=0)
     player = _player(engine, tokens)
-    trainer = Trainer(model, _RECIPE)
+    trainer = Trainer(model, _CONFIG)
     engine.weights = log.state.policies[0].weights_sha256
     for step in range(1, _STEPS + 1):
         engine.version = step - 1
@@ -137,15 +135,9 @@ class _Pipeline:
         self._executor = Executor(
             player=_player(self._engine, tokens), lease=self._lease, quota=self._quota, config=self._config
         )
-        self._trainer = TrainerWorker(
-            store_uri=log.store.uri,
-            run_id=log.run_id,
-            recipe=dataclasses.replace(_RECIPE, max_staleness=max_staleness),
-            cache=str(cache),
-        )
+        self._trainer = open_trainer(log, _CONFIG.model_copy(update={"max_staleness": max_staleness}), cache=cache)
 
     async def run(self) -> str:
-        self._trainer.start()
         producing = asyncio.create_task(self._produce())
         while self._log.refresh().step < _STEPS:
             claim = next_claim(self._log.state, self._config)

@@ -134,16 +134,13 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
 
 
 def _parts(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
+    """The named rewards of the rows, null ones as NaN."""
     if "reward_parts" not in tables[0].column_names:
         return {}
-    found = [parts for table, taken in zip(tables, rows, strict=True) for parts in _rows_of_map(table, taken)]
-    names = sorted({name for parts in found for name in parts})
-    values = {name: [found[row].get(name) for row in order] for name in names}
-    return {name: np.array([np.nan if v is None else v for v in column], np.float32) for name, column in values.items()}
-
-
-def _rows_of_map(table: pa.Table, rows: np.ndarray) -> list[dict[str, float | None]]:
-    return [dict(parts or []) for parts in table["reward_parts"].take(pa.array(rows)).to_pylist()]
+    columns = [table["reward_parts"].take(pa.array(taken)) for table, taken in zip(tables, rows, strict=True)]
+    parts = [dict(named or []) for column in columns for named in column.to_pylist()]
+    names = sorted({name for named in parts for name in named})
+    return {name: np.array([parts[row].get(name) for row in order], np.float32) for name in names}
 
 
 def _rows_of(group_ids: Sequence[str], table: pa.Table, *, shard: str) -> tuple[np.ndarray, np.ndarray]:

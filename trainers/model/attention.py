@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,8 +50,7 @@ _NOT_HONOURED = ("softcap", "s_aux", "position_bias")
 """Arguments by which some models change the attention's formula."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(NamedTuple):
     """Sequences that are padded to one length."""
 
     num_sequences: int
@@ -63,9 +62,7 @@ class Places:
     """Where a kernel wants the computed tokens to stand, and where its results are read. On the device."""
 
     take_P: torch.Tensor
-    """The computed token at each place; 0 where there is none."""
-    empty_E: torch.Tensor
-    """The places without a token."""
+    """The computed token at each place; any where nothing stands, for nothing is read there."""
     place_U: torch.Tensor
     """The place at which each computed token's result is read: its first."""
     unread_E: torch.Tensor
@@ -85,25 +82,39 @@ class Layout:
     the host would be waited for to come back.
     """
 
-    def __init__(self, lengths_S: torch.Tensor, computed_T: torch.Tensor | None, *, device: torch.device) -> None:
-        """`computed_T` says which of the computed tokens each token of the pack is; null: its own. Both on the host."""
+    def __init__(
+        self, lengths: Sequence[int] | np.ndarray, *, device: torch.device, computed_T: torch.Tensor | None = None
+    ) -> None:
+        """`lengths` are those of the sequences. With `computed_T` (`trainers.data.packing.shared_tokens`, on the host)
+        what sequences begin with in common is computed once.
+
+        Raises `ValueError` without a sequence, and for an empty one.
+        """
         self._device = device
-        self.lengths_S = lengths_S
+        self.lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
         """Of the sequences, int64 on the host."""
-        ends_S = lengths_S.cumsum(0)
-        self._starts_S = ends_S - lengths_S
+        if not len(self.lengths_S) or int(self.lengths_S.min()) < 1:
+            raise InvalidInput(f"lengths {self.lengths_S.tolist()}: a pack has a sequence, and a sequence a token")
+        ends_S = self.lengths_S.cumsum(0)
+        self._starts_S = ends_S - self.lengths_S
         self._computed_T = torch.arange(int(ends_S[-1])) if computed_T is None else computed_T
         self.computed_T = None if computed_T is None else computed_T.to(device, non_blocking=True)
-        """The computed token that each token is, on the device; null where no two are the same."""
+        """The computed token that each token is, on the device; None where no two are the same."""
         self.offsets_S = torch.cat([ends_S.new_zeros(1), ends_S]).to(device, torch.int32, non_blocking=True)
         """Where each sequence starts and the last one ends, int32 on the device: flash attention's cu_seqlens."""
         self.longest = int(self.lengths_S.max())
-        order = torch.argsort(self.lengths_S, descending=True, stable=True)
-        self._order = order
-        by_length = self.lengths_S[order].tolist()
-        self.is_one_by_one = device.type == "cuda" and int(ends_S[-1]) >= _LONG * len(lengths_S)
-        self.batches = _one_by_one(by_length) if self.is_one_by_one else _batches(by_length)
+        self._order = torch.argsort(self.lengths_S, descending=True, stable=True)
+        by_length = self.lengths_S[self._order].tolist()
+        self.is_one_by_one = device.type == "cuda" and int(ends_S[-1]) >= _LONG * len(by_length)
+        self.batches: list[Batch] = []
         """The sequences by falling length: those of similar length padded to the longest of them, or each by itself."""
+        for length in by_length:
+            if self.is_one_by_one:
+                self.batches.append(Batch(1, -(-length // _GRAIN) * _GRAIN))
+            elif self.batches and length >= self.batches[-1].length * _SHORTEST_TO_LONGEST:
+                self.batches[-1] = Batch(self.batches[-1].num_sequences + 1, self.batches[-1].length)
+            else:
+                self.batches.append(Batch(1, length))
 
     @functools.cached_property
     def end_to_end(self) -> Places:
@@ -122,61 +133,25 @@ class Layout:
         return _places(self._computed_T, place_T, int(padded.sum()), self._device)
 
 
-def layout_of(
-    lengths: Sequence[int] | np.ndarray, *, device: torch.device, computed_T: torch.Tensor | None = None
-) -> Layout:
-    """The layout of a pack of sequences of these lengths.
-
-    With `computed_T` (`trainers.data.packing.shared_tokens`, on the host) what sequences begin with in common is
-    computed once. Raises `ValueError` without a sequence, and for an empty one.
-    """
-    lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
-    if not len(lengths_S) or int(lengths_S.min()) < 1:
-        raise InvalidInput(f"lengths {lengths_S.tolist()}: a pack has a sequence, and a sequence a token")
-    return Layout(lengths_S, computed_T, device=device)
-
-
-def _batches(lengths: list[int]) -> tuple[Batch, ...]:
-    """Of falling lengths."""
-    batches: list[Batch] = []
-    start = 0
-    while start < len(lengths):
-        shortest = lengths[start] * _SHORTEST_TO_LONGEST
-        end = start + 1
-        while end < len(lengths) and lengths[end] >= shortest:
-            end += 1
-        batches.append(Batch(num_sequences=end - start, length=lengths[start]))
-        start = end
-    return tuple(batches)
-
-
-def _one_by_one(lengths: list[int]) -> tuple[Batch, ...]:
-    return tuple(Batch(num_sequences=1, length=-(-length // _GRAIN) * _GRAIN) for length in lengths)
-
-
 def _places(computed_T: torch.Tensor, place_T: torch.Tensor, num_places: int, device: torch.device) -> Places:
     take_P = torch.zeros(num_places, dtype=torch.int64)
     take_P[place_T] = computed_T
-    is_empty_P = torch.ones(num_places, dtype=torch.bool)
-    is_empty_P[place_T] = False
-    by_token = torch.argsort(computed_T, stable=True)
-    counts_U = torch.bincount(computed_T)
-    first_copy_U = torch.cat([torch.zeros(1, dtype=torch.int64), counts_U.cumsum(0)])
-    copies_P = place_T[by_token]
+    first_copy_U = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(computed_T).cumsum(0)])
+    copies_P = place_T[torch.argsort(computed_T, stable=True)]
     place_U = copies_P[first_copy_U[:-1]]
     is_unread_P = torch.ones(num_places, dtype=torch.bool)
     is_unread_P[place_U] = False
-    is_identity = num_places == len(place_U) and bool((take_P == torch.arange(num_places)).all())
     on_device = {
         "take_P": take_P,
-        "empty_E": is_empty_P.nonzero()[:, 0],
         "place_U": place_U,
         "unread_E": is_unread_P.nonzero()[:, 0],
         "copies_P": copies_P,
         "first_copy_U": first_copy_U,
     }
-    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in on_device.items()}
-    return Places(**moved, is_identity=is_identity)
+    return Places(
+        **{name: tensor.to(device, non_blocking=True) for name, tensor in on_device.items()},
+        is_identity=num_places == len(place_U) and bool((take_P == torch.arange(num_places)).all()),
+    )
 
 
 @torch.compiler.disable  # one break in a compiled layer, rather than one compilation per layout
@@ -276,24 +251,20 @@ def _batched_attention(
         if query.is_cuda and num_sharing > 1 and query.dtype not in _HALF:
             # Of the kernels for the others only the one that makes the square lets query heads share keys.
             key, value = (part.repeat_interleave(num_sharing, dim=1) for part in (key, value))
-        is_windowed = window is not None and window < batch.length
+        mask = None
+        if window is not None and window < batch.length:
+            mask = torch.ones(batch.length, batch.length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         output = scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=_window_mask(batch.length, window, query.device) if is_windowed else None,
-            is_causal=not is_windowed,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    assert window is not None
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ones.triu(1 - window)
 
 
 def _to_places(values_U: torch.Tensor, places: Places) -> torch.Tensor:
@@ -310,7 +281,7 @@ class _ToPlaces(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values_U: torch.Tensor, places: Places) -> torch.Tensor:
         ctx.places = places
-        return _placed(values_U, places.take_P, places.empty_E)
+        return values_U.index_select(0, places.take_P)
 
     @staticmethod
     def backward(ctx: Any, gradient_P: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -333,11 +304,7 @@ class _FromPlaces(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient_U: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _placed(gradient_U, ctx.places.take_P, ctx.places.unread_E), None
-
-
-def _placed(values_U: torch.Tensor, take_P: torch.Tensor, zero_E: torch.Tensor) -> torch.Tensor:
-    return values_U.index_select(0, take_P).index_fill_(0, zero_E, 0)
+        return gradient_U.index_select(0, ctx.places.take_P).index_fill_(0, ctx.places.unread_E, 0), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -15,7 +15,7 @@ import torch
 
 from trainers.data.packing import distribute_groups, pack_groups, position_ids, shared_tokens
 from trainers.data.samples import Samples
-from trainers.model.attention import Layout, layout_of
+from trainers.model.attention import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def build_pack(
         mask=shifted((np.zeros(len(samples.mask_T)) if mask_T is None else mask_T).astype(np.float32)),
         position_ids=position_ids(lengths).to(device),
         sequences=torch.from_numpy(np.repeat(np.arange(len(rows)), lengths)).to(device),
-        layout=layout_of(lengths, device=device, computed_T=shared_tokens(samples.input_ids_T[tokens], lengths)),
+        layout=Layout(lengths, device=device, computed_T=shared_tokens(samples.input_ids_T[tokens], lengths)),
         positions=torch.from_numpy(positions if len(positions) else np.zeros(1, np.int64)).to(device),
         values={name: shifted(values_T) for name, values_T in values.items()},
         tokens=tokens,

@@ -24,8 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from settings.errors import InvalidInput
-
 Json = TypeVar("Json")
 """A value that JSON gives back as it was."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -47,9 +45,7 @@ class RanksDiffer(RuntimeError):
 
 
 def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device this rank computes on. Raises `ValueError` when CUDA is asked for and absent."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput("train.device = 'cuda', but torch sees no GPU; use 'auto' or 'cpu'")
+    """The device this rank computes on; `trainers.refusals` refuses CUDA where there is none."""
     if device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -92,16 +88,12 @@ def rank() -> int:
 def shard(
     model: nn.Module, layers: Iterable[nn.Module], *, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False
 ) -> None:
-    """Apply FSDP2 to every layer and then to the whole; parameters keep their type, compute runs in `dtype`.
+    """Apply FSDP2 to every layer and then to the whole, and move it to the mesh's device; parameters keep their type,
+    compute runs in `dtype`.
 
     With `offload` parameters, gradients and so the optimizer's moments live in host memory, and one layer at a time
-    visits the GPU; the parameters must not be moved there afterwards. Raises `ValueError` where there is no GPU.
+    visits the GPU.
     """
-    if offload and mesh.device_type == "cpu":
-        raise InvalidInput(
-            "train.offload_optimizer moves the optimizer from a GPU into host memory, and this trainer has no GPU: "
-            "leave it out"
-        )
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in [*layers, model]:
@@ -112,10 +104,12 @@ def shard(
         # Losses carry the global denominator, so gradients add up over ranks. gloo has no PREMUL_SUM: force SUM.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    if offload:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, buffer.to(mesh.device_type))
+    if not offload:
+        model.to(mesh.device_type)
+        return
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(mesh.device_type))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,15 +128,7 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
             target.copy_(source)
 
 
-def sum_over_ranks(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """Element-wise sum over all ranks; keys must agree."""
-    keys = sorted(values)
-    packed = torch.tensor([values[key] for key in keys], dtype=torch.float64, device=device)
-    dist.all_reduce(packed)
-    return dict(zip(keys, packed.tolist(), strict=True))
-
-
-def sum_array_over_ranks(values: np.ndarray, *, device: torch.device) -> np.ndarray:
+def sum_over_ranks(values: np.ndarray, *, device: torch.device) -> np.ndarray:
     """Element-wise sum over all ranks, of the same shape and type; exact where only one rank has a number but 0."""
     if num_ranks() == 1:
         return values
@@ -159,20 +145,19 @@ def on_every_rank(action: Callable[[], Json]) -> list[Json]:
     """
     if num_ranks() == 1:
         return [action()]
-    result: Json | None = None
+    outcome: dict[str, Any] = {}
     failure: Exception | None = None
     try:
-        result = action()
+        outcome["result"] = action()
     except Exception as error:  # noqa: BLE001 - whatever it is, the others are to stop too; it is raised below
-        failure = error
-    about = {"result": result} if failure is None else {"error": f"{type(failure).__name__}: {failure}"}
-    answers = [json.loads(text) for text in _gather_text(json.dumps(about))]
+        failure, outcome = error, {"error": f"{type(error).__name__}: {error}"}
+    outcomes = [json.loads(text) for text in _gather_text(json.dumps(outcome))]
     if failure is not None:
         raise failure
-    for number, answer in enumerate(answers):
-        if "error" in answer:
-            raise RankFailed(f"rank {number}: {answer['error']}", number)
-    return [answer["result"] for answer in answers]
+    for number, each in enumerate(outcomes):
+        if "error" in each:
+            raise RankFailed(f"rank {number}: {each['error']}", number)
+    return [each["result"] for each in outcomes]
 
 
 def on_first_rank(action: Callable[[], Json]) -> Json:
@@ -193,7 +178,7 @@ def agreed(answers: Sequence[Json], *, what: str) -> Json:
 
 
 def _gather_text(text: str) -> list[str]:
-    """Every rank's text, in order."""
+    """Every rank's text, in order. Not `all_gather_object`, which unpickles what comes from a port."""
     own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
     dist.all_gather(sizes, torch.tensor([len(own)]))

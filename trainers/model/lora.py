@@ -17,7 +17,7 @@ import copy
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -35,7 +35,7 @@ _LAYERS = "model.layers."
 
 
 def add_adapters(
-    causal_lm: nn.Module, *, rank: int, alpha: float, target_modules: Sequence[str] | str, seed: int
+    causal_lm: nn.Module, *, rank: int, alpha: float, target_modules: Sequence[str] | Literal["all-linear"], seed: int
 ) -> None:
     """Freeze the model and put adapters on its decoder layers, in place; before it is sharded.
 
@@ -50,10 +50,9 @@ def add_adapters(
     linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
     chosen = [name for name in linear if name.startswith(_LAYERS)]
     if target_modules != "all-linear":
-        wanted = [target_modules] if isinstance(target_modules, str) else list(target_modules)
         known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in chosen}))
         chosen = []
-        for each in wanted:
+        for each in target_modules:
             found = [name for name in linear if f".{name}".endswith(f".{each}")]
             if not found or not all(name.startswith(_LAYERS) for name in found):
                 what = "is no part of the decoder layers" if found else "is the name of no linear layer of this model"

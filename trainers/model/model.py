@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from settings.errors import InvalidInput
-from trainers.model.attention import PACKED_ATTENTION, Layout, layout_of
+from trainers.model.attention import PACKED_ATTENTION, Layout
 from trainers.model.logprobs import linear_logprobs
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class PolicyModel(nn.Module):
         entropy_grad: bool = False,
         positions_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences stand end to end; `layout` (`trainers.model.attention.layout_of`) says where.
+        """Sequences stand end to end; `layout` (`trainers.model.attention.Layout`) says where.
 
         With `positions_N`, both results are computed at these positions alone and are 0 elsewhere: prompts and what
         is masked need no output matrix. The entropy has a gradient only with `entropy_grad`.
@@ -158,7 +158,7 @@ def _replace_attention(model: PolicyModel, folder: Path) -> None:
     positions = torch.cat([torch.arange(len(part)) for part in parts])
     targets = ids.roll(-1)
     try:
-        logprobs, entropy = model(ids, targets, positions, layout_of([9, 5], device=ids.device), 1.0)
+        logprobs, entropy = model(ids, targets, positions, Layout([9, 5], device=ids.device), 1.0)
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{refusal} {change} ({error})") from error
     log_p = expected.log_softmax(-1)

@@ -2,7 +2,7 @@
 
 In: rewards and group ids, one per attempt; or rewards and values, one per token. Out: advantages of the same shape.
 
-    per attempt (tensors [B])   rewards, groups ─▶ advantages_of ─▶ advantages, metrics of the rewards
+    per attempt (tensors [B])   rewards, groups ─▶ advantages_of   ·   reward_metrics
     per token (arrays [T])      rewards_at_end ─▶ gae ─▶ whitened   ·   distillation_advantages
 
 Groups are found by id, never by position, so partial groups cannot shift their neighbours. A null reward is NaN: it
@@ -13,8 +13,7 @@ baseline is its own. docs/algorithms.md has every formula. Sums are taken in flo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -25,16 +24,6 @@ if TYPE_CHECKING:
     from settings.advantage import Advantage
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttemptAdvantages:
-    """Of B attempts."""
-
-    advantages_B: torch.Tensor
-    """NaN for the kinds that have one advantage per token, which nothing may train on."""
-    metrics: dict[str, float]
-    """Of the rewards; see `reward_metrics`."""
-
-
 def advantages_of(
     settings: Advantage,
     rewards_B: torch.Tensor,
@@ -43,61 +32,43 @@ def advantages_of(
     lengths_B: torch.Tensor,
     reward_parts_B: Mapping[str, torch.Tensor],
     reward_weights: Mapping[str, float],
-) -> AttemptAdvantages:
+) -> torch.Tensor:
     """Advantages of B attempts by `settings`; `lengths_B` are their sampled tokens, `reward_parts_B` named rewards.
 
-    Parts without a weight in `reward_weights` count 1. Raises `ValueError` where every reward is null, unless rewards
-    are not used, and where a part that the settings name is missing.
+    NaN for the kinds that have one advantage per token, which nothing may train on. Parts without a weight in
+    `reward_weights` count 1. Raises `ValueError` where every reward is null, unless rewards are not used, and where a
+    part that the settings name is missing.
     """
-    metrics = reward_metrics(rewards_B, groups_B, reward_parts_B=reward_parts_B)
     if settings.kind != "distill" and rewards_B.isnan().all():
         raise InvalidInput(
             f"all {len(rewards_B)} rewards are null, which is for faults of the environment; an attempt that is merely"
             " wrong gets a number, 0 for example. `millrace rollout once RUN --n 4` shows the errors"
         )
+    options = settings.model_dump(exclude={"kind", "per_reward", "baseline_part"})
     match settings.kind:
         case "grpo" if settings.per_reward:
-            advantages_B = gdpo_advantages(
-                rewards_B,
-                groups_B,
-                reward_parts_B=reward_parts_B,
-                reward_weights=reward_weights,
-                scale=settings.scale,
-                ddof=settings.ddof,
-                eps=settings.eps,
-                singleton=settings.singleton,
+            return gdpo_advantages(
+                rewards_B, groups_B, reward_parts_B=reward_parts_B, reward_weights=reward_weights, **options
             )
         case "grpo":
-            advantages_B = group_advantages(
-                rewards_B,
-                groups_B,
-                scale=settings.scale,
-                ddof=settings.ddof,
-                eps=settings.eps,
-                singleton=settings.singleton,
-            )
+            return group_advantages(rewards_B, groups_B, **options)
         case "leave_one_out":
-            advantages_B = leave_one_out_advantages(rewards_B, groups_B, scale=settings.scale, eps=settings.eps)
+            return leave_one_out_advantages(rewards_B, groups_B, **options)
         case "reinforce++":
-            advantages_B = reinforce_advantages(
-                rewards_B, groups_B, lengths_B=lengths_B, baseline=settings.baseline, eps=settings.eps
-            )
+            return reinforce_advantages(rewards_B, groups_B, lengths_B=lengths_B, **options)
         case "remax":
             if settings.baseline_part not in reward_parts_B:
                 raise InvalidInput(
                     f'train.advantage.baseline_part = "{settings.baseline_part}" is not a part of the reward'
                     f" ({_listed(reward_parts_B)}): return it from the reward function, weight 0 in [reward.weights]"
                 )
-            advantages_B = remax_advantages(rewards_B, reward_parts_B[settings.baseline_part])
+            return remax_advantages(rewards_B, reward_parts_B[settings.baseline_part])
         case "opo":
-            advantages_B = opo_advantages(rewards_B, groups_B, lengths_B=lengths_B)
+            return opo_advantages(rewards_B, groups_B, lengths_B=lengths_B)
         case "pass_at_k":
-            advantages_B = pass_at_k_advantages(
-                rewards_B, groups_B, k=settings.k, threshold=settings.threshold, eps=settings.eps
-            )
+            return pass_at_k_advantages(rewards_B, groups_B, **options)
         case "gae" | "distill":
-            advantages_B = torch.full_like(rewards_B, torch.nan)
-    return AttemptAdvantages(advantages_B=advantages_B, metrics=metrics)
+            return torch.full_like(rewards_B, torch.nan)
 
 
 def reward_metrics(
@@ -146,7 +117,7 @@ def group_advantages(
     rewards_B: torch.Tensor,
     groups_B: torch.Tensor,
     *,
-    scale: Literal["std", "batch", "none"],
+    scale: Literal["std", "batch", "none"] = "std",
     ddof: int = 1,
     eps: float = 1e-4,
     singleton: Literal["zero", "reward"] = "zero",
@@ -263,10 +234,9 @@ def gdpo_advantages(
     *,
     reward_parts_B: Mapping[str, torch.Tensor],
     reward_weights: Mapping[str, float],
-    scale: Literal["std", "batch", "none"] = "std",
     ddof: int = 1,
     eps: float = 1e-4,
-    singleton: Literal["zero", "reward"] = "zero",
+    **grpo: Any,
 ) -> torch.Tensor:
     """GDPO: s = Σ_k w_k · GRPO(r_k), then A = (s − mean) / (std + eps) over the batch's attempts. Shape [B].
 
@@ -286,7 +256,7 @@ def gdpo_advantages(
     is_scored_B = torch.zeros_like(rewards_B, dtype=torch.bool)
     for name in used:
         part_B = torch.where(rewards_B.isnan(), torch.nan, reward_parts_B[name].double())
-        normal_B = group_advantages(part_B, groups_B, scale=scale, ddof=ddof, eps=eps, singleton=singleton)
+        normal_B = group_advantages(part_B, groups_B, ddof=ddof, eps=eps, **grpo)
         summed_B += weights[name] * normal_B
         is_scored_B |= ~part_B.isnan()
     scored = _Groups(torch.where(is_scored_B, summed_B, torch.nan), groups_B)

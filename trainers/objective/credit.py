@@ -71,14 +71,14 @@ def assign_credit(
     token_row = np.repeat(np.arange(samples.num_rows), np.diff(samples.offsets))
     token_attempt = samples.attempts_B[token_row]
     penalty_T = _penalty(samples, settings, looked)
-    scored_A = samples.rewards_B[first_row].astype(np.float64)
+    rewards_A = samples.rewards_B[first_row].astype(np.float64)
     groups_A = torch.from_numpy(samples.groups_B[first_row].astype(np.int64))
     parts_A = {name: torch.from_numpy(part[first_row]) for name, part in samples.reward_parts_B.items()}
-    rewards_A = scored_A.copy()
+    metrics = reward_metrics(torch.from_numpy(rewards_A), groups_A, reward_parts_B=parts_A)
     if penalty_T is not None and settings.advantage.kind != "gae":
         charges_A = np.bincount(token_attempt, weights=penalty_T, minlength=len(first_row))
-        rewards_A -= _same_for_the_same(charges_A, samples)
-    per_attempt = advantages_of(
+        rewards_A = rewards_A - _same_for_the_same(charges_A, samples)
+    advantages_A = advantages_of(
         settings.advantage,
         torch.from_numpy(rewards_A),
         groups_A,
@@ -86,9 +86,6 @@ def assign_credit(
         reward_parts_B=parts_A,
         reward_weights=reward_weights,
     )
-    metrics = dict(per_attempt.metrics)
-    if penalty_T is not None:
-        metrics |= reward_metrics(torch.from_numpy(scored_A), groups_A, reward_parts_B=parts_A)
     returns_T = None
     known_T = ~np.isnan(samples.rewards_B)[token_row]
     match settings.advantage:
@@ -109,7 +106,7 @@ def assign_credit(
             )
             known_T = np.ones_like(known_T)
         case _:
-            advantages_T = per_attempt.advantages_B.numpy()[token_attempt]
+            advantages_T = advantages_A.numpy()[token_attempt]
     return Credit(
         advantages_T=advantages_T.astype(samples.logprobs_T.dtype),
         returns_T=returns_T,

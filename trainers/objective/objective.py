@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from settings.advantage import GaeAdvantage
-from settings.loss import CispoLoss, ClipLoss, CustomLoss, GspoLoss, KlSettings, Loss, SapoLoss, SftLoss
+from settings.loss import CispoLoss, ClipLoss, CustomLoss, GspoLoss, Loss, SapoLoss, SftLoss
 from settings.train import TrainSettings
 from trainers.model.batches import Pack
 from trainers.objective.custom_loss import load_loss
@@ -92,11 +92,19 @@ def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
     output = policy_loss(policy_inputs, settings.loss)
     loss = output.loss
     trained_T = inputs.mask > 0
-    log_ratio_T = torch.where(trained_T, inputs.logprobs.detach() - inputs.old_logprobs, 0)
+    moved_T = torch.where(trained_T, inputs.logprobs - inputs.old_logprobs, 0)
+    log_ratio_T = moved_T.detach()
     entropy_T = torch.where(trained_T, inputs.entropy, 0)
     sums = {"approx_kl": (log_ratio_T.expm1() - log_ratio_T).sum(), "entropy": entropy_T.sum()}
     if inputs.reference_logprobs is not None:
-        kl_T = _kl(inputs, inputs.reference_logprobs, settings.kl)
+        kl_T = kl_estimate(
+            inputs.logprobs,
+            inputs.reference_logprobs,
+            inputs.mask,
+            estimator=settings.kl.estimator,
+            clamp=settings.kl.clamp,
+            ratio_T=moved_T.exp() if settings.kl.weighted else None,
+        )
         sums["reference_kl"] = kl_T.sum()
         if settings.kl.coefficient and settings.kl.place == "loss":
             loss = loss + settings.kl.coefficient * (inputs.weights * inputs.mask * kl_T).sum()
@@ -168,17 +176,3 @@ def mean_metrics(sums: Mapping[str, float], *, num_tokens: float) -> dict[str, f
     if squared:
         means["importance_effective_sample_size"] = means["importance"] ** 2 / squared
     return means
-
-
-def _kl(inputs: LossInputs, reference_logprobs_T: torch.Tensor, kl: KlSettings) -> torch.Tensor:
-    ratio_T = None
-    if kl.weighted:
-        ratio_T = torch.where(inputs.mask > 0, inputs.logprobs - inputs.old_logprobs, 0).exp()
-    return kl_estimate(
-        inputs.logprobs,
-        reference_logprobs_T,
-        inputs.mask,
-        estimator=kl.estimator,
-        clamp=kl.clamp,
-        ratio_T=ratio_T,
-    )

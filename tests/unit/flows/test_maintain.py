@@ -21,7 +21,7 @@ from storage.objects.object_store import LocalStore
 from storage.retention.retention import reading
 from tasks.maintain import collect_from_runs
 from tests.builders import a_config
-from tests.unit.trainers.builders import commit, group_of, new_run, random_rows, recipe_of, tiny_model
+from tests.unit.trainers.builders import commit, config_of, group_of, new_run, open_trainer, random_rows, tiny_model
 from trainers.worker import TrainerWorker
 
 RULES: dict[str, Any] = {"keep_last": 1, "keep_every": 0, "older_than": "", "max_size": ""}
@@ -57,14 +57,7 @@ def log(trained: Path, tmp_path: Path) -> RunLog:
 
 
 def _worker(log: RunLog) -> TrainerWorker:
-    worker = TrainerWorker(
-        store_uri=log.store.uri,
-        run_id=log.run_id,
-        recipe=recipe_of(max_staleness=100, checkpoint_every=3),
-        cache="",
-    )
-    worker.start()
-    return worker
+    return open_trainer(log, config_of(max_staleness=100, checkpoint_every=3), cache=Path())
 
 
 def _step(worker: TrainerWorker, log: RunLog) -> str:

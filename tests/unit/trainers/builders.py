@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from settings.train import Recipe, TrainSettings
+from settings.run_file import RunConfig
 from storage.log.entries import Policy, Shard
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
@@ -24,6 +25,7 @@ from trainers.data.samples import Samples
 from trainers.model.distributed import full
 from trainers.model.warmup import character_tokenizer
 from trainers.trainer import Trainer
+from trainers.worker import TrainerWorker
 
 CHARACTERS = "0123456789+="
 NO_CLIPPING = 1e9
@@ -125,24 +127,28 @@ def samples_of(rows: Sequence[Row]) -> Samples:
     )
 
 
-def recipe_of(
+def config_of(
     *,
     learning_rate: float = 1e-3,
     temperature: float = 1.0,
     max_staleness: float = 0,
     seed: int = 0,
     reward_weights: dict[str, float] | None = None,
-    **settings: object,
-) -> Recipe:
-    """A recipe on the CPU."""
-    return Recipe(
-        settings=TrainSettings.model_validate({"device": "cpu", **settings}),
-        learning_rate=learning_rate,
-        temperature=temperature,
-        max_tokens=8,
-        reward_weights=reward_weights or {},
-        max_staleness=max_staleness,
-        seed=seed,
+    **train: object,
+) -> RunConfig:
+    """A run's settings on the CPU, with replies of up to 8 tokens; `train` are those of its `[train]`."""
+    return RunConfig.model_validate(
+        {
+            "workflow": "",
+            "learning_rate": learning_rate,
+            "sampling": {"temperature": temperature, "max_tokens": 8},
+            "engine": {"max_model_len": 16},
+            "reward": {"weights": reward_weights or {}},
+            "max_staleness": max_staleness,
+            "seed": seed,
+            "steps": train.get("decay_steps", 1000),
+            "train": {"device": "cpu", **train},
+        }
     )
 
 
@@ -151,9 +157,9 @@ def trainer_of(
 ) -> Trainer:
     """A trainer that does not clip gradients unless told to."""
     chosen = {"max_grad_norm": NO_CLIPPING, **settings}
-    recipe = recipe_of(learning_rate=learning_rate, temperature=temperature, seed=seed, **chosen)
-    reference = folder if recipe.settings.reference.kind == "base" else None
-    return Trainer(folder, recipe, reference=reference)
+    config = config_of(learning_rate=learning_rate, temperature=temperature, seed=seed, **chosen)
+    reference = folder if config.train.reference.kind == "base" else None
+    return Trainer(folder, config, reference=reference)
 
 
 def take_step(
@@ -230,3 +236,11 @@ def commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup]) -> Shard:
         code_version="",
     )
     return commit_shard(log, groups, provenance=provenance, sampling=Sampling())
+
+
+def open_trainer(log: RunLog, config: RunConfig, *, cache: Path, sends: bool = False) -> TrainerWorker:
+    """The run's trainer, ready for its next step."""
+    opening = TrainerWorker.open(
+        store_uri=log.store.uri, run_id=log.run_id, config=config, cache=str(cache), sends=sends
+    )
+    return asyncio.run(opening)

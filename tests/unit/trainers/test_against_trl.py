@@ -18,14 +18,15 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from settings.train import Recipe, TrainSettings
+from settings.run_file import RunConfig
+from settings.train import TrainSettings
 from tests.unit.trainers.builders import (
     NO_CLIPPING,
     Row,
+    config_of,
     gradients,
     largest_difference,
     logprobs_alone,
-    recipe_of,
     samples_of,
     take_step,
     tiny_model,
@@ -45,14 +46,14 @@ pytestmark = [
 
 LEARNING_RATE = 3e-3
 MAX_TOKENS = 8
-"""As in `recipe_of`."""
+"""As in `config_of`."""
 REWARD_WEIGHTS = {"reward": 1.0, "format": 0.5}
 
 
 class _Recording(Trainer):
-    def __init__(self, folder: Path, recipe: Recipe, *, reference: Path | None = None) -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, reference: Path | None = None) -> None:
         self.updates: list[Update] = []
-        super().__init__(folder, recipe, reference=reference)
+        super().__init__(folder, config, reference=reference)
 
     def _update(self, *arguments: Any, **named: Any) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
         sums, norms, gap = super()._update(*arguments, **named)
@@ -126,8 +127,8 @@ def _step(
         reward_parts_B=parts,
     )
     chosen = {"preset": "trl", "num_epochs": 2, "max_grad_norm": NO_CLIPPING, **settings}
-    recipe = recipe_of(learning_rate=LEARNING_RATE, temperature=temperature, reward_weights=REWARD_WEIGHTS, **chosen)
-    one = trainer(folder, recipe, reference=reference_folder if recipe.settings.reference.kind == "base" else None)
+    config = config_of(learning_rate=LEARNING_RATE, temperature=temperature, reward_weights=REWARD_WEIGHTS, **chosen)
+    one = trainer(folder, config, reference=reference_folder if config.train.reference.kind == "base" else None)
     metrics = take_step(one, samples)
     return _Ours(one.updates, _as_trl_names(weights(one)), metrics)
 

@@ -24,7 +24,7 @@ from tests.unit.trainers.builders import (
 from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_average, save_policy, save_state
 from trainers.data.packing import position_ids
 from trainers.data.samples import Samples
-from trainers.model.attention import layout_of
+from trainers.model.attention import Layout
 from trainers.model.model import load_model
 
 _SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
@@ -47,7 +47,7 @@ def test_a_policy_folder_loads_in_transformers_with_the_same_logprobs(
 
     ids, length = torch.tensor(_SEQUENCE), [len(_SEQUENCE)]
     with torch.no_grad():
-        layout = layout_of(length, device=trainer.device)
+        layout = Layout(length, device=trainer.device)
         expected, _ = trainer.model(ids, ids.roll(-1), position_ids(length), layout, 1.0)
         found = logprobs_alone(load_causal_lm(tmp_path / "policy"), _SEQUENCE)
         before = logprobs_alone(load_causal_lm(base), _SEQUENCE)
@@ -77,7 +77,7 @@ def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
     refuse_other_names(trainer.model, tmp_path / "base")
     before = weights(trainer)
     take_step(trainer, samples)
-    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=1, ema=trainer.ema)
+    save_state(trainer, tmp_path / "state", step=1)
     load_weights(trainer.model, tmp_path / "base")
     assert largest_difference(before, weights(trainer)) == 0
     digest = save_average(tmp_path / "state", tmp_path / "base", tmp_path / "average")
@@ -119,12 +119,12 @@ def test_a_resumed_step_equals_the_uninterrupted_one_bit_for_bit(
     steady = trainer_of(tiny_folder, weight_decay=0.1, num_minibatches=2)
     for step in range(1, save_after + 1):
         take_step(steady, samples, step=step)
-    save_state(steady.model, steady.optimizer, tmp_path / "state", step=save_after)
+    save_state(steady, tmp_path / "state", step=save_after)
     drawn = torch.rand(4)
     metrics = [take_step(steady, samples, step=save_after + i) for i in (1, 2)]
 
     resumed = trainer_of(tiny_folder, weight_decay=0.1, num_minibatches=2)
-    assert load_state(resumed.model, resumed.optimizer, tmp_path / "state") == save_after
+    assert load_state(resumed, tmp_path / "state") == save_after
     assert torch.equal(torch.rand(4), drawn)
     assert [take_step(resumed, samples, step=save_after + i) for i in (1, 2)] == metrics
     assert largest_difference(weights(resumed), weights(steady)) == 0
@@ -153,11 +153,11 @@ def test_a_half_written_or_altered_state_is_refused_and_nothing_changes(
 ) -> None:
     trainer = trainer_of(tiny_folder)
     take_step(trainer, samples)
-    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=1)
+    save_state(trainer, tmp_path / "state", step=1)
     damage(tmp_path / "state")  # type: ignore[operator]
     fresh = trainer_of(tiny_folder)
     before = weights(fresh)
     with pytest.raises(DigestMismatch):
-        load_state(fresh.model, fresh.optimizer, tmp_path / "state")
+        load_state(fresh, tmp_path / "state")
     assert largest_difference(weights(fresh), before) == 0
     assert not fresh.optimizer.state

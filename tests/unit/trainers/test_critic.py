@@ -12,9 +12,9 @@ import torch
 from tests.unit.trainers.builders import (
     NO_CLIPPING,
     Row,
+    config_of,
     largest_difference,
     load_causal_lm,
-    recipe_of,
     samples_of,
     take_step,
     tiny_model,
@@ -171,9 +171,9 @@ def test_a_saved_state_resumes_policy_and_critic_bit_for_bit(
     trainer = trainer_of(tiny_folder, **_SETTINGS)
     for step in (1, 2):
         take_step(trainer, samples, step=step, max_staleness=9)
-    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=2, critic=trainer.critic)
+    save_state(trainer, tmp_path / "state", step=2)
     resumed = trainer_of(tiny_folder, **_SETTINGS)
-    assert load_state(resumed.model, resumed.optimizer, tmp_path / "state", critic=resumed.critic) == 2
+    assert load_state(resumed, tmp_path / "state") == 2
     assert largest_difference(everything(trainer), everything(resumed)) == 0
     metrics = [take_step(each, samples, step=3, max_staleness=9) for each in (trainer, resumed)]
     assert metrics[0] == metrics[1]
@@ -188,9 +188,9 @@ def test_a_step_without_gradient_after_a_resume_is_the_uninterrupted_one(
 ) -> None:
     trainer = trainer_of(tiny_folder, **_SETTINGS)
     take_step(trainer, samples)
-    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=1, critic=trainer.critic)
+    save_state(trainer, tmp_path / "state", step=1)
     resumed = trainer_of(tiny_folder, **_SETTINGS)
-    load_state(resumed.model, resumed.optimizer, tmp_path / "state", critic=resumed.critic)
+    load_state(resumed, tmp_path / "state")
     before = _critic_weights(trainer)
     for each in (trainer, resumed):
         each.step_without_gradient(step=2)
@@ -215,7 +215,7 @@ def _credit(rows: list[Row], settings: dict[str, object], reference: np.ndarray 
     samples = samples_of(rows)
     zeros = np.zeros(len(samples.mask_T), np.float32)
     looked = Looked(values_T=zeros, reference_T=reference)
-    return assign_credit(samples, recipe_of(**settings).settings, looked, reward_weights={})
+    return assign_credit(samples, config_of(**settings).train, looked, reward_weights={})
 
 
 def test_with_a_critic_the_kl_in_the_reward_is_charged_at_the_token_that_causes_it(

@@ -73,10 +73,10 @@ def test_a_step_on_a_gpu_is_that_of_the_cpu_and_goes_on_after_a_resume(
     tolerance = 5e-2 if settings.get("dtype") == "bfloat16" else 1e-3
     for name in ("loss", "entropy", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=tolerance, abs=tolerance)
-    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=1, critic=trainer.critic)
+    save_state(trainer, tmp_path / "state", step=1)
     take_step(trainer, samples, step=2, max_staleness=9)
     resumed = trainer_of(tiny_folder, device="cuda", **settings)
-    assert load_state(resumed.model, resumed.optimizer, tmp_path / "state", critic=resumed.critic) == 1
+    assert load_state(resumed, tmp_path / "state") == 1
     take_step(resumed, samples, step=2, max_staleness=9)
     for name, weight in weights(resumed).items():
         # A hundredth of an update: the order in which a GPU adds up is not always the same.

@@ -30,9 +30,7 @@ from trainers.health import (
     GapMeter,
     GapTooLarge,
     NonFinite,
-    Reduce,
     gap_weights,
-    measure_gap,
     rows_to_probe,
 )
 from trainers.model.distributed import copy_into, full
@@ -50,9 +48,10 @@ def _tokens(seed: int, num_tokens: int, *, num_shards: int = 3) -> tuple[np.ndar
     return logprobs_T, sampled_T, draw.random(num_tokens) < 0.7, draw.integers(0, num_shards, num_tokens)
 
 
-def _measure(*arrays_T: np.ndarray, num_shards: int = 3, sum_over_ranks: Reduce = _alone) -> Gap:
-    logprobs_T, sampled_T, counted_T, shards_T = arrays_T
-    return measure_gap(logprobs_T, sampled_T, counted_T, shards_T, num_shards=num_shards, sum_over_ranks=sum_over_ranks)
+def _measure(*arrays_T: np.ndarray, num_shards: int = 3) -> Gap:
+    meter = GapMeter(num_shards)
+    meter.add(*map(torch.from_numpy, arrays_T))
+    return meter.result(_alone)
 
 
 def test_a_gap_computed_by_hand() -> None:

@@ -119,7 +119,7 @@ def test_a_gradient_that_is_no_number_is_refused_with_the_rows() -> None:
         with pytest.raises(NonFinite, match=r"the critic's gradient is NaN or infinite at 0.a/1 \(shard s\)") as caught:
             clip_gradient(
                 [("weight", weight)],
-                1.0,
+                max_norm=1.0,
                 sum_over_ranks=lambda sums: sums,
                 what="the critic's gradient",
                 rows=lambda: ["0.a/1 (shard s)"],

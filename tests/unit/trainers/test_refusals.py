@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from transformers import AutoTokenizer
 
 from rollouts.chat.chat_tokens import ChatTokens
 from settings.train import TrainSettings
-from tests.unit.trainers.builders import tiny_model
+from tests.unit.trainers.builders import Row, samples_of, tiny_model
+from trainers.data.samples import Samples
 from trainers.refusals import (
     RefusedShards,
     refuse_long_rows,
@@ -62,23 +64,35 @@ def test_every_option_is_named_at_once() -> None:
         _options(device="cuda", offload_optimizer=True)
 
 
-def _shards(**changed: Any) -> None:
+_LOGPROBS = np.tile([0.0, -1.0, -0.5], 4).astype(np.float32)
+
+
+def _shards(
+    *,
+    vocab_size: int = 12,
+    max_positions: int | None = 3,
+    tokenizers: dict[str, str] | None = None,
+    base_tokenizer: str = "t" * 64,
+    **changed: Any,
+) -> None:
     """Two shards of two rows of three tokens; the first token of each row is the prompt."""
     arrays: dict[str, Any] = {
-        "shard_ids": ["a", "b"],
-        "shards_B": np.array([0, 0, 1, 1]),
-        "offsets": np.array([0, 3, 6, 9, 12]),
         "input_ids_T": np.arange(12, dtype=np.int32),
         "mask_T": np.tile([False, True, True], 4),
-        "logprobs_T": np.tile([0.0, -1.0, -0.5], 4).astype(np.float32),
+        "logprobs_T": _LOGPROBS,
         "versions_T": np.tile([-1, 2, 3], 4),
-        "vocab_size": 12,
-        "max_positions": 3,
-        "base_version": 3,
-        "tokenizers": {"a": "t" * 64, "b": ""},
-        "base_tokenizer": "t" * 64,
+        "offsets": np.array([0, 3, 6, 9, 12]),
     }
-    refuse_shards(**{**arrays, **changed})
+    of_row = {"attempts_B": np.arange(4), "groups_B": np.array([0, 0, 1, 1]), "rewards_B": np.zeros(4, np.float32)}
+    samples = Samples(**{**arrays, **changed}, **of_row, shard_ids=["a", "b"], shards_B=np.array([0, 0, 1, 1]))
+    refuse_shards(
+        samples,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        base_version=3,
+        tokenizers=tokenizers or {"a": "t" * 64, "b": ""},
+        base_tokenizer=base_tokenizer,
+    )
 
 
 def _with(values: np.ndarray, index: int, value: float) -> np.ndarray:
@@ -90,9 +104,6 @@ def _with(values: np.ndarray, index: int, value: float) -> np.ndarray:
 def test_good_shards_pass() -> None:
     _shards()
     _shards(base_tokenizer="", max_positions=None)
-
-
-_LOGPROBS = np.tile([0.0, -1.0, -0.5], 4).astype(np.float32)
 
 
 @pytest.mark.parametrize(
@@ -127,10 +138,15 @@ def test_each_bad_shard_has_its_own_reason_also_in_another_process() -> None:
 
 
 def test_a_row_that_does_not_fit_into_a_forward_pass_is_named() -> None:
-    rows = {"groups_B": np.array([0, 1]), "group_ids": ["0.x", "0.y"]}
-    refuse_long_rows(np.array([0, 100, 200]), tokens_per_microbatch=100, **rows)  # type: ignore[arg-type]
+    rows = [
+        Row(prompt=[1], reply=[2] * 99, logprobs=[-1.0] * 99, versions=[0] * 99, reward=0.0, group=group, attempt=0)
+        for group in (0, 1)
+    ]
+    samples = dataclasses.replace(samples_of(rows), group_ids=["0.x", "0.y"])
+    refuse_long_rows(samples, tokens_per_microbatch=100)
+    longer = dataclasses.replace(samples, offsets=np.array([0, 99, 200]))
     with pytest.raises(ValueError, match=r"group 0.y has a row of 101 tokens, above train.tokens_per_microbatch = 100"):
-        refuse_long_rows(np.array([0, 100, 201]), tokens_per_microbatch=100, **rows)  # type: ignore[arg-type]
+        refuse_long_rows(longer, tokens_per_microbatch=100)
 
 
 def test_the_vocabulary_s_digest_is_the_one_rollout_workers_write(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A replay gives the recorded weights bit for bit, and with one change says how far it went elsewhere."""
 
+import asyncio
 import dataclasses
 import shutil
 import time
@@ -9,7 +10,6 @@ import pytest
 
 from settings.rollout import Fallback
 from settings.run_file import RunConfig
-from settings.train import Recipe
 from storage.log.claims import next_claim
 from storage.log.entries import Rescore, Retire, Step
 from storage.log.replay_plan import CannotReplay, ReplayedStep, plan_replay
@@ -19,9 +19,8 @@ from storage.objects.object_store import LocalStore
 from storage.shards.reward_sets import DamagedRewards, NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.shards.shards import read_shard
 from tests.builders import a_config
-from tests.unit.trainers.builders import commit, group_of, load_causal_lm, new_run, random_rows, recipe_of
+from tests.unit.trainers.builders import commit, config_of, group_of, load_causal_lm, new_run, open_trainer, random_rows
 from trainers.replay import ReplayWorker
-from trainers.worker import TrainerWorker
 
 _STEPS = 4
 
@@ -42,14 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Run
 
 
 def _train_all(log: RunLog, rules: RunConfig, *, steps: int, cache: Path) -> None:
-    recipe = _recipe()
-    worker = TrainerWorker(
-        store_uri=log.store.uri,
-        run_id=log.run_id,
-        recipe=recipe,
-        cache=str(cache),
-    )
-    worker.start()
+    worker = open_trainer(log, _config(), cache=cache)
     for _ in range(steps):
         claim = next_claim(log.refresh(), rules)
         assert claim is not None
@@ -66,9 +58,9 @@ def log(finished: RunLog, tmp_path: Path) -> RunLog:
     return copy
 
 
-def _recipe(*, learning_rate: float = 1e-3, **settings: object) -> Recipe:
+def _config(*, learning_rate: float = 1e-3, **settings: object) -> RunConfig:
     chosen = {"checkpoint_every": 3, "num_minibatches": 2, **settings}
-    return recipe_of(learning_rate=learning_rate, max_staleness=8, **chosen)
+    return config_of(learning_rate=learning_rate, max_staleness=8, **chosen)
 
 
 def _replay(
@@ -77,27 +69,27 @@ def _replay(
     first: int,
     last: int,
     *,
-    recorded: Recipe | None = None,
-    changed: Recipe | None = None,
+    recorded: RunConfig | None = None,
+    changed: RunConfig | None = None,
     rewards: str = "",
     resumed_from: int | None = None,
     save: Path | None = None,
 ) -> list[ReplayedStep]:
     """What the flow does with a worker."""
     plan = plan_replay(log.refresh(), run=log.run_id, first=first, last=last, rewards=rewards)
-    worker = ReplayWorker(
+    opening = ReplayWorker.open(
         store_uri=log.store.uri,
         run_id=log.run_id,
         plan=plan,
-        recorded=recorded or _recipe(),
-        changed=changed or _recipe(),
+        recorded=recorded or _config(),
+        changed=changed or _config(),
         rewards=rewards,
         cache=str(tmp_path / "cache"),
     )
+    worker = asyncio.run(opening)
     try:
-        loaded = worker.start()
-        assert loaded == (plan.resumed_from if resumed_from is None else resumed_from)
-        assert all([worker.lead_up(step) for step in range(loaded + 1, first)])
+        assert worker.opened == (plan.resumed_from if resumed_from is None else resumed_from)
+        assert all([worker.lead_up(step) for step in range(worker.opened + 1, first)])
         steps = [worker.retrain(step) for step in range(first, last + 1)]
         if save is not None:
             worker.save_policy(str(save))
@@ -146,7 +138,7 @@ def test_steps_with_nothing_accepted_are_replayed_as_they_were(
     for first, last in ((1, 6), (1, 1), (3, 3), (6, 6), (2, 4)):
         steps = _replay(log, tmp_path, first, last)
         assert all(step.identical and step.replayed == step.recorded for step in steps)
-    changed = _replay(log, tmp_path, 2, 3, changed=_recipe(learning_rate=2e-3))
+    changed = _replay(log, tmp_path, 2, 3, changed=_config(learning_rate=2e-3))
     assert not any(step.identical for step in changed)
 
 
@@ -162,7 +154,7 @@ def test_named_rewards_reach_the_step_from_recorded_shards(tmp_path: Path, tiny_
         commit(log, f"shard-{position}", [dataclasses.replace(group, trajectories=scored)])
     rules = a_config(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
     _train_all(log, rules, steps=1, cache=tmp_path / "cache")
-    by_part = _recipe(advantage={"kind": "grpo", "per_reward": True}, learning_rate=2e-3)
+    by_part = _config(advantage={"kind": "grpo", "per_reward": True}, learning_rate=2e-3)
     [step] = _replay(log, tmp_path, 1, 1, changed=by_part)
     assert step.recorded["reward/right"] == pytest.approx(1 / 3) and step.replayed["reward/short"] == 1.0
     assert not step.identical
@@ -182,7 +174,7 @@ def test_named_rewards_reach_the_step_from_recorded_shards(tmp_path: Path, tiny_
 def test_a_span_is_trained_by_another_objective_which_the_recorded_state_knows_nothing_of(
     finished: RunLog, tmp_path: Path, first: int, change: dict[str, object], said: str
 ) -> None:
-    once, again = (_replay(finished, tmp_path, first, 4, changed=_recipe(**change)) for _ in range(2))
+    once, again = (_replay(finished, tmp_path, first, 4, changed=_config(**change)) for _ in range(2))
     assert [step.replayed_sha256 for step in once] == [step.replayed_sha256 for step in again]
     assert not any(step.identical for step in once)
     assert all(step.replayed[said] > 0 for step in once[1:])
@@ -191,7 +183,7 @@ def test_a_span_is_trained_by_another_objective_which_the_recorded_state_knows_n
 
 
 def test_another_learning_rate_gives_other_weights_further_along_the_same_way(finished: RunLog, tmp_path: Path) -> None:
-    [step] = _replay(finished, tmp_path, 1, 1, changed=_recipe(learning_rate=2e-3))
+    [step] = _replay(finished, tmp_path, 1, 1, changed=_config(learning_rate=2e-3))
     assert not step.identical and step.recorded_sha256 != step.replayed_sha256
     assert step.recorded["learning_rate"] == 1e-3 and step.replayed["learning_rate"] == 2e-3
     # Adam's first update is proportional to the learning rate; the second mini-batch's only nearly.
@@ -202,14 +194,14 @@ def test_another_learning_rate_gives_other_weights_further_along_the_same_way(fi
 @pytest.mark.parametrize(("first", "loaded"), [(2, 0), (4, 3)])
 def test_a_change_begins_with_the_span(finished: RunLog, tmp_path: Path, first: int, loaded: int) -> None:
     # The first mini-batch of a step computes its gap before any update: equal, because nothing was changed before.
-    [step] = _replay(finished, tmp_path, first, first, changed=_recipe(learning_rate=2e-3), resumed_from=loaded)
+    [step] = _replay(finished, tmp_path, first, first, changed=_config(learning_rate=2e-3), resumed_from=loaded)
     assert step.replayed["off_policy_kl"] == step.recorded["off_policy_kl"]
     assert not step.identical
 
 
 def test_a_new_trainer_in_the_middle_changes_nothing_by_itself(finished: RunLog, tmp_path: Path) -> None:
-    # Another gap that is let through is another recipe, and makes the same weights.
-    steps = _replay(finished, tmp_path, 2, 4, changed=_recipe(max_gap=3.0))
+    # Another gap that is let through is another setting, and makes the same weights.
+    steps = _replay(finished, tmp_path, 2, 4, changed=_config(max_gap=3.0))
     assert all(step.identical for step in steps)
 
 
@@ -218,13 +210,13 @@ def test_a_new_trainer_in_the_middle_changes_nothing_by_itself(finished: RunLog,
     [{"loss": "cispo"}, {"advantage": {"kind": "grpo", "scale": "none"}}, {"weight_decay": 0.1}, {"dtype": "bfloat16"}],
 )
 def test_one_setting_can_be_changed_at_a_time(finished: RunLog, tmp_path: Path, change: dict[str, object]) -> None:
-    first, second = _replay(finished, tmp_path, 2, 3, changed=_recipe(**change))
+    first, second = _replay(finished, tmp_path, 2, 3, changed=_config(**change))
     assert not first.identical and first.distance and 0 < first.distance < 2 and first.cosine and first.cosine > 0
     assert second.distance is not None and second.distance > 0
 
 
 def test_two_losses_are_compared_on_the_same_tokens(finished: RunLog, tmp_path: Path) -> None:
-    [step] = _replay(finished, tmp_path, 1, 1, changed=_recipe(loss="cispo"))
+    [step] = _replay(finished, tmp_path, 1, 1, changed=_config(loss="cispo"))
     for name in ("trained_tokens", "trained_rows", "reward", "engine_gap"):
         assert step.replayed[name] == step.recorded[name]
     assert step.replayed["loss"] != step.recorded["loss"]
@@ -239,7 +231,7 @@ def test_the_replayed_policy_can_be_kept(finished: RunLog, tmp_path: Path) -> No
 def test_without_the_recorded_weights_digests_still_compare(log: RunLog, tmp_path: Path) -> None:
     log.append(Retire(shard_ids=[], policy_versions=[2], state_paths=[], reason="test"))
     [same] = _replay(log, tmp_path, 2, 2)
-    [other] = _replay(log, tmp_path, 2, 2, changed=_recipe(learning_rate=2e-3))
+    [other] = _replay(log, tmp_path, 2, 2, changed=_config(learning_rate=2e-3))
     assert same.identical and not other.identical
     assert other.distance is None and other.cosine is None
 
@@ -248,7 +240,7 @@ def test_a_span_that_needs_weights_retention_removed_says_where_it_can_start(log
     assert isinstance(log.store, LocalStore)
     log.append(Retire(shard_ids=[], policy_versions=[1], state_paths=[], reason="test"))
     shutil.rmtree(log.store.root / log.state.policies[1].path)
-    elsewhere = _recipe(learning_rate=2e-3)  # stands for hardware that computes something else
+    elsewhere = _config(learning_rate=2e-3)  # stands for hardware that computes something else
     with pytest.raises(CannotReplay, match=r"up to 1 gave other.*step 2.*policy 1: retention removed.*--from 4"):
         _replay(log, tmp_path, 2, 2, recorded=elsewhere)
     [step] = _replay(log, tmp_path, 2, 2)

@@ -1,7 +1,6 @@
 """A step is the paper's update, however it is cut into micro-batches, and the same every time."""
 
 import dataclasses
-import math
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +9,12 @@ import torch
 
 from tests.unit.trainers.builders import (
     Row,
+    config_of,
     gradients,
     largest_difference,
     load_causal_lm,
     logprobs_alone,
     random_rows,
-    recipe_of,
     samples_of,
     take_step,
     trainer_of,
@@ -120,7 +119,7 @@ def test_what_goes_forward_only_would_have_changed_nothing(
 def test_without_an_advantage_other_terms_still_have_their_gradient(
     tiny_folder: Path, rows: list[Row], settings: dict[str, object]
 ) -> None:
-    assert not moved_by_advantages_alone(recipe_of(**settings).settings)
+    assert not moved_by_advantages_alone(config_of(**settings).train)
     flat = samples_of([dataclasses.replace(row, reward=1.0) if row.group else row for row in rows])
     alone = samples_of([row for row in rows if not row.group])
     found = [trainer_of(tiny_folder, **settings) for _ in range(2)]
@@ -195,12 +194,12 @@ def test_equal_attempts_are_charged_alike_whatever_the_engine_rounds(
     ]
     others = [dataclasses.replace(row, group=row.group + 1) for row in rows]
     samples = samples_of(same + others)
-    settings = recipe_of(
+    settings = config_of(
         preset=preset,
         advantage={"kind": "grpo"},
         kl={"coefficient": 0.05, "place": "reward", "estimator": "k1", "weighted": False},
         reference={"kind": "base"},
-    ).settings
+    ).train
     reference_T = np.where(samples.mask_T, -1.0, 0.0).astype(np.float32)
     credit = assign_credit(samples, settings, Looked(reference_T=reference_T), reward_weights={})
     is_same_T = np.arange(len(samples.mask_T)) < samples.offsets[4]
@@ -224,40 +223,6 @@ def test_the_same_inputs_give_bit_identical_weights(tiny_folder: Path, samples: 
         found.append((metrics, weights(trainer)))
     assert found[0][0] == found[1][0]
     assert largest_difference(found[0][1], found[1][1]) == 0
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"weight_decay": 0.1}, {"ema": 0.5, "num_minibatches": 2}, {"lora": {"rank": 2}}, {"advantage": {"kind": "gae"}}],
-    ids=str,
-)
-def test_a_rehearsal_changes_nothing(tiny_folder: Path, samples: Samples, settings: dict[str, object]) -> None:
-    one, other = trainer_of(tiny_folder, **settings), trainer_of(tiny_folder, **settings)
-    before = weights(one)
-    one.rehearse()
-    assert largest_difference(weights(one), before) == 0
-    assert not one.optimizer.state
-    for step in (1, 2):
-        assert take_step(one, samples, step=step) == take_step(other, samples, step=step)
-        one.rehearse()  # an optimizer with a past needs none
-    assert largest_difference(weights(one), weights(other)) == 0
-
-
-@pytest.mark.parametrize(("seconds", "sizes"), [(math.inf, [8, 32, 128]), (0.0, [8, 32])], ids=["quick", "slow"])
-def test_a_rehearsal_grows_up_to_a_pack_or_until_a_step_takes_long(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, sizes: list[int]
-) -> None:
-    monkeypatch.setattr("trainers.trainer.REHEARSAL_SECONDS", seconds)
-    trainer, seen = trainer_of(tiny_folder, tokens_per_microbatch=500), []
-    forward = trainer._forward
-
-    def noting(model: PolicyModel, pack: Pack, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append((len(pack.input_ids), torch.is_grad_enabled()))
-        return forward(model, pack, **options)
-
-    monkeypatch.setattr(trainer, "_forward", noting)
-    trainer.rehearse()
-    assert seen == [(size, with_gradient) for size in sizes for with_gradient in (False, True)]
 
 
 def test_the_seed_and_the_step_choose_the_mini_batches(tiny_folder: Path, samples: Samples) -> None:
@@ -401,7 +366,7 @@ def test_correct_clips_around_the_start_of_the_step_in_every_mini_batch(tiny_fol
 def test_a_forked_attempt_counts_once_in_its_group(tiny_folder: Path, rows: list[Row]) -> None:
     first, second, third = (dataclasses.replace(row, reward=r) for row, r in zip(rows[:3], (1, 0, 0), strict=True))
     samples = samples_of([first, first, second, third])  # two rows of one attempt
-    credit = assign_credit(samples, recipe_of(advantage=_NO_STD).settings, Looked(), reward_weights={})
+    credit = assign_credit(samples, config_of(advantage=_NO_STD).train, Looked(), reward_weights={})
     assert credit.advantages_T[samples.offsets[:-1]].tolist() == pytest.approx([2 / 3, 2 / 3, -1 / 3, -1 / 3])
     assert credit.metrics["reward"] == pytest.approx(1 / 3)
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from settings.train import TrainSettings
 from tests.unit.trainers.builders import (
     NO_CLIPPING,
     Row,
+    config_of,
     gradients,
     largest_difference,
     load_causal_lm,
-    recipe_of,
     samples_of,
     take_step,
     tiny_model,
@@ -38,7 +39,7 @@ from trainers.step_batch import minibatches
 from trainers.trainer import Trainer
 
 _CAP = 1.25
-_MAX_TOKENS = 8  # of every recipe here
+_MAX_TOKENS = 8  # of every config here
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def _num_tokens(rows: list[Row]) -> int:
 
 def _with_reference(folder: Path, other: Path, **settings: object) -> Trainer:
     chosen = {"max_grad_norm": NO_CLIPPING, "reference": {"kind": "base"}, **settings}
-    return Trainer(folder, recipe_of(**chosen), reference=other)
+    return Trainer(folder, config_of(**chosen), reference=other)
 
 
 def _grpo(rows: list[Row], rewards: list[float] | None = None) -> list[float]:
@@ -95,8 +96,8 @@ def test_the_second_epoch_trains_the_same_tokens_around_the_policy_that_sampled(
 
 
 def test_every_epoch_has_mini_batches_of_its_own_that_hold_each_group_once(samples: Samples) -> None:
-    recipe = recipe_of(num_epochs=8, num_minibatches=2)
-    batches = [tuple(rows.tolist()) for rows in minibatches(samples, recipe, step=1)]
+    rows_of_each = minibatches(samples, TrainSettings(num_minibatches=2, num_epochs=8), seed=0, step=1)
+    batches = [tuple(rows.tolist()) for rows in rows_of_each]
     epochs = [batches[start : start + 2] for start in range(0, 16, 2)]
     assert all(sorted([*first, *second]) == list(range(samples.num_rows)) for first, second in epochs)
     assert len({frozenset(epoch) for epoch in epochs}) > 1, "epochs are shuffled differently"
@@ -342,9 +343,9 @@ def test_the_moving_average_follows_the_weights_and_is_saved_with_the_state(
         expected = {name: 0.75 * tensor + 0.25 * weights(trainer)[name] for name, tensor in expected.items()}
     average = {name.removeprefix("ema/"): tensor for name, tensor in trainer.ema.state_tensors().items()}
     assert largest_difference(average, expected) < 1e-6 < largest_difference(average, weights(trainer))
-    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=2, ema=trainer.ema)
+    save_state(trainer, tmp_path / "state", step=2)
     resumed = trainer_of(tiny_folder, learning_rate=1e-2, ema=0.75)
-    load_state(resumed.model, resumed.optimizer, tmp_path / "state", ema=resumed.ema)
+    load_state(resumed, tmp_path / "state")
     for each in (trainer, resumed):
         take_step(each, samples, step=3, max_staleness=9)
     assert largest_difference(everything(trainer), everything(resumed)) == 0

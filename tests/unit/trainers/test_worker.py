@@ -13,7 +13,6 @@ from pytest import LogCaptureFixture
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from infra.starting import NotStarted
 from infra.weight_broadcast import receive
 from settings.rollout import Fallback
 from storage.log.claims import next_claim
@@ -28,12 +27,13 @@ from storage.shards.shards import DamagedShard
 from tests.builders import a_broadcast, a_config
 from tests.unit.trainers.builders import (
     commit,
+    config_of,
     group_of,
     largest_difference,
     load_causal_lm,
     new_run,
+    open_trainer,
     random_rows,
-    recipe_of,
     weights,
 )
 from trainers.health import GapTooLarge
@@ -58,13 +58,8 @@ def log(tmp_path: Path, tiny_folder: Path) -> RunLog:
 def _worker(
     log: RunLog, tmp_path: Path, *, learning_rate: float = 1e-3, sends: bool = False, **settings: object
 ) -> TrainerWorker:
-    return TrainerWorker(
-        store_uri=log.store.uri,
-        run_id=log.run_id,
-        recipe=recipe_of(learning_rate=learning_rate, max_staleness=8, **settings),
-        cache=str(tmp_path / "cache"),
-        sends=sends,
-    )
+    config = config_of(learning_rate=learning_rate, max_staleness=8, **settings)
+    return open_trainer(log, config, cache=tmp_path / "cache", sends=sends)
 
 
 def _claim(log: RunLog, *, batch_size: int = _BATCH) -> Claim:
@@ -87,9 +82,7 @@ def _train_steps(worker: TrainerWorker, log: RunLog, count: int) -> list[Step]:
 def test_a_step_is_committed_with_its_policy_and_digests(log: RunLog, tmp_path: Path) -> None:
     worker = _worker(log, tmp_path)
     claim = _claim(log)
-    with pytest.raises(NotStarted, match=r"TrainerWorker .* call start\(\) first"):
-        _train(worker, claim)
-    assert worker.start() == 0
+    assert worker.opened == 0
     step = _train(worker, claim)
 
     state = log.refresh()
@@ -108,7 +101,6 @@ def test_a_step_is_committed_with_its_policy_and_digests(log: RunLog, tmp_path: 
 
 def test_the_newest_policy_can_be_broadcast(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
     worker = _worker(log, tmp_path, sends=True)
-    worker.start()
     assert not worker.can_send(0)
     policy = _train(worker, _claim(log)).policy
     assert worker.can_send(1) and not worker.can_send(2)
@@ -127,22 +119,19 @@ def test_a_broadcast_without_receivers_is_a_warning(
 ) -> None:
     monkeypatch.setattr("infra.weight_broadcast.SECONDS", 1.0)
     worker = _worker(log, tmp_path, sends=True)
-    worker.start()
     worker.send_policy(a_broadcast(_train(worker, _claim(log)).policy))
     assert "policy 1 was not broadcast" in caplog.text
 
 
 def test_the_same_claim_again_returns_the_same_step_and_trains_nothing(log: RunLog, tmp_path: Path) -> None:
-    worker, once = _worker(log, tmp_path), _worker(log, tmp_path)
-    worker.start()
+    worker = _worker(log, tmp_path)
     claim = _claim(log)
     first = _train(worker, claim)
     assert _train(worker, claim) == first
     assert log.refresh().steps == [first]
 
     # Had it trained twice, the next step would not be the one a worker makes that resumes after the first.
-    once.start()
-    second = _claim(log)
+    once, second = _worker(log, tmp_path), _claim(log)
     expected = _train(once, second)
     assert expected.policy.weights_sha256 == _digest_of(worker, second)
 
@@ -151,14 +140,13 @@ def _digest_of(worker: TrainerWorker, claim: Claim) -> str:
     """What this worker's weights are after training on a claim, without committing it."""
     worker._train(claim)
     with tempfile.TemporaryDirectory() as scratch:
-        return worker._retrainer.save_policy(Path(scratch) / "policy")
+        return worker._trainer.save_policy(Path(scratch) / "policy")
 
 
 def test_a_retry_after_a_failed_save_does_not_train_the_claim_twice(
     log: RunLog, tmp_path: Path, tiny_folder: Path
 ) -> None:
     worker, twin = _worker(log, tmp_path), _worker(log, tmp_path)
-    worker.start(), twin.start()
     claim = _claim(log)
     blocker = tmp_path / "store" / log.key("policies")
     blocker.write_text("a file where the folder should be")
@@ -174,13 +162,12 @@ def test_a_fresh_worker_resumes_to_the_same_weights(
     log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, checkpoint_every: int, replayed: int
 ) -> None:
     steady = _worker(log, tmp_path, checkpoint_every=checkpoint_every, num_minibatches=2)
-    steady.start()
     steps = _train_steps(steady, log, 2)
     assert [step.state_path is not None for step in steps] == [False, checkpoint_every == 2]
 
-    resumed = _worker(log, tmp_path, checkpoint_every=checkpoint_every, num_minibatches=2)
     with caplog.at_level(logging.WARNING):
-        assert resumed.start() == replayed
+        resumed = _worker(log, tmp_path, checkpoint_every=checkpoint_every, num_minibatches=2)
+    assert resumed.opened == replayed
     assert not caplog.records
     third = _claim(log)
     assert _train(resumed, third).policy.weights_sha256 == _digest_of(steady, third)
@@ -188,11 +175,10 @@ def test_a_fresh_worker_resumes_to_the_same_weights(
 
 def test_a_resume_starts_at_the_last_saved_state(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
     steady = _worker(log, tmp_path, checkpoint_every=2)
-    steady.start()
     steps = _train_steps(steady, log, 3)
     assert [step.state_path is not None for step in steps] == [False, True, False]
     with caplog.at_level(logging.WARNING):
-        assert _worker(log, tmp_path, checkpoint_every=2).start() == 1
+        assert _worker(log, tmp_path, checkpoint_every=2).opened == 1
     assert not caplog.records  # the re-trained digest is the recorded one
 
 
@@ -200,11 +186,9 @@ def test_a_resume_that_gives_other_weights_says_so_and_goes_on_from_the_recorded
     log: RunLog, tmp_path: Path, caplog: LogCaptureFixture
 ) -> None:
     first = _worker(log, tmp_path)
-    first.start()
     _train_steps(first, log, 1)
-    resumed = _worker(log, tmp_path, learning_rate=2e-3)
     with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
-        resumed.start()
+        resumed = _worker(log, tmp_path, learning_rate=2e-3)
     assert "re-training up to step 1 gave other weights than recorded" in caplog.text
     assert _weights(resumed) == _weights(first)
 
@@ -213,19 +197,17 @@ def test_a_recorded_step_whose_shard_is_lost_resumes_from_the_recorded_weights(
     log: RunLog, tmp_path: Path, caplog: LogCaptureFixture
 ) -> None:
     first = _worker(log, tmp_path)
-    first.start()
     _train_steps(first, log, 2)
     shard_id = log.refresh().steps[0].claim.trained[0].shard_id
     (log.store.root / log.shard_key(shard_id)).unlink()  # type: ignore[attr-defined]
-    resumed = _worker(log, tmp_path)
     with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
-        resumed.start()
+        resumed = _worker(log, tmp_path)
     assert "step 1 cannot be trained again" in caplog.text, "not the last one of those to be trained"
     assert _weights(resumed) == _weights(first)
 
 
 def _weights(worker: TrainerWorker) -> dict[str, list[float]]:
-    model = worker._retrainer.trainer.model  # what a resumed trainer holds has no other door
+    model = worker._trainer.trainer.model  # what a resumed trainer holds has no other door
     return {name: full(parameter).flatten().tolist() for name, parameter in model.named_parameters()}
 
 
@@ -257,7 +239,6 @@ def _attempted(log: RunLog, fallback: Fallback) -> Claim:
 
 def test_a_step_with_nothing_accepted_is_skipped_and_keeps_the_weights(rejecting: RunLog, tmp_path: Path) -> None:
     log, worker = rejecting, _worker(rejecting, tmp_path)
-    worker.start()
     steps = [_train(worker, _attempted(log, "skip_step")) for _ in range(4)]
     policies = [log.state.policies[0], *(step.policy for step in steps)]
     assert [policy.version for policy in policies] == [0, 1, 2, 3, 4]
@@ -273,7 +254,6 @@ def test_a_step_with_nothing_accepted_is_skipped_and_keeps_the_weights(rejecting
 
 def test_a_masked_step_goes_on_with_the_optimizer(rejecting: RunLog, tmp_path: Path) -> None:
     worker = _worker(rejecting, tmp_path)
-    worker.start()
     steps = [_train(worker, _attempted(rejecting, "masked")) for _ in range(4)]
     # Before the first gradient there is no momentum; after it, a zero gradient still moves the weights.
     digests = [step.policy.weights_sha256 for step in steps]
@@ -295,11 +275,10 @@ def test_a_resume_after_steps_with_nothing_accepted_has_the_same_weights(
 ) -> None:
     log = rejecting
     steady = _worker(log, tmp_path, checkpoint_every=checkpoint_every)
-    steady.start()
     for steps_done in range(4):
-        resumed = _worker(log, tmp_path, checkpoint_every=checkpoint_every)
         with caplog.at_level(logging.WARNING):
-            assert resumed.start() == steps_done % checkpoint_every
+            resumed = _worker(log, tmp_path, checkpoint_every=checkpoint_every)
+        assert resumed.opened == steps_done % checkpoint_every
         assert not caplog.records
         claim = _attempted(log, fallback)
         expected = _digest_of(resumed, claim)
@@ -310,7 +289,6 @@ def test_a_resume_after_steps_with_nothing_accepted_has_the_same_weights(
 
 def test_a_skipped_step_asked_for_again_is_the_same_step(rejecting: RunLog, tmp_path: Path) -> None:
     worker = _worker(rejecting, tmp_path)
-    worker.start()
     claim = _attempted(rejecting, "skip_step")
     assert _train(worker, claim) == _train(worker, claim)
     assert len(rejecting.refresh().steps) == 1
@@ -319,7 +297,6 @@ def test_a_skipped_step_asked_for_again_is_the_same_step(rejecting: RunLog, tmp_
 
 def test_the_trainer_that_commits_second_gets_a_conflict(log: RunLog, tmp_path: Path) -> None:
     first, second = _worker(log, tmp_path), _worker(log, tmp_path)
-    first.start(), second.start()
     claim, other = _claim(log, batch_size=2), _claim(log, batch_size=3)
     committed = _train(first, claim)
     with pytest.raises(Conflict, match="another trainer"):
@@ -331,17 +308,15 @@ def test_a_claim_refused_for_its_shards_changes_no_weight_so_that_the_next_one_i
     log: RunLog, tmp_path: Path
 ) -> None:
     worker = _worker(log, tmp_path, max_gap=1e-6)
-    worker.start()
-    before = weights(worker._retrainer.trainer)
+    before = weights(worker._trainer.trainer)
     for _ in range(2):  # no conflict: the weights are still the policy's
         with pytest.raises(GapTooLarge, match="shard-0"):
             _train(worker, _claim(log))
-    assert largest_difference(before, weights(worker._retrainer.trainer)) == 0 and log.refresh().steps == []
+    assert largest_difference(before, weights(worker._trainer.trainer)) == 0 and log.refresh().steps == []
 
 
 def test_an_equal_claim_of_another_session_is_not_taken_for_our_own(log: RunLog, tmp_path: Path) -> None:
     first, second = _worker(log, tmp_path), _worker(log, tmp_path, learning_rate=2e-3)
-    first.start(), second.start()
     claim = _claim(log)  # one log, so both build the same one
     committed = _train(first, claim, session_id="a")
     for _ in range(2):
@@ -354,15 +329,14 @@ def test_a_trainer_overtaken_while_it_trains_is_in_conflict_however_often_it_is_
     log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = _worker(log, tmp_path), _worker(log, tmp_path, learning_rate=2e-3)
-    first.start(), second.start()
     claim = _claim(log)
-    save, committed = second._retrainer.save_policy, []
+    save, committed = second._trainer.save_policy, []
 
     def overtaken(folder: Path) -> str:
         committed.append(_train(first, claim, session_id="a"))
         return save(folder)
 
-    monkeypatch.setattr(second._retrainer, "save_policy", overtaken)
+    monkeypatch.setattr(second._trainer, "save_policy", overtaken)
     with pytest.raises(Conflict, match="another trainer"):
         _train(second, claim, session_id="b")
     with pytest.raises(Conflict, match="another trainer"):  # as the flow's task asks again
@@ -377,7 +351,6 @@ def test_a_commit_whose_answer_was_lost_is_found_by_the_retry(
     log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = _worker(log, tmp_path)
-    worker.start()
     append = worker._log.append
 
     def unanswered(step: Step) -> None:
@@ -394,7 +367,6 @@ def test_a_commit_whose_answer_was_lost_is_found_by_the_retry(
 
 def test_a_round_is_never_shorter_than_what_was_measured_of_it(log: RunLog, tmp_path: Path) -> None:
     worker = _worker(log, tmp_path)
-    worker.start()
     metrics = _train(worker, _claim(log), round_started=time.time() + 3600).metrics  # another machine's clock
     assert metrics["round_seconds"] == pytest.approx(sum(metrics[f"{phase}_seconds"] for phase in PHASES))
     assert metrics["tokens_per_second"] > 0 and metrics["idle_seconds"] == pytest.approx(0, abs=1e-9)
@@ -402,22 +374,21 @@ def test_a_round_is_never_shorter_than_what_was_measured_of_it(log: RunLog, tmp_
 
 def test_a_trainer_that_missed_a_step_does_not_train_the_next_one(log: RunLog, tmp_path: Path) -> None:
     first, second = _worker(log, tmp_path), _worker(log, tmp_path)
-    first.start(), second.start()
     committed = _train(first, _claim(log))
     # Its weights are still the base policy's: a step made from them would be recorded as made from version 1.
     with pytest.raises(Conflict, match="not policy version 1"):
         _train(second, _claim(log))
     assert log.refresh().steps == [committed]
-    assert second.start() == 1
-    assert _train(second, _claim(log)).policy.version == 2
+    again = _worker(log, tmp_path)
+    assert again.opened == 1
+    assert _train(again, _claim(log)).policy.version == 2
 
 
 def test_after_an_update_that_broke_off_nothing_is_trained_until_a_restart(
     log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = _worker(log, tmp_path, num_minibatches=2)
-    worker.start()
-    optimizer = worker._retrainer.trainer.optimizer
+    optimizer = worker._trainer.trainer.optimizer
     update, updates = optimizer.step, []
 
     def breaks_at_the_second() -> None:
@@ -435,17 +406,16 @@ def test_after_an_update_that_broke_off_nothing_is_trained_until_a_restart(
 
 def test_a_damaged_shard_is_found_before_any_weight_changes(log: RunLog, tmp_path: Path) -> None:
     worker = _worker(log, tmp_path)
-    worker.start()
     claim = _claim(log, batch_size=4)  # two shards, the second one damaged
     assert isinstance(log.store, LocalStore)
     path = log.store.root / log.shard_key("shard-1")
     intact = path.read_bytes()
     path.write_bytes(intact[:-100] + bytes(100))
-    before = weights(worker._retrainer.trainer)
+    before = weights(worker._trainer.trainer)
     with pytest.raises(DamagedShard, match="shard-1"):
         _train(worker, claim)
     assert log.refresh().steps == []
-    assert largest_difference(weights(worker._retrainer.trainer), before) == 0
+    assert largest_difference(weights(worker._trainer.trainer), before) == 0
     # Nothing was lost: a claim on what is whole trains.
     assert _train(worker, _claim(log)).claim.step == 1
 
@@ -459,7 +429,6 @@ def test_policies_keep_the_type_of_the_base_models_weights(tmp_path: Path, tiny_
     rows = random_rows(tiny_folder, num_groups=2)
     commit(log, "shard", [group_of([row for row in rows if row.group == p], position=p) for p in range(2)])
     worker = _worker(log, tmp_path)
-    worker.start()
     step = _train(worker, _claim(log))
     tensors = load_file(log.store.fetch_folder(step.policy.path, tmp_path) / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -467,7 +436,6 @@ def test_policies_keep_the_type_of_the_base_models_weights(tmp_path: Path, tiny_
 
 def test_policies_between_anchors_are_deltas_and_a_resume_goes_on_from_them(log: RunLog, tmp_path: Path) -> None:
     worker = _worker(log, tmp_path, learning_rate=1e-9)  # so that most of the float32 weights stay what they are
-    worker.start()
     first, second = _train_steps(worker, log, 2)
     assert (first.policy.anchor, second.policy.anchor) == (None, 1)
     assert second.metrics["policy_bytes"] < 0.5 * first.metrics["policy_bytes"]
@@ -477,13 +445,12 @@ def test_policies_between_anchors_are_deltas_and_a_resume_goes_on_from_them(log:
     load_causal_lm(folder)
 
     resumed = _worker(log, tmp_path / "elsewhere", learning_rate=1e-9)
-    assert resumed.start() == 2
+    assert resumed.opened == 2
     assert _train(resumed, _claim(log)).policy.anchor == 1
 
 
 def test_where_nearly_all_weights_change_every_policy_is_whole(log: RunLog, tmp_path: Path) -> None:
     worker = _worker(log, tmp_path)
-    worker.start()
     assert [step.policy.anchor for step in _train_steps(worker, log, 3)] == [None, None, None]
 
 
@@ -492,13 +459,12 @@ def test_a_resume_writes_a_damaged_newest_policy_whole(
     log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, damaged: str
 ) -> None:
     worker = _worker(log, tmp_path, learning_rate=1e-9)
-    worker.start()
     policy = _train_steps(worker, log, 2)[1].policy
     (tmp_path / "store" / policy.path / damaged).write_bytes(b"broken")
     with pytest.raises(DamagedDelta):
         PolicyReader(log, tmp_path / "reader").fetch(policy)
 
-    _worker(log, tmp_path, learning_rate=1e-9).start()
+    _worker(log, tmp_path, learning_rate=1e-9)
     assert "policy 2 is written again, whole" in caplog.text
     folder = PolicyReader(log, tmp_path / "reader").fetch(policy)
     assert verify_folder(folder) == policy.weights_sha256
@@ -507,9 +473,8 @@ def test_a_resume_writes_a_damaged_newest_policy_whole(
 
 def test_a_resume_to_other_weights_does_not_go_on_without_the_recorded_ones(log: RunLog, tmp_path: Path) -> None:
     worker = _worker(log, tmp_path, learning_rate=1e-9)
-    worker.start()
     policy = _train_steps(worker, log, 2)[1].policy
     (tmp_path / "store" / policy.path / DELTA_FILE).write_bytes(b"broken")
     (tmp_path / "store" / log.shard_key("shard-1")).write_bytes(b"broken")  # so that step 2 cannot be trained again
     with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
-        _worker(log, tmp_path, learning_rate=1e-9).start()
+        _worker(log, tmp_path, learning_rate=1e-9)

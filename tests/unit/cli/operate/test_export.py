@@ -119,7 +119,7 @@ def test_the_average_is_that_of_the_state_saved_with_the_step(
     log.append(a_shard("s1", [a_summary(1)]))
     step = a_step(log.state, trained=["0.task1"])
     save_policy(trainer.model, base, tmp_path / "policy", dtype=torch.float32)
-    save_state(trainer.model, trainer.optimizer, tmp_path / "state", step=1, ema=trainer.ema)
+    save_state(trainer, tmp_path / "state", step=1)
     log.store.put_folder(tmp_path / "policy", step.policy.path, last=DIGEST_FILE)
     log.store.put_folder(tmp_path / "state", "runs/run/state/1-a", last=DIGEST_FILE)
     policy = replace(step.policy, weights_sha256=verify_folder(tmp_path / "policy"))

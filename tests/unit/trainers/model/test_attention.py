@@ -11,7 +11,7 @@ from torch.nn.attention import varlen
 
 from trainers.data.packing import shared_tokens
 from trainers.model import attention
-from trainers.model.attention import layout_of, packed_attention
+from trainers.model.attention import Layout, packed_attention
 
 _CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def _query_key_value(lengths: list[int], *, heads: int, groups: int, width: int)
 def _attend(
     lengths: list[int], tensors: list[torch.Tensor], *, scale: float = 0.3, window: int | None = None
 ) -> torch.Tensor:
-    layout = layout_of(lengths, device=_CPU)
+    layout = Layout(lengths, device=_CPU)
     module = torch.nn.Module()
     return packed_attention(module, *tensors, None, scaling=scale, sliding_window=window, layout=layout)[0]
 
@@ -117,7 +117,7 @@ def test_kernels_of_a_gpu_compute_the_definition(
     tensors = _query_key_value(lengths, heads=4, groups=groups, width=64)
     on_gpu = [tensor.detach().to("cuda", torch.bfloat16).requires_grad_() for tensor in tensors]
     rounded = [tensor.detach().double().cpu().requires_grad_() for tensor in on_gpu]
-    layout = layout_of(lengths, device=torch.device("cuda"))
+    layout = Layout(lengths, device=torch.device("cuda"))
     assert layout.is_one_by_one == (max(lengths) > 1024)
     found = packed_attention(torch.nn.Module(), *on_gpu, None, scaling=0.3, sliding_window=window, layout=layout)[0]
     expected = _by_definition(lengths, rounded, window=window)
@@ -130,7 +130,7 @@ def test_kernels_of_a_gpu_compute_the_definition(
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=60))
 def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
-    layout = layout_of(lengths, device=_CPU)
+    layout = Layout(lengths, device=_CPU)
     assert sum(batch.num_sequences * batch.length for batch in layout.batches) <= sum(lengths) * 4 / 3
     assert sum(batch.num_sequences for batch in layout.batches) == len(lengths)
     assert layout.longest == max(lengths)
@@ -138,9 +138,9 @@ def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20))
 def test_every_token_has_a_place_of_its_own(lengths: list[int]) -> None:
-    places = layout_of(lengths, device=_CPU).side_by_side
+    places = Layout(lengths, device=_CPU).side_by_side
     assert places.take_P[places.place_U].tolist() == list(range(sum(lengths)))
-    assert sorted(places.empty_E.tolist() + places.place_U.tolist()) == list(range(len(places.take_P)))
+    assert sorted(places.unread_E.tolist() + places.place_U.tolist()) == list(range(len(places.take_P)))
 
 
 @given(st.data())
@@ -154,7 +154,7 @@ def test_tokens_computed_once_attend_as_their_copies_would_and_get_the_sum_of_th
     num_computed = int(computed_T.max()) + 1
     once = _query_key_value([num_computed], heads=4, groups=2, width=3)
     copied = [tensor.detach()[:, :, computed_T].requires_grad_() for tensor in once]
-    layout = layout_of(lengths, device=_CPU, computed_T=computed_T)
+    layout = Layout(lengths, device=_CPU, computed_T=computed_T)
     found = packed_attention(torch.nn.Module(), *once, None, scaling=0.3, layout=layout)[0]
     expected = _by_definition(lengths, copied)
     first_U = torch.tensor([computed_T.tolist().index(token) for token in range(num_computed)])
@@ -168,25 +168,25 @@ def test_tokens_computed_once_attend_as_their_copies_would_and_get_the_sum_of_th
 
 def test_the_number_of_batches_grows_with_the_spread_of_lengths_and_not_with_their_number() -> None:
     draw = np.random.default_rng(0)
-    few, many = (layout_of(draw.integers(16, 257, size=size), device=_CPU) for size in (200, 4000))
+    few, many = (Layout(draw.integers(16, 257, size=size), device=_CPU) for size in (200, 4000))
     assert len(many.batches) <= 11 and len(few.batches) <= 11
 
 
 def test_equal_lengths_stay_where_they_are() -> None:
-    assert layout_of([7, 7, 7], device=_CPU).side_by_side.is_identity
-    assert not layout_of([6, 7], device=_CPU).side_by_side.is_identity
-    assert layout_of([6, 7], device=_CPU).end_to_end.is_identity
+    assert Layout([7, 7, 7], device=_CPU).side_by_side.is_identity
+    assert not Layout([6, 7], device=_CPU).side_by_side.is_identity
+    assert Layout([6, 7], device=_CPU).end_to_end.is_identity
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0], [2, -1]])
 def test_lengths_that_are_none_are_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match="a pack has a sequence, and a sequence a token"):
-        layout_of(lengths, device=_CPU)
+        Layout(lengths, device=_CPU)
 
 
 def test_attention_of_another_formula_is_refused() -> None:
     tensors = _query_key_value([3], heads=2, groups=2, width=4)
-    layout = layout_of([3], device=_CPU)
+    layout = Layout([3], device=_CPU)
     for changed in ({"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"position_bias": torch.zeros(1)}):
         with pytest.raises(ValueError, match=f"Module needs {next(iter(changed))}"):
             packed_attention(torch.nn.Module(), *tensors, None, layout=layout, **changed)

@@ -12,7 +12,7 @@ import torch
 from tests.processes import num_new_pages
 from tests.unit.trainers.builders import largest_difference, random_rows, samples_of, take_step, trainer_of, weights
 from trainers.data.samples import Samples
-from trainers.model.attention import layout_of
+from trainers.model.attention import Layout
 
 
 def _in_shards(samples: Samples, shards_B: np.ndarray) -> Samples:
@@ -23,7 +23,7 @@ def _in_shards(samples: Samples, shards_B: np.ndarray) -> Samples:
 
 def test_an_update_reaches_every_parameter_after_a_forward_pass_without_a_gradient(tiny_folder: Path):
     trainer = trainer_of(tiny_folder)
-    ids, layout = torch.arange(1, 9), layout_of([8], device=trainer.device)
+    ids, layout = torch.arange(1, 9), Layout([8], device=trainer.device)
 
     def logprobs() -> torch.Tensor:
         with torch.no_grad():

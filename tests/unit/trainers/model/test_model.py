@@ -26,7 +26,7 @@ from transformers import (
 
 from tests.unit.trainers.builders import load_causal_lm, logprobs_alone, tiny_model
 from trainers.data.packing import position_ids, shared_tokens
-from trainers.model.attention import Layout, layout_of
+from trainers.model.attention import Layout
 from trainers.model.distributed import full, start_process_group
 from trainers.model.model import PolicyModel, load_model
 
@@ -34,7 +34,7 @@ _SEQUENCES = [[4, 5, 6, 7, 8], [9], [10, 4], [11, 12, 13, 14, 15, 4, 5]]
 
 
 def _layout(sequences: Sequence[Sequence[int]], computed_T: torch.Tensor | None = None) -> Layout:
-    return layout_of([len(sequence) for sequence in sequences], device=torch.device("cpu"), computed_T=computed_T)
+    return Layout([len(sequence) for sequence in sequences], device=torch.device("cpu"), computed_T=computed_T)
 
 
 def _packed(

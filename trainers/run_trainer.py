@@ -1,0 +1,227 @@
+"""A run's model, optimizer and state, trained step by step on recorded claims: what a training run and a replay share.
+
+    saved state, or base policy ─▶ claim ─▶ read shards (digests checked) ─▶ Samples ─▶ Trainer.step ─▶ the next weights
+
+In: a run's log and its settings. Out: metrics, and the weights as a policy folder. On several ranks all do everything,
+and rank 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from settings.errors import InvalidInput
+from settings.run_file import RunConfig
+from settings.train import ReferenceSettings
+from storage.log.entries import Claim, Policy, Step
+from storage.log.replay_plan import saved_steps
+from storage.log.run_log import RunLog
+from storage.log.runs import model_key
+from storage.objects.digests import DigestMismatch, verify_folder
+from storage.policies.adapters import check_adapters
+from storage.policies.policies import PolicyReader
+from storage.shards.reward_sets import read_rewards, with_rewards
+from storage.shards.shards import DamagedShard, read_shard
+from storage.shards.turn_metrics import turn_metrics
+from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_policy, save_state
+from trainers.comparison import batch_sha256
+from trainers.data.samples import COLUMNS, Samples, gather_samples
+from trainers.model.distributed import agreed, num_ranks, on_every_rank, rank
+from trainers.model.stored import stored_dtype
+from trainers.refusals import refuse_long_rows, refuse_shards, tokenizer_sha256
+from trainers.trainer import Trainer
+
+logger = logging.getLogger("millrace.trainer")
+
+
+class RunTrainer:
+    """A run's trainer, fed with the groups its log says were claimed."""
+
+    def __init__(self, log: RunLog, config: RunConfig, *, cache: Path) -> None:
+        """Start from the base policy. Raises `storage.objects.digests.DigestMismatch` where its folder is altered, and
+        `ValueError` for a model that cannot be trained or written."""
+        torch.manual_seed(config.seed)
+        self.log = log
+        self.config = config
+        self.cache = cache
+        self.policies = PolicyReader(log, cache)
+        self._base_folder = self.policies.fetch(log.state.policies[0])
+        self._base_tokenizer = tokenizer_sha256(self._base_folder)
+        self.trainer = Trainer(self._base_folder, config, reference=self._reference())
+        self._dtype = stored_dtype(self._base_folder)
+        refuse_other_names(self.trainer.model, self._base_folder)
+
+    def _reference(self) -> Path | None:
+        """The folder of the policy that `train.reference` names; none where it names none, or the base under adapters.
+
+        Raises `ValueError` for one with another tokenizer, `storage.objects.digests.DigestMismatch` for an altered one.
+        """
+        match self.config.train.reference:
+            case ReferenceSettings(kind="base"):
+                return self._base_folder
+            case ReferenceSettings(kind="model", model=model):
+                folder = self._fetch(model_key(model))
+                verify_folder(folder)
+                if tokenizer_sha256(folder) != self._base_tokenizer:
+                    raise InvalidInput(
+                        f"train.reference.model = {model!r} has another vocabulary than the run's base policy, so "
+                        "it cannot judge the same tokens; name a model of the same family"
+                    )
+                return folder
+        return None
+
+    def load_nearest_state(self, at_most: int) -> int:
+        """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy.
+
+        Raises `ValueError` for a state of another step than the log says.
+        """
+        for step in saved_steps(self.log.state, at_most=at_most):
+            problems = on_every_rank(functools.partial(self._load_state_of, step))
+            if not any(problems):
+                return step.claim.step
+            problem = next(filter(None, problems))
+            logger.warning(
+                "the state of step %d cannot be loaded, an earlier one will do: %s", step.claim.step, problem
+            )
+        return 0
+
+    def samples(self, claim: Claim, *, rewards: str = "", judge: bool = False) -> Samples | None:
+        """A claim's rows, read from its shards, with the recorded rewards or those of a rescore; null where it trains
+        nothing.
+
+        With `judge`, for a claim the log does not know yet, raises `trainers.refusals.RefusedShards` for shards that
+        this run's policy cannot have sampled, and `ValueError` for a row that does not fit into a forward pass.
+        Raises `storage.shards.shards.DamagedShard` and `storage.shards.reward_sets.DamagedRewards`, and on several
+        ranks `trainers.model.distributed.RanksDiffer` where they have read different rows.
+        """
+        if claim.fallback:
+            return None
+        read: list[Samples] = []
+
+        def read_them() -> list[str]:
+            try:
+                read.append(self._read(claim, rewards=rewards, judge=judge))
+            except DamagedShard as error:
+                return [error.shard_id, error.reason, error.file]
+            return [batch_sha256(claim, read[0]) if num_ranks() > 1 else ""]
+
+        results = on_every_rank(read_them)
+        if damaged := next((result for result in results if len(result) > 1), None):
+            raise DamagedShard(*damaged)  # on every rank, also where the file is fine
+        agreed(results, what=f"batch for step {claim.step}")
+        return read[0]
+
+    def _read(self, claim: Claim, *, rewards: str, judge: bool) -> Samples:
+        shards = [self.log.state.shards[name] for name in dict.fromkeys(group.shard_id for group in claim.trained)]
+        columns = (*COLUMNS, "reward_parts", "turns", "adapters")
+        tables = {shard.id: read_shard(self.log, shard, columns=columns) for shard in shards}
+        if self.config.train.lora is not None:
+            for shard_id, table in tables.items():
+                check_adapters(table, shard_id=shard_id, policies=self.log.state.policies)
+        if rewards:
+            tables = {s.id: with_rewards(tables[s.id], read_rewards(self.log, s, rewards)) for s in shards}
+        samples = gather_samples(claim.trained, tables)
+        if judge:
+            model = self.trainer.model.causal_lm.config
+            digests = {name: (t.schema.metadata or {}).get(b"tokenizer_sha256", b"") for name, t in tables.items()}
+            refuse_shards(
+                samples,
+                vocab_size=model.vocab_size,
+                max_positions=getattr(model, "max_position_embeddings", None),
+                base_version=claim.base_version,
+                tokenizers={name: digest.decode() for name, digest in digests.items()},
+                base_tokenizer=self._base_tokenizer,
+            )
+            refuse_long_rows(samples, tokens_per_microbatch=self.config.train.tokens_per_microbatch)
+        return dataclasses.replace(samples, turn_metrics=turn_metrics(claim.trained, tables))
+
+    def train(self, claim: Claim, samples: Samples | None, *, judge: bool = False) -> dict[str, float]:
+        """One optimizer step, or what the claim does instead of one; returns its metrics.
+
+        With `judge`, raises `trainers.health.GapTooLarge` for shards too far from the policy that sampled them.
+        """
+        if samples is not None:
+            # The scripted engine draws at random, whatever the weights say.
+            is_judged = judge and self.config.engine.kind != "scripted"
+            metrics = self.trainer.step(
+                samples,
+                step=claim.step,
+                base_version=claim.base_version,
+                max_staleness=self.config.max_staleness,
+                max_gap=self.config.train.max_gap if is_judged else math.inf,
+            )
+            return {**metrics, **samples.turn_metrics}
+        nothing = {"trained_tokens": 0.0, "trained_rows": 0.0, "trained_groups": 0.0}
+        if claim.fallback == "skip_step":
+            return {**nothing, "skipped": 1.0}
+        return {**nothing, **self.trainer.step_without_gradient(step=claim.step)}
+
+    def restore(self, steps: Sequence[Step]) -> None:
+        """Train recorded steps again; without the weights they made, take the recorded ones."""
+        try:
+            for step in steps:
+                self.train(step.claim, self.samples(step.claim))
+        except DamagedShard as error:
+            logger.warning("step %d cannot be trained again: %s", step.claim.step, error)
+        self.settle(steps[-1])
+
+    def settle(self, step: Step) -> bool:
+        """True when the weights are those `step` made; if not, take the recorded ones.
+
+        Raises `FileNotFoundError` where those are gone, `storage.objects.digests.DigestMismatch` where they are
+        altered.
+        """
+        with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
+            digest = self.save_policy(Path(scratch) / "policy")
+        if digest == step.policy.weights_sha256 or self.is_base(step.policy):
+            return True
+        logger.warning(
+            "re-training up to step %d gave other weights than recorded (hardware, threads, or a lost shard); "
+            "going on from the recorded weights with the optimizer as it is",
+            step.claim.step,
+        )
+        on_every_rank(lambda: load_weights(self.trainer.model, self.policies.fetch(step.policy)))
+        return False
+
+    def is_base(self, policy: Policy) -> bool:
+        """True where every step up to this policy was skipped. Its files are the base model's own, and the same weights
+        written by the trainer may be other bytes."""
+        return policy.path == self.log.state.policies[0].path
+
+    def save_policy(self, folder: Path) -> str:
+        """Write the weights as a sealed folder in HF layout; returns their digest. Rank 0 writes, and all get it."""
+        target = None if rank() else folder
+        digest, *_ = on_every_rank(
+            lambda: save_policy(self.trainer.model, self._base_folder, target, dtype=self._dtype)
+        )
+        return digest
+
+    def save_state(self, folder: Path, *, step: int, on_all: bool = False) -> None:
+        """Write everything the next step depends on: rank 0 does, or `on_all` ranks do, each its own copy."""
+        target = None if rank() and not on_all else folder
+        on_every_rank(lambda: save_state(self.trainer, target, step=step))
+
+    def _load_state_of(self, step: Step) -> str:
+        """Load the state saved at a step; what is wrong with its files, empty where nothing is."""
+        assert step.state_path is not None
+        try:
+            loaded = load_state(self.trainer, self._fetch(step.state_path))
+        except (DigestMismatch, FileNotFoundError) as error:
+            return str(error)
+        if loaded != step.claim.step:
+            raise InvalidInput(
+                f"{self.log.store.uri}/{step.state_path} holds the state of step {loaded}, the log says of step "
+                f"{step.claim.step}; put the right folder back, or remove it and an earlier one will do"
+            )
+        return ""
+
+    def _fetch(self, path: str) -> Path:
+        return self.log.store.fetch_folder(path, self.cache)
