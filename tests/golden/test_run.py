@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from storage.log.claims import ClaimRules, next_claim
+from settings.run_file import RunConfig
+from storage.log.claims import next_claim
 from storage.log.entries import ENTRY_KINDS
 from storage.log.run_log import RunLog
-from storage.log.runs import open_run
+from storage.log.runs import open_run, run_config
 from storage.objects.digests import verify_folder
 from storage.objects.object_store import LocalStore
 from storage.policies.policies import PolicyReader
@@ -89,8 +90,8 @@ def test_its_files_are_read(log: RunLog, tmp_path: Path) -> None:
 
 
 def test_it_goes_on(log: RunLog) -> None:
-    rules = ClaimRules(batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
-    claim = next_claim(log.state, rules)
+    config = RunConfig.model_validate(run_config(log))
+    claim = next_claim(log.state, config)
     assert claim is not None and [group.group_id for group in claim.trained] == ["0.25+49", "0.77+31"]
     state = log.append(a_step(log.state, claim))
     assert (state.entries, state.step, state.counters()["trained"]) == (171, 17, 34)
