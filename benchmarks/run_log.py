@@ -15,6 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import timeit
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,8 @@ from storage.log.entries import (
     Session,
     Shard,
     Step,
+    decode_entry,
+    encode_entry,
 )
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
@@ -40,6 +43,8 @@ from storage.objects.object_store import LocalStore, ObjectStore
 from storage.objects.opening import open_store
 
 GROUPS, ATTEMPTS = 5, 8
+LARGE = 64
+"""Groups in the entry whose JSON is timed."""
 
 
 def write_run(store: ObjectStore, run_id: str, num_entries: int) -> None:
@@ -52,7 +57,7 @@ def write_run(store: ObjectStore, run_id: str, num_entries: int) -> None:
             log.append(body)
 
 
-def _round(step: int) -> list[Entry]:
+def _round(step: int, num_groups: int = GROUPS) -> list[Entry]:
     shard_id = f"{step:06d}-rollout-0"
     groups = [
         GroupSummary(
@@ -70,14 +75,14 @@ def _round(step: int) -> list[Entry]:
             tail_version=step - 1,
             mean_reward=(position % 9) / 8,
         )
-        for position in range(GROUPS * (step - 1), GROUPS * step)
+        for position in range(num_groups * (step - 1), num_groups * step)
     ]
     shard = Shard(
         id=shard_id,
         sha256=f"{step:064x}",
-        num_rows=GROUPS * ATTEMPTS,
-        num_tokens=GROUPS * ATTEMPTS * 100,
-        num_bytes=GROUPS * ATTEMPTS * 1000,
+        num_rows=num_groups * ATTEMPTS,
+        num_tokens=num_groups * ATTEMPTS * 100,
+        num_bytes=num_groups * ATTEMPTS * 1000,
         head_version=step - 1,
         tail_version=step - 1,
         is_eval=False,
@@ -96,6 +101,15 @@ def _round(step: int) -> list[Entry]:
     )
     registration = Registration(version=step, model_name="run", registry_version=str(step + 1))
     return [shard, made, registration, Alias(name="rollout", version=step, checksum="c" * 64)]
+
+
+def json_microseconds() -> tuple[float, float]:
+    """Best wall-clock of writing and of reading the JSON of a shard's entry with `LARGE` groups."""
+    shard = _round(1, LARGE)[0]
+    document = encode_entry(shard, number=0, written_at=1.0)
+    write = timeit.repeat(lambda: encode_entry(shard, number=0, written_at=1.0), number=100)
+    read = timeit.repeat(lambda: decode_entry(document, number=0), number=100)
+    return 1e4 * min(write), 1e4 * min(read)
 
 
 def delete_run(store: ObjectStore, run_id: str) -> None:
@@ -133,6 +147,7 @@ def main(
             segments = place.walk(f"runs/{run_id}/log/segments")
             place.delete([file.key for file in segments])
             one_by_one = open_seconds(place, run_id, 1)
+            write_us, read_us = json_microseconds()
             numbers = {
                 "ratio": one_by_one / with_segments,
                 "entries": entries,
@@ -141,18 +156,28 @@ def main(
                 "open_seconds": with_segments,
                 "open_seconds_without_segments": one_by_one,
                 "append_milliseconds": append_ms,
+                "write_entry_microseconds": write_us,
+                "read_entry_microseconds": read_us,
                 "segment_megabytes": sum(file.num_bytes for file in segments) / 1e6,
             }
         finally:
             delete_run(place, run_id)
     table = Table(title=f"opening a run of {entries} entries, {numbers['trajectories']} trajectories")
-    for column in ("entry by entry / segments", "segments", "entry by entry", "append", "segments on disk"):
+    for column in (
+        "entry by entry / segments",
+        "segments",
+        "entry by entry",
+        "append",
+        "write, read JSON",
+        "segments on disk",
+    ):
         table.add_column(column, justify="right")
     table.add_row(
         f"{numbers['ratio']:.0f}×",
         f"{with_segments:.2f} s",
         f"{one_by_one:.1f} s",
         f"{append_ms:.2f} ms",
+        f"{write_us:.0f}, {read_us:.0f} µs",
         f"{numbers['segment_megabytes']:.0f} MB",
     )
     Console().print(table)

@@ -9,13 +9,13 @@ In: nothing. Out: frozen dataclasses and their JSON.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import types
-import typing
-from collections.abc import Callable
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,41 +380,51 @@ class LogEntry:
     """The record."""
 
 
+class _Line(msgspec.Struct):
+    """An entry's document, its body still JSON."""
+
+    kind: str
+    written_at: float
+    body: msgspec.Raw
+
+
+_KINDS = {record: kind for kind, record in ENTRY_KINDS.items()}
+_LINE = msgspec.json.Decoder(_Line)
+_BODIES: dict[str, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(record) for kind, record in ENTRY_KINDS.items()
+}
+
+
+def encode_entry(body: Entry, *, number: int, written_at: float) -> bytes:
+    """An entry's document. Numbers and text are spelled as Python's own `json` spells them, in every version."""
+    document = {"number": number, "kind": _KINDS[type(body)], "written_at": written_at, "body": to_json(body)}
+    return json.dumps(document, separators=(",", ":")).encode()
+
+
+def decode_entry(document: bytes, *, number: int) -> LogEntry:
+    """An entry from its document. Raises `ValueError`, `KeyError` or `TypeError` for one that cannot be read."""
+    try:
+        line = _LINE.decode(document)
+        kind, written_at, body = line.kind, line.written_at, _BODIES[line.kind].decode(line.body)
+    except msgspec.DecodeError:  # damaged, or with a NaN, an infinity or half a surrogate pair, which `json` writes
+        fields = json.loads(document)
+        kind, written_at = fields["kind"], fields["written_at"]
+        body = from_json(ENTRY_KINDS[kind], fields["body"])
+    return LogEntry(number=number, kind=kind, written_at=written_at, body=body)
+
+
 def to_json(record: Any) -> Any:
     """Plain JSON value of a record: dataclasses become objects, in field order."""
-    if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        return {f.name: to_json(getattr(record, f.name)) for f in dataclasses.fields(record)}
-    if isinstance(record, dict):
-        return {key: to_json(value) for key, value in record.items()}
-    if isinstance(record, list | tuple):
-        return [to_json(value) for value in record]
-    return record
+    return msgspec.to_builtins(record, enc_hook=_plain)
 
 
-def from_json(kind: Any, value: Any) -> Any:
-    """Rebuild a record of type `kind`; unknown keys are ignored (a newer writer), missing ones raise `TypeError`."""
-    read = _reader(kind)
-    return read(value) if read else value
+def from_json(kind: type[Record], value: Any) -> Record:
+    """Rebuild a record of type `kind`; unknown keys are ignored (a newer writer), missing ones raise `ValueError`."""
+    return msgspec.convert(value, kind, str_keys=True)
 
 
-@functools.cache
-def _reader(kind: Any) -> Callable[[Any], Any] | None:
-    """What makes a `kind` out of its JSON value; null where the value is it. Built once: a log is long."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
-        readers = [(field.name, _reader(hints[field.name])) for field in dataclasses.fields(kind)]
-        return lambda value: kind(  # type: ignore[operator]
-            **{name: read(value[name]) if read else value[name] for name, read in readers if name in value}
-        )
-    if origin in (types.UnionType, typing.Union):
-        inner = _reader(next(argument for argument in arguments if argument is not type(None)))
-        return inner and (lambda value: None if value is None else inner(value))
-    if origin is dict and arguments[0] is int:  # JSON's keys are text
-        read_item = _reader(arguments[-1]) or (lambda element: element)
-        return lambda value: {int(key): read_item(element) for key, element in value.items()}
-    if origin in (list, dict) and (item := _reader(arguments[-1])):
-        if origin is list:
-            return lambda value: [item(element) for element in value]
-        return lambda value: {key: item(element) for key, element in value.items()}
-    return None
+def _plain(value: Any) -> float:
+    """A NumPy float as Python's."""
+    if isinstance(value, float):
+        return float(value)
+    raise TypeError(f"{value!r} has no place in JSON")

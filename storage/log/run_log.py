@@ -13,19 +13,17 @@ is opened, and opened anew by a process that has kept it open for long.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import time
 from collections.abc import Iterator, MutableSequence
 
-from storage.log.entries import ENTRY_KINDS, Entry, LogEntry, to_json
+from storage.log.entries import Entry, LogEntry, decode_entry, encode_entry
 from storage.log.run_state import LogDamaged, RunState
 from storage.log.segments import Archive, LazyList, Segment, encode_segment, merge_segments, read_entry
 from storage.objects.object_store import ObjectStore, StoreError
 
 logger = logging.getLogger("millrace.log")
 
-_KIND_OF = {record: kind for kind, record in ENTRY_KINDS.items()}
 _MOST_AT_ONCE = 256
 _LOOK_AHEAD = 16
 """Entries asked for beyond the first one when a log is opened: what is there behind a missing one is a gap."""
@@ -104,13 +102,8 @@ class RunLog:
             if state.holds(body):
                 return state
             state.fits(body)
-            document = {
-                "number": state.entries,
-                "kind": _KIND_OF[type(body)],
-                "written_at": time.time(),
-                "body": to_json(body),
-            }
-            data = json.dumps(document, separators=(",", ":")).encode()
+            data = encode_entry(body, number=state.entries, written_at=time.time())
+            decode_entry(data, number=state.entries)  # an entry that cannot be read back is not written
             if self.store.put_if_absent(self._entry_key(state.entries), data):
                 self.refresh()
                 self._write_segments()

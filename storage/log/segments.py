@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, MutableMapping, MutableSequence, Sequence
 from typing import Any, TypeVar, overload
@@ -24,7 +23,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from storage.log.entries import (
-    ENTRY_KINDS,
     Alias,
     Evaluation,
     Join,
@@ -41,7 +39,7 @@ from storage.log.entries import (
     Session,
     Shard,
     Step,
-    from_json,
+    decode_entry,
 )
 from storage.log.run_state import OUTCOMES, LogDamaged, RunState, claimed_groups, merged
 from storage.objects.tables import ipc_bytes
@@ -72,10 +70,8 @@ _SCHEMA = pa.schema(
 def read_entry(document: bytes, *, number: int, source: str) -> LogEntry:
     """One entry from its JSON. Raises `LogDamaged` naming `source` where it cannot be read."""
     try:
-        fields = json.loads(document)
-        body = from_json(ENTRY_KINDS[fields["kind"]], fields["body"])
-        return LogEntry(number=number, kind=fields["kind"], written_at=fields["written_at"], body=body)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return decode_entry(document, number=number)
+    except (ValueError, KeyError, TypeError) as error:
         raise LogDamaged(f"{source} cannot be read: {error!r}; put it back from a copy of the store") from error
 
 
