@@ -1,6 +1,30 @@
-"""Errors that their reader can mend: a command prints one of these as a single line, every other as a traceback."""
+"""Errors that the user can mend, and where in the user's code any other error came from.
+
+A command prints a `UserError` as one line and everything else as a traceback. A failed attempt keeps its error as text:
+
+    KeyError: 'answr'
+      at my/board.py:12 in look_up: return self._answers["answr"]
+      at my/env.py:31 in run: return await score(exact, reply, board.look_up())
+"""
 
 from __future__ import annotations
+
+import re
+import sysconfig
+import traceback
+from functools import cache
+from pathlib import Path
+
+from settings.redaction import without_secrets
+
+MOST_FRAMES = 8
+MOST_CHARACTERS = 2000
+"""Of the text of one failure, frames included."""
+_LONGEST_FRAME = 160  # characters
+_LONGEST_LINE = 300  # characters, without the place
+_OWN_FOLDERS = ("cli", "flows", "infra", "millrace", "rollouts", "settings", "storage", "tasks", "trainers")
+_FRAME = re.compile(r"^  at (?P<place>.+?:\d+) in .*$", re.MULTILINE)
+_PYTHON_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n    +(?! *[\^~])(.+))?', re.MULTILINE)
 
 
 class UserError(Exception):
@@ -13,3 +37,94 @@ class InvalidInput(UserError, ValueError):
 
 class NotFound(UserError, FileNotFoundError):
     """Something that was named is not there."""
+
+
+def failure_text(error: BaseException, message: str = "") -> str:
+    """The error, and below it at most `MOST_FRAMES` frames of the user's code, innermost first, without secrets.
+
+    Frames of Millrace and of libraries are left out, unless there are no others. `message` replaces
+    `type: str(error)`; frames it has already, from another process, stand first.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    head, *frames = re.split(r"\n(?=  at )", message or _head(error))
+    frames += _frames(error, users_only=True)
+    return _limited(head, frames or _frames(error, users_only=False))
+
+
+def failure_text_of_output(output: str, message: str = "") -> str:
+    """The same from what a Python program wrote to its standard error as it died; "" if that has no traceback."""
+    _, separator, last = output.rpartition("Traceback (most recent call last):\n")
+    if not separator:
+        return ""
+    error, frames = last, []
+    for match in _PYTHON_FRAME.finditer(last):
+        file, line, function, code = match.groups(default="")
+        frames.append((file, int(line), function, code))
+        error = last[match.end() :]
+    error = re.sub(r"^\n +[\^~]+(?=\n)", "", error).strip()  # the markers below a line of code
+    chosen = [frame for frame in frames if _is_users(frame[0])] or frames
+    return _limited(message or error, [_frame(*frame) for frame in reversed(chosen)])
+
+
+def place_of(text: str) -> str:
+    """The innermost place, `my/env.py:31`, in a text of `failure_text`; "" if it has none."""
+    frame = _FRAME.search(text)
+    return frame["place"] if frame else ""
+
+
+def failure_kind(text: str) -> str:
+    """What such texts have in common when the same thing failed: the kind of error, and the innermost place."""
+    first, place = text.partition("\n")[0], place_of(text)
+    return f"{first.partition(':')[0]} at {place}" if place else first
+
+
+def in_one_line(text: str) -> str:
+    """The first line of such a text, and the innermost place: `KeyError: 'answr' at my/env.py:31`."""
+    first, place = text.partition("\n")[0], place_of(text)
+    first = first if len(first) <= _LONGEST_LINE else f"{first[: _LONGEST_LINE - 1]}…"
+    return f"{first} at {place}" if place else first
+
+
+def _head(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _frames(error: BaseException, *, users_only: bool) -> list[str]:
+    """Innermost first. An error that our code or a library raised because of another has that one's frames first."""
+    found = traceback.extract_tb(error.__traceback__)
+    own = [
+        _frame(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+        for frame in reversed(found)
+        if not users_only or _is_users(frame.filename)
+    ]
+    if error.__cause__ is None:
+        return own
+    because = _frames(error.__cause__, users_only=users_only)
+    raised_by_user = bool(found) and _is_users(found[-1].filename)
+    return list(dict.fromkeys([*own, *because] if raised_by_user else [*because, *own]))
+
+
+def _frame(file: str, line: int, function: str, code: str) -> str:
+    path = Path(file)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    text = without_secrets(f"  at {shown}:{line} in {function}" + (f": {code.strip()}" if code else ""))
+    return text if len(text) <= _LONGEST_FRAME else f"{text[: _LONGEST_FRAME - 1]}…"
+
+
+def _limited(head: str, frames: list[str]) -> str:
+    shown = "".join(f"\n{frame}" for frame in frames[:MOST_FRAMES])
+    head, room = without_secrets(head), MOST_CHARACTERS - len(shown)
+    if len(head) > room:  # what a program writes last says most
+        head = f"{head[: room // 3]} … {head[-(room - room // 3 - 3) :]}"
+    return head + shown
+
+
+@cache
+def _is_users(file: str) -> bool:
+    """Whether a source file belongs to the user, and not to Millrace, to Python or to an installed package."""
+    if file.startswith("<"):
+        return False
+    path, root = Path(file).resolve(), Path(__file__).resolve().parents[1]
+    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    return not any(path.is_relative_to(folder) for folder in (*installed, *(root / name for name in _OWN_FOLDERS)))

@@ -19,12 +19,13 @@ from rollouts.chat.chat import Chat
 from rollouts.endpoint.agent_endpoint import PostedReward, agent_endpoint
 from rollouts.environments.programs import Launcher, Program, kill_group, start_program
 from rollouts.workflow import Score, Workflow, WrongWorkflow
+from settings.errors import failure_text_of_output
 from storage.records import Task
 
 _MOST_OUTPUT = 2**24
 """Bytes of standard output of one program; more is a fault of the program."""
-_KEPT_ERRORS = 2000
-"""Bytes of standard error kept for the message, from its end."""
+_KEPT_ERRORS = 2**14
+"""Bytes of standard error kept for the message, from its end: the traceback of a client's error is long."""
 
 
 class AgentFailed(Exception):
@@ -104,7 +105,8 @@ class CommandWorkflow(AgentWorkflow):
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
         if code != 0:
-            raise AgentFailed(f"the agent's program ended with exit status {code}: {errors.strip() or 'no message'}")
+            reason = failure_text_of_output(errors) or errors.strip() or "no message"
+            raise AgentFailed(f"the agent's program ended with exit status {code}: {reason}")
         return await self.score(task, output)
 
 

@@ -121,8 +121,8 @@ async def _close(environment: Environment) -> None:
     try:
         async with asyncio.timeout(CLOSE_SECONDS) as limit:
             await environment.close()
-    except TimeoutError:
+    except TimeoutError as error:
         if not limit.expired():
             raise
         name = type(environment).__name__
-        raise RuntimeError(f"{name}.close did not return within {CLOSE_SECONDS:g} s") from None
+        raise RuntimeError(f"{name}.close did not return within {CLOSE_SECONDS:g} s") from error

@@ -43,7 +43,7 @@ from rollouts.chat.chat import Chat
 from rollouts.endpoint.agent_endpoint import Session
 from rollouts.endpoint.openai_wire import Refused, chat_completion, read_request
 from rollouts.workflow import Score, Workflow
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, failure_text_of_output
 from storage.records import Task
 
 __all__ = ["ChatLoop", "VerifiersWorkflow"]  # verifiers finds the harness of a module in this list
@@ -301,7 +301,9 @@ def _trained(episode: vf.Episode) -> vf.Trace:
     """The one trace of an episode that trains the policy. Raises `EpisodeFailed`."""
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors if not trace.ok)]
     if not episode.ok:
-        raise EpisodeFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+        message = "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
+        traceback_text = next((error.traceback for error in errors if error.traceback), "")
+        raise EpisodeFailed(failure_text_of_output(traceback_text, message) or message)
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         names = ", ".join(trace.agent.name for trace in trained) or "none"

@@ -1,4 +1,4 @@
-"""Plays one attempt, and n of them as a group; whatever goes wrong becomes a status, never a reward of 0.
+"""Plays one attempt, and n of them as a group; whatever goes wrong becomes a status and a text, never a reward of 0.
 
     task ─▶ n × (Chat ─▶ workflow.run ─▶ Score) ─▶ score_group ─▶ shaping ─▶ Trajectory ─▶ filters ─▶ RolloutGroup
 
@@ -19,6 +19,7 @@ from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
 from rollouts.workflow import Score, Workflow, WorkflowContext, WrongWorkflow, set_workflow_context
+from settings.errors import failure_text
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from storage.records import RolloutGroup, Sampling, Status, Task, Trajectory
@@ -111,7 +112,7 @@ class Player:
         except Exception as exception:  # noqa: BLE001 - user code may raise anything; none of these has a reward now
             self._stop_if_told(exception, task)
             status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
-            error = without_secrets(f"score_group: {type(exception).__name__}: {exception}")
+            error = failure_text(exception, f"score_group: {type(exception).__name__}: {exception}")
             return [
                 dataclasses.replace(trajectory, status=status, reward=None, error=error)
                 if trajectory.usable
@@ -162,20 +163,18 @@ class Player:
             raise
         except (TimeoutError, RewardTimeout) as exception:
             self._stop_if_told(exception, task)
-            status, error = (
-                "timeout",
-                str(exception) or f"attempt took more than {self._limits.attempt_timeout:g} s",
-            )
+            message = str(exception) or f"attempt took more than {self._limits.attempt_timeout:g} s"
+            status, error = "timeout", failure_text(exception, message)
         except RewardFailed as exception:
-            status, error = "reward_error", str(exception)
+            status, error = "reward_error", failure_text(exception, str(exception))
         except OutOfRoom as exception:
             status, error = "truncated", str(exception)
         except EngineError as exception:
-            status, error = "engine_error", str(exception)
+            status, error = "engine_error", without_secrets(str(exception))
         except ToolUnavailable as exception:
-            status, error = "tool_error", str(exception)
+            status, error = "tool_error", failure_text(exception, str(exception))
         except Exception as exception:  # noqa: BLE001 - user code may raise anything; recorded, counted, never reward 0
-            status, error = "env_error", f"{type(exception).__name__}: {exception}"
+            status, error = "env_error", failure_text(exception)
         generate_seconds = sum(turn.generate_seconds for turn in chat.turns)
         return Trajectory(
             attempt=attempt,
@@ -187,7 +186,7 @@ class Player:
             reward_seconds=max(0.0, time.perf_counter() - started - generate_seconds - chat.held_seconds),
             started_at=started_at,
             finished_at=time.time(),
-            error=without_secrets(error),
+            error=error,
             excluded=not is_eval and status in self._limits.exclude_statuses,
         )
 

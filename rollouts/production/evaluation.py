@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from fractions import Fraction
 
 from rollouts.production.attempts import Player
-from settings.errors import InvalidInput, UserError
+from settings.errors import InvalidInput, UserError, in_one_line
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, piece_id
 from storage.records import RolloutGroup, Sampling, Task
@@ -70,7 +70,7 @@ class Tally:
         self.num_tasks += 1
         self.failures.update(summarise(group).failures)
         for attempt in group.trajectories:
-            self.last_error = attempt.error[:LONGEST_ERROR] or self.last_error
+            self.last_error = in_one_line(attempt.error)[:LONGEST_ERROR] or self.last_error
 
     @property
     def score(self) -> float:

@@ -13,6 +13,7 @@ import time
 
 from infra.user_code import load_object
 from rollouts.sandbox.sandbox_rules import die_with_parent, limit
+from settings.errors import failure_text
 
 
 def main() -> None:
@@ -36,7 +37,7 @@ def main() -> None:
             why = "MemoryError: it needed more memory than the run file's reward.memory_gb allows"
             text = json.dumps({"id": request["id"], "error": why, "is_last": True})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - user code may raise anything; it is recorded
-            text = json.dumps({"id": request["id"], "error": f"{type(error).__name__}: {error}"})
+            text = json.dumps({"id": request["id"], "error": failure_text(error)})
         answers.write(text.encode() + b"\n")
         _replace_standard_streams(spoken)  # the function may have closed them
 

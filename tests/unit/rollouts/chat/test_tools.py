@@ -468,7 +468,8 @@ def test_a_fault_of_a_tools_infrastructure_leaves_the_attempt_without_a_reward(t
     group = _group(ask_server, tokens, _call_once)
     assert [t.status for t in group.trajectories] == ["ok", "tool_error", "ok"]
     assert [t.reward for t in group.trajectories] == [2.0, None, 2.0]
-    assert group.trajectories[1].error == "HTTP 500"
+    error = r"HTTP 500\n  at tests/unit/rollouts/chat/test_tools.py:\d+ in ask_server: raise ToolUnavailable"
+    assert re.match(error, group.trajectories[1].error)
     assert [t.attempt for t in group.usable] == [0, 2] and group.accepted
 
 

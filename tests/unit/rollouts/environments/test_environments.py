@@ -6,6 +6,7 @@ Ids here: 0 pad, 1 end, 2 user, 3 assistant, 4 `+`, 5 … 14 the digits 0 … 9,
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -249,7 +250,8 @@ def test_a_fault_of_the_environment_is_never_reward_zero_and_leaves_the_others_a
         ("ok", 1.0),
         ("ok", 1.0),
     ]
-    assert group.trajectories[1].error == f"OSError: {where}: disk full"
+    error = rf"OSError: {where}: disk full\n  at tests/unit/rollouts/environments/test_environments.py:\d+ in _fail: "
+    assert re.match(error, group.trajectories[1].error)
     assert [t.attempt for t in group.usable] == [0, 2, 3] and group.accepted
     assert [made.closed for made in workflow.made] == [1, 1, 1, 1]
 
@@ -307,8 +309,11 @@ def test_an_environment_that_does_not_close_is_abandoned(
     monkeypatch.setattr(environments, "CLOSE_SECONDS", 0.05)
     first, second = _group(tokens, _Workflow(lambda: _NeverCloses(where)), n_samples=2).trajectories
     assert (first.status, first.reward) == ("env_error", None)
-    assert first.error == "RuntimeError: _NeverCloses.close did not return within 0.05 s"
-    assert second.error == ("OSError: step: disk full" if where else first.error)  # the first error is the one to see
+    error = (
+        r"RuntimeError: _NeverCloses.close did not return within 0.05 s\n  at tests/.*py:\d+ in close: await asyncio"
+    )
+    assert re.match(error, first.error)
+    assert second.error.startswith("OSError: step: disk full\n" if where else "RuntimeError")  # the first error is seen
 
 
 class _Ranked(Workflow):
@@ -384,7 +389,7 @@ def test_a_group_that_cannot_be_scored_is_lost_and_the_run_goes_on(
         *((status, None), (status, None), ("env_error", None), (status, None))
     ]
     assert group.trajectories[0].error.startswith(words)
-    assert group.trajectories[2].error == "OSError: no board"
+    assert group.trajectories[2].error.startswith("OSError: no board\n")
     assert not group.accepted and group.reject_reason.startswith("0 usable of 4")
 
 

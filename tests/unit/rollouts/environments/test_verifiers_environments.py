@@ -219,7 +219,7 @@ def test_two_trained_seats_are_refused(text_tokens: ChatTokens, tmp_path: Path):
     workflow = _debate(tmp_path, "judge_is_trained = true\n")
     trajectory = _attempt(workflow, workflow.tasks("train")[0], text_tokens, an_engine(text_tokens, "it is", "yes"))
     assert (trajectory.status, trajectory.reward) == ("env_error", None)
-    assert trajectory.error.endswith("one reward; here are: speaker, judge")
+    assert "one reward; here are: speaker, judge\n" in trajectory.error
 
 
 class _Stuck(ScriptedEngine):

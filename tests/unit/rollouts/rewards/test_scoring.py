@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -78,10 +79,11 @@ def test_not_applicable_is_null_and_never_zero(nothingness: str):
     assert isinstance(scored, Score) and scored.reward is None
 
 
-def test_a_reward_that_raises_says_so_in_its_own_words_and_the_process_goes_on():
+def test_a_reward_that_raises_says_what_and_where_and_the_process_goes_on():
     before, failed, after = _scores((process_id, ""), (failing, "x"), (process_id, ""))
     assert isinstance(failed, RewardFailed)
-    assert "reward_functions:failing: KeyError: 'x'" in str(failed)
+    place = r"\n  at tests/unit/rollouts/reward_functions.py:\d+ in failing: raise KeyError\(reply\)$"
+    assert re.search(f"reward_functions:failing: KeyError: 'x'{place}", str(failed))
     assert before == after
 
 
