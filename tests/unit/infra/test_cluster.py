@@ -155,7 +155,8 @@ def test_an_error_comes_with_the_users_frames_last(
     file.write_text(USERS_CODE)
 
     async def script(cluster: Cluster) -> list[BaseException]:
-        raiser = await cluster.host(f"raiser {which}", _COUNTING, arguments={"start": 0})
+        raiser = await cluster.host(f"raiser {which}", _COUNTING)
+        await raiser.call("open", start=0)
         calls = [
             raiser.call("raise_in_users_code", f"{file}:fail", which),
             cluster.run(f"function {which}", _RAISING, function=f"{file}:fail", which=which),
