@@ -23,7 +23,7 @@ from storage.log.runs import open_run, run_config
 from storage.objects.digests import verify_folder
 from storage.objects.object_store import LocalStore
 from storage.policies.policies import PolicyReader
-from storage.shards.rescored_rewards import read_rewards
+from storage.shards.reward_sets import read_rewards
 from storage.shards.shards import DamagedShard, read_shard
 from tests.builders import MemoryStore, a_step
 
