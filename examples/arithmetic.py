@@ -8,11 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rollouts.chat.chat import Chat
-from rollouts.rewards.answers import exact
-from rollouts.rewards.scoring import score
-from rollouts.workflow import Score, Workflow
-from storage.records import Message, Task
+from millrace import Chat, Message, Score, Task, Workflow, exact, score
 
 HELD_OUT = 200
 CARELESS = 0.6

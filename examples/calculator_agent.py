@@ -12,12 +12,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from rollouts.chat.chat import Chat
-from rollouts.chat.tools import tool
-from rollouts.rewards.answers import exact
-from rollouts.rewards.scoring import score
-from rollouts.workflow import Score, Workflow
-from storage.records import Message, Task
+from millrace import Chat, Message, Score, Task, Workflow, exact, score, tool
 
 HELD_OUT = 200
 WITH_CALCULATOR = 0.2

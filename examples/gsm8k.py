@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollouts.chat.chat import Chat
-from rollouts.environments.datasets import read_dataset
-from rollouts.rewards.answers import gsm8k
-from rollouts.rewards.scoring import score
-from rollouts.workflow import Score, Workflow
-from settings.errors import InvalidInput
-from storage.records import Message, Task
+from millrace import Chat, InvalidInput, Message, Score, Task, Workflow, gsm8k, read_dataset, score
 
 INSTRUCTION = "Think step by step. Write the final answer as a number after ####."
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation
-from storage.records import Message, Task
+from millrace import Environment, EnvironmentWorkflow, Message, Observation, Task
 
 HELD_OUT = 200
 CARELESS = 0.7

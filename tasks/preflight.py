@@ -27,7 +27,7 @@ def check_run(config: RunConfig) -> Workflow:
     """
     workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
-        raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of rollouts.workflow.Workflow")
+        raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of millrace.Workflow")
     loaded = workflow_class(config.dataset or None)
     for split in dict.fromkeys(["train", config.evaluation.split]):
         if not loaded.tasks(split):

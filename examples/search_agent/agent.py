@@ -24,11 +24,7 @@ from typing import ClassVar
 from examples.search_agent.passages import Passage
 from examples.search_agent.rewards import answer_parts
 from examples.search_agent.services import Services, connect, read_settings
-from rollouts.chat.chat import Chat
-from rollouts.chat.tools import Tool, ToolUnavailable, tool
-from rollouts.environments.datasets import read_dataset
-from rollouts.workflow import Score, Workflow
-from storage.records import Message, Task
+from millrace import Chat, Message, Score, Task, Tool, ToolUnavailable, Workflow, read_dataset, tool
 
 INSTRUCTIONS = """Answer the question at the end by searching a collection of passages. First write a short plan: \
 which facts are needed, and in which order. Then search for them, several at a time where they do not depend on each \

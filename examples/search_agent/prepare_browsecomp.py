@@ -24,7 +24,7 @@ from typing import Any
 
 from examples.search_agent.dataset import Problem, write_dataset
 from examples.search_agent.passages import Passage
-from rollouts.environments.datasets import read_rows
+from millrace import read_rows
 
 _DOCUMENTS = ("evidence_docs", "gold_docs", "negative_docs")
 

@@ -19,10 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from examples.search_agent.agent import SearchAgent
 from examples.search_agent.services import read_settings
 from examples.search_agent.world_agent import WorldAgent
-from rollouts.chat.tools import ToolUnavailable
-from rollouts.environments.agents import AgentFailed, CommandWorkflow
-from rollouts.workflow import Score
-from storage.records import Message, Task
+from millrace import AgentFailed, CommandWorkflow, Message, Score, Task, ToolUnavailable
 
 _PROGRAM = Path(__file__).with_name("program.py")
 

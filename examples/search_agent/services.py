@@ -30,8 +30,7 @@ from examples.search_agent.local_search import LocalSearch
 from examples.search_agent.passages import Passage, read_passages
 from examples.search_agent.refine_client import RefineClient
 from examples.search_agent.search_client import BadQuery, SearchClient
-from rollouts.chat.tools import ToolUnavailable
-from rollouts.rewards.judge import RUBRIC, Judge
+from millrace import RUBRIC, Judge, ToolUnavailable
 
 
 class Searcher(Protocol):
@@ -63,7 +62,7 @@ class RefineSettings(_Table):
 
 
 class JudgeSettings(_Table):
-    """A model that judges answers; see `rollouts.rewards.judge.Judge`."""
+    """A model that judges answers; see `millrace.Judge`."""
 
     base_url: str
     model: str

@@ -25,8 +25,7 @@ from examples.search_agent.local_search import LocalSearch
 from examples.search_agent.passages import read_passages
 from examples.search_agent.services import Services
 from examples.search_agent.world import Question, World, split_questions
-from rollouts.chat.tools import Tool
-from storage.records import Message, Task
+from millrace import Message, Task, Tool
 
 ENTITIES, QUESTIONS, HELD_OUT = 300, 1200, 200
 MISTAKES = {"stops": 0.25, "confuses": 0.15, "repeats": 0.15, "guesses": 0.1}

@@ -114,7 +114,7 @@ class Chat:
     async def ask(self, text: str, *, tools: Sequence[Tool] = ()) -> str:
         """Say something as the user; returns the policy's reply, the last one where it called tools on the way.
 
-        Raises what `complete` raises, and `rollouts.chat.tools.ToolUnavailable` when a tool's infrastructure failed.
+        Raises what `complete` raises, and `ToolUnavailable` when a tool's infrastructure failed.
         """
         messages = [*self.messages, Message(role="user", content=text)]
         while True:
@@ -134,7 +134,7 @@ class Chat:
         """The policy's reply to a whole conversation; the tools it asks for are not executed.
 
         `tools` are `Tool`s or schemas in OpenAI's function format. `max_tokens` may shorten the reply, not lengthen it.
-        Raises `rollouts.engines.engine.EngineError` when the engine fails and `OutOfRoom` when no token more fits.
+        Raises `EngineError` when the engine fails and `OutOfRoom` when no token more fits.
         """
         schemas = [each.schema if isinstance(each, Tool) else each for each in tools]
         if tools and self._tool_parser is None:

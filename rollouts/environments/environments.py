@@ -38,7 +38,7 @@ class Observation:
 class Environment:
     """Subclass this. One object plays one attempt and is never used again.
 
-    Methods decorated with `rollouts.chat.tools.tool` are tools that the policy may call before it replies.
+    Methods decorated with `tool` are tools that the policy may call before it replies.
     """
 
     is_done: bool = False

@@ -1,6 +1,6 @@
 """Environments written for the `verifiers` package (its v1 API), played unchanged.
 
-    workflow = "rollouts.environments.verifiers_environments:VerifiersWorkflow"
+    workflow = "millrace:VerifiersWorkflow"
     dataset = "gsm8k-v1"           # the id of a taskset, or a TOML file with verifiers' `[env]` settings
 
     task ─▶ Env.run_episode ─▶ harness ─▶ verifiers' interception ─▶ Session ─▶ Chat ─▶ engine

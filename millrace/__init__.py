@@ -1,0 +1,68 @@
+"""What a user of Millrace imports: `from millrace import Workflow, Task, Chat, Score, score, tool`.
+
+`docs/api.md` describes every name. A name is loaded when it is first used, so this import is free: no torch, no vLLM.
+"""
+
+# ruff: noqa: F401 - the imports below are for type checkers and editors
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollouts.chat.chat import Chat, OutOfRoom, Reply
+    from rollouts.chat.tool_parsing import CallRequest
+    from rollouts.chat.tools import Tool, ToolUnavailable, tool
+    from rollouts.engines.engine import EngineError
+    from rollouts.environments.agents import AgentFailed, AgentWorkflow, CommandWorkflow
+    from rollouts.environments.datasets import read_dataset, read_rows
+    from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation
+    from rollouts.environments.verifiers_environments import VerifiersWorkflow
+    from rollouts.rewards.answers import exact, final_answer, gsm8k, matches, math_answer
+    from rollouts.rewards.code_reward import unit_tests
+    from rollouts.rewards.judge import RUBRIC, Judge
+    from rollouts.rewards.scoring import RewardFailed, RewardTimeout, score, score_all
+    from rollouts.sandbox.code_tool import run_python
+    from rollouts.sandbox.sandboxed_tools import sandboxed
+    from rollouts.workflow import Score, Workflow, WorkflowContext, WrongWorkflow, workflow_context
+    from settings.errors import InvalidInput, NotFound, UserError
+    from storage.records import Message, RolloutGroup, Sampling, Task, ToolCall, Trajectory, Turn
+    from trainers.objective.losses import LossInputs, LossOutput
+
+_NAMES = {
+    "rollouts.chat.chat": ("Chat", "OutOfRoom", "Reply"),
+    "rollouts.chat.tool_parsing": ("CallRequest",),
+    "rollouts.chat.tools": ("Tool", "ToolUnavailable", "tool"),
+    "rollouts.engines.engine": ("EngineError",),
+    "rollouts.environments.agents": ("AgentFailed", "AgentWorkflow", "CommandWorkflow"),
+    "rollouts.environments.datasets": ("read_dataset", "read_rows"),
+    "rollouts.environments.environments": ("Environment", "EnvironmentWorkflow", "Observation"),
+    "rollouts.environments.verifiers_environments": ("VerifiersWorkflow",),
+    "rollouts.rewards.answers": ("exact", "final_answer", "gsm8k", "matches", "math_answer"),
+    "rollouts.rewards.code_reward": ("unit_tests",),
+    "rollouts.rewards.judge": ("RUBRIC", "Judge"),
+    "rollouts.rewards.scoring": ("RewardFailed", "RewardTimeout", "score", "score_all"),
+    "rollouts.sandbox.code_tool": ("run_python",),
+    "rollouts.sandbox.sandboxed_tools": ("sandboxed",),
+    "rollouts.workflow": ("Score", "Workflow", "WorkflowContext", "WrongWorkflow", "workflow_context"),
+    "settings.errors": ("InvalidInput", "NotFound", "UserError"),
+    "storage.records": ("Message", "RolloutGroup", "Sampling", "Task", "ToolCall", "Trajectory", "Turn"),
+    "trainers.objective.losses": ("LossInputs", "LossOutput"),
+}
+"""Module → the names it holds, as imported above."""
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'millrace' has no attribute {name!r}; docs/api.md lists what it has")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
