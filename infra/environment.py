@@ -94,6 +94,7 @@ def prepare_environment() -> Path:
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "500",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
         "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "500",
+        "RAY_preload_python_modules": "millrace",  # first of all, in every worker: see `millrace/__init__.py`
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",

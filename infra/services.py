@@ -22,6 +22,7 @@ import httpx
 import psutil
 
 from infra.ports import free_port
+from infra.user_code import PRODUCT
 from settings.errors import UserError
 
 POOL = "local"
@@ -115,8 +116,10 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             services["prefect"] = _start_prefect(services["prefect"].port, logs, evaluates_triggers=True)
             _wait_until_up(services["prefect"], "/api/health", logs)
             worker = ["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+            # Its flow runs begin with one of our modules, so they look in our folder first.
+            path = os.pathsep.join(filter(None, [str(PRODUCT), os.environ.get("PYTHONPATH")]))
             settings = {"PREFECT_WORKER_QUERY_SECONDS": "5", "PREFECT_WORKER_HEARTBEAT_SECONDS": "10"}
-            services["worker"] = _start("worker", worker, logs, extra={**api, **settings})
+            services["worker"] = _start("worker", worker, logs, extra={**api, **settings, "PYTHONPATH": path})
         _wait_until_up(services["mlflow"], "/health", logs)
     except BaseException:
         _save(home, services)

@@ -1,22 +1,34 @@
 """User code by import path: `package.module:Name` or `path/to/file.py:Name`.
 
 In: such a path. Out: the object. And back: a path under which a child process finds the same object; and a digest of
-the code behind it.
+the code behind it. At the end: how our own packages and the user's modules are kept apart.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import sys
 import sysconfig
+import traceback
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput, failure_text, place_of
 from storage.objects.digests import sha256_of_file, sha256_of_json
+
+PRODUCT = Path(__file__).resolve().parents[1]
+"""The folder of our packages."""
+OURS = ("millrace", "cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
+"""Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
+MOVED = {"rollouts.verifiers_environments:VerifiersWorkflow": "millrace:VerifiersWorkflow"}
+"""Import paths that recorded runs have in their configuration, and where the object is now."""
 
 
 def load_object(path: str) -> Any:
@@ -26,17 +38,22 @@ def load_object(path: str) -> Any:
     Raises `InvalidInput` with the fix when the form is wrong, the module, the name or something that it imports is
     missing, or the code does not parse; what else the code raises rises.
     """
-    module_path, _, name = path.rpartition(":")
+    module_path, _, name = MOVED.get(path, path).rpartition(":")
     is_file = module_path.endswith(".py")
     if not module_path or not name or (module_path.startswith(".") and not is_file):
         raise InvalidInput(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
     try:
         module = _load_file(Path(module_path)) if is_file else _load_module(module_path)
-    except ModuleNotFoundError as error:
-        place = "" if f"{module_path}.".startswith(f"{error.name}.") else f" at {place_of(failure_text(error))}"
+    except (ImportError, FileNotFoundError) as error:
+        if advice := _advice(getattr(error, "name", None), Path(module_path).parent):
+            raise InvalidInput(f"{path!r} cannot be imported: {error}{_place(error)}; {advice}") from error
+        if not isinstance(error, ModuleNotFoundError | FileNotFoundError):
+            raise
+        is_theirs = isinstance(error, ModuleNotFoundError) and not f"{module_path}.".startswith(f"{error.name}.")
+        place = f" at {place_of(failure_text(error))}" if is_theirs else ""
         raise InvalidInput(
             f"{path!r} cannot be imported: {error}{place}; run from the folder that holds it"
-            + (", or install it" if place else "")
+            + (", or install it" if is_theirs else "")
         ) from error
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}" if error.filename else module_path
@@ -44,7 +61,8 @@ def load_object(path: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise InvalidInput(f"{module_path} has no {name!r}; it has {_public_names(module)}")
+            advice = _advice(module_path, Path()) or f"it has {_public_names(module)}"
+            raise InvalidInput(f"{module_path} has no {name!r}; {advice}")
         found = getattr(found, part)
     return found
 
@@ -99,7 +117,11 @@ def _load_module(name: str) -> Any:
     folder = os.getcwd()
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
-    return importlib.import_module(name)
+    is_new = name not in sys.modules
+    module = importlib.import_module(name)
+    if is_new:
+        _refuse_shadowed(Path(folder))
+    return module
 
 
 def _load_file(path: Path) -> Any:
@@ -118,6 +140,7 @@ def _load_file(path: Path) -> Any:
         except BaseException:
             del sys.modules[name]  # half a module would hide the error from the next call
             raise
+        _refuse_shadowed(path.parent)
     return sys.modules[name]
 
 
@@ -131,3 +154,76 @@ def _public_names(module: Any) -> str:
         and not name.startswith("_")
     ]
     return ", ".join(sorted(names)) or "no classes or functions"
+
+
+# --- packages of ours, and files of the user's with the name of one
+
+
+def own_command(start: str) -> list[str]:
+    """The command of a Python process that calls `start` (`package.module:function`, one of ours).
+
+    Its `sys.path` begins with the working directory, as with `python -m`, but our own imports find our packages.
+    """
+    module, _, name = start.partition(":")
+    code = f"import sys; sys.path.insert(0, {str(PRODUCT)!r}); import millrace; sys.path.pop(0)"
+    return [sys.executable, "-c", f"{code}; from {module} import {name}; {name}()"]
+
+
+@contextlib.contextmanager
+def own_packages_first() -> Iterator[None]:
+    """Processes that multiprocessing spawns meanwhile look for modules in our folder first."""
+    sys.path.insert(0, str(PRODUCT))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(PRODUCT))
+
+
+def _advice(module: str | None, folder: Path) -> str:
+    """What to do about something that a module of ours does not have; empty for a module that is not ours."""
+    package = (module or "").partition(".")[0]
+    if package not in OURS:
+        return ""
+    if theirs := _shadowed(package, folder):
+        return _rename(theirs)
+    return "import it from `millrace`, whose names docs/api.md lists"
+
+
+def _refuse_shadowed(folder: Path) -> None:
+    """Raises `InvalidInput` if user code has imported a package of ours while the user's own file has its name.
+
+    Such an import raises nothing by itself, as one of a name in the package would.
+    """
+    for package in OURS:
+        theirs, ours = _shadowed(package, folder), sys.modules.get(package)
+        if theirs is None or ours is None:
+            continue
+        for module in list(sys.modules.values()):
+            file = Path(str(getattr(module, "__file__", "")))
+            if file.is_relative_to(theirs.parent) and any(value is ours for value in vars(module).values()):
+                raise InvalidInput(f"{file} imports {package!r}; {_rename(theirs)}")
+
+
+def _rename(theirs: Path) -> str:
+    return f"{theirs} has the name of a package of Millrace, which is found first: rename it, to my_{theirs.name} say"
+
+
+def _shadowed(package: str, folder: Path) -> Path | None:
+    """The user's file or folder that would be imported if there were no package of ours: in `folder`, or on `sys.path`
+    before our own folder."""
+    path = itertools.takewhile(
+        lambda entry: entry != PRODUCT, [Path(entry).resolve() for entry in (str(folder), *sys.path)]
+    )
+    if (spec := PathFinder.find_spec(package, [str(entry) for entry in path])) is None:
+        return None
+    if spec.submodule_search_locations is None:
+        return Path(str(spec.origin))
+    place = Path(next(iter(spec.submodule_search_locations)))
+    return place if any(place.glob("*.py")) else None  # else it is a folder of data
+
+
+def _place(error: Exception) -> str:
+    """Where user code raised it, if it did."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen importlib")]
+    frames = [f for f in frames if f.filename not in (__file__, importlib.__file__)]
+    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""

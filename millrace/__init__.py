@@ -1,6 +1,9 @@
 """What a user of Millrace imports: `from millrace import Workflow, Task, Chat, Score, score, tool`.
 
 `docs/api.md` describes every name. A name is loaded when it is first used, so this import is free: no torch, no vLLM.
+
+Every process of ours imports this package first. From then on our own imports find our packages, whatever folders of
+the same names lie in the working directory or on PYTHONPATH.
 """
 
 # ruff: noqa: F401 - the imports below are for type checkers and editors
@@ -8,6 +11,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,6 +59,28 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_HOME)
+
+_FOLDER = Path(__file__).resolve().parents[1]
+_PACKAGES = ("cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
+
+
+def _load_own_packages() -> None:
+    """Import our top-level packages, all of them empty, from our own folder.
+
+    Raises `ImportError` if a module of the user's has been imported under one of their names.
+    """
+    sys.path.insert(0, str(_FOLDER))
+    try:
+        packages = {name: importlib.import_module(name) for name in _PACKAGES}
+    finally:
+        sys.path.remove(str(_FOLDER))
+    for name, package in packages.items():
+        place = Path(package.__file__ or list(package.__path__)[0]).resolve()
+        if place != _FOLDER / name / "__init__.py":
+            raise ImportError(f"{place} is imported as {name!r}, a package of Millrace has that name: rename it")
+
+
+_load_own_packages()
 
 
 def __getattr__(name: str) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from infra.environment import tracking_uri
+from infra.user_code import own_command
 from settings.redaction import without_secrets
 from storage.log.run_log import RunLog
 from storage.log.runs import is_training, teller_lock
@@ -122,4 +122,4 @@ async def track(mirror: TrackingMirror, *, finished: bool = False) -> int:
 
 
 def _report_command(log: RunLog, page: Path) -> list[str]:
-    return [sys.executable, "-m", "cli.main", "report", log.run_id, "--store", log.store.uri, "--out", str(page)]
+    return [*own_command("cli.main:app"), "report", log.run_id, "--store", log.store.uri, "--out", str(page)]

@@ -54,7 +54,7 @@ def _entry(name: str) -> str:
     body = ast.parse((PROJECT / (millrace._HOME[name].replace(".", "/") + ".py")).read_text()).body
     node, text = next((node, text) for node, text in _documented(body) if _name(node) == name)
     members = list(_members(node)) if isinstance(node, ast.ClassDef) else []
-    parts = [f"### `{name}`", f"```python\n{_signature(node)}\n```", text, "\n".join(members)]
+    parts = [f"### `{name}`", f"```\n{_signature(node)}\n```", text, "\n".join(members)]
     return "\n\n".join(part for part in parts if part)
 
 

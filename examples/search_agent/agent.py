@@ -24,7 +24,7 @@ from typing import ClassVar
 from examples.search_agent.passages import Passage
 from examples.search_agent.rewards import answer_parts
 from examples.search_agent.services import Services, connect, read_settings
-from millrace import Chat, Message, Score, Task, Tool, ToolUnavailable, Workflow, read_dataset, tool
+from millrace import Chat, InvalidInput, Message, Score, Task, Tool, ToolUnavailable, Workflow, read_dataset, tool
 
 INSTRUCTIONS = """Answer the question at the end by searching a collection of passages. First write a short plan: \
 which facts are needed, and in which order. Then search for them, several at a time where they do not depend on each \
@@ -151,7 +151,7 @@ class SearchAgent(Workflow):
         self._services: Services | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Raises `ValueError` naming the line for a question without an answer, and for nothing to search."""
+        """Raises `InvalidInput` naming the line for a question without an answer, and for nothing to search."""
         folder = self.folder()
         if not read_settings(folder).search:
             self.services()  # reads the corpus, and so finds its broken lines before anything starts
@@ -216,13 +216,13 @@ class SearchAgent(Workflow):
     def folder(self) -> Path:
         """The data set's folder. Raises `ValueError` where there is none."""
         if self.dataset is None:
-            raise ValueError(
+            raise InvalidInput(
                 "dataset must be set: a folder with train.jsonl, test.jsonl, and corpus.jsonl or services.toml; "
                 "python -m examples.search_agent.world FOLDER makes one"
             )
         folder = Path(self.dataset).expanduser()
         if not folder.is_dir():
-            raise ValueError(
+            raise InvalidInput(
                 f"dataset = {self.dataset!r} is no folder; it holds train.jsonl, test.jsonl and the corpus"
             )
         return folder

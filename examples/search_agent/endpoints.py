@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from millrace import InvalidInput
+
 Answer = TypeVar("Answer")
 
 _FIRST_DELAY = 0.2
@@ -87,9 +89,9 @@ class Endpoints:
         """
         self.endpoints = [Endpoint(url=_checked(url)) for url in dict.fromkeys(urls)]
         if not self.endpoints:
-            raise ValueError("no URL is given")
+            raise InvalidInput("no URL is given")
         if deadline <= 0 or retries < 0:
-            raise ValueError(f"deadline {deadline} is to be above 0 and retries {retries} not below")
+            raise InvalidInput(f"deadline {deadline} is to be above 0 and retries {retries} not below")
         self._deadline = deadline
         self._retries = retries
         self._key_env = key_env
@@ -215,11 +217,11 @@ def _checked(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise ValueError(f"{url!r} is no URL: {error}") from None
+        raise InvalidInput(f"{url!r} is no URL: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"{url!r} is no URL of a server, as http://127.0.0.1:8765 is")
+        raise InvalidInput(f"{url!r} is no URL of a server, as http://127.0.0.1:8765 is")
     if parsed.userinfo:
-        raise ValueError(f"the URL of {parsed.host} holds a password; put it into the environment as a token")
+        raise InvalidInput(f"the URL of {parsed.host} holds a password; put it into the environment as a token")
     return url.rstrip("/")
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace import InvalidInput
+
 _SHOWN_FAULTS = 5
 _SHOWN_CHARACTERS = 60
 
@@ -31,7 +33,7 @@ class Passage:
     """How well it matches the query that found it; higher is better. Scores of different modes do not compare."""
 
 
-class BadCorpus(ValueError):
+class BadCorpus(InvalidInput):
     """The corpus cannot be used; the message names the lines."""
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from examples.search_agent.agent import SearchAgent
 from examples.search_agent.services import read_settings
 from examples.search_agent.world_agent import WorldAgent
-from millrace import AgentFailed, CommandWorkflow, Message, Score, Task, ToolUnavailable
+from millrace import AgentFailed, CommandWorkflow, InvalidInput, Message, Score, Task, ToolUnavailable
 
 _PROGRAM = Path(__file__).with_name("program.py")
 
@@ -89,12 +89,12 @@ class ProgramAgent(CommandWorkflow):
         folder = self._agent.folder()
         settings = read_settings(folder)
         if not settings.search:
-            raise ValueError(
+            raise InvalidInput(
                 f'{folder / "services.toml"} must name retrieval servers, search = ["http://…"]: the program is '
                 "another process, and searches over HTTP"
             )
         if settings.refine is not None:
-            raise ValueError(f"{folder / 'services.toml'}: leave [refine] out, the program does not refine")
+            raise InvalidInput(f"{folder / 'services.toml'}: leave [refine] out, the program does not refine")
         return settings.search
 
     async def close(self) -> None:

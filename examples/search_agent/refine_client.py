@@ -14,6 +14,7 @@ from typing import Any
 
 from examples.search_agent.endpoints import Endpoint, Endpoints, Refused, Unavailable
 from examples.search_agent.passages import Passage
+from millrace import InvalidInput
 
 _TASK = """\
 Note what in the passages helps to answer the question. Keep names, numbers and dates exactly, cite each fact by the \
@@ -65,7 +66,7 @@ class RefineClient:
         Raises `ValueError` for URLs that are none.
         """
         if not model:
-            raise ValueError("refining needs the name of the model that the servers know")
+            raise InvalidInput("refining needs the name of the model that the servers know")
         self._endpoints = Endpoints(urls, deadline=deadline, retries=retries, key_env=key_env)
         self._options = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self.statistics = RefineStatistics()

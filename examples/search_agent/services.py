@@ -30,7 +30,7 @@ from examples.search_agent.local_search import LocalSearch
 from examples.search_agent.passages import Passage, read_passages
 from examples.search_agent.refine_client import RefineClient
 from examples.search_agent.search_client import BadQuery, SearchClient
-from millrace import RUBRIC, Judge, ToolUnavailable
+from millrace import RUBRIC, InvalidInput, Judge, ToolUnavailable
 
 
 class Searcher(Protocol):
@@ -85,15 +85,15 @@ def read_settings(folder: Path) -> ServiceSettings:
     try:
         settings = ServiceSettings(**tomllib.loads(file.read_text())) if file.exists() else ServiceSettings()
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{file} is not valid TOML: {error}") from None
+        raise InvalidInput(f"{file} is not valid TOML: {error}") from None
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        raise ValueError(f"{file}: {'; '.join(problems)}") from None
+        raise InvalidInput(f"{file}: {'; '.join(problems)}") from None
     for url in settings.search:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{file}: search: {url!r} is no http(s) URL")
+            raise InvalidInput(f"{file}: search: {url!r} is no http(s) URL")
     if not settings.search and not (folder / CORPUS).exists():
-        raise ValueError(
+        raise InvalidInput(
             f'{folder} has nothing to search: neither corpus.jsonl nor a services.toml with search = ["http://…"]'
         )
     return settings

@@ -25,7 +25,7 @@ from examples.search_agent.local_search import LocalSearch
 from examples.search_agent.passages import read_passages
 from examples.search_agent.services import Services
 from examples.search_agent.world import Question, World, split_questions
-from millrace import Message, Task, Tool
+from millrace import InvalidInput, Message, Task, Tool
 
 ENTITIES, QUESTIONS, HELD_OUT = 300, 1200, 200
 MISTAKES = {"stops": 0.25, "confuses": 0.15, "repeats": 0.15, "guesses": 0.1}
@@ -114,7 +114,7 @@ def _path(question: str) -> tuple[str, list[str]]:
     """`home of boss of kim?` → kim, [boss, home]."""
     *relations, start = question.removesuffix("?").split(" of ")
     if not relations:
-        raise ValueError(
+        raise InvalidInput(
             f"this agent asks questions like 'home of boss of kim?', not {question!r}: make a data set with "
             "`python -m examples.search_agent.world --style notes`, or take examples.search_agent.agent:SearchAgent"
         )

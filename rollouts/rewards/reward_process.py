@@ -1,6 +1,6 @@
 """The child side of `scoring.py`: read a JSON line, call the function, write a JSON line, until stdin ends.
 
-Run as `python -m rollouts.rewards.reward_process [bytes of address space]`. It dies with its parent.
+Its only argument, if any, is its address space in bytes. It dies with its parent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,3 @@ def _replace_standard_streams(spoken: int) -> None:
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         if getattr(sys, name) is None or getattr(sys, name).closed:
             setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
-
-
-if __name__ == "__main__":
-    main()

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from infra.user_code import path_of
+from infra.user_code import own_command, path_of
 from rollouts.workflow import Score
 from settings.errors import InvalidInput
 
@@ -83,7 +83,7 @@ class RewardPool:
         self._timeout = timeout
         self.on_timeout = on_timeout
         """`zero`: a call past its deadline is worth 0; `exclude` and `fail`: it raises, the player does the rest."""
-        self._command = [sys.executable, "-m", "rollouts.rewards.reward_process"]
+        self._command = own_command("rollouts.rewards.reward_process:main")
         self._command += [] if memory_gb is None else [str(int(memory_gb * 2**30))]
         self._num_processes = num_processes
         self._waiting: deque[_Call] = deque()

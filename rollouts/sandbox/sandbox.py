@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 _PRODUCT = Path(__file__).parents[2]
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from rollouts.sandbox.sandbox_process import main; main()"
+_START = "from rollouts.sandbox.sandbox_process import main; main()"
 
 
 class SandboxUnavailable(RuntimeError):
@@ -46,8 +46,10 @@ class SandboxedProcess:
         order = {"program": program, "folder": str(folder), "seconds": seconds, "memory_gb": memory_gb, "says": says}
         if function:
             order |= {"function": function, "path": [entry or os.getcwd() for entry in sys.path]}
+        # What the user's module imports comes with it; our own packages are found first all the same.
+        start = f"import sys; sys.path.insert(0, sys.argv[1]); {'import millrace; ' if function else ''}{_START}"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, str(_PRODUCT), json.dumps(order), *map(str, pass_fds)],
+            [sys.executable, "-I", "-c", start, str(_PRODUCT), json.dumps(order), *map(str, pass_fds)],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
