@@ -49,6 +49,16 @@ def test_every_file_is_in_the_tree_and_every_line_of_it_is_a_file() -> None:
     assert listed == files
 
 
+def test_no_package_registry_is_named_by_host() -> None:
+    """Each machine configures its own indexes; the machines of some users reach no public one."""
+    hosts = re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org|npmjs\.(org|com)")
+    places = [path for path in PROJECT.iterdir() if path.name == ".ci" or not path.name.startswith(".")]
+    files = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place])]
+    texts = {file: file.read_bytes().decode(errors="ignore") for file in files if file.is_file()}
+    assert len(texts) > 300
+    assert [str(file) for file, text in texts.items() if hosts.search(text)] == []
+
+
 def test_links_in_documents_lead_to_files() -> None:
     for document in [PROJECT / "README.md", *(PROJECT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
