@@ -99,16 +99,21 @@ def refusal(words: list[str]) -> str:
 
 # ── Who has run them ────────────────────────────────────────────────────────────────────────────────────────────────
 
-QUICK_START = ("Two commands", "Looking at a run", "Through Prefect, with MLflow beside it")
-"""Headings of README whose blocks a newcomer types, in this order."""
+QUICK_START = (
+    (README, "One command"),
+    (README, "Where next"),
+    (PROJECT / "docs/trajectories.md", "Every command about a run"),
+    (PROJECT / "docs/deployment.md", "Laptop"),
+)
+"""Documents and headings whose first blocks a newcomer types, in this order."""
 _ON_WORKERS = {"replay", "eval", "rollout"}
 _IN_PROCESS = {"runs", "status", "report", "traj", "lineage", "rescore", "export", "promote", "rollback", "gc", "index"}
 _IN_PROCESS |= {"pause", "resume"}
 
 
 def quick_start() -> list[str]:
-    """README's commands from top to bottom; "test_the_quick_start_of_readme_works_from_top_to_bottom"."""
-    return [_plain(line) for heading in QUICK_START for line in block(README, heading)]
+    """A newcomer's commands in their order; "test_the_quick_start_of_readme_works_from_top_to_bottom"."""
+    return [_plain(line) for document, heading in QUICK_START for line in block(document, heading)]
 
 
 def about_a_run(*, on_workers: bool) -> list[list[str]]:
@@ -152,7 +157,9 @@ _DRY = f"needs minutes of vLLM; up to its start: {_UNIT}every_training_passes_it
 COVERED_BY = {
     "make lint": ".ci/run",
     "make test-all": "needs one or two hours; .ci/run runs all but the slow ones",
-    "make audit": ".ci/run, where pypi.org can be reached",
+    "make train TORCH_CPU_INDEX=*": "needs an index of PyTorch's",
+    "make train PIP_FIND_LINKS=*": "needs a folder of wheels",
+    "make audit": ".ci/run, if the package index can be reached",
     "make chaos": "tests/chaos/test_faults.py::test_every_fault_has_its_outcome_and_none_changes_the_weights",
     "make lock*": "needs uv, two package indexes and many minutes, and changes the lock",
     "make down && MILLRACE_NOTIFY=*": "needs somebody to tell; a webhook of the test's own:"
