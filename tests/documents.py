@@ -24,6 +24,7 @@ DOCUMENTS = sorted(
     + [*PROJECT.glob("requirements/*.md")]
 )
 README = PROJECT / "README.md"
+TUTORIAL = PROJECT / "docs/tutorial.md"
 SEARCH_AGENT = PROJECT / "examples/search_agent/README.md"
 
 # ── What they show ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,6 +72,22 @@ def block(document: Path, heading: str) -> list[str]:
 def _plain(line: str) -> str:
     line = re.sub(r"\s+", " ", re.sub(r"\s+#\s.*$", "", line.strip().removeprefix("$ ")))
     return line.removesuffix(" &").replace(".venv/bin/", "")
+
+
+def tutorial_files() -> dict[str, str]:
+    """What the tutorial's reader writes into an empty folder, by file name."""
+    blocks = _FENCED.findall(TUTORIAL.read_text())
+    code = [block for language, block in blocks if language == "python"]
+    (run_file,) = [block for language, block in blocks if language == "toml"]
+    return {"letters.py": "\n\n".join(code), "letters.toml": run_file}
+
+
+def sentences(document: Path) -> list[str]:
+    """The sentences of a document, without code blocks, tables, headings and pictures. A piece of code is one word."""
+    prose = re.sub(r"^(?:\||#|!\[).*$", "", _FENCED.sub("", document.read_text()), flags=re.MULTILINE)
+    prose = re.sub(r"`[^`]+`", "code", re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", prose))
+    paragraphs = [" ".join(text.split()) for text in re.split(r"\n\s*\n|\n(?=\* )", prose)]
+    return [sentence for text in paragraphs for sentence in re.split(r"(?<=[.!?])\W* (?=\w|\*)", text) if sentence]
 
 
 def commands(document: Path, *, sentences: bool = True) -> Iterator[list[str]]:

@@ -26,7 +26,7 @@ from cli.main import app
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
-from tests.documents import PROJECT, QUICK_START, README, about_a_run, block, shown
+from tests.documents import PROJECT, QUICK_START, README, TUTORIAL, about_a_run, block, shown, tutorial_files
 from tests.prefect_api import ask
 
 RUN = "scripted"
@@ -180,6 +180,29 @@ def test_the_quick_start_of_readme_works_from_top_to_bottom(checkout: Checkout, 
     assert checkout.step("my-run") == 20 and not (checkout.folder / ".millrace/services.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_tutorial_works_from_top_to_bottom(tmp_path: Path, prefect_api: str) -> None:
+    """Typed as it stands, beginning in a checkout. The engine is scripted, so nothing is learnt."""
+    checkout, files, letters = [tmp_path / name for name in ("millrace", "files", "letters")]
+    checkout.mkdir()
+    files.mkdir()
+    (checkout / ".venv").symlink_to(BIN.parent)
+    for name, text in tutorial_files().items():
+        text = text.replace("[engine]\n", '[engine]\nkind = "scripted"\n')
+        (files / name).write_text(text.replace("[warmup]\n", "[warmup]\nnum_steps = 2\n"))
+    lines = shown(TUTORIAL, sentences=False)
+    enter = lines.index("cd ../letters") + 1
+    script = "\n".join(["set -ex", *lines[:enter], f"cp {files}/* .", *lines[enter:]])
+    environment = {**os.environ, "PREFECT_API_URL": prefect_api, "PYTHONPATH": str(PROJECT), "COLUMNS": "1000"}
+    for name in ("MILLRACE_HOME", "MILLRACE_STORE", "MILLRACE_TRACKING"):
+        environment.pop(name, None)
+    done = subprocess.run(["bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    steps = {run: open_run(LocalStore(letters / ".millrace/store"), run).state.step for run in ("letters", "two-tries")}
+    assert steps == {"letters": 30, "two-tries": 30} and (letters / "letters.png").exists()
+
+
 def _serves_its_numbers(checkout: Checkout, line: str) -> None:
     with socket.socket() as probe:
         taken = probe.connect_ex(("127.0.0.1", 9464)) == 0
@@ -228,7 +251,7 @@ def _stands_for(copy: Path) -> dict[str, str]:
     embedding.write_text("def embed(texts):\n    return [[float(len(text)), 1.0] for text in texts]\n")
     ids = [attempt["trajectory_id"] for attempt in json.loads(_run(["traj", "sql", RUN, ATTEMPTS, "--json"]))]
     return {
-        **dict.fromkeys(["arithmetic", "my-run", "search-agent", "RUN"], RUN),
+        **dict.fromkeys(["arithmetic", "letters", "my-run", "search-agent", "two-tries", "RUN"], RUN),
         "arithmetic@rollout": f"{RUN}@rollout",
         "MODEL@rollout": f"{RUN}@rollout",
         "ID": ids[0],
