@@ -173,6 +173,9 @@ _TINY = f"needs minutes of an idle machine; in seconds: {_UNIT}a_benchmark_runs_
 _DRY = f"needs minutes of vLLM; up to its start: {_UNIT}every_training_passes_its_dry_run"
 COVERED_BY = {
     "make lint": ".ci/run",
+    "make audit-if-reachable": ".ci/run",
+    "make quick ARGS=*": f"needs nothing but what `make quick` needs: {_QUICK}",
+    "make test ARGS=*": f"needs nothing but what `make test` needs: {_QUICK}",
     "make test-all": "needs one or two hours; .ci/run runs all but the slow ones",
     "make train TORCH_CPU_INDEX=*": "needs an index of PyTorch's",
     "make train PIP_FIND_LINKS=*": "needs a folder of wheels",
