@@ -226,6 +226,8 @@ COVERED_BY = {
     "tests/unit/examples/search_agent/test_prepare.py::test_browsecomp_plus_becomes_a_folder_the_agent_reads",
     "OPENAI_API_KEY=… python examples/search_agent/program.py *": "needs a model to ask; a scripted one: "
     "tests/unit/examples/search_agent/test_program_agent.py::test_a_program_gives_the_rows_that_the_agent_gives",
+    "python -m tests.api_page": "needs a page to write: "
+    "tests/unit/millrace/test_public_face.py::test_the_reference_page_has_every_name_as_the_code_has_it",
     "pip check": f"{_UNIT}what_pip_complains_about_is_what_the_locks_page_says",
 }
 """Of a command that no test types as it stands (`*`: whatever follows), the test that runs it in a form of its own, or
