@@ -14,13 +14,14 @@ PYTHON ?=
 PYTHONS := python3.11 python3 python3.12 python3.13 python3.14
 # cpu or gpu. Empty: what .venv was made for, else gpu where nvidia-smi lists one.
 MILLRACE_DEVICE ?=
-# Where torch's +cpu build comes from if pip, as it is configured here, does not offer it.
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-# Where `make lock` finds that build.
-CPU_LOCK_ARGS ?= --index $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match
+# A second package index to take torch's +cpu build from, if pip's own does not have it (requirements/README.md).
+TORCH_CPU_INDEX ?=
+# Where `make lock` looks for that build.
+CPU_LOCK_ARGS ?= $(if $(TORCH_CPU_INDEX),--index $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 INSTALLED := .venv/.installed
 LOG := .venv/install.log
+AUDIT := .venv/audit/bin/pip-audit
 MADE_FOR := $(shell cat .venv/.device 2>/dev/null)
 DEVICE := $(or $(MILLRACE_DEVICE),$(MADE_FOR),$(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu))
 ifeq ($(filter cpu gpu,$(DEVICE)),)
@@ -33,7 +34,7 @@ PIP_INSTALL := .venv/bin/python -m pip install --no-deps --no-input --disable-pi
 .ONESHELL:
 .SHELLFLAGS := -euc
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint chaos audit audit-if-reachable up down lock clean FORCE
+.PHONY: help train quick test test-all lint chaos audit audit-if-reachable up down lock clean FORCE
 
 help: ## this list
 	@echo "Millrace: make TARGET [VARIABLE=value ...]"
@@ -42,10 +43,13 @@ help: ## this list
 train: $(INSTALLED) ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="more arguments"
 	.venv/bin/millrace train $(RUNFILE) $(ARGS)
 
-test: $(INSTALLED) ## run the tests but those marked slow: ARGS="-k name" or any other pytest arguments
+quick: $(INSTALLED) ## run the unit tests that need no server, no engine and no processes of their own: minutes
+	.venv/bin/python -m pytest tests/unit tests/test_architecture.py -m 'not (slow or server or engine)' $(ARGS)
+
+test: $(INSTALLED) ## run all tests but the slow ones: ARGS="-k name" or any other pytest arguments
 	.venv/bin/python -m pytest $(ARGS)
 
-test-all: $(INSTALLED) ## run the slow ones too, twice as long: more faults, deployments, benchmarks in small
+test-all: $(INSTALLED) ## run the slow tests too, twice as long: more faults, deployments, benchmarks in small
 	.venv/bin/python -m pytest -m '' $(ARGS)
 
 lint: $(INSTALLED) ## ruff and mypy
@@ -55,17 +59,22 @@ lint: $(INSTALLED) ## ruff and mypy
 chaos: $(INSTALLED) ## faults by the hundred at one run: FAULTS=200 SEED=1
 	MILLRACE_CHAOS_FAULTS=$(FAULTS) MILLRACE_CHAOS_SEED=$(SEED) .venv/bin/python -m pytest tests/chaos -m '' $(ARGS)
 
-audit: $(INSTALLED) ## look up known vulnerabilities of every package in the lock (needs pypi.org)
-	[ -x .venv/audit/bin/pip-audit ] || { .venv/bin/python -m venv .venv/audit; .venv/audit/bin/pip install -q pip-audit; }
-	sed 's/+cpu//' requirements/$(DEVICE).lock >.venv/audit/lock.txt
-	.venv/audit/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off -r .venv/audit/lock.txt
+$(AUDIT): | $(INSTALLED)
+	.venv/bin/python -m venv .venv/audit
+	.venv/audit/bin/pip install -q --disable-pip-version-check pip-audit
 
-# For CI: where pypi.org, or what stands in for it, has no such data there is nothing to look up; that is said, and no failure.
+audit: $(AUDIT) ## look up known vulnerabilities of every package in the lock (pip-audit, over the network)
+	sed 's/+cpu//' requirements/$(DEVICE).lock >.venv/audit/lock.txt
+	$(AUDIT) --strict --no-deps --disable-pip --progress-spinner off -r .venv/audit/lock.txt
+
+# For CI: if the package index that pip-audit asks is out of reach, or keeps no such data, this says so and succeeds.
 audit-if-reachable: $(INSTALLED)
-	@if .venv/bin/python -c 'import urllib.request as r; r.urlopen("https://pypi.org/pypi/pip/24.0/json", timeout=10)' 2>/dev/null; then
+	@echo 'pip==24.0' >.venv/audit-probe.txt
+	if $(MAKE) -s $(AUDIT) && $(AUDIT) --format json --no-deps --disable-pip --progress-spinner off -r .venv/audit-probe.txt \
+	    2>/dev/null | grep -q '"vulns"'; then
 	    $(MAKE) audit
 	else
-	    echo "audit: pypi.org does not tell about versions from here, so nobody has looked for known vulnerabilities"
+	    echo "audit: the package index gives no answer about vulnerabilities here, so none were looked up"
 	fi
 
 up: $(INSTALLED) ## start the Prefect and MLflow services and a worker
@@ -130,9 +139,9 @@ $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml
 	case $$torch in *+cpu)
 	    echo "[2/3] installing $$torch (190 MB)"
 	    $(PIP_INSTALL) "$$torch" >>$(LOG) 2>&1 ||
-	        $(PIP_INSTALL) --index-url $(TORCH_CPU_INDEX) "$$torch" >>$(LOG) 2>&1 || {
-	        echo "Neither pip's own index nor TORCH_CPU_INDEX gave $$torch. Pass TORCH_CPU_INDEX=URL, or put its wheel" \
-	            "into a folder and pass PIP_FIND_LINKS=folder." >&2
+	        { [ -n "$(TORCH_CPU_INDEX)" ] && $(PIP_INSTALL) --index-url "$(TORCH_CPU_INDEX)" "$$torch" >>$(LOG) 2>&1; } || {
+	        echo "pip found no $$torch. Name the index of PyTorch's CPU builds with make TORCH_CPU_INDEX=URL (PyTorch's" \
+	            "\"Get started\" page shows the URL), or put the wheel into a folder and pass PIP_FIND_LINKS=folder." >&2
 	        pip_failed
 	    }
 	esac

@@ -24,6 +24,7 @@ DOCUMENTS = sorted(
     + [*PROJECT.glob("requirements/*.md")]
 )
 README = PROJECT / "README.md"
+TUTORIAL = PROJECT / "docs/tutorial.md"
 SEARCH_AGENT = PROJECT / "examples/search_agent/README.md"
 
 # ── What they show ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -73,6 +74,22 @@ def _plain(line: str) -> str:
     return line.removesuffix(" &").replace(".venv/bin/", "")
 
 
+def tutorial_files() -> dict[str, str]:
+    """What the tutorial's reader writes into an empty folder, by file name."""
+    blocks = _FENCED.findall(TUTORIAL.read_text())
+    code = [block for language, block in blocks if language == "python"]
+    (run_file,) = [block for language, block in blocks if language == "toml"]
+    return {"letters.py": "\n\n".join(code), "letters.toml": run_file}
+
+
+def sentences(document: Path) -> list[str]:
+    """The sentences of a document, without code blocks, tables, headings and pictures. A piece of code is one word."""
+    prose = re.sub(r"^(?:\||#|!\[).*$", "", _FENCED.sub("", document.read_text()), flags=re.MULTILINE)
+    prose = re.sub(r"`[^`]+`", "code", re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", prose))
+    paragraphs = [" ".join(text.split()) for text in re.split(r"\n\s*\n|\n(?=\* )", prose)]
+    return [sentence for text in paragraphs for sentence in re.split(r"(?<=[.!?])\W* (?=\w|\*)", text) if sentence]
+
+
 def commands(document: Path, *, sentences: bool = True) -> Iterator[list[str]]:
     """Words of every command of ours that has no gap, up to the first shell operator."""
     for line in shown(document, sentences=sentences):
@@ -99,16 +116,21 @@ def refusal(words: list[str]) -> str:
 
 # ── Who has run them ────────────────────────────────────────────────────────────────────────────────────────────────
 
-QUICK_START = ("Two commands", "Looking at a run", "Through Prefect, with MLflow beside it")
-"""Headings of README whose blocks a newcomer types, in this order."""
+QUICK_START = (
+    (README, "One command"),
+    (README, "Where next"),
+    (PROJECT / "docs/trajectories.md", "Every command about a run"),
+    (PROJECT / "docs/deployment.md", "Laptop"),
+)
+"""Documents and headings whose first blocks a newcomer types, in this order."""
 _ON_WORKERS = {"replay", "eval", "rollout"}
 _IN_PROCESS = {"runs", "status", "report", "traj", "lineage", "rescore", "export", "promote", "rollback", "gc", "index"}
 _IN_PROCESS |= {"pause", "resume"}
 
 
 def quick_start() -> list[str]:
-    """README's commands from top to bottom; "test_the_quick_start_of_readme_works_from_top_to_bottom"."""
-    return [_plain(line) for heading in QUICK_START for line in block(README, heading)]
+    """A newcomer's commands in their order; "test_the_quick_start_of_readme_works_from_top_to_bottom"."""
+    return [_plain(line) for document, heading in QUICK_START for line in block(document, heading)]
 
 
 def about_a_run(*, on_workers: bool) -> list[list[str]]:
@@ -151,8 +173,13 @@ _TINY = f"needs minutes of an idle machine; in seconds: {_UNIT}a_benchmark_runs_
 _DRY = f"needs minutes of vLLM; up to its start: {_UNIT}every_training_passes_its_dry_run"
 COVERED_BY = {
     "make lint": ".ci/run",
+    "make audit-if-reachable": ".ci/run",
+    "make quick ARGS=*": f"needs nothing but what `make quick` needs: {_QUICK}",
+    "make test ARGS=*": f"needs nothing but what `make test` needs: {_QUICK}",
     "make test-all": "needs one or two hours; .ci/run runs all but the slow ones",
-    "make audit": ".ci/run, where pypi.org can be reached",
+    "make train TORCH_CPU_INDEX=*": "needs an index of PyTorch's",
+    "make train PIP_FIND_LINKS=*": "needs a folder of wheels",
+    "make audit": ".ci/run, if the package index can be reached",
     "make chaos": "tests/chaos/test_faults.py::test_every_fault_has_its_outcome_and_none_changes_the_weights",
     "make lock*": "needs uv, two package indexes and many minutes, and changes the lock",
     "make down && MILLRACE_NOTIFY=*": "needs somebody to tell; a webhook of the test's own:"
@@ -199,6 +226,8 @@ COVERED_BY = {
     "tests/unit/examples/search_agent/test_prepare.py::test_browsecomp_plus_becomes_a_folder_the_agent_reads",
     "OPENAI_API_KEY=… python examples/search_agent/program.py *": "needs a model to ask; a scripted one: "
     "tests/unit/examples/search_agent/test_program_agent.py::test_a_program_gives_the_rows_that_the_agent_gives",
+    "python -m tests.api_page": "needs a page to write: "
+    "tests/unit/millrace/test_public_face.py::test_the_reference_page_has_every_name_as_the_code_has_it",
     "pip check": f"{_UNIT}what_pip_complains_about_is_what_the_locks_page_says",
 }
 """Of a command that no test types as it stands (`*`: whatever follows), the test that runs it in a form of its own, or

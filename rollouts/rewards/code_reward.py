@@ -28,7 +28,7 @@ _BLOCK = re.compile(r"```(?:python3?|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re
 def unit_tests(
     reply: str, tests: str, seconds: float = 10.0, memory_gb: float = 1.0, allow_unsandboxed: bool = False
 ) -> float:
-    """The share of `tests` that the last ```python block of `reply` passes; 0.0 without one.
+    """The share of `tests` that the last Python code block of `reply` passes; 0.0 without one.
 
     `tests` is one of
     * Python code. Each top-level statement with an `assert` and each `test…` function is a test; where there are none,

@@ -26,7 +26,7 @@ from cli.main import app
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
 from tests.conftest import SCRIPTED, Home
-from tests.documents import PROJECT, QUICK_START, README, about_a_run, block, shown
+from tests.documents import PROJECT, QUICK_START, README, TUTORIAL, about_a_run, block, shown, tutorial_files
 from tests.prefect_api import ask
 
 RUN = "scripted"
@@ -135,13 +135,13 @@ def checkout(tmp_path: Path, base_model: Path) -> Iterator[Checkout]:
 def test_the_quick_start_of_readme_works_from_top_to_bottom(checkout: Checkout, prefect_api: str) -> None:
     """Typed as it stands, in a checkout whose example is small: what is long is the learning, `tests/learning` has it.
 
-    The first two blocks report to a server that is there already, which spares every command one of its own.
+    All blocks but the last report to a server that is there already, which spares every command one of its own.
     """
-    learn, look, deploy = [[line for line in block(README, heading) if line.strip()] for heading in QUICK_START]
+    learn, test, look, deploy = [[line for line in block(*place) if line.strip()] for place in QUICK_START]
     checkout.environment["PREFECT_API_URL"] = prefect_api
 
     assert all(target in checkout.type("make") for target in ("train", "chaos", "audit"))
-    train, test = learn
+    (train,) = learn
     said = checkout.type(train)
     shown_next = re.findall(r"^  ((?:\.venv/bin/|make).*)$", README.read_text(), flags=re.MULTILINE)
     assert [line.split("#")[0].strip() for line in shown_next] == [
@@ -150,7 +150,7 @@ def test_the_quick_start_of_readme_works_from_top_to_bottom(checkout: Checkout, 
     with patch.dict(
         checkout.environment, {"ARGS": "tests/unit/storage/objects/test_digests.py -n0"}
     ):  # as `make` lists it
-        assert "passed" in checkout.type(test)
+        assert all("passed" in checkout.type(line) for line in test)
     checkout.type("python -m benchmarks.learning_curve arithmetic docs/arithmetic.png")
 
     checkout.type("millrace promote arithmetic --version 3")  # a champion to go back to
@@ -178,6 +178,29 @@ def test_the_quick_start_of_readme_works_from_top_to_bottom(checkout: Checkout, 
             address = said.split("PREFECT_API_URL=")[1].split()[0]
             deploy[1] = deploy[1].replace("http://127.0.0.1:4200/api", address)
     assert checkout.step("my-run") == 20 and not (checkout.folder / ".millrace/services.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_tutorial_works_from_top_to_bottom(tmp_path: Path, prefect_api: str) -> None:
+    """Typed as it stands, beginning in a checkout. The engine is scripted, so nothing is learnt."""
+    checkout, files, letters = [tmp_path / name for name in ("millrace", "files", "letters")]
+    checkout.mkdir()
+    files.mkdir()
+    (checkout / ".venv").symlink_to(BIN.parent)
+    for name, text in tutorial_files().items():
+        text = text.replace("[engine]\n", '[engine]\nkind = "scripted"\n')
+        (files / name).write_text(text.replace("[warmup]\n", "[warmup]\nnum_steps = 2\n"))
+    lines = shown(TUTORIAL, sentences=False)
+    enter = lines.index("cd ../letters") + 1
+    script = "\n".join(["set -ex", *lines[:enter], f"cp {files}/* .", *lines[enter:]])
+    environment = {**os.environ, "PREFECT_API_URL": prefect_api, "PYTHONPATH": str(PROJECT), "COLUMNS": "1000"}
+    for name in ("MILLRACE_HOME", "MILLRACE_STORE", "MILLRACE_TRACKING"):
+        environment.pop(name, None)
+    done = subprocess.run(["bash", "-c", script], cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    steps = {run: open_run(LocalStore(letters / ".millrace/store"), run).state.step for run in ("letters", "two-tries")}
+    assert steps == {"letters": 30, "two-tries": 30} and (letters / "letters.png").exists()
 
 
 def _serves_its_numbers(checkout: Checkout, line: str) -> None:
@@ -228,7 +251,7 @@ def _stands_for(copy: Path) -> dict[str, str]:
     embedding.write_text("def embed(texts):\n    return [[float(len(text)), 1.0] for text in texts]\n")
     ids = [attempt["trajectory_id"] for attempt in json.loads(_run(["traj", "sql", RUN, ATTEMPTS, "--json"]))]
     return {
-        **dict.fromkeys(["arithmetic", "my-run", "search-agent", "RUN"], RUN),
+        **dict.fromkeys(["arithmetic", "letters", "my-run", "search-agent", "two-tries", "RUN"], RUN),
         "arithmetic@rollout": f"{RUN}@rollout",
         "MODEL@rollout": f"{RUN}@rollout",
         "ID": ids[0],

@@ -27,12 +27,14 @@ from tests.documents import (
     COVERED_BY,
     DOCUMENTS,
     PROJECT,
+    TUTORIAL,
     about_a_run,
     block,
     of_the_corpus,
     quick_start,
     shown,
     trainings,
+    tutorial_files,
 )
 
 BIN = Path(sys.executable).parent
@@ -52,6 +54,8 @@ def test_every_training_passes_its_dry_run(tmp_path: Path, base_model: Path, mon
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(PROJECT / "examples")
+    for file, text in tutorial_files().items():
+        (tmp_path / file).write_text(text)
     for file in ("train.jsonl", "test.jsonl"):
         (tmp_path / file).write_text('{"question": "Three boxes of 6?", "answer": "3*6 = 18\\n#### 18"}\n')
     questions = {split: [Problem(id=split, question="Who?", answer="Ada")] for split in ("train", "test")}
@@ -152,7 +156,7 @@ def _typed() -> set[str]:
     pools = {line for line in page if "work-pool create " in line}
     runs = [words for on_workers in (False, True) for words in about_a_run(on_workers=on_workers)]
     about = {line for line in every if line.startswith("millrace ") and _words(line) in runs}
-    return {*quick_start(), *of_the_corpus(), *secrets, *pools, *about, PICTURE}
+    return {*quick_start(), *shown(TUTORIAL, sentences=False), *of_the_corpus(), *secrets, *pools, *about, PICTURE}
 
 
 def _words(line: str) -> list[str]:

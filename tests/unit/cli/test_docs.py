@@ -10,13 +10,20 @@ import tomllib
 
 import yaml
 
-from tests.documents import DOCUMENTS, PROJECT, commands, refusal
+from tests.documents import DOCUMENTS, PROJECT, README, TUTORIAL, commands, refusal, sentences
 
 
 def test_the_example_in_readme_is_the_example() -> None:
     example = (PROJECT / "examples/arithmetic.py").read_text()
     assert example.strip() in (PROJECT / "README.md").read_text()
     assert len(example.splitlines()) <= 60
+
+
+def test_readme_and_tutorial_are_short() -> None:
+    assert len(README.read_text().splitlines()) <= 200
+    for document in (README, TUTORIAL):
+        lengths = [len(sentence.split()) for sentence in sentences(document)]
+        assert len(lengths) > 25 and sum(lengths) / len(lengths) <= 18, document.name
 
 
 def test_every_file_is_in_the_tree_and_every_line_of_it_is_a_file() -> None:
@@ -49,6 +56,16 @@ def test_every_file_is_in_the_tree_and_every_line_of_it_is_a_file() -> None:
     assert listed == files
 
 
+def test_no_package_registry_is_named_by_host() -> None:
+    """Each machine configures its own indexes; the machines of some users reach no public one."""
+    hosts = re.compile(r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.org|npmjs\.(org|com)")
+    places = [path for path in PROJECT.iterdir() if path.name == ".ci" or not path.name.startswith(".")]
+    files = [file for place in places for file in (place.rglob("*") if place.is_dir() else [place])]
+    texts = {file: file.read_bytes().decode(errors="ignore") for file in files if file.is_file()}
+    assert len(texts) > 300
+    assert [str(file) for file, text in texts.items() if hosts.search(text)] == []
+
+
 def test_links_in_documents_lead_to_files() -> None:
     for document in [PROJECT / "README.md", *(PROJECT / "docs").glob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
@@ -63,10 +80,15 @@ def test_the_deployment_trains_what_the_example_trains() -> None:
     assert all(schedule["active"] is False for schedule in deployments[0]["schedules"])
 
 
+def _quoted(page: str) -> list[str]:
+    """Messages in the first column of a page's tables."""
+    return re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+
+
 def _alarms() -> list[str]:
     """Messages that the operations page explains."""
     page = (PROJECT / "docs/operations.md").read_text()
-    return re.findall(r"^\| `([^`]+)` \|", page[: page.index("## What to watch")], flags=re.MULTILINE)
+    return _quoted(page[: page.index("## What to watch")])
 
 
 def _sources() -> list[str]:
@@ -78,6 +100,13 @@ def test_every_message_of_the_operations_page_is_one_that_the_code_can_say() -> 
     sources = "".join(_sources())
     assert len(_alarms()) > 20
     assert [message for message in _alarms() if message not in sources] == []
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_can_say() -> None:
+    sources = "".join([*_sources(), (PROJECT / "Makefile").read_text()])
+    messages = _quoted((PROJECT / "docs/troubleshooting.md").read_text())
+    assert len(messages) > 40
+    assert [message for message in messages if message not in sources] == []
 
 
 def test_every_warning_of_the_code_is_on_the_operations_page() -> None:
