@@ -20,6 +20,7 @@ import random
 import re
 import ssl
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -52,81 +53,73 @@ _AGAIN = {408, 409, 425, 429}
 _SHOWN_CHARACTERS = 200
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Judge:
     """Make one in the workflow's `__init__`, and call it in `run`: `return await self.judge(task.prompt, reply)`.
 
     In `score_all` it is one part of several: `{"style": self.judge(task.prompt, reply)}`.
+    Raises `ValueError` for a URL that is none and for an environment variable that is not set.
     """
 
-    def __init__(
-        self,
-        *,
-        base_url: str,
-        model: str,
-        api_key_env: str = "",
-        rubric: str = RUBRIC,
-        best: float = 10.0,
-        timeout: float = 180.0,
-        request_timeout: float = 60.0,
-        retries: int = 5,
-        first_delay: float = 1.0,
-        max_concurrent: int = 32,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """`base_url` ends in `/v1` as a rule; `api_key_env` names the environment variable of the key, none where
-        the server wants none; `rubric` says what is good, and `best` is the highest score the judge may give.
+    base_url: str
+    """Ends in `/v1` as a rule."""
+    model: str
+    api_key_env: str = ""
+    """The environment variable that holds the key; empty where the server wants none."""
+    rubric: str = RUBRIC
+    """Says what is good."""
+    best: float = 10.0
+    """The highest score the judge may give."""
+    timeout: float = 180.0
+    """Seconds for one verdict, all retries and waiting included."""
+    request_timeout: float = 60.0
+    """Seconds for one request."""
+    retries: int = 5
+    first_delay: float = 1.0
+    """Seconds before the first retry; it doubles from one to the next."""
+    max_concurrent: int = 32
+    options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
+    """Go into the request as they are."""
+    _opened: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = field(
+        default=None, init=False
+    )
 
-        `timeout` is in seconds for one verdict, all retries and waiting included, `request_timeout` for one request;
-        the delay before a retry starts at `first_delay` seconds and doubles. `options` go into the request as they
-        are, by default temperature 0.
-
-        Raises `ValueError` for a URL that is none and for an environment variable that is not set.
-        """
-        if not re.match(r"https?://[^/]", base_url):
-            raise InvalidInput(f"the judge's base_url {base_url!r} is no http(s) URL; write for example http://host/v1")
-        if api_key_env and not os.environ.get(api_key_env):
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/]", self.base_url):
             raise InvalidInput(
-                f"the judge's key is to be in ${api_key_env}, which is not set; set it, or drop api_key_env"
+                f"the judge's base_url {self.base_url!r} is no http(s) URL; write for example http://host/v1"
             )
-        self._url = base_url.rstrip("/") + "/chat/completions"
-        self._model = model
-        self._key_env = api_key_env
-        self._rubric = rubric
-        self._best = best
-        self._timeout = timeout
-        self._request_timeout = request_timeout
-        self._retries = retries
-        self._first_delay = first_delay
-        self._options = {"temperature": 0} if options is None else dict(options)
-        self._max_concurrent = max_concurrent
-        self._opened: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
+        if self.api_key_env and not self._key:
+            raise InvalidInput(
+                f"the judge's key is to be in ${self.api_key_env}, which is not set; set it, or drop api_key_env"
+            )
 
     async def __call__(self, question: str, reply: str, *, reference: str = "") -> Score:
         """The verdict on `reply`, from 0 to 1, as the part `judge`. Raises `RewardFailed` where there is none."""
         prompt = _TASK.format(
-            rubric=self._rubric,
+            rubric=self.rubric,
             question=question,
             reference=_REFERENCE.format(reference=reference) if reference else "",
             reply=reply,
             mark=hashlib.sha256(reply.encode()).hexdigest()[:8],  # a reply that wants to end itself cannot know it
-            best=self._best,
+            best=self.best,
         )
-        body = {"model": self._model, "messages": [{"role": "user", "content": prompt}], **self._options}
+        body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], **self.options}
         last_fault = "it had to wait for others"
         try:
-            async with asyncio.timeout(self._timeout):
+            async with asyncio.timeout(self.timeout):
                 client, gate = await self._open()
                 async with gate:
                     last_fault = "no answer"
-                    for attempt in range(self._retries + 1):
+                    for attempt in range(self.retries + 1):
                         if attempt:
-                            await asyncio.sleep(self._first_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
+                            await asyncio.sleep(self.first_delay * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
                         score, last_fault = await self._verdict(client, body)
                         if score is not None:
-                            return Score(reward=score / self._best, parts={"judge": score / self._best})
+                            return Score(reward=score / self.best, parts={"judge": score / self.best})
         except TimeoutError:
-            raise self._failed(f"no verdict within {self._timeout:g} s; the last fault: {last_fault}") from None
-        raise self._failed(f"no verdict in {self._retries + 1} attempts; the last fault: {last_fault}")
+            raise self._failed(f"no verdict within {self.timeout:g} s; the last fault: {last_fault}") from None
+        raise self._failed(f"no verdict in {self.retries + 1} attempts; the last fault: {last_fault}")
 
     async def _verdict(self, client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[float | None, str]:
         """The judge's score, or null and why there is none yet."""
@@ -144,8 +137,8 @@ class Judge:
             score = verdict_in(text)
         except (ValueError, LookupError, TypeError):
             return None, f"an answer that is no chat completion: {said[:_SHOWN_CHARACTERS]!r}"
-        if score is None or not 0 <= score <= self._best:
-            return None, f"an answer without a score from 0 to {self._best:g}: {text[-_SHOWN_CHARACTERS:]!r}"
+        if score is None or not 0 <= score <= self.best:
+            return None, f"an answer without a score from 0 to {self.best:g}: {text[-_SHOWN_CHARACTERS:]!r}"
         return score, ""
 
     async def _open(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
@@ -154,17 +147,21 @@ class Judge:
         loop = asyncio.get_running_loop()
         if self._opened is None or self._opened[0] is not loop:
             headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            client = httpx.AsyncClient(verify=certificates, headers=headers, timeout=self._request_timeout)
-            self._opened = (loop, client, asyncio.Semaphore(self._max_concurrent))
+            client = httpx.AsyncClient(verify=certificates, headers=headers, timeout=self.request_timeout)
+            self._opened = (loop, client, asyncio.Semaphore(self.max_concurrent))
         return self._opened[1:]
 
     @property
+    def _url(self) -> str:
+        return self.base_url.rstrip("/") + "/chat/completions"
+
+    @property
     def _key(self) -> str:
-        return os.environ.get(self._key_env, "") if self._key_env else ""
+        return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
     def _failed(self, why: str) -> RewardFailed:
         """Servers like to quote a wrong key, and a URL may hold one."""
-        words = f"judge {self._model} at {self._url}: {why}"
+        words = f"judge {self.model} at {self._url}: {why}"
         words = words.replace(self._key, "[key]") if self._key else words
         return RewardFailed(re.sub(r"//[^/@\s]*@", "//[key]@", words))
 

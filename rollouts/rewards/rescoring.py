@@ -8,10 +8,11 @@ Killed at any point, the same call goes on with the shards that have no file yet
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,14 +162,19 @@ class Rescoring:
                     self._result.known_shards += 1
                     on_attempts(len(attempts))
                 else:
-                    found = find_rewards(self._log, shard, self._result.rewards)
-                    if found is None:
-                        scorer = _Scorer(pool, self._function, self._result, on_attempts)
-                        scored = await scorer.score(attempts, self._answers[split], at_once=num_processes)
-                        found = put_rewards(self._log, shard, self._result.rewards, attempts, scored)
+                    written = find_rewards(self._log, shard, self._result.rewards)
+                    if written is None:
+                        answers = self._answers[split]
+                        async with asyncio.TaskGroup() as scoring:
+                            tasks = [
+                                scoring.create_task(self._score(pool, attempt, answers[attempt.prompt_id], on_attempts))
+                                for attempt in attempts
+                            ]
+                        scored = [task.result() for task in tasks]
+                        written = put_rewards(self._log, shard, self._result.rewards, attempts, scored)
                     else:
                         on_attempts(len(attempts))
-                    files[shard.id], table = found
+                    files[shard.id], table = written
                     self._result.new_shards += 1
                 comparison = self._result.comparisons.setdefault(split, Comparison())
                 for attempt, reward in zip(attempts, table["reward"].to_pylist(), strict=True):
@@ -194,60 +200,31 @@ class Rescoring:
                 chosen.append((split, shard))
         return chosen
 
-    def _commit(self, files: dict[str, str]) -> None:
-        if files:
-            rewards = self._result.rewards
-            self._log.append(
-                Rescore(
-                    name=rewards.name,
-                    reward=rewards.reward,
-                    reward_sha256=rewards.reward_sha256,
-                    files=dict(files),
-                )
-            )
-            files.clear()
-
-
-class _Scorer:
-    """Scores the attempts of one shard."""
-
-    def __init__(
-        self, pool: RewardPool, function: Callable[..., Any], result: Rescored, on_attempts: Callable[[int], None]
-    ) -> None:
-        self._pool = pool
-        self._function = function
-        self._result = result
-        self._on_attempts = on_attempts
-
-    async def score(self, attempts: Sequence[Attempt], answers: Mapping[str, str], *, at_once: int) -> list[NewReward]:
-        rewards: dict[int, NewReward] = {}
-        waiting = iter(enumerate(attempts))
-
-        async def work() -> None:
-            for index, attempt in waiting:
-                rewards[index] = await self._score_one(attempt, answers[attempt.prompt_id])
-                self._on_attempts(1)
-
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(at_once):
-                workers.create_task(work())
-        return [rewards[index] for index in range(len(attempts))]
-
-    async def _score_one(self, attempt: Attempt, answer: str) -> NewReward:
-        if attempt.reply is None:
-            return self._failed("no reply", f"attempt {attempt.attempt} of {attempt.group_id} has no reply")
+    async def _score(
+        self, pool: RewardPool, attempt: Attempt, answer: str, on_attempts: Callable[[int], None]
+    ) -> NewReward:
         try:
-            score = await self._pool.score(self._function, attempt.reply, answer)
+            if attempt.reply is None:
+                return self._failed("no reply", f"attempt {attempt.attempt} of {attempt.group_id} has no reply")
+            score = await pool.score(self._function, attempt.reply, answer)
+            return NewReward(reward=score.reward, parts=score.parts)
         except RewardTimeout as error:
             return self._failed("timeout", str(error))
         except RewardFailed as error:
             return self._failed("raised", str(error))
-        return NewReward(reward=score.reward, parts=score.parts)
+        finally:
+            on_attempts(1)
 
     def _failed(self, reason: str, words: str) -> NewReward:
         self._result.failures[reason] += 1
         self._result.first_error = self._result.first_error or words
         return NewReward(reward=None, parts={})
+
+    def _commit(self, files: dict[str, str]) -> None:
+        if files:
+            rewards = self._result.rewards
+            self._log.append(Rescore(**dataclasses.asdict(rewards), files=dict(files)))
+            files.clear()
 
 
 def _check_prompts(shard: Shard, answers: Mapping[str, str], *, split: str, workflow: str) -> None:

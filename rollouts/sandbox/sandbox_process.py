@@ -19,9 +19,10 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,7 +31,7 @@ from rollouts.sandbox.sandbox_rules import die_with_parent, lock_down
 
 def main() -> None:
     """Lock the process down, say what could not be, and run one program."""
-    _, product, order_text, *descriptors = sys.argv
+    _, product, order_text, *numbers = sys.argv
     sys.path.remove(product)
     order = json.loads(order_text)
     folder = Path(order["folder"])
@@ -40,19 +41,17 @@ def main() -> None:
     os.write(order["says"], json.dumps(missing).encode() + b"\n")
     os.close(order["says"])
     sys.set_int_max_str_digits(0)  # a factorial is a fine answer; time is limited anyway
-    match order["program"]:
-        case "script":
+    match order["program"], [int(number) for number in numbers]:
+        case "script", []:
             sys.excepthook = _tell_error
             _run("__main__", folder / "solution.py")
-        case "function":
+        case "function", [answers]:
             assert function is not None
-            _answer(function, folder / "arguments.json", os.fdopen(int(descriptors[0]), "w"))
-        case "serve":
-            requests, answers = (int(descriptor) for descriptor in descriptors)
-            _serve(folder / "solution.py", os.fdopen(requests, "r"), os.fdopen(answers, "w"))
-        case "check":
-            requests, answers, verdicts = (int(descriptor) for descriptor in descriptors)
-            solution = _Solution(os.fdopen(requests, "w"), os.fdopen(answers, "r"))
+            _answer(function, folder / "arguments.json", os.fdopen(answers, "w"))
+        case "serve", [requests, answers]:
+            _serve(folder / "solution.py", os.fdopen(requests), os.fdopen(answers, "w"))
+        case "check", [requests, answers, verdicts]:
+            solution = _Solution(os.fdopen(requests, "w"), os.fdopen(answers))
             _check((folder / "tests.py").read_text(), solution, os.fdopen(verdicts, "w"))
 
 
@@ -72,12 +71,9 @@ def _load_function(order: dict[str, Any]) -> Callable[..., Any]:
 
 def _answer(function: Callable[..., Any], arguments: Path, answers: TextIO) -> None:
     try:
-        value = function(**json.loads(arguments.read_text()))
-        text = json.dumps({"value": value}, default=str)
+        _send(answers, {"value": function(**json.loads(arguments.read_text()))})
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to whoever called
-        text = json.dumps({"error": [type(error).__name__, str(error)]})
-    answers.write(text)
-    answers.flush()
+        _send(answers, {"error": [type(error).__name__, str(error)]})
 
 
 def _tell_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -98,32 +94,29 @@ def _run(name: str, file: Path) -> dict[str, Any]:
 
 # --- plain data as JSON; what JSON does not know is an object with one key, anything else is a numbered reference
 
+_PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (tuple, list, tuple),
+    "set": (set, list, set),
+    "frozenset": (frozenset, list, frozenset),
+    "dict": (dict, lambda mapping: [[key, mapping[key]] for key in mapping], dict),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "complex": (complex, lambda number: [number.real, number.imag], lambda parts: complex(*parts)),
+    "range": (range, lambda span: [span.start, span.stop, span.step], lambda parts: range(*parts)),
+    "Decimal": (Decimal, str, Decimal),
+    "Fraction": (Fraction, str, Fraction),
+    "module": (types.ModuleType, lambda module: module.__name__, lambda name: _standard_module(name)),
+}
+"""Key → the type, what it is taken apart into, and how it is put together again."""
+
 
 def _encode(value: Any, number_of: Callable[[Any], int]) -> Any:
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case list():
-            return [_encode(item, number_of) for item in value]
-        case tuple():
-            return {"tuple": [_encode(item, number_of) for item in value]}
-        case set() | frozenset():
-            kind = "set" if isinstance(value, set) else "frozenset"
-            return {kind: [_encode(item, number_of) for item in value]}
-        case dict():
-            return {"dict": [[_encode(key, number_of), _encode(value[key], number_of)] for key in value]}
-        case bytes():
-            return {"bytes": value.hex()}
-        case complex():
-            return {"complex": [value.real, value.imag]}
-        case range():
-            return {"range": [value.start, value.stop, value.step]}
-        case Decimal():
-            return {"Decimal": str(value)}
-        case Fraction():
-            return {"Fraction": str(value)}
-        case types.ModuleType():
-            return {"module": value.__name__}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [_encode(item, number_of) for item in value]
+    for key, (kind, parts_of, _) in _PLAIN.items():
+        if isinstance(value, kind):
+            return {key: _encode(parts_of(value), number_of)}
     if type(value).__module__ == "numpy":
         return _encode(value.tolist(), number_of)
     return {"object": number_of(value)}
@@ -133,38 +126,31 @@ def _decode(data: Any, object_of: Callable[[int], Any]) -> Any:
     match data:
         case list():
             return [_decode(item, object_of) for item in data]
-        case {"tuple": items}:
-            return tuple(_decode(item, object_of) for item in items)
-        case {"set": items}:
-            return {_decode(item, object_of) for item in items}
-        case {"frozenset": items}:
-            return frozenset(_decode(item, object_of) for item in items)
-        case {"dict": items}:
-            return {_decode(key, object_of): _decode(value, object_of) for key, value in items}
-        case {"bytes": text}:
-            return bytes.fromhex(text)
-        case {"complex": (real, imaginary)}:
-            return complex(real, imaginary)
-        case {"range": (start, stop, step)}:
-            return range(start, stop, step)
-        case {"Decimal": text}:
-            return Decimal(text)
-        case {"Fraction": text}:
-            return Fraction(text)
-        case {"module": name}:
-            return importlib.import_module(name) if name in sys.stdlib_module_names else None
         case {"object": number}:
             return object_of(number)
+        case dict():
+            [(key, parts)] = data.items()
+            return _PLAIN[key][2](_decode(parts, object_of))
     return data
+
+
+def _standard_module(name: str) -> types.ModuleType | None:
+    return importlib.import_module(name) if name in sys.stdlib_module_names else None
+
+
+def _send(stream: TextIO, message: dict[str, Any]) -> None:
+    """One line of JSON. What JSON does not know, which only a user's own function returns, goes as its text."""
+    stream.write(json.dumps(message, default=str) + "\n")
+    stream.flush()
 
 
 # --- serve: the side of the code under test
 
 _DOES: dict[str, Callable[..., Any]] = {
-    **{"call": lambda function, *arguments, **keywords: function(*arguments, **keywords)},
-    **{"getattr": getattr, "setattr": setattr, "getitem": operator.getitem, "setitem": operator.setitem},
-    **{"iter": iter, "next": next, "len": len, "str": str, "repr": repr, "add": operator.add, "sub": operator.sub},
-    **{"mul": operator.mul, "eq": operator.eq, "lt": operator.lt, "le": operator.le},
+    **{"call": operator.call, "getattr": getattr, "setattr": setattr, "iter": iter, "next": next},
+    **{"getitem": operator.getitem, "setitem": operator.setitem, "len": len, "str": str, "repr": repr},
+    **{"add": operator.add, "sub": operator.sub, "mul": operator.mul},
+    **{"eq": operator.eq, "lt": operator.lt, "le": operator.le},
 }
 
 
@@ -191,8 +177,7 @@ def _serve(file: Path, requests: TextIO, answers: TextIO) -> None:
             answer = (do if step else define)(json.loads(line))
         except BaseException as error:  # noqa: BLE001 - whatever the code raises is for the tests to judge
             answer = {"error": [type(error).__name__, str(error)]}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+        _send(answers, answer)
 
 
 # --- check: the side of the tests
@@ -225,8 +210,7 @@ class _Solution:
             "keywords": _encode(keywords, self._number_of),
         }
         try:
-            self._requests.write(json.dumps(order) + "\n")
-            self._requests.flush()
+            _send(self._requests, order)
             line = self._answers.readline()
         except BrokenPipeError:
             line = ""
@@ -259,60 +243,35 @@ class _Remote:
     def _ask(self, does: str, *arguments: Any, **keywords: Any) -> Any:
         return self._solution.ask(does, self, *arguments, **keywords)
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._ask("call", *arguments, **keywords)
+    def _compare(self, does: str, other: Any) -> Any:
+        return self._ask(does, other) if isinstance(other, _Remote) else NotImplemented
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._ask("getattr", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("setattr", name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("setitem", key, value)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._ask("iter")
-
-    def __next__(self) -> Any:
-        return self._ask("next")
-
-    def __len__(self) -> int:
-        return self._ask("len")
+    def __eq__(self, other: Any) -> bool:
+        return self._compare("eq", other) is True
 
     def __bool__(self) -> bool:
         return True
 
-    def __str__(self) -> str:
-        return self._ask("str")
-
-    def __repr__(self) -> str:
-        return self._ask("repr")
-
-    def __add__(self, other: Any) -> Any:
-        return self._ask("add", other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._ask("sub", other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._ask("mul", other)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Remote) and self._ask("eq", other) is True
-
     __hash__ = None  # type: ignore[assignment]
-
-    def __lt__(self, other: Any) -> Any:
-        return self._ask("lt", other) if isinstance(other, _Remote) else NotImplemented
-
-    def __le__(self, other: Any) -> Any:
-        return self._ask("le", other) if isinstance(other, _Remote) else NotImplemented
+    __setattr__ = partialmethod(_ask, "setattr")  # type: ignore[misc]
+    __str__ = partialmethod(_ask, "str")
+    __repr__ = partialmethod(_ask, "repr")
+    __call__ = partialmethod(_ask, "call")
+    __getitem__ = partialmethod(_ask, "getitem")
+    __setitem__ = partialmethod(_ask, "setitem")
+    __iter__ = partialmethod(_ask, "iter")
+    __next__ = partialmethod(_ask, "next")
+    __len__ = partialmethod(_ask, "len")
+    __add__ = partialmethod(_ask, "add")
+    __sub__ = partialmethod(_ask, "sub")
+    __mul__ = partialmethod(_ask, "mul")
+    __lt__ = partialmethod(_compare, "lt")
+    __le__ = partialmethod(_compare, "le")
 
 
 def exception_of(name: str, message: str) -> Exception:
@@ -327,10 +286,7 @@ def _become(argument: Any, after: Any) -> None:
     match argument, after:
         case list(), list():
             argument[:] = after
-        case dict(), dict():
-            argument.clear()
-            argument.update(after)
-        case set(), set():
+        case (dict(), dict()) | (set(), set()):
             argument.clear()
             argument.update(after)
 
@@ -338,20 +294,16 @@ def _become(argument: Any, after: Any) -> None:
 def _check(source: str, solution: _Solution, verdicts: TextIO) -> None:
     """Say how many tests there are, and of each whether it passed, as soon as it is known."""
 
-    def say(**verdict: Any) -> None:
-        verdicts.write(json.dumps(verdict) + "\n")
-        verdicts.flush()
-
     try:
         body = ast.parse(source, "tests.py").body
     except SyntaxError as error:
-        return say(fault=f"the tests do not parse: {error}")
+        return _send(verdicts, {"fault": f"the tests do not parse: {error}"})
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     statements = [node for node in body if not isinstance(node, definitions) and _asserts(node)]
     if not functions and not statements:  # the tests are in a function, as HumanEval's `check(add)`
         statements = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
-    say(tests=len(functions) + len(statements))
+    _send(verdicts, {"tests": len(functions) + len(statements)})
     names = solution.names()
     module = types.ModuleType("tests")
     sys.modules["tests"] = module
@@ -365,15 +317,15 @@ def _check(source: str, solution: _Solution, verdicts: TextIO) -> None:
         try:
             exec(compile(ast.Module([node], []), "tests.py", "exec"), space)
         except _NotPlain as error:
-            return say(fault=str(error))
+            return _send(verdicts, {"fault": str(error)})
         except ImportError as error:
             if error.name != "solution":
-                return say(fault=f"the tests cannot be run here: {error}")
+                return _send(verdicts, {"fault": f"the tests cannot be run here: {error}"})
             passed = False
         except Exception:  # noqa: BLE001 - however a test fails, it has failed
             passed = False
         if node in statements or node in calls:
-            say(passed=passed)
+            _send(verdicts, {"passed": passed})
 
 
 def _asserts(node: ast.AST) -> bool:
