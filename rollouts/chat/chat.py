@@ -12,11 +12,10 @@ So no token is trained twice, whatever a workflow or an agent does with its hist
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollouts.chat.chat_tokens import ChatTokens
@@ -45,6 +44,8 @@ class Reply:
     """`stop` or `length`, from the engine."""
     turn_idx: int
     """Which of the chat's `turns` it is."""
+    num_prompt_tokens: int
+    """Number of tokens before it."""
     malformed_call: str = ""
     """The rest of a call that begins as one and cannot be read; empty otherwise."""
 
@@ -71,45 +72,33 @@ class _Branch:
     """True while the engine writes its next reply."""
 
 
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Chat:
     """One attempt's conversation; single use. Several `complete` may run at once."""
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        tokens: ChatTokens,
-        sampling: Sampling,
-        max_model_len: int,
-        request_id: str,
-        tool_parser: ToolParser | None = None,
-        max_tool_turns: int = 8,
-        tool_timeout: float = 30.0,
-        tool_output_chars: int = 8192,
-    ) -> None:
-        self._engine = engine
-        self.tokens = tokens
-        """The model's tokenizer and chat template."""
-        self.sampling = sampling
-        """How every reply is drawn; a single one may be shorter."""
-        self._max_model_len = max_model_len
-        self._request_id = request_id
-        self._tool_parser = tool_parser
-        self._max_tool_turns = max_tool_turns
-        self._tool_timeout = tool_timeout
-        self._tool_output_chars = tool_output_chars
-        self._num_requests = 0
-        self._num_tool_turns = 0
-        self._branches: list[_Branch] = []
-        self.messages: list[Message] = []
-        """The conversation as it stands, the last reply included."""
-        self.recorded: list[Message] = []
-        """Every message of the attempt once, messages of abandoned histories too."""
-        self.turns: list[Turn] = []
-        self.held_seconds = 0.0
-        """For how long the engine waited for its next policy before it began."""
-        self.max_turns_reached = False
-        """True when the policy asked for tools once more than `max_tool_turns` allows."""
+    engine: Engine
+    tokens: ChatTokens
+    """The model's tokenizer and chat template."""
+    sampling: Sampling
+    """How every reply is drawn; a single one may be shorter."""
+    max_model_len: int
+    request_id: str
+    tool_parser: ToolParser | None = None
+    max_tool_turns: int = 8
+    tool_timeout: float = 30.0
+    tool_output_chars: int = 8192
+    messages: list[Message] = dataclasses.field(default_factory=list, init=False)
+    """The conversation as it stands, the last reply included."""
+    recorded: list[Message] = dataclasses.field(default_factory=list, init=False)
+    """Every message of the attempt once, messages of abandoned histories too."""
+    turns: list[Turn] = dataclasses.field(default_factory=list, init=False)
+    held_seconds: float = dataclasses.field(default=0.0, init=False)
+    """For how long the engine waited for its next policy before it began."""
+    max_turns_reached: bool = dataclasses.field(default=False, init=False)
+    """True when the policy asked for tools once more than `max_tool_turns` allows."""
+    _num_requests: int = dataclasses.field(default=0, init=False)
+    _num_tool_turns: int = dataclasses.field(default=0, init=False)
+    _branches: list[_Branch] = dataclasses.field(default_factory=list, init=False)
 
     async def ask(self, text: str, *, tools: Sequence[Tool] = ()) -> str:
         """Say something as the user; returns the policy's reply, the last one where it called tools on the way.
@@ -121,7 +110,7 @@ class Chat:
             reply = await self.complete(messages, tools=tools)
             if not (reply.tool_calls or reply.malformed_call):
                 return reply.text
-            if self._num_tool_turns >= self._max_tool_turns:
+            if self._num_tool_turns >= self.max_tool_turns:
                 self.max_turns_reached = True
                 return reply.text
             self._num_tool_turns += 1
@@ -137,7 +126,7 @@ class Chat:
         Raises `rollouts.engines.engine.EngineError` when the engine fails and `OutOfRoom` when no token more fits.
         """
         schemas = [each.schema if isinstance(each, Tool) else each for each in tools]
-        if tools and self._tool_parser is None:
+        if tools and self.tool_parser is None:
             raise InvalidInput("this Chat was made without a tool parser, so it cannot read tool calls")
         branch = self._branch_for(messages, schemas)
         if branch is None:
@@ -147,21 +136,27 @@ class Chat:
             history, context_ids = branch.ids, self.tokens.continuation(new, ended=not branch.reply.cut_off)
             self._note_results(branch, new)
         prompt_ids = [*history, *context_ids]
-        room = self._max_model_len - len(prompt_ids)
+        room = self.max_model_len - len(prompt_ids)
         if room < 1:
-            raise OutOfRoom(f"{len(prompt_ids)} tokens of {self._max_model_len} are used")
-        sampling = _capped(self.sampling, room if max_tokens is None else min(room, max_tokens))
-        request_id = f"{self._request_id}/{self._num_requests}"
+            raise OutOfRoom(f"{len(prompt_ids)} tokens of {self.max_model_len} are used")
+        limits = [limit for limit in (self.sampling.max_tokens, room, max_tokens) if limit is not None]
+        sampling = dataclasses.replace(self.sampling, max_tokens=min(limits))
+        request_id = f"{self.request_id}/{self._num_requests}"
         self._num_requests += 1
-        with _busy(branch):
+        if branch is not None:
+            branch.busy = True
+        try:
             started = time.perf_counter()
-            generation = await self._engine.generate(prompt_ids, sampling=sampling, request_id=request_id)
+            generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id)
             generate_seconds = time.perf_counter() - started - generation.held_seconds
             self.held_seconds += generation.held_seconds
             text = self.tokens.text(generation.token_ids, keep_special=bool(schemas))
             parsed = ParsedReply(content=text, tool_calls=[])
-            if schemas and self._tool_parser is not None:
-                parsed = await self._tool_parser.parse(text, schemas)
+            if schemas and self.tool_parser is not None:
+                parsed = await self.tool_parser.parse(text, schemas)
+        finally:
+            if branch is not None:
+                branch.busy = False
         # From here on nothing waits, so that what runs at the same time finds all of the turn or nothing.
         turn = Turn(
             context_ids=context_ids,
@@ -180,10 +175,12 @@ class Chat:
             malformed_call=parsed.malformed_call,
             finish_reason=generation.finish_reason,
             turn_idx=len(self.turns),
+            num_prompt_tokens=len(prompt_ids),
         )
         said = Message(role="assistant", content=text, is_completion=True)
         self.turns.append(turn)
-        new = messages[self._num_recorded(messages) :]
+        num_recorded = max((_shared(branch.messages, messages) for branch in self._branches), default=0)
+        new = messages[num_recorded:]
         self.recorded += [*(dataclasses.replace(message, is_completion=False) for message in new), said]
         self.messages = [*messages, said]
         grown = _Branch(
@@ -205,7 +202,7 @@ class Chat:
     async def _run_tools(self, reply: Reply, tools: Sequence[Tool]) -> list[Message]:
         """Execute what a reply asks for, note it in the reply's turn, and return the results as messages."""
         calls, unavailable = await run_calls(
-            reply.tool_calls, tools, timeout=self._tool_timeout, output_chars=self._tool_output_chars
+            reply.tool_calls, tools, timeout=self.tool_timeout, output_chars=self.tool_output_chars
         )
         if not reply.tool_calls:
             told = "error: this is no tool call that can be read; check its format"
@@ -245,23 +242,6 @@ class Chat:
         ]
         return max(fitting, key=lambda branch: len(branch.messages), default=None)
 
-    def _num_recorded(self, messages: Sequence[Message]) -> int:
-        """How many of the first messages stand in `recorded` already."""
-        return max((_shared(branch.messages, messages) for branch in self._branches), default=0)
-
-
-@contextlib.contextmanager
-def _busy(branch: _Branch | None) -> Iterator[None]:
-    """Nobody else may extend the branch meanwhile."""
-    if branch is None:
-        yield
-        return
-    branch.busy = True
-    try:
-        yield
-    finally:
-        branch.busy = False
-
 
 def _shared(ones: Sequence[Message], others: Sequence[Message]) -> int:
     """Length of the common beginning. What the model sees counts, not who is said to have written it."""
@@ -271,9 +251,3 @@ def _shared(ones: Sequence[Message], others: Sequence[Message]) -> int:
             break
         count += 1
     return count
-
-
-def _capped(sampling: Sampling, room: int) -> Sampling:
-    if sampling.max_tokens <= room:
-        return sampling
-    return dataclasses.replace(sampling, max_tokens=room)

@@ -14,8 +14,9 @@ the policy and the attempt goes on; `ToolUnavailable` ends the attempt without a
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import contextvars
+import dataclasses
 import functools
 import inspect
 import json
@@ -23,7 +24,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, NotRequired, get_type_hints
 
 from docstring_parser import parse as parse_docstring
@@ -45,7 +45,7 @@ class ToolUnavailable(Exception):
     a reward, because the policy is not to blame."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Tool:
     """A function a policy may call. Make one with `tool`; calling it calls the function."""
 
@@ -75,7 +75,7 @@ def tool(function: Callable[..., Any]) -> Tool:
     docstring = parse_docstring(inspect.getdoc(function) or "")
     if not docstring.description:
         raise InvalidInput(f"tool {name!r} has no docstring; the policy needs to be told what it does")
-    described = {parameter.arg_name: parameter.description for parameter in docstring.params}
+    descriptions = {parameter.arg_name: parameter.description for parameter in docstring.params}
     try:
         hints = get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -88,7 +88,9 @@ def tool(function: Callable[..., Any]) -> Tool:
             raise InvalidInput(
                 f"tool {name!r}: parameter {parameter.name!r} has no type hint; the schema is made of them"
             )
-        hint = _described(hints[parameter.name], described.get(parameter.name))
+        hint = hints[parameter.name]
+        if description := descriptions.get(parameter.name):
+            hint = Annotated[hint, Field(description=description)]
         fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
     arguments = with_config(ConfigDict(extra="forbid"))(TypedDict(name, fields))  # type: ignore[operator]
     try:
@@ -115,41 +117,23 @@ async def run_calls(
     Returns their records in order, and the first `ToolUnavailable` that one of them raised.
     Raises `ValueError` for two tools of one name.
     """
-    known = {each.name: each for each in tools}
-    if len(known) < len(tools):
+    by_name = {each.name: each for each in tools}
+    if len(by_name) < len(tools):
         raise InvalidInput(f"two tools have the same name: {', '.join(each.name for each in tools)}")
-    outcomes = await asyncio.gather(*(_run(request, known, timeout) for request in requests))
-    calls = [
-        ToolCall(
-            name=request.name,
-            arguments=request.arguments,
-            result=_cut(outcome.result, output_chars),
-            failed=outcome.failed,
-            seconds=outcome.seconds,
-        )
-        for request, outcome in zip(requests, outcomes, strict=True)
-    ]
-    return calls, next((outcome.unavailable for outcome in outcomes if outcome.unavailable), None)
+    outcomes = await asyncio.gather(*(_run(request, by_name, timeout) for request in requests))
+    calls = [dataclasses.replace(call, result=_cut(call.result, output_chars)) for call, _ in outcomes]
+    return calls, next((unavailable for _, unavailable in outcomes if unavailable), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    """What became of one call."""
-
-    result: str
-    failed: bool = False
-    seconds: float = 0.0
-    unavailable: ToolUnavailable | None = None
-
-
-async def _run(request: CallRequest, known: dict[str, Tool], timeout: float) -> _Outcome:
-    wanted = known.get(request.name)
-    if wanted is None:
-        return _Outcome(result=f"error: there is no tool {request.name!r}, only {', '.join(known)}", failed=True)
+async def _run(request: CallRequest, tools: dict[str, Tool], timeout: float) -> tuple[ToolCall, ToolUnavailable | None]:
+    record = functools.partial(ToolCall, name=request.name, arguments=request.arguments, failed=True)
+    if request.name not in tools:
+        return record(result=f"error: there is no tool {request.name!r}, only {', '.join(tools)}"), None
+    wanted = tools[request.name]
     try:
         arguments = wanted.parameters.validate_json(request.arguments or "{}")
     except ValidationError as error:
-        return _Outcome(result=f"error: {_what_is_wrong(error)}", failed=True)
+        return record(result=f"error: {_what_is_wrong(error)}"), None
     started = time.perf_counter()
     execution = asyncio.create_task(_execute(wanted.function, arguments))
     try:
@@ -159,12 +143,12 @@ async def _run(request: CallRequest, known: dict[str, Tool], timeout: float) -> 
         execution.cancel()
     seconds = time.perf_counter() - started
     if not execution.done():
-        return _Outcome(result=f"error: timed out after {timeout:g} s", failed=True, seconds=seconds)
+        return record(result=f"error: timed out after {timeout:g} s", seconds=seconds), None
     result = execution.result()
     if isinstance(result, str):
-        return _Outcome(result=result, seconds=seconds)
+        return record(result=result, failed=False, seconds=seconds), None
     unavailable = result if isinstance(result, ToolUnavailable) else None
-    return _Outcome(result=f"error: {_words(result)}", failed=True, seconds=seconds, unavailable=unavailable)
+    return record(result=f"error: {_words(result)}", seconds=seconds), unavailable
 
 
 async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> str | BaseException:
@@ -194,27 +178,19 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     _hung_threads.difference_update([thread for thread in _hung_threads if not thread.is_alive()])
     if len(_hung_threads) >= MOST_HUNG_THREADS:
         raise ToolUnavailable(f"{len(_hung_threads)} earlier calls of blocking tools have not returned")
-    loop = asyncio.get_running_loop()
-    returned: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not returned.done():
-            returned.set_result((value, error))
+    context, returned = contextvars.copy_context(), concurrent.futures.Future[tuple[Any, BaseException | None]]()
+    returned.set_running_or_notify_cancel()  # a caller that gives up cannot cancel it any more
 
     def body() -> None:
-        value, raised = None, None
         try:
-            value = context.run(call)
+            returned.set_result((context.run(call), None))
         except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            raised = error
-        with contextlib.suppress(RuntimeError):  # the loop may be closed meanwhile
-            loop.call_soon_threadsafe(settle, value, raised)
+            returned.set_result((None, error))
 
     thread = threading.Thread(target=body, name="millrace-tool", daemon=True)
     thread.start()
     try:
-        value, raised = await returned
+        value, raised = await asyncio.wrap_future(returned)
     except asyncio.CancelledError:
         _hung_threads.add(thread)
         logger.warning("a blocking tool was given up; its thread runs on, with %d others", len(_hung_threads) - 1)
@@ -228,10 +204,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """All that a caller gives: without the `self` of a method that is being defined."""
     parameters = list(inspect.signature(function).parameters.values())
     return parameters[1:] if parameters and parameters[0].name in ("self", "cls") else parameters
-
-
-def _described(hint: Any, description: str | None) -> Any:
-    return Annotated[hint, Field(description=description)] if description else hint
 
 
 def _without_titles(schema: Any) -> Any:

@@ -27,7 +27,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from rollouts.chat.chat import Chat, OutOfRoom
-from rollouts.endpoint.openai_responses import read_response_request, response, response_events, said
+from rollouts.endpoint.openai_responses import read_response_request, response, response_events
 from rollouts.endpoint.openai_wire import (
     Answer,
     Call,
@@ -82,7 +82,7 @@ class Session:
     async def answer(self, request: ChatRequest) -> Answer:
         """Let the policy reply to a conversation. Raises `Refused`."""
         messages = [self._message(message) for message in request.messages]
-        tools = [tool.for_template() for tool in request.tools]
+        tools = [tool.model_dump(exclude_unset=True) for tool in request.tools]
         try:
             reply = await self._chat.complete(messages, tools=tools, max_tokens=request.limit)
         except OutOfRoom as error:
@@ -109,7 +109,7 @@ class Session:
             content=content,
             calls=calls,
             turn=turn,
-            prompt_tokens=self._num_tokens(turn.sequence_idx) - len(turn.sampled_ids),
+            prompt_tokens=reply.num_prompt_tokens,
             token_texts=[self._chat.tokens.text([i]) for i in turn.sampled_ids] if request.logprobs else None,
         )
 
@@ -126,14 +126,16 @@ class Session:
         return self.responses.get(response_id, [])
 
     async def run(self, work: Coroutine[Any, Any, Any], *, until: Coroutine[Any, Any, Any]) -> Any:
-        """Do `work` unless `until` comes first or the session ends; it is cancelled then. Raises `Refused` (401)."""
+        """Do `work`, cancelled when `until` comes first (`Refused` 499) or the session ends (`Refused` 401)."""
         doing, ending = asyncio.create_task(work), asyncio.create_task(until)
         self._running.add(doing)
         try:
             await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
             if doing.cancelled():
                 raise _unknown_key()
-            return doing.result() if doing.done() else None
+            if not doing.done():
+                raise Refused(499, "the client has gone away")
+            return doing.result()
         finally:
             self._running.discard(doing)
             await _cancelled(doing, ending)
@@ -157,10 +159,6 @@ class Session:
             # Some clients leave out the words beside the calls; other words are an edit, and the Chat forks.
             text = said if text in ("", content) else text + said.removeprefix(content)
         return Message(role=role, content=text)
-
-    def _num_tokens(self, sequence_idx: int) -> int:
-        turns = [turn for turn in self._chat.turns if turn.sequence_idx == sequence_idx]
-        return sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)
 
 
 class AgentEndpoint:
@@ -262,8 +260,6 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
         session, body = session_of(request), await _json(request)
         asked = read_request(body, session.sampling)
         answer = await session.run(session.answer(asked), until=_disconnected(request))
-        if answer is None:
-            return _nobody_reads_it()
         completion = chat_completion(answer, model=str(body.get("model", "")))
         if asked.stream:
             return _events(event_stream(completion, include_usage=asked.stream_options.include_usage))
@@ -275,10 +271,9 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
         asked = read_response_request(body, session.sampling)
         conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
         answer = await session.run(session.answer(asked.chat_request(conversation)), until=_disconnected(request))
-        if answer is None:
-            return _nobody_reads_it()
         made = response(answer, body)
-        session.responses[made.id] = [*conversation, said(answer)]
+        said = WireMessage(role="assistant", content=answer.content, tool_calls=answer.calls)
+        session.responses[made.id] = [*conversation, said]
         if asked.stream:
             return _events(response_events(made))
         return JSONResponse(made.model_dump(mode="json", exclude_unset=True))
@@ -295,10 +290,6 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
 
 def _events(events: Iterator[str]) -> Response:
     return StreamingResponse(events, media_type="text/event-stream")
-
-
-def _nobody_reads_it() -> Response:
-    return Response(status_code=499)
 
 
 async def _json(request: Request) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from openai.types.responses import Response
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import Field, field_validator
 
 from rollouts.endpoint.openai_wire import (
     Answer,
@@ -22,9 +22,9 @@ from rollouts.endpoint.openai_wire import (
     ChatRequest,
     Function,
     Strict,
+    Text,
     ToolSpecification,
     WireMessage,
-    joined,
     read,
     without_neutral,
 )
@@ -51,13 +51,8 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: Text
     phase: str = ""
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _joined(cls, content: Any) -> Any:
-        return joined(content)
 
 
 class CallItem(_Item):
@@ -74,28 +69,7 @@ class ResultItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str
-
-    @field_validator("output", mode="before")
-    @classmethod
-    def _joined(cls, output: Any) -> Any:
-        return joined(output)
-
-
-def _kind(item: Any) -> Any:
-    return item.get("type", "message") if isinstance(item, dict) else None
-
-
-_AnyItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[ResultItem, Tag("function_call_output")],
-    Discriminator(
-        _kind,
-        custom_error_type="unknown_item",
-        custom_error_message="only messages, function_call and function_call_output items are supported here",
-    ),
-]
+    output: Text
 
 
 class ResponseTool(Function):
@@ -107,7 +81,7 @@ class ResponseTool(Function):
 class ResponseRequest(Strict):
     """The part of a Responses request that has an effect."""
 
-    input: list[_AnyItem] = Field(min_length=1)
+    input: list[Annotated[MessageItem | CallItem | ResultItem, Field(discriminator="type")]] = Field(min_length=1)
     instructions: str = ""
     previous_response_id: str = ""
     tools: list[ResponseTool] = []
@@ -119,7 +93,10 @@ class ResponseRequest(Strict):
     @field_validator("input", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        return [{"role": "user", "content": value}] if isinstance(value, str) else value
+        items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+        if not isinstance(items, list):
+            return items
+        return [{"type": "message", **item} if isinstance(item, dict) else item for item in items]
 
     @property
     def messages(self) -> list[WireMessage]:
@@ -141,12 +118,9 @@ class ResponseRequest(Strict):
     def chat_request(self, conversation: Sequence[WireMessage]) -> ChatRequest:
         """The same request over a whole conversation, instructions in front, in the other format."""
         instructions = [WireMessage(role="system", content=self.instructions)] if self.instructions else []
-        functions = [
-            Function.model_validate(tool.model_dump(exclude={"type"}, exclude_unset=True)) for tool in self.tools
-        ]
         return ChatRequest(
             messages=[*instructions, *conversation],
-            tools=[ToolSpecification(type="function", function=function) for function in functions],
+            tools=[ToolSpecification(type="function", function=tool) for tool in self.tools],
             tool_choice=self.tool_choice,
             max_tokens=self.max_output_tokens,
         )
@@ -155,11 +129,6 @@ class ResponseRequest(Strict):
 def read_response_request(body: Any, sampling: Sampling) -> ResponseRequest:
     """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
     return read(ResponseRequest, without_neutral(body, _ONLY_AT, sampling))
-
-
-def said(answer: Answer) -> WireMessage:
-    """The reply as a message of the history."""
-    return WireMessage(role="assistant", content=answer.content, tool_calls=answer.calls)
 
 
 def response(answer: Answer, body: dict[str, Any]) -> Response:

@@ -12,10 +12,10 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from settings.errors import InvalidInput
 from storage.records import Sampling, Turn
@@ -66,13 +66,28 @@ class Strict(BaseModel):
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
+def _joined(content: Any) -> Any:
+    """A list of text parts as one text; anything else as it is. Raises `ValueError` for a part that is no text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise InvalidInput(f"the policy reads text only, not {kind}")
+    return "".join(part["text"] for part in content)
+
+
+Text = Annotated[str, BeforeValidator(_joined)]
+"""What is said in a message: a text, or a list of text parts."""
+
+
 class Function(Strict):
-    """A tool as it is shown to the policy."""
+    """A tool. As a dictionary without what was left out it is what the policy is shown."""
 
     name: str = Field(min_length=1)
     description: str = ""
     parameters: dict[str, Any] = {}
-    strict: bool = False
+    strict: bool = Field(default=False, exclude=True)
     """Accepted, and not enforced: the policy's tokens are never constrained by a grammar."""
 
 
@@ -81,10 +96,6 @@ class ToolSpecification(Strict):
 
     type: Literal["function"]
     function: Function
-
-    def for_template(self) -> dict[str, Any]:
-        """What the chat template gets to see."""
-        return {"type": "function", "function": self.function.model_dump(exclude={"strict"}, exclude_unset=True)}
 
 
 class CalledFunction(Strict):
@@ -108,28 +119,11 @@ class WireMessage(Strict):
     """One message of the history an agent sends."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str = ""
-    """Lists of text parts are joined."""
+    content: Text = ""
     name: str = ""
     """Accepted and unused, as by the chat templates."""
     tool_calls: list[Call] = []
     tool_call_id: str = ""
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _joined(cls, content: Any) -> Any:
-        return joined(content)
-
-
-def joined(content: Any) -> Any:
-    """A list of text parts as one text; anything else as it is. Raises `ValueError` for a part that is no text."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise InvalidInput(f"the policy reads text only, not {kind}")
-    return "".join(part["text"] for part in content)
 
 
 class StreamOptions(Strict):

@@ -42,7 +42,7 @@ def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def sampling_parameters(sampling: Sampling, max_tokens: int, seed: int | None, stop_ids: tuple[int, ...]) -> Any:
+def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
     """vLLM's form of them, which it copies for each request; all attempts without a seed share it."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -51,8 +51,8 @@ def sampling_parameters(sampling: Sampling, max_tokens: int, seed: int | None, s
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        max_tokens=max_tokens,
-        seed=seed,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
         logprobs=0,  # the sampled token's own
         flat_logprobs=True,  # a list, not a dictionary with an object per token
         stop_token_ids=list(stop_ids),

@@ -21,7 +21,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -152,14 +152,11 @@ class VllmEngine:
         finish_reason, num_parts, started = "abort", 0, time.perf_counter()
         while finish_reason == "abort":
             aborts_ended = self._aborts_ended
-            completion = await self._sample(
-                [*prompt_ids, *token_ids],
-                sampling,
-                max_tokens=sampling.max_tokens - len(token_ids),
-                # A part that drew with the seed of the one before it would repeat that one's random numbers.
-                seed=None if sampling.seed is None else sampling.seed + len(token_ids),
-                request_id=f"{request_id}.part{num_parts}" if num_parts else request_id,
-            )
+            # A part that drew with the seed of the one before it would repeat that one's random numbers.
+            seed = None if sampling.seed is None else sampling.seed + len(token_ids)
+            part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=seed)
+            name = f"{request_id}.part{num_parts}" if num_parts else request_id
+            completion = await self._sample([*prompt_ids, *token_ids], part, name)
             sampled = list(completion.token_ids)
             # processed logprobs of a sampled token may round to a hair above 0
             logprobs += [min(0.0, logprob) for logprob in completion.logprobs.logprobs]
@@ -213,15 +210,13 @@ class VllmEngine:
             async with asyncio.timeout(REHEARSAL_SECONDS):
                 await asyncio.gather(*requests)
 
-    async def _sample(
-        self, prompt_ids: list[int], sampling: Sampling, *, max_tokens: int, seed: int | None, request_id: str
-    ) -> Any:
+    async def _sample(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Any:
         """vLLM's completion of one request, whatever ended it."""
         self._refuse_if_unusable()
         self._running.add(request_id)
         final = None
         try:
-            parameters = sampling_parameters(sampling, max_tokens, seed, tuple(self._stop_ids))
+            parameters = sampling_parameters(sampling, tuple(self._stop_ids))
             prompt = self._as_input(prompt_ids)  # ready for the core; vLLM would hand any other to a thread first
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
@@ -259,7 +254,9 @@ class VllmEngine:
                 self._served, self._unusable = new, ""
             except Exception as error:
                 if paused:  # nothing was touched before
-                    await self._put_back(old, instead_of=what)
+                    lost = f"{what} was not loaded, and policy {old.version} could not be put back"
+                    await self._insist(lambda: self._install(old), lost)
+                    self._unusable = ""
                 self._refuse_if_unusable()
                 raise EngineError(
                     f"{what} was not loaded, policy {old.version} serves on: {type(error).__name__}: {error}"
@@ -300,32 +297,23 @@ class VllmEngine:
         self._checksums[weights.digest] = checksum
         return checksum
 
-    async def _put_back(self, old: _Weights, *, instead_of: str) -> None:
-        """Raises `EngineUnusable` where the weights served before cannot be had either."""
-        for attempt in range(1, TRIES + 1):
-            try:
-                await self._install(old)
-                self._unusable = ""
-                return
-            except Exception as error:  # noqa: BLE001 - tried again, then named
-                logger.warning("policy %d was not put back, try %d of %d: %s", old.version, attempt, TRIES, error)
-                reason = f"{type(error).__name__}: {error}"
-        await self._give_up(f"{instead_of} was not loaded, and policy {old.version} could not be put back: {reason}")
-
     async def _resume(self) -> None:
+        await self._insist(
+            lambda: self._call(self.llm.resume_generation()), "generation could not be resumed after a weight update"
+        )
+        if self._holds:
+            self._holds, self._held_until = False, time.perf_counter()
+
+    async def _insist(self, work: Callable[[], Awaitable[Any]], complaint: str) -> None:
+        """Do `work`, in several tries if need be. Raises `EngineUnusable` where the last one fails too: every request
+        is refused from now on and those that run are ended; a later policy that loads makes the engine usable."""
         for attempt in range(1, TRIES + 1):
             try:
-                await self._call(self.llm.resume_generation())
-                if self._holds:
-                    self._holds, self._held_until = False, time.perf_counter()
+                await work()
                 return
             except Exception as error:  # noqa: BLE001 - tried again, then named
-                logger.warning("the engine did not resume, try %d of %d: %s", attempt, TRIES, error)
-                reason = f"{type(error).__name__}: {error}"
-        await self._give_up(f"generation could not be resumed after a weight update: {reason}")
-
-    async def _give_up(self, reason: str) -> None:
-        """Refuse every request from now on and end those that run; a later policy that loads makes it usable."""
+                logger.warning("%s, try %d/%d: %s", complaint, attempt, TRIES, error)
+                reason = f"{complaint}: {type(error).__name__}: {error}"
         self._end_with_core()
         self._unusable = self._unusable or reason
         await self.llm.abort(list(self._running))
