@@ -12,7 +12,7 @@ import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distributions
 from multiprocessing import forkserver
 from typing import Any
 
@@ -34,7 +34,7 @@ class CoreStart:
 
         Not for an engine of several parts, whose threads are divided later, nor on GPUs, where it has not been tried.
         """
-        self._forks = num_parts(arguments) == 1 and _is_cpu_build()
+        self._forks = num_parts(arguments) == 1 and any(distributions(name=CPU_BUILD))
         if self._forks:
             forkserver.set_forkserver_preload(IMPORTED)
             with _inherited(KEEPS_FREED_MEMORY):
@@ -55,14 +55,6 @@ class CoreStart:
             yield
         finally:
             utils.get_mp_context = spawning
-
-
-def _is_cpu_build() -> bool:
-    try:
-        distribution(CPU_BUILD)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -18,27 +18,34 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from settings.errors import InvalidInput
 
 _LAUNCHER = Path(__file__).with_name("program_launcher.py")
 
 
-class Program(Protocol):
-    """What of `asyncio.subprocess.Process` an attempt needs."""
+class LauncherEnded(Exception):
+    """The process that programs are forked from is gone; the next attempt has a new one."""
+
+
+@dataclass
+class ForkedProgram:
+    """A child of the launcher, with as much of `asyncio.subprocess.Process` as an attempt needs."""
 
     pid: int
     stdout: asyncio.StreamReader | None
     stderr: asyncio.StreamReader | None
+    reports: asyncio.StreamReader
+    """Where the launcher writes the program's number and its exit status."""
 
     async def wait(self) -> int:
         """The exit status, negative for a signal."""
+        return await _number(self.reports)
 
 
-class LauncherEnded(Exception):
-    """The process that programs are forked from is gone; the next attempt has a new one."""
+Program = asyncio.subprocess.Process | ForkedProgram
 
 
 async def start_program(command: Sequence[str], environment: dict[str, str]) -> Program:
@@ -72,11 +79,12 @@ class Launcher:
         if len(command) < 2 or command[0] != sys.executable or not command[1].endswith(".py"):
             raise InvalidInput(f"{list(command)[:2]} cannot be forked: it is to be [sys.executable, 'script.py', …]")
         control = await self._connected()
+        what = {"script": command[1], "arguments": command[2:], "environment": environment}
         request = os.memfd_create("request")
         ends = [os.pipe() for _ in range(3)]
         theirs = [request, *(end[1] for end in ends)]
         try:
-            os.write(request, _request(command, environment))
+            os.write(request, json.dumps(what).encode())
             os.lseek(request, 0, os.SEEK_SET)
             socket.send_fds(control, [b"!"], theirs)
         except OSError as error:
@@ -87,8 +95,8 @@ class Launcher:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        output, errors, told = [await _reader(end[0]) for end in ends]
-        return _Forked(await _number(told), output, errors, told)
+        output, errors, reports = [await _reader(end[0]) for end in ends]
+        return ForkedProgram(await _number(reports), output, errors, reports)
 
     async def _connected(self) -> socket.socket:
         async with self._starting:
@@ -108,25 +116,6 @@ class Launcher:
             self._control = None
 
 
-class _Forked:
-    """A program that is a child of the launcher."""
-
-    def __init__(
-        self, pid: int, stdout: asyncio.StreamReader, stderr: asyncio.StreamReader, told: asyncio.StreamReader
-    ) -> None:
-        self.pid = pid
-        self.stdout: asyncio.StreamReader | None = stdout
-        self.stderr: asyncio.StreamReader | None = stderr
-        self._told = told
-
-    async def wait(self) -> int:
-        return await _number(self._told)
-
-
-def _request(command: Sequence[str], environment: dict[str, str]) -> bytes:
-    return json.dumps({"script": command[1], "arguments": command[2:], "environment": environment}).encode()
-
-
 async def _reader(descriptor: int) -> asyncio.StreamReader:
     reader = asyncio.StreamReader()
     file = os.fdopen(descriptor, "rb", buffering=0)
@@ -134,8 +123,8 @@ async def _reader(descriptor: int) -> asyncio.StreamReader:
     return reader
 
 
-async def _number(told: asyncio.StreamReader) -> int:
-    line = await told.readline()
+async def _number(reports: asyncio.StreamReader) -> int:
+    line = await reports.readline()
     if not line:
         raise LauncherEnded("the process that programs are forked from has ended; its errors are in the worker's log")
     return int(line)

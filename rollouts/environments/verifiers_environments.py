@@ -17,7 +17,6 @@ harness, without a process for every attempt.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import contextvars
@@ -129,18 +128,10 @@ class ChatLoop(NullHarness):
         return None
 
     async def launch(
-        self,
-        ctx: vf.ModelContext,
-        trace: vf.Trace,
-        runtime: vf.Runtime,
-        endpoint: str,
-        secret: str,
-        mcp_urls: dict[str, str],
-        data: vf.TaskData,
-        tool_interception_url: str | None = None,
+        self, ctx: vf.ModelContext, trace: vf.Trace, runtime: vf.Runtime, *given: Any, **named: Any
     ) -> vf.ProgramResult:
         here: Any = _InProcess(runtime)
-        return await super().launch(ctx, trace, here, endpoint, secret, mcp_urls, data, tool_interception_url)
+        return await super().launch(ctx, trace, here, *given, **named)
 
 
 class _InProcess:
@@ -161,8 +152,12 @@ class _InProcess:
         exec(_CHAT_PROGRAM, program)  # the library's own source, made to be run as a script
         # The interception listens on the loopback, without TLS: reading the certificates costs 20 ms per attempt.
         program["DefaultAsyncHttpxClient"] = lambda **_: DefaultAsyncHttpxClient(verify=False, trust_env=False)
+        usual, sys.argv = sys.argv, ["chat", *argv]
         try:
-            arguments = _arguments(program, argv)
+            try:
+                arguments = program["parse_args"]()
+            finally:
+                sys.argv = usual
             if arguments.initial_messages_file:
                 arguments.initial_messages_file = str(self._folder / arguments.initial_messages_file)
             program["parse_args"] = lambda: arguments
@@ -175,15 +170,6 @@ class _InProcess:
 
 
 _CHAT_PROGRAM = compile(CHAT_PROGRAM_SOURCE, "<verifiers chat program>", "exec")
-
-
-def _arguments(program: dict[str, Any], argv: list[str]) -> argparse.Namespace:
-    saved, sys.argv = sys.argv, ["chat", *argv]
-    try:
-        parsed: argparse.Namespace = program["parse_args"]()
-        return parsed
-    finally:
-        sys.argv = saved
 
 
 class _Serving:
