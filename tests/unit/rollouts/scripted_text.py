@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -14,8 +15,13 @@ from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import CallRequest, ParsedReply
 from rollouts.endpoint.agent_endpoint import AgentEndpoint, Session
+from rollouts.engines.engine import Engine
 from rollouts.engines.scripted_engine import ScriptedEngine
-from storage.records import Sampling
+from rollouts.production.attempts import Player
+from rollouts.rewards.scoring import RewardPool
+from rollouts.workflow import RolloutWorkflow
+from storage.records import Message, RolloutGroup, RolloutTask, Sampling
+from tests.builders import ATTEMPT_LIMITS
 
 ADD = {
     "type": "function",
@@ -25,6 +31,18 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
     },
 }
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def said(text: str) -> Message:
+    return Message(role="assistant", content=text, is_completion=True)
+
+
+def from_tool(text: str) -> Message:
+    return Message(role="tool", content=text)
 
 
 class Brackets:
@@ -61,6 +79,33 @@ def a_chat(tokens: ChatTokens, engine: Any, *, max_model_len: int = 4096, **samp
         request_id="0.task/0",
         tool_parser=Brackets(),  # type: ignore[arg-type]
     )
+
+
+async def play_group(
+    workflow: RolloutWorkflow,
+    tokens: ChatTokens,
+    engine: Engine,
+    task: RolloutTask,
+    *,
+    n_samples: int = 1,
+    max_model_len: int = 4096,
+    tool_parser: Any = None,
+    **limits: Any,
+) -> RolloutGroup:
+    """A group of attempts, played as the worker plays it; `limits` are those of `AttemptLimits`."""
+    async with RewardPool(num_processes=1, timeout=10.0) as rewards:
+        player = Player(
+            workflow=workflow,
+            engine=engine,
+            tokens=tokens,
+            rewards=rewards,
+            limits=dataclasses.replace(ATTEMPT_LIMITS, **{"min_usable": 1, **limits}),
+            max_model_len=max_model_len,
+            tool_parser=tool_parser or Brackets(),
+        )
+        place = {"group_id": f"0.{task.id}", "position": 0, "epoch": 0}
+        sampling = Sampling(max_tokens=128)
+        return await player.group(task, n_samples=n_samples, sampling=sampling, is_eval=False, **place)
 
 
 def play(chat: Chat, agent: Callable[[AsyncOpenAI, Session], Awaitable[Any]], *, max_retries: int = 0) -> Any:

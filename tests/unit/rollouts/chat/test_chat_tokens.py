@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import tool
 from rollouts.engines.scripted_engine import ScriptedEngine
 from storage.records import Message, Sampling
+from tests.unit.rollouts.scripted_text import from_tool, said, user
 from trainers.model.warmup import character_tokenizer
 
 QWEN2 = """
@@ -100,26 +102,23 @@ MISTRAL = """
 {%- endif %}
 {%- endfor %}"""
 
-FAMILIES: dict[str, tuple[str, list[str], str]] = {
-    "qwen2": (QWEN2, ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
-    "qwen3": (QWEN3, ["<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+FAMILIES: dict[str, tuple[str, str, str]] = {
+    "qwen2": (QWEN2, "<|im_start|> <|im_end|>", "<|im_end|>"),
+    "qwen3": (QWEN3, "<|im_start|> <|im_end|>", "<|im_end|>"),
     "llama3": (
         LLAMA3,
-        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|python_tag|>"],
+        "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|python_tag|>",
         "<|eot_id|>",
     ),
-    "mistral": (
-        MISTRAL,
-        ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
-        "</s>",
-    ),
+    "mistral": (MISTRAL, "<s> </s> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]", "</s>"),
 }
+"""Template, special tokens, end token."""
 
 
 def family(name: str, *, merges: Sequence[tuple[str, str]] = ()) -> ChatTokens:
     """A byte-level tokenizer with a family's special tokens and template."""
     template, special, end = FAMILIES[name]
-    return ChatTokens(byte_tokenizer(template=template, special=special, end=end, merges=merges))
+    return ChatTokens(byte_tokenizer(template=template, special=special.split(), end=end, merges=merges))
 
 
 def byte_tokenizer(*, template: str, special: list[str], end: str, merges: Sequence[tuple[str, str]] = ()) -> Any:
@@ -148,16 +147,36 @@ def lookup(key: str) -> str:
     return f"value of {key}"
 
 
-def _user(text: str) -> Message:
-    return Message(role="user", content=text)
+def _chat(
+    tokens: ChatTokens, *replies: str | list[int], parser: str = "hermes", asked: list[list[int]] | None = None
+) -> Chat:
+    """Each reply is one in text, which ends, or ids."""
+
+    def reply(prompt_ids: list[int], request_id: str) -> list[int]:
+        if asked is not None:
+            asked.append(prompt_ids)
+        words = replies[int(request_id.rsplit("/", 1)[1])]
+        if isinstance(words, list):
+            return words
+        return [*tokens.tokenizer.encode(words, add_special_tokens=False), tokens.end_id]
+
+    return Chat(
+        engine=ScriptedEngine(reply),
+        tokens=tokens,
+        sampling=Sampling(max_tokens=200),
+        max_model_len=4096,
+        request_id="0.task/0",
+        tool_parser=ToolParser(parser, tokens.tokenizer),
+    )
 
 
-def _said(text: str) -> Message:
-    return Message(role="assistant", content=text)
+def _recorded(chat: Chat) -> list[int]:
+    assert {turn.sequence_idx for turn in chat.turns} == {0}
+    return [i for turn in chat.turns for i in (*turn.context_ids, *turn.sampled_ids)]
 
 
-def _result(text: str) -> Message:
-    return Message(role="tool", content=text)
+async def _ask_in_turn(chat: Chat, *texts: str) -> list[str]:
+    return [await chat.ask(text) for text in texts]
 
 
 def _decoded(tokens: ChatTokens, ids: list[int]) -> str:
@@ -165,10 +184,10 @@ def _decoded(tokens: ChatTokens, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3"])
-@pytest.mark.parametrize("new", [[_user("and?")], [_result("42")], [_result("42"), _result("43")]])
+@pytest.mark.parametrize("new", [[user("and?")], [from_tool("42")], [from_tool("42"), from_tool("43")]])
 def test_what_follows_a_reply_is_what_the_template_puts_there(name: str, new: list[Message]):
     tokens = family(name)
-    past = [_user("hi"), _said("hello")]
+    past = [user("hi"), said("hello")]
     end = tokens.tokenizer.eos_token
     whole = _decoded(tokens, tokens.prompt([*past, *new]))
     behind = whole.partition("hello" + end)[2]
@@ -179,33 +198,27 @@ def test_what_follows_a_reply_is_what_the_template_puts_there(name: str, new: li
 def test_after_a_template_that_shortens_older_replies_the_continuation_is_still_right():
     """Qwen3's drops what was thought before the last question; a reply that is the last one looks different."""
     tokens = family("qwen3")
-    asked, answered = tokens.continuation([_user("and?")], ended=True), tokens.continuation([_result("42")], ended=True)
+    asked, answered = (
+        tokens.continuation([user("and?")], ended=True),
+        tokens.continuation([from_tool("42")], ended=True),
+    )
     assert _decoded(tokens, asked) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
     assert _decoded(tokens, answered) == "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():
     tokens = family("qwen3")
-    replies = ["<think>\nhm\n</think>\n\n4", "5"]
-    ids = [[*tokens.tokenizer.encode(reply), tokens.end_id] for reply in replies]
-
-    async def play(chat: Chat) -> None:
-        await chat.ask("2+2")
-        await chat.ask("and 1?")
-
-    chat = _chat(tokens, ids)
-    asyncio.run(play(chat))
-    recorded = [i for turn in chat.turns for i in (*turn.context_ids, *turn.sampled_ids)]
-    assert _decoded(tokens, recorded) == (
+    chat = _chat(tokens, "<think>\nhm\n</think>\n\n4", "5")
+    asyncio.run(_ask_in_turn(chat, "2+2", "and 1?"))
+    assert _decoded(tokens, _recorded(chat)) == (
         "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\n4<|im_end|>\n"
         "<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
     )
-    assert {turn.sequence_idx for turn in chat.turns} == {0}
 
 
 def test_a_mistral_template_gets_the_call_ids_it_insists_on():
     tokens = family("mistral")
-    text = _decoded(tokens, tokens.continuation([_result("42")], ended=True))
+    text = _decoded(tokens, tokens.continuation([from_tool("42")], ended=True))
     assert text == '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'
 
 
@@ -219,17 +232,11 @@ def test_a_mistral_template_gets_the_call_ids_it_insists_on():
 def test_three_turns_with_tools_are_what_the_template_would_render(name: str, parser: str, call: str):
     """With the tools in the first prompt, and special tokens in the call where the family has them."""
     tokens = family(name)
-    ids = [[*tokens.tokenizer.encode(text, add_special_tokens=False), tokens.end_id] for text in (call, call, "done")]
-    chat = _chat(tokens, ids, parser)
+    chat = _chat(tokens, call, call, "done", parser=parser)
     assert asyncio.run(chat.ask("find k", tools=[lookup])) == "done"
-    assert [turn.sequence_idx for turn in chat.turns] == [0, 0, 0]
     assert [len(turn.tool_calls) for turn in chat.turns] == [1, 1, 0]
-    assert [message.content for message in chat.messages] == [
-        "find k",
-        *[call, "value of k"] * 2,
-        "done",
-    ]
-    recorded = [i for turn in chat.turns for i in (*turn.context_ids, *turn.sampled_ids)]
+    assert [message.content for message in chat.messages] == ["find k", *[call, "value of k"] * 2, "done"]
+    recorded = _recorded(chat)
     assert '"name": "lookup"' in _decoded(tokens, chat.turns[0].context_ids)
     rendered = tokens.prompt(chat.messages, tools=[lookup.schema])
     assert recorded == rendered[: len(recorded)] and len(rendered) - len(recorded) < 40  # the next turn's opening
@@ -242,14 +249,10 @@ def test_what_the_policy_sampled_is_never_tokenised_again():
     unusual = [vocab["a"], vocab["b"], tokens.end_id]
     assert tokens.tokenizer.encode("ab") == [vocab["ab"]]
 
-    async def play(chat: Chat) -> None:
-        assert await chat.ask("ab") == "ab"
-        await chat.ask("go on")
-
     asked: list[list[int]] = []
-    chat = _chat(tokens, [unusual, unusual], asked=asked)
-    asyncio.run(play(chat))
-    first = tokens.prompt([_user("ab")])
+    chat = _chat(tokens, unusual, unusual, asked=asked)
+    assert asyncio.run(_ask_in_turn(chat, "ab", "go on"))[0] == "ab"
+    first = tokens.prompt([user("ab")])
     assert vocab["ab"] in first  # what was not sampled is tokenised as always
     assert asked[1][: len(first) + 3] == [*first, *unusual]
     assert vocab["ab"] not in asked[1][len(first) :]
@@ -259,34 +262,29 @@ def test_special_tokens_are_text_only_where_calls_may_consist_of_them():
     tokens = family("llama3")
     ids = tokens.tokenizer.encode("<|python_tag|>{}<|eot_id|>", add_special_tokens=False)
     assert tokens.text(ids) == "{}"
-    assert tokens.text(ids, keep_special=True) == "<|python_tag|>{}"
-    assert tokens.text(ids[:-1], keep_special=True) == "<|python_tag|>{}"
+    assert tokens.text(ids, keep_special=True) == tokens.text(ids[:-1], keep_special=True) == "<|python_tag|>{}"
+
+
+def test_the_tokenizer_is_known_by_its_digests(tokens: ChatTokens, tokenizer_folder: Path):
+    again = ChatTokens.load(tokenizer_folder)
+    digests = (again.tokenizer_sha256, again.chat_template_sha256)
+    assert digests == (tokens.tokenizer_sha256, tokens.chat_template_sha256) and set(map(len, digests)) == {64}
+    assert tokens.alphabet() == list(range(4, 16)) and tokens.end_id == 1
+    assert tokens.text([5, 6, 1]) == "01"
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_with_the_fix(tokenizer_folder: Path, tmp_path: Path):
+    shutil.copytree(tokenizer_folder, tmp_path, ignore=lambda *_: ["chat_template.jinja"], dirs_exist_ok=True)
+    with pytest.raises(ValueError, match="no chat template; use an instruction-tuned model"):
+        ChatTokens.load(tmp_path)
 
 
 def test_a_template_that_does_not_close_replies_cannot_be_continued_and_says_so():
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokens = ChatTokens(byte_tokenizer(template=template, special=["<end>"], end="<end>"))
-    assert tokens.prompt([_user("hi")])
+    assert tokens.prompt([user("hi")])
     with pytest.raises(ValueError, match=r"does not end an assistant's reply with the end token '<end>'"):
-        tokens.continuation([_user("and?")], ended=True)
-
-
-def _chat(
-    tokens: ChatTokens, replies: list[list[int]], parser: str = "hermes", *, asked: list[list[int]] | None = None
-) -> Chat:
-    def reply(prompt_ids: list[int], request_id: str) -> list[int]:
-        if asked is not None:
-            asked.append(prompt_ids)
-        return replies[int(request_id.rsplit("/", 1)[1])]
-
-    return Chat(
-        engine=ScriptedEngine(reply),
-        tokens=tokens,
-        sampling=Sampling(max_tokens=200),
-        max_model_len=4096,
-        request_id="0.task/0",
-        tool_parser=ToolParser(parser, tokens.tokenizer),
-    )
+        tokens.continuation([user("and?")], ended=True)
 
 
 @pytest.mark.parametrize(("model_type", "is_spared"), [("qwen2", True), ("qwen3", True), ("llama", False)])
@@ -301,6 +299,6 @@ def test_the_tokenizer_is_autotokenizers_choice_and_where_there_is_none_its_impo
         f"found = ChatTokens.load(Path({str(tmp_path)!r})).tokenizer\n"
         "print(type(found).__name__, found.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     chosen = AutoTokenizer.from_pretrained(str(tmp_path))
-    assert said.split("\n")[-2] == f"{type(chosen).__name__} {chosen.encode('12+7=')} {not is_spared}"
+    assert printed.split("\n")[-2] == f"{type(chosen).__name__} {chosen.encode('12+7=')} {not is_spared}"

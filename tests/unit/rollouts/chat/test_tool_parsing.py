@@ -23,55 +23,38 @@ def _parsed(parser: str, model: str, text: str) -> ParsedReply:
     return asyncio.run(ToolParser(parser, family(model).tokenizer).parse(text, [weather.schema]))
 
 
-BERLIN = {"city": "Berlin"}
-READ = [
-    ("hermes", "qwen2", '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin"}}\n</tool_call>', ""),
-    ("hermes", "qwen2", 'Let me see.<tool_call>{"name": "weather", "arguments": {"city": "Berlin"}}', "Let me see."),
-    ("qwen3_json", "qwen3", '<tool_call>\n{"name": "weather", "arguments": {"city": "Berlin"}}\n</tool_call>', ""),
-    ("llama3_json", "llama3", '<|python_tag|>{"name": "weather", "parameters": {"city": "Berlin"}}', ""),
-    ("llama3_json", "llama3", '{"name": "weather", "parameters": {"city": "Berlin"}}', ""),
-    ("mistral", "mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Berlin"}}]', ""),
-    ("mistral", "mistral", 'Well.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Berlin"}}]', "Well."),
-    ("pythonic", "llama3", "[weather(city='Berlin')]", ""),
-]
-
-
-@pytest.mark.parametrize(("parser", "model", "text", "content"), READ)
-def test_a_call_is_read_with_its_arguments(parser: str, model: str, text: str, content: str):
-    reply = _parsed(parser, model, text)
-    [call] = reply.tool_calls
-    assert (call.name, json.loads(call.arguments)) == ("weather", BERLIN)
-    assert call.id and (reply.content, reply.malformed_call) == (content, "")
+BERLIN = '{"city": "Berlin"}'
+ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo", "days": 3}'
+HERMES = '<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>'
+LLAMA = '{"name": "weather", "parameters": %s}'
+MISTRAL = '{"name": "weather", "arguments": %s}'
 
 
 @pytest.mark.parametrize(
-    ("parser", "model", "text"),
+    ("parser", "model", "text", "content", "arguments"),
     [
-        (
-            "hermes",
-            "qwen2",
-            '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>\n'
-            '<tool_call>{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}</tool_call>',
-        ),
-        (
-            "llama3_json",
-            "llama3",
-            '{"name": "weather", "parameters": {"city": "Rome"}}; '
-            '{"name": "weather", "parameters": {"city": "Oslo", "days": 3}}',
-        ),
-        (
-            "mistral",
-            "mistral",
-            '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rome"}}, '
-            '{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}]',
-        ),
-        ("pythonic", "llama3", "[weather(city='Rome'), weather(city='Oslo', days=3)]"),
+        ("hermes", "qwen2", HERMES % BERLIN, "", [BERLIN]),
+        ("hermes", "qwen2", "Let me see." + HERMES.removesuffix("\n</tool_call>") % BERLIN, "Let me see.", [BERLIN]),
+        ("hermes", "qwen2", f"{HERMES % ROME}\n{HERMES % OSLO}", "", [ROME, OSLO]),
+        ("qwen3_json", "qwen3", HERMES % BERLIN, "", [BERLIN]),
+        ("llama3_json", "llama3", f"<|python_tag|>{LLAMA % BERLIN}", "", [BERLIN]),
+        ("llama3_json", "llama3", LLAMA % BERLIN, "", [BERLIN]),
+        ("llama3_json", "llama3", f"{LLAMA % ROME}; {LLAMA % OSLO}", "", [ROME, OSLO]),
+        ("mistral", "mistral", f"[TOOL_CALLS] [{MISTRAL % BERLIN}]", "", [BERLIN]),
+        ("mistral", "mistral", f"Well.[TOOL_CALLS] [{MISTRAL % BERLIN}]", "Well.", [BERLIN]),
+        ("mistral", "mistral", f"[TOOL_CALLS] [{MISTRAL % ROME}, {MISTRAL % OSLO}]", "", [ROME, OSLO]),
+        ("pythonic", "llama3", "[weather(city='Berlin')]", "", [BERLIN]),
+        ("pythonic", "llama3", "[weather(city='Rome'), weather(city='Oslo', days=3)]", "", [ROME, OSLO]),
     ],
 )
-def test_several_calls_keep_their_order(parser: str, model: str, text: str):
-    calls = _parsed(parser, model, text).tool_calls
-    assert [json.loads(call.arguments) for call in calls] == [{"city": "Rome"}, {"city": "Oslo", "days": 3}]
-    assert len({call.id for call in calls}) == 2
+def test_calls_are_read_in_their_order_with_their_arguments(
+    parser: str, model: str, text: str, content: str, arguments: list[str]
+):
+    reply = _parsed(parser, model, text)
+    assert [json.loads(call.arguments) for call in reply.tool_calls] == list(map(json.loads, arguments))
+    assert {call.name for call in reply.tool_calls} == {"weather"} and all(call.id for call in reply.tool_calls)
+    assert len({call.id for call in reply.tool_calls}) == len(arguments)
+    assert (reply.content, reply.malformed_call) == (content, "")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +83,7 @@ def test_one_parser_reads_many_replies_and_keeps_nothing_of_them():
     parser = ToolParser("mistral", family("mistral").tokenizer)
 
     async def play() -> list[ParsedReply]:
-        texts = ['[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Berlin"}}]', "It rains."] * 2
+        texts = [f"[TOOL_CALLS] [{MISTRAL % BERLIN}]", "It rains."] * 2
         return [await parser.parse(text, [weather.schema]) for text in texts]
 
     replies = asyncio.run(play())

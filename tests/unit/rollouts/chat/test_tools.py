@@ -21,11 +21,9 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import CallRequest, ParsedReply
 from rollouts.chat.tools import Tool, ToolUnavailable, run_calls, tool, tools_of
 from rollouts.engines.scripted_engine import ScriptedEngine
-from rollouts.production.attempts import Player
-from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import Score, Workflow, workflow_context
-from storage.records import RolloutGroup, Sampling, Task, ToolCall
-from tests.builders import a_config
+from rollouts.workflow import RolloutWorkflow, Score, workflow_context
+from storage.records import RolloutTask, ToolCall
+from tests.unit.rollouts.scripted_text import play_group
 
 
 class Place(BaseModel):
@@ -65,8 +63,9 @@ class Board:
         """See the board."""
         return "x" * self.size
 
-    def reset(self) -> None:
-        """No tool."""
+    def plain(self, part: str) -> str:
+        """No tool by itself."""
+        return f"{part} of {self.size}"
 
 
 class SmallBoard(Board):
@@ -122,7 +121,7 @@ def test_types_of_every_kind_have_a_schema_and_are_checked_and_converted():
     assert (call.result, call.failed) == ("Place Rome 2 bed ['quiet']", False)
 
 
-def test_a_parameter_may_have_any_name():
+def test_a_decorated_function_is_still_a_function_and_its_parameters_may_have_any_name():
     @tool
     def odd(json: str, _private: int, schema: bool) -> str:
         """Names that mean something to libraries."""
@@ -130,9 +129,6 @@ def test_a_parameter_may_have_any_name():
 
     [call] = _calls(("odd", '{"json": "a", "_private": 1, "schema": true}'), tools=[odd])
     assert call.result == "a 1 True"
-
-
-def test_a_decorated_function_is_still_a_function():
     assert add(1, 2) == 3 and add(a=1) == 4
 
 
@@ -144,18 +140,8 @@ def test_methods_of_an_object_are_tools_of_that_object():
     assert [call.result for call in calls] == ["left on 9", "x" * 9, "x" * 9]
     assert (small.moves, large.moves) == ([], ["left"])
     assert small.move("right") == "right on 2"
-
-
-def test_a_plain_bound_method_can_be_made_a_tool():
-    class Store:
-        content = "full"
-
-        def state(self, part: str) -> str:
-            """What it holds."""
-            return f"{part}: {self.content}"
-
-    [call] = _calls(("state", '{"part": "p"}'), tools=[tool(Store().state)])
-    assert call.result == "p: full"
+    [call] = _calls(("plain", '{"part": "p"}'), tools=[tool(small.plain)])  # a bound method, made a tool later
+    assert call.result == "p of 2"
 
 
 def _no_docstring(a: int) -> int:
@@ -224,37 +210,27 @@ def test_what_the_policy_wrote_wrongly_is_told_to_it(name: str, arguments: str, 
     assert (right.result, right.failed) == ("4", False)
 
 
+def _no_parameters(function: Callable[[], Any], name: str = "act") -> Tool:
+    function.__name__, function.__doc__ = name, "Do it."
+    return tool(function)
+
+
 def test_what_a_tool_raises_is_told_to_the_policy_even_an_exit():
-    @tool
-    def divide(a: float) -> float:
-        """One over a."""
-        return 1 / a
-
-    @tool
     async def leave() -> None:
-        """End the process."""
         sys.exit(3)
 
-    @tool
-    def leave_thread() -> None:
-        """End the process."""
-        sys.exit(3)
-
-    @tool
-    def cycle() -> list[Any]:
-        """Return what JSON cannot say."""
-        circle: list[Any] = []
-        circle.append(circle)
-        return circle
-
-    asked = [("divide", '{"a": 0}'), ("leave", "{}"), ("leave_thread", "{}"), ("cycle", "{}")]
-    calls = _calls(*asked, tools=[divide, leave, leave_thread, cycle])
+    circle: list[Any] = []
+    circle.append(circle)
+    functions = [lambda: 1 / 0, leave, lambda: sys.exit(3), lambda: circle, lambda: next(iter(()))]
+    tools = [_no_parameters(function, f"tool{number}") for number, function in enumerate(functions)]
+    calls = _calls(*[(each.name, "{}") for each in tools], tools=tools)
     assert all(call.failed for call in calls)
     assert [call.result for call in calls] == [
-        "error: ZeroDivisionError: float division by zero",
+        "error: ZeroDivisionError: division by zero",
         "error: SystemExit: 3",
         "error: SystemExit: 3",
         "error: ValueError: Circular reference detected",
+        "error: RuntimeError: coroutine raised StopIteration",
     ]
 
 
@@ -262,63 +238,49 @@ def test_what_a_tool_raises_is_told_to_the_policy_even_an_exit():
     ("returned", "text"), [("é", "é"), (3, "3"), (None, "null"), ({"a": [1.5]}, '{"a": [1.5]}'), (Path("x"), '"x"')]
 )
 def test_a_result_is_text_or_json(returned: Any, text: str):
-    @tool
-    def give() -> Any:
-        """Give it."""
-        return returned
-
-    assert _calls(("give", "{}"), tools=[give])[0].result == text
+    assert _calls(("act", "{}"), tools=[_no_parameters(lambda: returned)])[0].result == text
 
 
-def test_a_long_result_is_cut_and_says_so():
-    @tool
-    def much() -> str:
-        """A lot of text."""
-        return "x" * 100
-
-    assert _calls(("much", "{}"), tools=[much], output_chars=100)[0].result == "x" * 100
-    cut = _calls(("much", "{}"), tools=[much], output_chars=20)[0].result
-    assert cut == "x" * 20 + " … [cut: 20 of 100 characters]"
+@pytest.mark.parametrize(("most", "rest"), [(100, ""), (20, " … [cut: 20 of 100 characters]")])
+def test_a_long_result_is_cut_and_says_so(most: int, rest: str):
+    [call] = _calls(("act", "{}"), tools=[_no_parameters(lambda: "x" * 100)], output_chars=most)
+    assert call.result == "x" * most + rest
 
 
 def test_async_tools_of_one_turn_run_at_the_same_time():
     together = asyncio.Barrier(8)
 
-    @tool
     async def meet() -> str:
-        """Wait for the others."""
         await together.wait()
         return "met"
 
-    calls = _calls(*[("meet", "{}")] * 8, tools=[meet])
+    calls = _calls(*[("act", "{}")] * 8, tools=[_no_parameters(meet)])
     assert [call.result for call in calls] == ["met"] * 8
 
 
 def test_eight_blocking_tools_of_a_second_take_less_than_two_and_leave_the_loop_alone():
-    @tool
     def nap() -> str:
-        """Block for a second."""
         time.sleep(1)
         return threading.current_thread().name
 
-    async def play() -> tuple[list[ToolCall], int]:
-        ticks = 0
+    ticks = 0
 
-        async def tick() -> None:
-            nonlocal ticks
-            while True:
-                await asyncio.sleep(0.01)
-                ticks += 1
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
 
+    async def play() -> list[ToolCall]:
         ticking = asyncio.create_task(tick())
-        asked = [CallRequest(id=str(i), name="nap", arguments="{}") for i in range(8)]
-        calls, _ = await run_calls(asked, [nap], timeout=10, output_chars=100)
+        asked = [CallRequest(id=str(i), name="act", arguments="{}") for i in range(8)]
+        calls, _ = await run_calls(asked, [_no_parameters(nap)], timeout=10, output_chars=100)
         ticking.cancel()
-        return calls, ticks
+        return calls
 
     for _ in range(3):  # this machine may be busy with something else
         started = time.perf_counter()
-        calls, ticks = asyncio.run(play())
+        calls = asyncio.run(play())
         seconds = time.perf_counter() - started
         if seconds < 2:
             break
@@ -330,35 +292,25 @@ def test_eight_blocking_tools_of_a_second_take_less_than_two_and_leave_the_loop_
 def test_a_hung_tool_times_out_and_nobody_waits_for_it():
     released = threading.Event()
 
-    @tool
-    def hang() -> str:
-        """Never return."""
-        released.wait()
-        return ""
-
-    @tool
-    async def hang_nicely() -> str:
-        """Never return."""
+    async def hang_nicely() -> None:
         await asyncio.Event().wait()
-        return ""
 
-    @tool
-    async def hang_on() -> str:
-        """Never return, whoever asks."""
+    async def hang_on() -> None:
         while not released.is_set():
             try:
                 await asyncio.sleep(0.01)
             except asyncio.CancelledError:
                 continue
-        return ""
 
     async def play() -> list[ToolCall]:
-        asked = [CallRequest(id=n, name=n, arguments='{"a": 1}' if n == "add" else "{}") for n in names]
-        calls, _ = await run_calls(asked, [hang, hang_nicely, hang_on, add], timeout=0.2, output_chars=100)
+        asked = [CallRequest(id=n, name=n, arguments="{}") for n in functions]
+        asked.append(CallRequest(id="add", name="add", arguments='{"a": 1}'))
+        calls, _ = await run_calls(asked, tools, timeout=0.2, output_chars=100)
         released.set()  # only now: nothing above waited for it
         return calls
 
-    names = ["hang", "hang_nicely", "hang_on", "add"]
+    functions = {"hang": lambda: released.wait(), "hang_nicely": hang_nicely, "hang_on": hang_on}
+    tools = [*(_no_parameters(function, name) for name, function in functions.items()), add]
     *hung, added = asyncio.run(play())
     assert [(call.result, call.failed) for call in hung] == [("error: timed out after 0.2 s", True)] * 3
     assert all(call.seconds >= 0.2 for call in hung)
@@ -388,16 +340,11 @@ print(calls[0].result)
 
 def test_too_many_hung_threads_are_a_fault_of_the_infrastructure(monkeypatch: pytest.MonkeyPatch):
     released = threading.Event()
-
-    @tool
-    def hang() -> None:
-        """Never return."""
-        released.wait()
-
+    hang = _no_parameters(lambda: released.wait())
     monkeypatch.setattr("rollouts.chat.tools.MOST_HUNG_THREADS", 2)
     try:
-        _, fine = _outcome(("hang", "{}"), ("hang", "{}"), tools=[hang], timeout=0.05)
-        _, unavailable = _outcome(("hang", "{}"), tools=[hang], timeout=0.05)
+        _, fine = _outcome(("act", "{}"), ("act", "{}"), tools=[hang], timeout=0.05)
+        _, unavailable = _outcome(("act", "{}"), tools=[hang], timeout=0.05)
     finally:
         released.set()
     assert fine is None
@@ -413,42 +360,24 @@ class _Parser:
     """Every reply that is `+` calls the workflow's tool."""
 
     async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
-        name = tools[0]["function"]["name"]
-        calls = [CallRequest(id="0", name=name, arguments="{}")] if text == "+" else []
+        calls = [CallRequest(id="0", name="act", arguments="{}")] if text == "+" else []
         return ParsedReply(content="" if calls else text, tool_calls=calls)
 
 
-class _Workflow(Workflow):
-    def __init__(self, used: Tool) -> None:
+class _Workflow(RolloutWorkflow):
+    def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__(None)
-        self._used = used
+        self._tool = _no_parameters(function)
 
-    async def run(self, task: Task, chat: Chat) -> Score:
-        return Score(reward=float(len(await chat.ask(task.prompt, tools=[self._used]))))
+    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+        return Score(reward=float(len(await chat.ask(task.prompt, tools=[self._tool]))))
 
 
-def _group(used: Tool, tokens: ChatTokens, replies: Callable[[str], list[int]], **limits: Any) -> RolloutGroup:
-    async def play() -> RolloutGroup:
-        async with RewardPool(num_processes=1, timeout=10) as rewards:
-            player = Player(
-                workflow=_Workflow(used),
-                engine=ScriptedEngine(lambda _, request_id: replies(request_id)),
-                tokens=tokens,
-                rewards=rewards,
-                config=a_config(max_model_len=64, **limits),
-                tool_parser=_Parser(),  # type: ignore[arg-type]
-            )
-            return await player.group(
-                Task(id="t", prompt="3"),
-                group_id="0.t",
-                position=0,
-                epoch=0,
-                n_samples=3,
-                sampling=Sampling(max_tokens=8),
-                is_eval=False,
-            )
-
-    return asyncio.run(play())
+def _group(function: Callable[[], Any], tokens: ChatTokens, replies: Callable[[str], list[int]], **limits: Any) -> Any:
+    engine = ScriptedEngine(lambda _, request_id: replies(request_id))
+    task = RolloutTask(id="t", prompt="3")
+    played = play_group(_Workflow(function), tokens, engine, task, n_samples=3, tool_parser=_Parser(), **limits)
+    return asyncio.run(played)
 
 
 def _call_once(request_id: str) -> list[int]:
@@ -458,9 +387,7 @@ def _call_once(request_id: str) -> list[int]:
 def test_a_fault_of_a_tools_infrastructure_leaves_the_attempt_without_a_reward(tokens: ChatTokens):
     """FEATURES row 58: one attempt's server answers 500; it enters no mean, and the other two are trained."""
 
-    @tool
     def ask_server() -> str:
-        """Ask the server."""
         if workflow_context().attempt == 1:  # known in the tool's own thread too
             raise ToolUnavailable("HTTP 500")
         return "7"
@@ -473,27 +400,16 @@ def test_a_fault_of_a_tools_infrastructure_leaves_the_attempt_without_a_reward(t
 
 
 def test_a_tool_that_raises_otherwise_is_the_policys_business(tokens: ChatTokens):
-    @tool
-    def fail() -> str:
-        """Fail."""
-        raise KeyError("7")
-
-    group = _group(fail, tokens, _call_once)
+    group = _group(lambda: {}["7"], tokens, _call_once)  # type: ignore[var-annotated]
     assert [t.status for t in group.trajectories] == ["ok"] * 3 and len(group.usable) == 3
     assert group.trajectories[0].turns[0].tool_calls[0].failed
 
 
 def test_an_attempt_that_wants_ever_more_tools_ends_as_max_turns_and_is_trained(tokens: ChatTokens):
-    executed: list[int] = []
-
-    @tool
-    def count() -> int:
-        """Count."""
-        executed.append(1)
-        return len(executed)
-
-    group = _group(count, tokens, lambda _: [4, 1], max_tool_turns=2)
+    executed: list[None] = []
+    group = _group(lambda: executed.append(None), tokens, lambda _: [4, 1], max_tool_turns=2)
     assert [t.status for t in group.trajectories] == ["max_turns"] * 3
     assert [len(t.turns) for t in group.trajectories] == [3, 3, 3] and len(executed) == 6
     assert len(group.usable) == 3
-    assert _group(count, tokens, lambda _: [4, 1], max_tool_turns=2, exclude_statuses=["max_turns"]).usable == []
+    limits: dict[str, Any] = {"max_tool_turns": 2, "exclude_statuses": ["max_turns"]}
+    assert _group(lambda: None, tokens, lambda _: [4, 1], **limits).usable == []
