@@ -20,13 +20,11 @@ from rollouts.engines.engine import Engine, EngineError
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.environments import agents
 from rollouts.environments.agents import AgentWorkflow, CommandWorkflow
-from rollouts.production.attempts import Player
-from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, WrongWorkflow, workflow_context
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.codec import decode_shard, encode_shard
-from tests.builders import a_config, provenance
-from tests.unit.rollouts.scripted_text import an_engine
+from tests.builders import provenance
+from tests.unit.rollouts.scripted_text import an_engine, play_group
 
 TASK = Task(id="17*3", prompt="What is 17*3?", answer="51")
 
@@ -36,60 +34,55 @@ def play(
     tokens: ChatTokens,
     engine: Engine,
     *,
-    n_samples: int = 2,
-    attempt_timeout: float = 60.0,
-    max_model_len: int = 4096,
     afterwards: Callable[[], Awaitable[None]] | None = None,
+    **options: Any,
 ) -> RolloutGroup:
-    """One group of attempts, played as the worker plays it; `afterwards` runs while its server still listens."""
+    """One group of attempts; `afterwards` runs while its server still listens."""
+    parser = ToolParser("hermes", tokens.tokenizer)
+    options = {"n_samples": 2, "attempt_timeout": 60.0, "tool_parser": parser, **options}
 
     async def inside() -> RolloutGroup:
-        async with RewardPool(num_processes=1, timeout=10.0) as rewards:
-            player = Player(
-                workflow=workflow,
-                engine=engine,
-                tokens=tokens,
-                rewards=rewards,
-                config=a_config(attempt_timeout=attempt_timeout, max_model_len=max_model_len),
-                tool_parser=ToolParser("hermes", tokens.tokenizer),
-            )
-            try:
-                group = await player.group(
-                    TASK,
-                    group_id="0.17*3",
-                    position=0,
-                    epoch=0,
-                    n_samples=n_samples,
-                    sampling=Sampling(max_tokens=128),
-                    is_eval=False,
-                )
-                if afterwards is not None:
-                    await afterwards()
-                return group
-            finally:
-                await close_agent_endpoint()
+        try:
+            group = await play_group(workflow, tokens, engine, TASK, **options)
+            if afterwards is not None:
+                await afterwards()
+            return group
+        finally:
+            await close_agent_endpoint()
 
     return asyncio.run(inside())
 
 
-class Asking(AgentWorkflow):
-    """Asks once; the reward is the attempt's number."""
+class Agent(AgentWorkflow):
+    """Does with a client what the test says; its address and key can be read afterwards."""
 
-    async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Any:
-        async with AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
-            return await self.use(client, task)
+    def __init__(self, use: Callable[[AsyncOpenAI], Awaitable[Any]]) -> None:
+        super().__init__()
+        self._use = use
 
-    async def use(self, client: AsyncOpenAI, task: Task) -> Any:
-        await self.ask(client, task)
-        return workflow_context().attempt
+    async def run_agent(self, task: RolloutTask, *, base_url: str, api_key: str) -> Any:
+        self.address: dict[str, Any] = {"base_url": base_url, "api_key": api_key, "max_retries": 0}
+        async with AsyncOpenAI(**self.address) as client:
+            return await self._use(client)
 
-    async def ask(self, client: AsyncOpenAI, task: Task) -> str | None:
-        messages: Any = [{"role": "user", "content": task.prompt}]
-        return (await client.chat.completions.create(model="any", messages=messages)).choices[0].message.content
+
+async def _ask(client: AsyncOpenAI, *history: Any) -> Any:
+    messages: Any = [{"role": "user", "content": TASK.prompt}, *history]
+    return (await client.chat.completions.create(model="any", messages=messages)).choices[0].message
+
+
+async def _ask_once(client: AsyncOpenAI) -> int:
+    await _ask(client)
+    return workflow_context().attempt
+
+
+async def _post(client: AsyncOpenAI) -> None:
+    correct = (await _ask(client)).content == TASK.answer
+    await client.post("/sessions/reward", body={"reward": correct, "parts": {"sum": 1.5}}, cast_to=object)
 
 
 def test_an_unmodified_client_yields_trainable_rows(text_tokens: ChatTokens):
-    group = play(Asking(), text_tokens, an_engine(text_tokens, "51"), n_samples=3)
+    group = play(Agent(_ask_once), text_tokens, an_engine(text_tokens, "51"), n_samples=3)
     assert group.accepted
     assert [(t.status, t.reward) for t in group.usable] == [("ok", 0.0), ("ok", 1.0), ("ok", 2.0)]
     shard = encode_shard([group], provenance=provenance(), sampling=Sampling())
@@ -101,89 +94,66 @@ def test_an_unmodified_client_yields_trainable_rows(text_tokens: ChatTokens):
         assert row["loss_mask"] == [False] * len(prompt) + [True] * 3
 
 
-class Posting(Asking):
-    async def use(self, client: AsyncOpenAI, task: Task) -> None:
-        correct = await self.ask(client, task) == task.answer
-        await client.post("/sessions/reward", body={"reward": correct, "parts": {"sum": 1.5}}, cast_to=object)
-
-
 def test_a_reward_may_be_posted(text_tokens: ChatTokens):
-    [one, _] = play(Posting(), text_tokens, an_engine(text_tokens, "51")).usable
+    [one, _] = play(Agent(_post), text_tokens, an_engine(text_tokens, "51")).usable
     assert (one.reward, one.reward_parts) == (1.0, {"sum": 1.5})
 
 
-class Silent(Asking):
-    async def use(self, client: AsyncOpenAI, task: Task) -> None:
-        await self.ask(client, task)
+async def _silent(client: AsyncOpenAI) -> None:
+    await _ask(client)
 
 
-class Broken(Asking):
-    async def use(self, client: AsyncOpenAI, task: Task) -> None:
-        raise KeyError("settings")
+async def _broken(client: AsyncOpenAI) -> None:
+    raise KeyError("settings")
 
 
-class Infinite(Asking):
-    async def use(self, client: AsyncOpenAI, task: Task) -> float:
-        return float("inf")
+async def _infinite(client: AsyncOpenAI) -> float:
+    return float("inf")
 
 
-class Contradictory(Posting):
-    async def use(self, client: AsyncOpenAI, task: Task) -> Any:
-        await super().use(client, task)
-        return 0.5
+async def _contradictory(client: AsyncOpenAI) -> float:
+    await _post(client)
+    return 0.5
 
 
-class NotApplicable(Asking):
-    async def use(self, client: AsyncOpenAI, task: Task) -> Score:
-        await self.ask(client, task)
-        return Score(reward=None)
+async def _not_applicable(client: AsyncOpenAI) -> Score:
+    await _ask(client)
+    return Score(reward=None)
+
+
+async def _wordy(client: AsyncOpenAI) -> str:
+    return "very good"
+
+
+async def _endless(client: AsyncOpenAI) -> None:
+    history: list[Any] = []
+    while True:
+        history += [await _ask(client, *history), {"role": "user", "content": "And then?"}]
 
 
 @pytest.mark.parametrize(
     ("agent", "status", "error"),
     [
-        (Silent, "env_error", "ended without a reward: return one from run_agent, or post one to"),
-        (Broken, "env_error", "KeyError: 'settings'"),
-        (Infinite, "env_error", "finite"),
-        (Contradictory, "env_error", "reward is 1.0 already"),
-        (NotApplicable, "ok", ""),
+        (_silent, "env_error", "ended without a reward: return one from run_agent, or post one to"),
+        (_broken, "env_error", "KeyError: 'settings'"),
+        (_infinite, "env_error", "finite"),
+        (_contradictory, "env_error", "reward is 1.0 already"),
+        (_not_applicable, "ok", ""),
+        (_endless, "truncated", "of 64 are used"),  # it gives up on a full context
     ],
 )
-def test_an_attempt_without_one_reward_enters_no_mean(
-    text_tokens: ChatTokens, agent: type[AgentWorkflow], status: str, error: str
-):
-    group = play(agent(), text_tokens, an_engine(text_tokens, "51"))
+def test_an_attempt_without_one_reward_enters_no_mean(text_tokens: ChatTokens, agent: Any, status: str, error: str):
+    group = play(Agent(agent), text_tokens, an_engine(text_tokens, *["51"] * 9), max_model_len=64)
     assert not group.usable and not group.accepted
     for trajectory in group.trajectories:
         assert (trajectory.status, trajectory.reward) == (status, None)
         assert error in trajectory.error
-
-
-class Wordy(Asking):
-    async def use(self, client: AsyncOpenAI, task: Task) -> str:
-        return "very good"
+        assert len(trajectory.turns) == 4 or agent is not _endless
 
 
 def test_a_return_value_that_is_no_reward_is_a_mistake_in_the_workflow(text_tokens: ChatTokens):
-    with pytest.raises(WrongWorkflow, match="Wordy.run_agent returned str; return a Score, a number, or None"):
-        play(Wordy(), text_tokens, an_engine(text_tokens))
-
-
-class Conversing(Asking):
-    """Goes on until something stops it."""
-
-    async def use(self, client: AsyncOpenAI, task: Task) -> None:
-        messages: Any = [{"role": "user", "content": task.prompt}]
-        while True:
-            completion = await client.chat.completions.create(model="any", messages=messages)
-            messages += [completion.choices[0].message, {"role": "user", "content": "And then?"}]
-
-
-def test_an_agent_that_gives_up_on_a_full_context_was_truncated(text_tokens: ChatTokens):
-    group = play(Conversing(), text_tokens, an_engine(text_tokens, *["51"] * 9), max_model_len=64)
-    for trajectory in group.trajectories:
-        assert (trajectory.status, trajectory.reward) == ("truncated", None)
-        assert "of 64 are used" in trajectory.error and len(trajectory.turns) == 4
+    with pytest.raises(WrongWorkflow, match="Agent.run_agent returned str; return a Score, a number, or None"):
+        play(Agent(_wordy), text_tokens, an_engine(text_tokens))
 
 
 class Failing(ScriptedEngine):
@@ -192,33 +162,24 @@ class Failing(ScriptedEngine):
 
 
 def test_an_agent_that_gives_up_on_a_dead_engine_is_not_to_blame(text_tokens: ChatTokens):
-    for trajectory in play(Asking(), text_tokens, an_engine(text_tokens, engine=Failing)).trajectories:
+    for trajectory in play(Agent(_ask_once), text_tokens, an_engine(text_tokens, engine=Failing)).trajectories:
         assert (trajectory.status, trajectory.error) == ("engine_error", "out of memory")
 
 
-class Hanging(Asking):
-    """Never ends, and keeps where it was."""
-
-    async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Any:
-        self.base_url, self.api_key = base_url, api_key
-        return await super().run_agent(task, base_url=base_url, api_key=api_key)
-
-    async def use(self, client: AsyncOpenAI, task: Task) -> Any:
-        await client.models.list()
-        await asyncio.Event().wait()
+async def _hang(client: AsyncOpenAI) -> None:
+    await client.models.list()
+    await asyncio.Event().wait()
 
 
 def test_a_session_that_never_ends_times_out_and_its_key_with_it(text_tokens: ChatTokens):
     async def use_the_key() -> None:
-        async with AsyncOpenAI(base_url=workflow.base_url, api_key=workflow.api_key, max_retries=0) as client:
+        async with AsyncOpenAI(**agent.address) as client:
             with pytest.raises(openai.AuthenticationError):
                 await client.models.list()
 
-    workflow = Hanging()
-    group = play(
-        workflow, text_tokens, an_engine(text_tokens), n_samples=1, attempt_timeout=1.0, afterwards=use_the_key
-    )
-    [hung] = group.trajectories
+    agent = Agent(_hang)
+    options: dict[str, Any] = {"n_samples": 1, "attempt_timeout": 1.0, "afterwards": use_the_key}
+    [hung] = play(agent, text_tokens, an_engine(text_tokens), **options).trajectories
     assert (hung.status, hung.reward, hung.error) == ("timeout", None, "attempt took more than 1 s")
 
 

@@ -6,6 +6,7 @@ Ids here: 0 pad, 1 end, 2 user, 3 assistant, 4 `+`, 5 … 14 the digits 0 … 9,
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,15 +21,14 @@ from rollouts.chat.tools import tool
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.environments import environments
 from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation, returns
-from rollouts.production.attempts import Player
-from rollouts.rewards.scoring import RewardPool, score
-from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
-from storage.records import RolloutGroup, Sampling, Task, Trajectory
+from rollouts.rewards.scoring import score
+from rollouts.workflow import RolloutWorkflow, Score, WrongWorkflow, workflow_context
+from storage.records import RolloutGroup, RolloutTask, Trajectory
 from storage.shards.shards import commit_shard
 from storage.views.exports import export_sft
 from storage.views.queries import open_queries
-from tests.builders import SAMPLING, a_config, a_log, local_store, provenance
-from tests.unit.rollouts.scripted_text import Brackets, an_engine
+from tests.builders import SAMPLING, a_log, local_store, provenance
+from tests.unit.rollouts.scripted_text import an_engine, play_group
 
 TASK = Task(id="count", prompt="3")
 
@@ -68,37 +68,9 @@ class _Workflow(EnvironmentWorkflow):
         return self.made[-1]
 
 
-def _group(
-    tokens: ChatTokens,
-    workflow: Workflow,
-    *,
-    n_samples: int = 1,
-    attempt_timeout: float = 10.0,
-    engine: Any = None,
-) -> RolloutGroup:
+def _group(tokens: ChatTokens, workflow: RolloutWorkflow, *, engine: Any = None, **options: Any) -> RolloutGroup:
     """A group of attempts at `TASK` whose every reply is `7`, unless `engine` says something else."""
-
-    async def play() -> RolloutGroup:
-        async with RewardPool(num_processes=1, timeout=5) as rewards:
-            player = Player(
-                workflow=workflow,
-                engine=engine or ScriptedEngine(lambda *_: [12, 1]),
-                tokens=tokens,
-                rewards=rewards,
-                config=a_config(attempt_timeout=attempt_timeout, min_usable=1, max_model_len=1024),
-                tool_parser=Brackets(),  # type: ignore[arg-type]
-            )
-            return await player.group(
-                TASK,
-                group_id="0.count",
-                position=0,
-                epoch=0,
-                n_samples=n_samples,
-                sampling=Sampling(max_tokens=64),
-                is_eval=False,
-            )
-
-    return asyncio.run(play())
+    return asyncio.run(play_group(workflow, tokens, engine or ScriptedEngine(lambda *_: [12, 1]), TASK, **options))
 
 
 def _attempt(tokens: ChatTokens, workflow: Workflow, **options: Any) -> Trajectory:
@@ -117,16 +89,16 @@ def test_the_observation_of_reset_and_of_every_step_is_in_the_prompt(tokens: Cha
     assert (trajectory.status, trajectory.reward, workflow.made[0].closed) == ("ok", 1.0, 1)
 
 
-def test_a_final_reward_is_discounted_once_per_turn(tokens: ChatTokens):
-    trajectory = _attempt(tokens, _Workflow(lambda: _Counter(prize=8.0), discount=0.5))
-    assert trajectory.reward_parts == {"turn_0": 8.0 * 0.5**2, "turn_1": 8.0 * 0.5, "turn_2": 8.0}
-    assert trajectory.reward == 2.0
-
-
-def test_rewards_of_earlier_turns_are_added(tokens: ChatTokens):
-    trajectory = _attempt(tokens, _Workflow(lambda: _Counter(prize=8.0, step_reward=-1.0), discount=0.5))
-    assert trajectory.reward_parts == {"turn_0": -1.0 - 0.5 + 2.0, "turn_1": -1.0 + 4.0, "turn_2": 8.0}
-    assert trajectory.reward == 0.5
+@pytest.mark.parametrize(
+    ("step_reward", "values"), [(0.0, [8.0 * 0.5**2, 8.0 * 0.5, 8.0]), (-1.0, [-1.0 - 0.5 + 2.0, -1.0 + 4.0, 8.0])]
+)
+def test_rewards_of_later_turns_are_added_discounted_once_per_turn(
+    tokens: ChatTokens, step_reward: float, values: list[float]
+):
+    make = functools.partial(_Counter, prize=8.0, step_reward=step_reward)
+    trajectory = _attempt(tokens, _Workflow(make, discount=0.5))
+    assert trajectory.reward_parts == {f"turn_{turn}": value for turn, value in enumerate(values)}
+    assert trajectory.reward == values[0]
 
 
 @given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1))
@@ -153,17 +125,19 @@ def test_an_episode_that_is_not_done_in_time_ends_as_max_turns_and_is_trained(to
     assert (trajectory.status, len(trajectory.turns), trajectory.usable) == ("max_turns", 2, True)
     assert trajectory.reward == 0.5 and trajectory.reward_parts == {"turn_0": 0.5, "turn_1": 0.25}
     assert workflow.made[0].closed == 1
-
-
-def test_an_episode_done_in_the_very_last_turn_is_ok(tokens: ChatTokens):
-    assert _attempt(tokens, _Workflow(_Counter, max_turns=3)).status == "ok"
+    assert _attempt(tokens, _Workflow(_Counter, max_turns=3)).status == "ok", "done in the very last turn"
 
 
 class _SaysStrings(_Counter):
     async def step(self, reply: str) -> str:
-        self.replies.append(reply)
-        self.is_done = len(self.replies) == 2
+        await super().step(reply)
         return "5"
+
+
+def test_a_string_is_an_observation_without_a_reward(tokens: ChatTokens):
+    trajectory = _attempt(tokens, _Workflow(lambda: _SaysStrings(length=2)))
+    assert [m.content for m in trajectory.messages] == ["3=", "7", "5", "7"]
+    assert (trajectory.reward, trajectory.reward_parts) == (0.0, {"turn_0": 0.0, "turn_1": 0.0})
 
 
 class _Till(_Counter):
@@ -209,12 +183,6 @@ def test_a_policy_that_only_calls_tools_runs_out_of_turns(text_tokens: ChatToken
     assert (shop.replies, shop.closed, len(trajectory.turns)) == ([], 1, 9)
 
 
-def test_a_string_is_an_observation_without_a_reward(tokens: ChatTokens):
-    trajectory = _attempt(tokens, _Workflow(_SaysStrings))
-    assert [m.content for m in trajectory.messages] == ["3=", "7", "5", "7"]
-    assert (trajectory.reward, trajectory.reward_parts) == (0.0, {"turn_0": 0.0, "turn_1": 0.0})
-
-
 class _Broken(_Counter):
     """Raises in one of its methods, in attempt 1 only."""
 
@@ -243,12 +211,8 @@ class _Broken(_Counter):
 def test_a_fault_of_the_environment_is_never_reward_zero_and_leaves_the_others_alone(tokens: ChatTokens, where: str):
     workflow = _Workflow(lambda: _Broken(where))
     group = _group(tokens, workflow, n_samples=4)
-    assert [(t.status, t.reward) for t in group.trajectories] == [
-        ("ok", 1.0),
-        ("env_error", None),
-        ("ok", 1.0),
-        ("ok", 1.0),
-    ]
+    assert [t.status for t in group.trajectories] == ["ok", "env_error", "ok", "ok"]
+    assert [t.reward for t in group.trajectories] == [1.0, None, 1.0, 1.0]
     assert group.trajectories[1].error == f"OSError: {where}: disk full"
     assert [t.attempt for t in group.usable] == [0, 2, 3] and group.accepted
     assert [made.closed for made in workflow.made] == [1, 1, 1, 1]
@@ -272,23 +236,13 @@ def test_a_cancelled_attempt_closes_its_environment(tokens: ChatTokens):
     workflow = _Workflow(_Slow)
 
     async def play() -> None:
-        async with RewardPool(num_processes=1, timeout=5) as rewards:
-            player = Player(
-                workflow=workflow,
-                engine=ScriptedEngine(lambda *_: [12, 1]),
-                tokens=tokens,
-                rewards=rewards,
-                config=a_config(max_model_len=64),
-            )
-            names: dict[str, Any] = {"group_id": "0.count", "position": 0, "epoch": 0}
-            playing = asyncio.create_task(
-                player.group(TASK, n_samples=2, sampling=Sampling(max_tokens=8), is_eval=False, **names)
-            )
-            while len(workflow.made) < 2:
-                await asyncio.sleep(0)
-            playing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await playing
+        engine = ScriptedEngine(lambda *_: [12, 1])
+        playing = asyncio.create_task(play_group(workflow, tokens, engine, TASK, n_samples=2))
+        while len(workflow.made) < 2:
+            await asyncio.sleep(0)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
 
     asyncio.run(play())
     assert [made.closed for made in workflow.made] == [1, 1]
@@ -336,22 +290,13 @@ def _ranks(attempts: Sequence[Trajectory]) -> list[Score]:
     return [Score(reward=rank, parts={"rank": rank}) for rank in ranks]
 
 
-def test_rewards_may_compare_the_attempts_of_a_group(tokens: ChatTokens):
+def test_rewards_may_compare_the_usable_attempts_of_a_group(tokens: ChatTokens):
     group = _group(tokens, _Ranked(_ranks), n_samples=4)
     assert [t.reward for t in group.trajectories] == [0.0, 0.5, None, 1.0]
     assert [t.status for t in group.trajectories] == ["ok", "ok", "env_error", "ok"]
     assert group.trajectories[3].reward_parts == {"length": 1.0, "rank": 1.0}
-
-
-def test_a_group_is_scored_by_its_usable_attempts_only(tokens: ChatTokens):
-    seen: list[list[int]] = []
-
-    def look(attempts: Sequence[Trajectory]) -> None:
-        seen.append([attempt.attempt for attempt in attempts])
-
-    group = _group(tokens, _Ranked(look), n_samples=4)
-    assert seen == [[0, 1, 3]]
-    assert [t.reward for t in group.trajectories] == [0.0, 1.0, None, 3.0]  # null leaves the rewards of `run`
+    unchanged = _group(tokens, _Ranked(lambda attempts: None), n_samples=4)
+    assert [t.reward for t in unchanged.trajectories] == [0.0, 1.0, None, 3.0], "those of `run`"
 
 
 async def _divided(attempts: Sequence[Trajectory]) -> Sequence[Score]:
@@ -380,9 +325,8 @@ def test_a_group_that_cannot_be_scored_is_lost_and_the_run_goes_on(
     tokens: ChatTokens, compare: Callable[..., Any], status: str, words: str
 ):
     group = _group(tokens, _Ranked(compare), n_samples=4, attempt_timeout=1.0 if compare is _never else 60.0)
-    assert [(t.status, t.reward) for t in group.trajectories] == [
-        *((status, None), (status, None), ("env_error", None), (status, None))
-    ]
+    assert [t.status for t in group.trajectories] == [status, status, "env_error", status]
+    assert [t.reward for t in group.trajectories] == [None] * 4
     assert group.trajectories[0].error.startswith(words)
     assert group.trajectories[2].error == "OSError: no board"
     assert not group.accepted and group.reject_reason.startswith("0 usable of 4")

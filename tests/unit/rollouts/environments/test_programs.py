@@ -36,7 +36,9 @@ def forked(use: Callable[[Launcher], Awaitable[Made]], *modules: str) -> Made:
     return asyncio.run(inside())
 
 
-async def _end(program: Program) -> tuple[int, str, str]:
+async def _end(starting: Awaitable[Program]) -> tuple[int, str, str]:
+    """Exit status, output and errors of a program."""
+    program = await starting
     assert program.stdout is not None and program.stderr is not None
     output, errors, status = await asyncio.gather(program.stdout.read(), program.stderr.read(), program.wait())
     return status, output.decode(), errors.decode()
@@ -53,10 +55,7 @@ def test_a_forked_program_finds_what_it_finds_when_it_is_started(tmp_path: Path)
     environment = {**os.environ, "OPENAI_API_KEY": "k"}
 
     async def both(launcher: Launcher) -> list[tuple[int, str, str]]:
-        return [
-            await _end(await launcher.start(command, environment)),
-            await _end(await start_program(command, environment)),
-        ]
+        return [await _end(start(command, environment)) for start in (launcher.start, start_program)]
 
     (status, output, errors), started = forked(both, "json")
     assert (status, errors) == (0, "to the other\n") and (status, errors) == (started[0], started[2])
@@ -75,10 +74,7 @@ def test_a_forked_program_finds_what_it_finds_when_it_is_started(tmp_path: Path)
     ],
 )
 def test_how_it_ended_is_known(tmp_path: Path, text: str, status: int, said: str):
-    async def one(launcher: Launcher) -> tuple[int, str, str]:
-        return await _end(await launcher.start(_script(tmp_path, text), dict(os.environ)))
-
-    ended = forked(one)
+    ended = forked(lambda launcher: _end(launcher.start(_script(tmp_path, text), dict(os.environ))))
     assert ended[0] == status and ended[2].endswith(said)
 
 
@@ -91,8 +87,7 @@ def test_what_is_preloaded_is_imported_once_and_each_program_has_its_own(
 
     async def three(launcher: Launcher) -> list[tuple[int, str, str]]:
         command = _script(tmp_path, text)
-        programs = [await launcher.start(command, dict(os.environ)) for _ in range(3)]
-        return await asyncio.gather(*map(_end, programs))
+        return await asyncio.gather(*(_end(launcher.start(command, dict(os.environ))) for _ in range(3)))
 
     lines = [output.split() for _, output, _ in forked(three, "slow_library")]
     assert (tmp_path / "imports").read_text() == "."
@@ -114,7 +109,7 @@ def test_a_launcher_that_dies_takes_its_programs_with_it_and_the_next_has_anothe
             await program.wait()
         while True:
             try:
-                return await _end(await launcher.start(_script(tmp_path, "print('again')"), dict(os.environ)))
+                return await _end(launcher.start(_script(tmp_path, "print('again')"), dict(os.environ)))
             except LauncherEnded:  # its end is known in a moment
                 await asyncio.sleep(0)
 
@@ -122,17 +117,11 @@ def test_a_launcher_that_dies_takes_its_programs_with_it_and_the_next_has_anothe
 
 
 def test_a_module_that_is_not_there_ends_it_with_a_sentence(tmp_path: Path):
-    async def one(launcher: Launcher) -> None:
-        await launcher.start(_script(tmp_path, ""), dict(os.environ))
-
     with pytest.raises(LauncherEnded):
-        forked(one, "no_such_module")
+        forked(lambda launcher: launcher.start(_script(tmp_path, ""), dict(os.environ)), "no_such_module")
 
 
 @pytest.mark.parametrize("command", [["/bin/echo", "a.py"], [sys.executable], [sys.executable, "-m", "module"]])
 def test_only_a_script_of_this_python_can_be_forked(command: list[str]):
-    async def one(launcher: Launcher) -> None:
-        await launcher.start(command, {})
-
     with pytest.raises(ValueError, match="is to be"):
-        forked(one)
+        forked(lambda launcher: launcher.start(command, {}))

@@ -19,11 +19,8 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import EngineError, Generation
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.environments.verifiers_environments import VerifiersWorkflow
-from rollouts.production.attempts import Player
-from rollouts.rewards.scoring import RewardPool
-from storage.records import RolloutGroup, Sampling, Task, Trajectory
-from tests.builders import a_config
-from tests.unit.rollouts.scripted_text import Brackets, an_engine
+from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory
+from tests.unit.rollouts.scripted_text import an_engine, play_group
 
 _TASKSETS = Path(__file__).parent / "verifiers_tasksets"
 
@@ -36,37 +33,13 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _group(
-    workflow: VerifiersWorkflow,
-    task: Task,
-    tokens: ChatTokens,
-    engine: Any,
-    *,
-    n_samples: int = 1,
-    max_model_len: int = 4096,
-    attempt_timeout: float = 60.0,
+    workflow: VerifiersWorkflow, task: RolloutTask, tokens: ChatTokens, engine: Any, **options: Any
 ) -> RolloutGroup:
     async def play() -> RolloutGroup:
-        async with RewardPool(num_processes=1, timeout=5) as rewards:
-            player = Player(
-                workflow=workflow,
-                engine=engine,
-                tokens=tokens,
-                rewards=rewards,
-                config=a_config(min_usable=1, attempt_timeout=attempt_timeout, max_model_len=max_model_len),
-                tool_parser=Brackets(),  # type: ignore[arg-type]
-            )
-            try:
-                return await player.group(
-                    task,
-                    group_id=f"0.{task.id}",
-                    position=0,
-                    epoch=0,
-                    n_samples=n_samples,
-                    sampling=Sampling(max_tokens=64),
-                    is_eval=False,
-                )
-            finally:
-                await workflow.close()
+        try:
+            return await play_group(workflow, tokens, engine, task, **{"attempt_timeout": 60.0, **options})
+        finally:
+            await workflow.close()
 
     return asyncio.run(play())
 
