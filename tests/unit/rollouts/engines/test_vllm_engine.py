@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode
+from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_engine import TRIES, VllmEngine
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
@@ -24,15 +24,10 @@ STEPS = ["pause_scheduler_async", "reload_policy", "compute_weight_checksums", "
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names that `VllmEngine` imports, without the ten seconds that the real package takes."""
     fakes = {
-        "vllm": {
-            "AsyncEngineArgs": lambda model, **_: Path(model),
-        },
+        "vllm": {"AsyncEngineArgs": lambda model, **_: Path(model)},
         "vllm.envs": {"enable_envs_cache": lambda: None},
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
-        "vllm.sampling_params": {
-            "RequestOutputKind": SimpleNamespace(FINAL_ONLY=2),
-            "SamplingParams": SimpleNamespace,
-        },
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2), "SamplingParams": SimpleNamespace},
         "vllm.v1.engine": {"utils": SimpleNamespace(get_mp_context=None)},
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=FakeVllm)},
     }
@@ -63,6 +58,9 @@ class _Bench:
         assert await self.engine.start(self.policy(1), 1)
         self.vllm = self.engine.llm
         self.vllm.calls.clear()
+
+    async def load(self, weights: int, version: int | None = None) -> WeightUpdate:
+        return await self.engine.load_policy(self.policy(weights), version or weights)
 
     async def request(self, name: str, *, max_tokens: int = 6, steps: int = 0, **sampling: Any) -> asyncio.Task[Any]:
         """A request that has `steps` tokens."""
@@ -104,34 +102,28 @@ def bench(tmp_path: Path) -> _Bench:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+async def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch, answers: bool
 ):
     monkeypatch.setattr(FakeVllm, "max_num_seqs", 3)
     monkeypatch.setattr("rollouts.engines.vllm_engine.REHEARSAL_SECONDS", 60.0 if answers else 0.05)
-
-    async def main() -> None:
-        bench = _Bench(tmp_path)
-        starting = asyncio.create_task(bench.start())
-        async with asyncio.timeout(20):
-            while not (bench.engine.llm and len(bench.engine.llm.requests) == 3):
-                await asyncio.sleep(0)
-            rehearsed = list(bench.engine.llm.parts)
-            while answers and not starting.done():
-                bench.engine.llm.step()
-                await asyncio.sleep(0)
-            await starting
-        assert not bench.vllm.requests and len(bench.vllm.parts) == 3
-        assert {bool(request.finish_reason) for request in rehearsed} == {answers}
-        await bench.assert_serving(1)
-
-    asyncio.run(main())
+    starting = asyncio.create_task(bench.start())
+    while not (bench.engine.llm and len(bench.engine.llm.requests) == 3):
+        await asyncio.sleep(0)
+    rehearsed = list(bench.engine.llm.parts)
+    while answers and not starting.done():
+        bench.engine.llm.step()
+        await asyncio.sleep(0)
+    await starting
+    assert not bench.vllm.requests and len(bench.vllm.parts) == 3
+    assert {bool(request.finish_reason) for request in rehearsed} == {answers}
+    await bench.assert_serving(1)
 
 
 async def test_an_update_pauses_reloads_verifies_names_and_resumes(bench: _Bench):
     await bench.start()
     request = await bench.request("a", steps=2)
-    update = await bench.engine.load_policy(bench.policy(2), 2)
+    update = await bench.load(2)
     assert bench.vllm.calls == [*STEPS, "resume_generation"]
     assert (update.mode, update.cache_cleared) == ("keep", True) and update.paused_seconds > 0
     reply = await bench.finish(request)
@@ -144,7 +136,7 @@ async def test_an_update_pauses_reloads_verifies_names_and_resumes(bench: _Bench
 async def test_wait_changes_weights_when_nothing_is_in_flight(bench: _Bench):
     await bench.start("wait")
     request = await bench.request("a", steps=2)
-    updating = asyncio.create_task(bench.engine.load_policy(bench.policy(2), 2))
+    updating = asyncio.create_task(bench.load(2))
     reply = await bench.finish(request)
     await updating
     assert reply.weight_versions == [1] * 6
@@ -161,32 +153,30 @@ async def test_what_an_engine_holds_is_answered_by_the_next_policy(bench: _Bench
     assert not bench.vllm.parts[-1].tokens
     bench.vllm.calls.clear()
     held_for = time.perf_counter() - began
-    await bench.engine.load_policy(bench.policy(2), 2)
+    await bench.load(2)
     assert bench.vllm.calls == [*STEPS[1:], "resume_generation"], "it is paused already, and no request is aborted"
     reply = await bench.finish(request)
     assert reply.weight_versions == [2] * 6 and len(bench.vllm.parts) == 1
     assert held_for <= reply.held_seconds <= time.perf_counter() - began
     assert (await bench.finish(await bench.request("b"))).held_seconds == 0
-    await bench.engine.load_policy(bench.policy(3), 3)
+    await bench.load(3)
     assert bench.vllm.calls.count("pause_scheduler_async") == 1
     await bench.assert_serving(3)
 
 
-async def test_what_an_engine_holds_may_be_released_to_the_policy_it_serves(bench: _Bench):
+@pytest.mark.parametrize("load_fails", [False, True])
+async def test_what_an_engine_holds_is_answered_by_the_old_policy_after_a_release_or_a_failed_load(
+    bench: _Bench, load_fails: bool
+):
     await bench.start()
     await bench.engine.hold()
     request = await bench.request("a", steps=2)
-    await bench.engine.release()
-    assert (await bench.finish(request)).weight_versions == [1] * 6
-
-
-async def test_a_policy_that_cannot_be_loaded_releases_what_the_engine_holds(bench: _Bench):
-    await bench.start()
-    await bench.engine.hold()
-    request = await bench.request("a")
-    bench.vllm.faults["reload_policy"] = ["before"]
-    with pytest.raises(EngineError, match="policy 1 serves on"):
-        await bench.engine.load_policy(bench.policy(2), 2)
+    if load_fails:
+        bench.vllm.faults["reload_policy"] = ["before"]
+        with pytest.raises(EngineError, match="policy 1 serves on"):
+            await bench.load(2)
+    else:
+        await bench.engine.release()
     assert (await bench.finish(request)).weight_versions == [1] * 6
 
 
@@ -195,7 +185,7 @@ async def test_abort_continues_each_request_from_the_tokens_it_has(bench: _Bench
     early = await bench.request("early", steps=2, seed=40)
     late = await bench.request("late", steps=1)
     unstarted = await bench.request("unstarted")
-    await bench.engine.load_policy(bench.policy(2), 2)
+    await bench.load(2)
     replies = [await bench.finish(request) for request in (early, late, unstarted)]
     assert [reply.weight_versions for reply in replies] == [[1] * 3 + [2] * 3, [1] + [2] * 5, [2] * 6]
     for reply in replies:
@@ -217,7 +207,7 @@ async def test_a_request_is_continued_through_several_aborts(bench: _Bench):
     await bench.start("abort")
     request = await bench.request("a", max_tokens=8, steps=3)
     for version in (2, 3):
-        await bench.engine.load_policy(bench.policy(version), version)
+        await bench.load(version)
         await bench.step(2)
     assert (await bench.finish(request)).weight_versions == [1, 1, 1, 2, 2, 3, 3, 3]
     assert [part.parameters.max_tokens for part in bench.vllm.parts] == [8, 5, 3]
@@ -228,14 +218,14 @@ async def test_a_failed_abort_continues_the_requests_it_ended(bench: _Bench):
     request = await bench.request("a", steps=2)
     bench.vllm.faults = {"pause_scheduler_async": ["after"]}
     with pytest.raises(EngineError, match="policy 1 serves on"):
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
     assert (await bench.finish(request)).weight_versions == [1] * 6
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_a_request_that_something_else_ended_is_an_error(bench: _Bench, mode: UpdateMode):
     await bench.start(mode)
-    await bench.engine.load_policy(bench.policy(2), 2)  # an abort that is over explains nothing
+    await bench.load(2)  # an abort that is over explains nothing
     request = await bench.request("a", steps=2)
     await bench.vllm.abort(["a"])
     with pytest.raises(EngineError, match="request a was ended by the engine: abort"):
@@ -249,11 +239,11 @@ async def test_a_fault_at_any_step_leaves_the_old_policy_serving(bench: _Bench, 
     request = await bench.request("a", steps=2)
     bench.vllm.faults = {step: [when]}
     with pytest.raises(EngineError, match=f"policy 2 .* policy 1 serves on: .*{step} was cut off") as error:
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
     assert not isinstance(error.value, EngineUnusable)
     assert (await bench.finish(request)).weight_versions == [1] * 6
     await bench.assert_serving(1)
-    await bench.engine.load_policy(bench.policy(2), 2)
+    await bench.load(2)
     await bench.assert_serving(2)
 
 
@@ -262,7 +252,7 @@ async def test_a_resume_that_fails_is_tried_again(bench: _Bench, when: str):
     await bench.start()
     request = await bench.request("a", steps=2)
     bench.vllm.faults = {"resume_generation": [when] * (TRIES - 1)}
-    await bench.engine.load_policy(bench.policy(2), 2)
+    await bench.load(2)
     assert (await bench.finish(request)).weight_versions == [1, 1, 2, 2, 2, 2]
     await bench.assert_serving(2)
 
@@ -284,12 +274,12 @@ async def test_an_engine_that_cannot_be_put_right_refuses_until_a_policy_loads(
     request = await bench.request("a", steps=2)
     bench.vllm.faults = faults
     with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
     with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
         await request
     with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
         await (await bench.request("b"))
-    await bench.engine.load_policy(bench.policy(3), 3)
+    await bench.load(3)
     await bench.assert_serving(3)
 
 
@@ -298,20 +288,20 @@ async def test_old_weights_that_come_back_different_are_not_served(bench: _Bench
     (bench.policy(1) / "model.safetensors").write_text("5.0")  # behind the engine's back
     (bench.policy(2) / "model.safetensors").unlink()
     with pytest.raises(EngineUnusable, match="policy 2 from .* was not loaded, and policy 1 could not be put back"):
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
 
 
 async def test_old_weights_that_come_back_later_make_the_engine_usable_again(bench: _Bench):
     await bench.start()
     bench.vllm.faults = {"reload_policy": ["after"] * (1 + TRIES)}
     with pytest.raises(EngineUnusable):
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
     bench.vllm.faults = {"pause_scheduler_async": ["before"]}
     with pytest.raises(EngineUnusable):  # policy 1 does not serve on
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
     (bench.policy(2) / "model.safetensors").unlink()
     with pytest.raises(EngineError, match="policy 2 .* policy 1 serves on"):
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
     await bench.assert_serving(1)
 
 
@@ -319,9 +309,9 @@ async def test_a_load_that_did_nothing_is_an_error(bench: _Bench):
     await bench.start()
     bench.vllm.idle_reload = True
     with pytest.raises(EngineUnusable, match="the engine's checksum is"):
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
     bench.vllm.idle_reload = False
-    await bench.engine.load_policy(bench.policy(2), 2)
+    await bench.load(2)
     await bench.assert_serving(2)
 
 
@@ -330,19 +320,19 @@ async def test_other_files_with_equal_weights_are_no_error(bench: _Bench):
     await bench.start()
     update = await bench.engine.load_policy(bench.policy(1, name="same"), 2)
     assert bench.vllm.calls.count("reload_policy") == 2 and "reset_weights" in bench.vllm.calls
-    assert update.checksum == (await bench.engine.load_policy(bench.policy(1), 3)).checksum
+    assert update.checksum == (await bench.load(1, 3)).checksum
     reply = await bench.finish(await bench.request("a"))
     assert reply.logprobs == [-1.0] * 6 and reply.weight_versions == [3] * 6
 
 
 async def test_a_folder_loaded_before_must_give_the_checksum_it_gave_then(bench: _Bench):
     await bench.start()
-    first = await bench.engine.load_policy(bench.policy(2), 2)
-    await bench.engine.load_policy(bench.policy(3), 3)
-    assert (await bench.engine.load_policy(bench.policy(2), 4)).checksum == first.checksum
+    first = await bench.load(2)
+    await bench.load(3)
+    assert (await bench.load(2, 4)).checksum == first.checksum
     (bench.policy(3) / "model.safetensors").write_text("4.0")  # under the seal of 3
     with pytest.raises(EngineError, match="policy 5 .* policy 4 serves on: .*checksum is"):
-        await bench.engine.load_policy(bench.policy(3), 5)
+        await bench.load(3, 5)
     reply = await bench.finish(await bench.request("a"))
     assert reply.logprobs == [-2.0] * 6 and reply.weight_versions == [4] * 6
 
@@ -351,14 +341,14 @@ async def test_a_folder_without_a_seal_is_refused_before_anything_is_paused(benc
     await bench.start()
     (bench.policy(2) / "digest.json").unlink()
     with pytest.raises(EngineError, match="digest.json"):
-        await bench.engine.load_policy(bench.policy(2), 2)
+        await bench.load(2)
     assert "pause_scheduler_async" not in bench.vllm.calls
     await bench.assert_serving(1)
 
 
 async def test_a_cancelled_caller_does_not_stop_the_update_half_way(bench: _Bench):
     await bench.start()
-    updating = asyncio.create_task(bench.engine.load_policy(bench.policy(2), 2))
+    updating = asyncio.create_task(bench.load(2))
     while "reload_policy" not in bench.vllm.calls:
         await asyncio.sleep(0)
     updating.cancel()
@@ -372,7 +362,7 @@ async def test_a_core_that_ends_during_an_update_fails_it_and_every_request(benc
     await bench.start()
     request = await bench.request("a", steps=2)
     bench.vllm.never_answers = True
-    updating = asyncio.create_task(bench.engine.load_policy(bench.policy(2), 2))
+    updating = asyncio.create_task(bench.load(2))
     await _settle()
     bench.vllm.die()
     with pytest.raises(EngineUnusable, match="the engine core has ended"):
