@@ -21,6 +21,7 @@ PAIRS = json.dumps([{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1", "outp
 RIGHT = "def add(a, b):\n    return a + b"
 HALF = "def add(a, b):\n    return abs(a) + abs(b)"
 RIGHT_SCRIPT = "a, b = map(int, input().split())\nprint(a + b)"
+HOG = "def add(a, b):\n    kept = bytearray(2**33) if a < 0 else 0\n    return a + b"
 SAME = "def same(x): return x"
 HALF_SCRIPT = "a, b = map(int, input().split())\nprint(abs(a) + abs(b))"
 
@@ -33,16 +34,10 @@ def _reply(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "tests", "worth"),
-    [(RIGHT, ASSERTS, 1.0), (HALF, ASSERTS, 0.5), (RIGHT_SCRIPT, PAIRS, 1.0), (HALF_SCRIPT, PAIRS, 0.5)],
-)
-def test_code_is_worth_the_share_of_tests_it_passes(code: str, tests: str, worth: float):
-    assert unit_tests(_reply(code), tests) == worth
-
-
-@pytest.mark.parametrize(
     ("reply", "tests", "worth"),
     [
+        *((_reply(RIGHT), ASSERTS, 1.0), (_reply(HALF), ASSERTS, 0.5), (_reply(HOG), ASSERTS, 0.5)),
+        *((_reply(RIGHT_SCRIPT), PAIRS, 1.0), (_reply(HALF_SCRIPT), PAIRS, 0.5)),
         (_reply(HALF) + _reply(RIGHT), ASSERTS, 1.0),  # the last Python block counts
         (_reply(RIGHT) + "\n```text\nadd\n```", ASSERTS, 1.0),
         (f"```py\n{RIGHT}", ASSERTS, 1.0),
@@ -52,14 +47,9 @@ def test_code_is_worth_the_share_of_tests_it_passes(code: str, tests: str, worth
         (_reply(SHOUT), "assert shout('ü') == 'Üß🙂'", 1.0),
         (_reply(SHOUT), '[{"input": "ü", "output": "Üß🙂"}]', 1.0),
         (_reply("x = '\udc80'\nprint(1)"), '[{"input": "", "output": "1"}]', 1.0),
-        (
-            _reply("def add(a, b):\n    kept = bytearray(2**33) if a < 0 else 0\n    return a + b"),
-            ASSERTS,
-            0.5,
-        ),  # memory
     ],
 )
-def test_what_is_read_of_a_reply_and_of_what_its_code_prints(reply: str, tests: str, worth: float):
+def test_code_is_worth_the_share_of_tests_it_passes(reply: str, tests: str, worth: float):
     assert unit_tests(reply, tests) == worth
 
 
