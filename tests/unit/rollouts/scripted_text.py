@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -22,7 +21,7 @@ from rollouts.workflow import Workflow
 from storage.records import Message, RolloutGroup, Sampling, Task
 from tests.builders import a_config
 
-ADD = {
+ADD: Any = {
     "type": "function",
     "function": {
         "name": "add",
@@ -104,16 +103,6 @@ async def play_group(
         place = {"group_id": f"0.{task.id}", "position": 0, "epoch": 0}
         sampling = Sampling(max_tokens=128)
         return await player.group(task, n_samples=n_samples, sampling=sampling, is_eval=False, **place)
-
-
-def play(chat: Chat, agent: Callable[[AsyncOpenAI, Session], Awaitable[Any]], *, max_retries: int = 0) -> Any:
-    """Let an agent have a session of its own on a fresh server."""
-
-    async def inside() -> Any:
-        async with asyncio.timeout(30), served(chat, max_retries=max_retries) as (client, session, _):
-            return await agent(client, session)
-
-    return asyncio.run(inside())
 
 
 @contextlib.asynccontextmanager

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode
+from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
 from rollouts.engines.vllm_engine import TRIES, VllmEngine
 from storage.objects.digests import seal_folder
 from storage.records import Sampling
@@ -25,15 +24,10 @@ STEPS = ["pause_scheduler_async", "reload_policy", "compute_weight_checksums", "
 def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The names that `VllmEngine` imports, without the ten seconds that the real package takes."""
     fakes = {
-        "vllm": {
-            "AsyncEngineArgs": lambda model, **_: Path(model),
-        },
+        "vllm": {"AsyncEngineArgs": lambda model, **_: Path(model)},
         "vllm.envs": {"enable_envs_cache": lambda: None},
         "vllm.inputs": {"tokens_input": lambda ids: {"type": "token", "prompt_token_ids": ids}},
-        "vllm.sampling_params": {
-            "RequestOutputKind": SimpleNamespace(FINAL_ONLY=2),
-            "SamplingParams": SimpleNamespace,
-        },
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=2), "SamplingParams": SimpleNamespace},
         "vllm.v1.engine": {"utils": SimpleNamespace(get_mp_context=None)},
         "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=FakeVllm)},
     }
@@ -45,9 +39,9 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 class _Bench:
     """An engine that serves version 1, of weights 1."""
 
-    def __init__(self, folder: Path, mode: UpdateMode = "keep") -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.engine = VllmEngine(max_model_len=64, seed=0, update_mode=mode, clear_cache_on_reload=True, arguments={})
+        self.engine = VllmEngine(max_model_len=64, seed=0, update_mode="keep", clear_cache_on_reload=True, arguments={})
         self.vllm: FakeVllm
 
     def policy(self, weights: int, name: str = "") -> Path:
@@ -59,10 +53,14 @@ class _Bench:
             seal_folder(folder)
         return folder
 
-    async def start(self) -> None:
+    async def start(self, mode: UpdateMode = "keep") -> None:
+        self.engine.update_mode = mode
         assert await self.engine.start(self.policy(1), 1)
         self.vllm = self.engine.llm
         self.vllm.calls.clear()
+
+    async def load(self, weights: int, version: int | None = None) -> WeightUpdate:
+        return await self.engine.load_policy(self.policy(weights), version or weights)
 
     async def request(self, name: str, *, max_tokens: int = 6, steps: int = 0, **sampling: Any) -> asyncio.Task[Any]:
         """A request that has `steps` tokens."""
@@ -99,205 +97,164 @@ async def _settle() -> None:
 
 
 @pytest.fixture
-def play(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Runs a script on a bench."""
-
-    def run(script: Callable[[_Bench], Awaitable[None]], mode: UpdateMode = "keep") -> None:
-        async def main() -> None:
-            bench = _Bench(tmp_path, mode)
-            await bench.start()
-            async with asyncio.timeout(20):
-                await script(bench)
-
-        asyncio.run(main())
-
-    yield run
+def bench(tmp_path: Path) -> _Bench:
+    return _Bench(tmp_path)
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+async def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
+    bench: _Bench, monkeypatch: pytest.MonkeyPatch, answers: bool
 ):
     monkeypatch.setattr(FakeVllm, "max_num_seqs", 3)
     monkeypatch.setattr("rollouts.engines.vllm_engine.REHEARSAL_SECONDS", 60.0 if answers else 0.05)
-
-    async def main() -> None:
-        bench = _Bench(tmp_path)
-        starting = asyncio.create_task(bench.start())
-        async with asyncio.timeout(20):
-            while not (bench.engine.llm and len(bench.engine.llm.requests) == 3):
-                await asyncio.sleep(0)
-            rehearsed = list(bench.engine.llm.parts)
-            while answers and not starting.done():
-                bench.engine.llm.step()
-                await asyncio.sleep(0)
-            await starting
-        assert not bench.vllm.requests and len(bench.vllm.parts) == 3
-        assert {bool(request.finish_reason) for request in rehearsed} == {answers}
-        await bench.assert_serving(1)
-
-    asyncio.run(main())
+    starting = asyncio.create_task(bench.start())
+    while not (bench.engine.llm and len(bench.engine.llm.requests) == 3):
+        await asyncio.sleep(0)
+    rehearsed = list(bench.engine.llm.parts)
+    while answers and not starting.done():
+        bench.engine.llm.step()
+        await asyncio.sleep(0)
+    await starting
+    assert not bench.vllm.requests and len(bench.vllm.parts) == 3
+    assert {bool(request.finish_reason) for request in rehearsed} == {answers}
+    await bench.assert_serving(1)
 
 
-def test_an_update_pauses_reloads_verifies_names_and_resumes(play: Any):
-    async def script(bench: _Bench) -> None:
-        request = await bench.request("a", steps=2)
-        update = await bench.engine.load_policy(bench.policy(2), 2)
-        assert bench.vllm.calls == [*STEPS, "resume_generation"]
-        assert (update.mode, update.cache_cleared) == ("keep", True) and update.paused_seconds > 0
-        reply = await bench.finish(request)
-        assert reply.weight_versions == [1, 1, 2, 2, 2, 2]
-        assert reply.logprobs == [-1.0, -1.0, -2.0, -2.0, -2.0, -2.0]
-        assert len(bench.vllm.parts) == 1
-        await bench.assert_serving(2)
-
-    play(script)
+async def test_an_update_pauses_reloads_verifies_names_and_resumes(bench: _Bench):
+    await bench.start()
+    request = await bench.request("a", steps=2)
+    update = await bench.load(2)
+    assert bench.vllm.calls == [*STEPS, "resume_generation"]
+    assert (update.mode, update.cache_cleared) == ("keep", True) and update.paused_seconds > 0
+    reply = await bench.finish(request)
+    assert reply.weight_versions == [1, 1, 2, 2, 2, 2]
+    assert reply.logprobs == [-1.0, -1.0, -2.0, -2.0, -2.0, -2.0]
+    assert len(bench.vllm.parts) == 1
+    await bench.assert_serving(2)
 
 
-def test_wait_changes_weights_when_nothing_is_in_flight(play: Any):
-    async def script(bench: _Bench) -> None:
-        request = await bench.request("a", steps=2)
-        updating = asyncio.create_task(bench.engine.load_policy(bench.policy(2), 2))
-        reply = await bench.finish(request)
-        await updating
-        assert reply.weight_versions == [1] * 6
-        assert bench.vllm.in_flight_at_reload[-1] == 0
-        await bench.assert_serving(2)
-
-    play(script, "wait")
+async def test_wait_changes_weights_when_nothing_is_in_flight(bench: _Bench):
+    await bench.start("wait")
+    request = await bench.request("a", steps=2)
+    updating = asyncio.create_task(bench.load(2))
+    reply = await bench.finish(request)
+    await updating
+    assert reply.weight_versions == [1] * 6
+    assert bench.vllm.in_flight_at_reload[-1] == 0
+    await bench.assert_serving(2)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_what_an_engine_holds_is_answered_by_the_next_policy(play: Any, mode: UpdateMode):
-    async def script(bench: _Bench) -> None:
-        await bench.engine.hold()
-        began = time.perf_counter()
-        request = await bench.request("a", steps=2)
-        assert not bench.vllm.parts[-1].tokens
-        bench.vllm.calls.clear()
-        held_for = time.perf_counter() - began
-        await bench.engine.load_policy(bench.policy(2), 2)
-        assert bench.vllm.calls == [*STEPS[1:], "resume_generation"], "it is paused already, and no request is aborted"
-        reply = await bench.finish(request)
-        assert reply.weight_versions == [2] * 6 and len(bench.vllm.parts) == 1
-        assert held_for <= reply.held_seconds <= time.perf_counter() - began
-        assert (await bench.finish(await bench.request("b"))).held_seconds == 0
-        await bench.engine.load_policy(bench.policy(3), 3)
-        assert bench.vllm.calls.count("pause_scheduler_async") == 1
-        await bench.assert_serving(3)
-
-    play(script, mode)
+async def test_what_an_engine_holds_is_answered_by_the_next_policy(bench: _Bench, mode: UpdateMode):
+    await bench.start(mode)
+    await bench.engine.hold()
+    began = time.perf_counter()
+    request = await bench.request("a", steps=2)
+    assert not bench.vllm.parts[-1].tokens
+    bench.vllm.calls.clear()
+    held_for = time.perf_counter() - began
+    await bench.load(2)
+    assert bench.vllm.calls == [*STEPS[1:], "resume_generation"], "it is paused already, and no request is aborted"
+    reply = await bench.finish(request)
+    assert reply.weight_versions == [2] * 6 and len(bench.vllm.parts) == 1
+    assert held_for <= reply.held_seconds <= time.perf_counter() - began
+    assert (await bench.finish(await bench.request("b"))).held_seconds == 0
+    await bench.load(3)
+    assert bench.vllm.calls.count("pause_scheduler_async") == 1
+    await bench.assert_serving(3)
 
 
-def test_what_an_engine_holds_may_be_released_to_the_policy_it_serves(play: Any):
-    async def script(bench: _Bench) -> None:
-        await bench.engine.hold()
-        request = await bench.request("a", steps=2)
-        await bench.engine.release()
-        assert (await bench.finish(request)).weight_versions == [1] * 6
-
-    play(script)
-
-
-def test_a_policy_that_cannot_be_loaded_releases_what_the_engine_holds(play: Any):
-    async def script(bench: _Bench) -> None:
-        await bench.engine.hold()
-        request = await bench.request("a")
+@pytest.mark.parametrize("load_fails", [False, True])
+async def test_what_an_engine_holds_is_answered_by_the_old_policy_after_a_release_or_a_failed_load(
+    bench: _Bench, load_fails: bool
+):
+    await bench.start()
+    await bench.engine.hold()
+    request = await bench.request("a", steps=2)
+    if load_fails:
         bench.vllm.faults["reload_policy"] = ["before"]
         with pytest.raises(EngineError, match="policy 1 serves on"):
-            await bench.engine.load_policy(bench.policy(2), 2)
-        assert (await bench.finish(request)).weight_versions == [1] * 6
-
-    play(script)
-
-
-def test_abort_continues_each_request_from_the_tokens_it_has(play: Any):
-    async def script(bench: _Bench) -> None:
-        early = await bench.request("early", steps=2, seed=40)
-        late = await bench.request("late", steps=1)
-        unstarted = await bench.request("unstarted")
-        await bench.engine.load_policy(bench.policy(2), 2)
-        replies = [await bench.finish(request) for request in (early, late, unstarted)]
-        assert [reply.weight_versions for reply in replies] == [[1] * 3 + [2] * 3, [1] + [2] * 5, [2] * 6]
-        for reply in replies:
-            assert reply.token_ids == list(range(102, 108))
-            assert reply.logprobs == [-float(version) for version in reply.weight_versions]
-            assert reply.finish_reason == "length"
-        parts = [(part.prompt, part.parameters.max_tokens, part.parameters.seed) for part in bench.vllm.parts]
-        assert parts == [
-            ([7, 8], 6, 40),
-            ([7, 8], 6, None),
-            ([7, 8], 6, None),
-            ([7, 8, 102, 103, 104], 3, 43),
-            ([7, 8, 102], 5, None),
-            ([7, 8], 6, None),
-        ]
-
-    play(script, "abort")
+            await bench.load(2)
+    else:
+        await bench.engine.release()
+    assert (await bench.finish(request)).weight_versions == [1] * 6
 
 
-def test_a_request_is_continued_through_several_aborts(play: Any):
-    async def script(bench: _Bench) -> None:
-        request = await bench.request("a", max_tokens=8, steps=3)
-        for version in (2, 3):
-            await bench.engine.load_policy(bench.policy(version), version)
-            await bench.step(2)
-        assert (await bench.finish(request)).weight_versions == [1, 1, 1, 2, 2, 3, 3, 3]
-        assert [part.parameters.max_tokens for part in bench.vllm.parts] == [8, 5, 3]
+async def test_abort_continues_each_request_from_the_tokens_it_has(bench: _Bench):
+    await bench.start("abort")
+    early = await bench.request("early", steps=2, seed=40)
+    late = await bench.request("late", steps=1)
+    unstarted = await bench.request("unstarted")
+    await bench.load(2)
+    replies = [await bench.finish(request) for request in (early, late, unstarted)]
+    assert [reply.weight_versions for reply in replies] == [[1] * 3 + [2] * 3, [1] + [2] * 5, [2] * 6]
+    for reply in replies:
+        assert reply.token_ids == list(range(102, 108))
+        assert reply.logprobs == [-float(version) for version in reply.weight_versions]
+        assert reply.finish_reason == "length"
+    parts = [(part.prompt, part.parameters.max_tokens, part.parameters.seed) for part in bench.vllm.parts]
+    assert parts == [
+        ([7, 8], 6, 40),
+        ([7, 8], 6, None),
+        ([7, 8], 6, None),
+        ([7, 8, 102, 103, 104], 3, 43),
+        ([7, 8, 102], 5, None),
+        ([7, 8], 6, None),
+    ]
 
-    play(script, "abort")
+
+async def test_a_request_is_continued_through_several_aborts(bench: _Bench):
+    await bench.start("abort")
+    request = await bench.request("a", max_tokens=8, steps=3)
+    for version in (2, 3):
+        await bench.load(version)
+        await bench.step(2)
+    assert (await bench.finish(request)).weight_versions == [1, 1, 1, 2, 2, 3, 3, 3]
+    assert [part.parameters.max_tokens for part in bench.vllm.parts] == [8, 5, 3]
 
 
-def test_a_failed_abort_continues_the_requests_it_ended(play: Any):
-    async def script(bench: _Bench) -> None:
-        request = await bench.request("a", steps=2)
-        bench.vllm.faults = {"pause_scheduler_async": ["after"]}
-        with pytest.raises(EngineError, match="policy 1 serves on"):
-            await bench.engine.load_policy(bench.policy(2), 2)
-        assert (await bench.finish(request)).weight_versions == [1] * 6
-
-    play(script, "abort")
+async def test_a_failed_abort_continues_the_requests_it_ended(bench: _Bench):
+    await bench.start("abort")
+    request = await bench.request("a", steps=2)
+    bench.vllm.faults = {"pause_scheduler_async": ["after"]}
+    with pytest.raises(EngineError, match="policy 1 serves on"):
+        await bench.load(2)
+    assert (await bench.finish(request)).weight_versions == [1] * 6
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
-def test_a_request_that_something_else_ended_is_an_error(play: Any, mode: UpdateMode):
-    async def script(bench: _Bench) -> None:
-        await bench.engine.load_policy(bench.policy(2), 2)  # an abort that is over explains nothing
-        request = await bench.request("a", steps=2)
-        await bench.vllm.abort(["a"])
-        with pytest.raises(EngineError, match="request a was ended by the engine: abort"):
-            await request
-
-    play(script, mode)
+async def test_a_request_that_something_else_ended_is_an_error(bench: _Bench, mode: UpdateMode):
+    await bench.start(mode)
+    await bench.load(2)  # an abort that is over explains nothing
+    request = await bench.request("a", steps=2)
+    await bench.vllm.abort(["a"])
+    with pytest.raises(EngineError, match="request a was ended by the engine: abort"):
+        await request
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_fault_at_any_step_leaves_the_old_policy_serving(play: Any, step: str, when: str):
-    async def script(bench: _Bench) -> None:
-        request = await bench.request("a", steps=2)
-        bench.vllm.faults = {step: [when]}
-        with pytest.raises(EngineError, match=f"policy 2 .* policy 1 serves on: .*{step} was cut off") as error:
-            await bench.engine.load_policy(bench.policy(2), 2)
-        assert not isinstance(error.value, EngineUnusable)
-        assert (await bench.finish(request)).weight_versions == [1] * 6
-        await bench.assert_serving(1)
-        await bench.engine.load_policy(bench.policy(2), 2)
-        await bench.assert_serving(2)
-
-    play(script)
+async def test_a_fault_at_any_step_leaves_the_old_policy_serving(bench: _Bench, step: str, when: str):
+    await bench.start()
+    request = await bench.request("a", steps=2)
+    bench.vllm.faults = {step: [when]}
+    with pytest.raises(EngineError, match=f"policy 2 .* policy 1 serves on: .*{step} was cut off") as error:
+        await bench.load(2)
+    assert not isinstance(error.value, EngineUnusable)
+    assert (await bench.finish(request)).weight_versions == [1] * 6
+    await bench.assert_serving(1)
+    await bench.load(2)
+    await bench.assert_serving(2)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_resume_that_fails_is_tried_again(play: Any, when: str):
-    async def script(bench: _Bench) -> None:
-        request = await bench.request("a", steps=2)
-        bench.vllm.faults = {"resume_generation": [when] * (TRIES - 1)}
-        await bench.engine.load_policy(bench.policy(2), 2)
-        assert (await bench.finish(request)).weight_versions == [1, 1, 2, 2, 2, 2]
-        await bench.assert_serving(2)
-
-    play(script)
+async def test_a_resume_that_fails_is_tried_again(bench: _Bench, when: str):
+    await bench.start()
+    request = await bench.request("a", steps=2)
+    bench.vllm.faults = {"resume_generation": [when] * (TRIES - 1)}
+    await bench.load(2)
+    assert (await bench.finish(request)).weight_versions == [1, 1, 2, 2, 2, 2]
+    await bench.assert_serving(2)
 
 
 @pytest.mark.parametrize(
@@ -309,150 +266,130 @@ def test_a_resume_that_fails_is_tried_again(play: Any, when: str):
     ],
     ids=lambda faults: "".join(faults),
 )
-def test_an_engine_that_cannot_be_put_right_refuses_until_a_policy_loads(play: Any, faults: dict[str, list[str]]):
-    async def script(bench: _Bench) -> None:
-        [step] = faults
-        request = await bench.request("a", steps=2)
-        bench.vllm.faults = faults
-        with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
-            await bench.engine.load_policy(bench.policy(2), 2)
-        with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
-            await request
-        with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
-            await (await bench.request("b"))
-        await bench.engine.load_policy(bench.policy(3), 3)
-        await bench.assert_serving(3)
-
-    play(script)
-
-
-def test_old_weights_that_come_back_different_are_not_served(play: Any):
-    async def script(bench: _Bench) -> None:
-        (bench.policy(1) / "model.safetensors").write_text("5.0")  # behind the engine's back
-        (bench.policy(2) / "model.safetensors").unlink()
-        with pytest.raises(EngineUnusable, match="policy 2 from .* was not loaded, and policy 1 could not be put back"):
-            await bench.engine.load_policy(bench.policy(2), 2)
-
-    play(script)
+async def test_an_engine_that_cannot_be_put_right_refuses_until_a_policy_loads(
+    bench: _Bench, faults: dict[str, list[str]]
+):
+    await bench.start()
+    [step] = faults
+    request = await bench.request("a", steps=2)
+    bench.vllm.faults = faults
+    with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
+        await bench.load(2)
+    with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
+        await request
+    with pytest.raises(EngineUnusable, match=f"{step} was cut off"):
+        await (await bench.request("b"))
+    await bench.load(3)
+    await bench.assert_serving(3)
 
 
-def test_old_weights_that_come_back_later_make_the_engine_usable_again(play: Any):
-    async def script(bench: _Bench) -> None:
-        bench.vllm.faults = {"reload_policy": ["after"] * (1 + TRIES)}
-        with pytest.raises(EngineUnusable):
-            await bench.engine.load_policy(bench.policy(2), 2)
-        bench.vllm.faults = {"pause_scheduler_async": ["before"]}
-        with pytest.raises(EngineUnusable):  # policy 1 does not serve on
-            await bench.engine.load_policy(bench.policy(2), 2)
-        (bench.policy(2) / "model.safetensors").unlink()
-        with pytest.raises(EngineError, match="policy 2 .* policy 1 serves on"):
-            await bench.engine.load_policy(bench.policy(2), 2)
-        await bench.assert_serving(1)
-
-    play(script)
+async def test_old_weights_that_come_back_different_are_not_served(bench: _Bench):
+    await bench.start()
+    (bench.policy(1) / "model.safetensors").write_text("5.0")  # behind the engine's back
+    (bench.policy(2) / "model.safetensors").unlink()
+    with pytest.raises(EngineUnusable, match="policy 2 from .* was not loaded, and policy 1 could not be put back"):
+        await bench.load(2)
 
 
-def test_a_load_that_did_nothing_is_an_error(play: Any):
-    async def script(bench: _Bench) -> None:
-        bench.vllm.idle_reload = True
-        with pytest.raises(EngineUnusable, match="the engine's checksum is"):
-            await bench.engine.load_policy(bench.policy(2), 2)
-        bench.vllm.idle_reload = False
-        await bench.engine.load_policy(bench.policy(2), 2)
-        await bench.assert_serving(2)
+async def test_old_weights_that_come_back_later_make_the_engine_usable_again(bench: _Bench):
+    await bench.start()
+    bench.vllm.faults = {"reload_policy": ["after"] * (1 + TRIES)}
+    with pytest.raises(EngineUnusable):
+        await bench.load(2)
+    bench.vllm.faults = {"pause_scheduler_async": ["before"]}
+    with pytest.raises(EngineUnusable):  # policy 1 does not serve on
+        await bench.load(2)
+    (bench.policy(2) / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match="policy 2 .* policy 1 serves on"):
+        await bench.load(2)
+    await bench.assert_serving(1)
 
-    play(script)
+
+async def test_a_load_that_did_nothing_is_an_error(bench: _Bench):
+    await bench.start()
+    bench.vllm.idle_reload = True
+    with pytest.raises(EngineUnusable, match="the engine's checksum is"):
+        await bench.load(2)
+    bench.vllm.idle_reload = False
+    await bench.load(2)
+    await bench.assert_serving(2)
 
 
-def test_other_files_with_equal_weights_are_no_error(play: Any):
+async def test_other_files_with_equal_weights_are_no_error(bench: _Bench):
     """A small update may round to nothing in the engine's precision."""
-
-    async def script(bench: _Bench) -> None:
-        update = await bench.engine.load_policy(bench.policy(1, name="same"), 2)
-        assert bench.vllm.calls.count("reload_policy") == 2 and "reset_weights" in bench.vllm.calls
-        assert update.checksum == (await bench.engine.load_policy(bench.policy(1), 3)).checksum
-        reply = await bench.finish(await bench.request("a"))
-        assert reply.logprobs == [-1.0] * 6 and reply.weight_versions == [3] * 6
-
-    play(script)
+    await bench.start()
+    update = await bench.engine.load_policy(bench.policy(1, name="same"), 2)
+    assert bench.vllm.calls.count("reload_policy") == 2 and "reset_weights" in bench.vllm.calls
+    assert update.checksum == (await bench.load(1, 3)).checksum
+    reply = await bench.finish(await bench.request("a"))
+    assert reply.logprobs == [-1.0] * 6 and reply.weight_versions == [3] * 6
 
 
-def test_a_folder_loaded_before_must_give_the_checksum_it_gave_then(play: Any):
-    async def script(bench: _Bench) -> None:
-        first = await bench.engine.load_policy(bench.policy(2), 2)
-        await bench.engine.load_policy(bench.policy(3), 3)
-        assert (await bench.engine.load_policy(bench.policy(2), 4)).checksum == first.checksum
-        (bench.policy(3) / "model.safetensors").write_text("4.0")  # under the seal of 3
-        with pytest.raises(EngineError, match="policy 5 .* policy 4 serves on: .*checksum is"):
-            await bench.engine.load_policy(bench.policy(3), 5)
-        reply = await bench.finish(await bench.request("a"))
-        assert reply.logprobs == [-2.0] * 6 and reply.weight_versions == [4] * 6
-
-    play(script)
+async def test_a_folder_loaded_before_must_give_the_checksum_it_gave_then(bench: _Bench):
+    await bench.start()
+    first = await bench.load(2)
+    await bench.load(3)
+    assert (await bench.load(2, 4)).checksum == first.checksum
+    (bench.policy(3) / "model.safetensors").write_text("4.0")  # under the seal of 3
+    with pytest.raises(EngineError, match="policy 5 .* policy 4 serves on: .*checksum is"):
+        await bench.load(3, 5)
+    reply = await bench.finish(await bench.request("a"))
+    assert reply.logprobs == [-2.0] * 6 and reply.weight_versions == [4] * 6
 
 
-def test_a_folder_without_a_seal_is_refused_before_anything_is_paused(play: Any):
-    async def script(bench: _Bench) -> None:
-        (bench.policy(2) / "digest.json").unlink()
-        with pytest.raises(EngineError, match="digest.json"):
-            await bench.engine.load_policy(bench.policy(2), 2)
-        assert "pause_scheduler_async" not in bench.vllm.calls
-        await bench.assert_serving(1)
-
-    play(script)
+async def test_a_folder_without_a_seal_is_refused_before_anything_is_paused(bench: _Bench):
+    await bench.start()
+    (bench.policy(2) / "digest.json").unlink()
+    with pytest.raises(EngineError, match="digest.json"):
+        await bench.load(2)
+    assert "pause_scheduler_async" not in bench.vllm.calls
+    await bench.assert_serving(1)
 
 
-def test_a_cancelled_caller_does_not_stop_the_update_half_way(play: Any):
-    async def script(bench: _Bench) -> None:
-        updating = asyncio.create_task(bench.engine.load_policy(bench.policy(2), 2))
-        while "reload_policy" not in bench.vllm.calls:
-            await asyncio.sleep(0)
-        updating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await updating
-        await _settle()
-        await bench.assert_serving(2)
-
-    play(script)
+async def test_a_cancelled_caller_does_not_stop_the_update_half_way(bench: _Bench):
+    await bench.start()
+    updating = asyncio.create_task(bench.load(2))
+    while "reload_policy" not in bench.vllm.calls:
+        await asyncio.sleep(0)
+    updating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await updating
+    await _settle()
+    await bench.assert_serving(2)
 
 
-def test_a_core_that_ends_during_an_update_fails_it_and_every_request(play: Any):
-    async def script(bench: _Bench) -> None:
-        request = await bench.request("a", steps=2)
-        bench.vllm.never_answers = True
-        updating = asyncio.create_task(bench.engine.load_policy(bench.policy(2), 2))
-        await _settle()
-        bench.vllm.die()
-        with pytest.raises(EngineUnusable, match="the engine core has ended"):
-            await updating
-        for waiting in (request, await bench.request("b")):
-            with pytest.raises(EngineError):
-                await waiting
-
-    play(script)
+async def test_a_core_that_ends_during_an_update_fails_it_and_every_request(bench: _Bench):
+    await bench.start()
+    request = await bench.request("a", steps=2)
+    bench.vllm.never_answers = True
+    updating = asyncio.create_task(bench.load(2))
+    await _settle()
+    bench.vllm.die()
+    with pytest.raises(EngineUnusable, match="the engine core has ended"):
+        await updating
+    for waiting in (request, await bench.request("b")):
+        with pytest.raises(EngineError):
+            await waiting
 
 
-def test_a_cancelled_request_is_ended_inside_vllm(play: Any):
-    async def script(bench: _Bench) -> None:
-        request = await bench.request("a", steps=2)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0):
-                await request
-        assert not bench.vllm.requests
-
-    play(script)
+async def test_a_cancelled_request_is_ended_inside_vllm(bench: _Bench):
+    await bench.start()
+    request = await bench.request("a", steps=2)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await request
+    assert not bench.vllm.requests
 
 
-def test_whatever_vllm_raises_is_an_engine_error(play: Any):
+async def test_whatever_vllm_raises_is_an_engine_error(bench: _Bench):
     class ValidationError(Exception):  # vLLM's is not a ValueError either
         pass
 
-    async def script(bench: _Bench) -> None:
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise ValidationError("the prompt is too long")
+    await bench.start()
 
-        bench.vllm.generate = refuse  # type: ignore[method-assign]
-        with pytest.raises(EngineError, match="ValidationError: the prompt is too long"):
-            await (await bench.request("a"))
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise ValidationError("the prompt is too long")
 
-    play(script)
+    bench.vllm.generate = refuse  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="ValidationError: the prompt is too long"):
+        await (await bench.request("a"))

@@ -21,7 +21,12 @@ PAIRS = json.dumps([{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1", "outp
 RIGHT = "def add(a, b):\n    return a + b"
 HALF = "def add(a, b):\n    return abs(a) + abs(b)"
 RIGHT_SCRIPT = "a, b = map(int, input().split())\nprint(a + b)"
+HOG = "def add(a, b):\n    kept = bytearray(2**33) if a < 0 else 0\n    return a + b"
+SAME = "def same(x): return x"
 HALF_SCRIPT = "a, b = map(int, input().split())\nprint(abs(a) + abs(b))"
+
+
+SHOUT = "def shout(x): return x.upper() + 'ß🙂'\nif __name__ == '__main__': print(shout(input()))"
 
 
 def _reply(code: str) -> str:
@@ -29,17 +34,23 @@ def _reply(code: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "tests", "worth"),
-    [(RIGHT, ASSERTS, 1.0), (HALF, ASSERTS, 0.5), (RIGHT_SCRIPT, PAIRS, 1.0), (HALF_SCRIPT, PAIRS, 0.5)],
+    ("reply", "tests", "worth"),
+    [
+        *((_reply(RIGHT), ASSERTS, 1.0), (_reply(HALF), ASSERTS, 0.5), (_reply(HOG), ASSERTS, 0.5)),
+        *((_reply(RIGHT_SCRIPT), PAIRS, 1.0), (_reply(HALF_SCRIPT), PAIRS, 0.5)),
+        (_reply(HALF) + _reply(RIGHT), ASSERTS, 1.0),  # the last Python block counts
+        (_reply(RIGHT) + "\n```text\nadd\n```", ASSERTS, 1.0),
+        (f"```py\n{RIGHT}", ASSERTS, 1.0),
+        (_reply("print('1  \\n2\\n\\n')"), '[{"input": "", "output": "1\\n2"}]', 1.0),  # white space at ends of lines
+        (_reply("print('1  \\n2\\n\\n')"), '{"inputs": ["", ""], "outputs": ["1\\n2", "1 2"]}', 0.5),
+        (_reply("print(5)\nraise KeyError"), '[{"input": "", "output": "5"}]', 0.0),
+        (_reply(SHOUT), "assert shout('ü') == 'Üß🙂'", 1.0),
+        (_reply(SHOUT), '[{"input": "ü", "output": "Üß🙂"}]', 1.0),
+        (_reply("x = '\udc80'\nprint(1)"), '[{"input": "", "output": "1"}]', 1.0),
+    ],
 )
-def test_code_is_worth_the_share_of_tests_it_passes(code: str, tests: str, worth: float):
-    assert unit_tests(_reply(code), tests) == worth
-
-
-def test_the_last_python_block_counts():
-    assert unit_tests(_reply(HALF) + _reply(RIGHT), ASSERTS) == 1.0
-    assert unit_tests(_reply(RIGHT) + "\n```text\nadd\n```", ASSERTS) == 1.0
-    assert unit_tests(f"```py\n{RIGHT}", ASSERTS) == 1.0
+def test_code_is_worth_the_share_of_tests_it_passes(reply: str, tests: str, worth: float):
+    assert unit_tests(reply, tests) == worth
 
 
 @pytest.mark.parametrize(
@@ -53,9 +64,7 @@ def test_a_reply_without_working_code_is_worth_nothing(reply: str):
 @pytest.mark.parametrize(
     "code",
     [
-        "import os; os._exit(0)",
-        "import sys; sys.exit(0)",
-        "raise SystemExit",
+        *("import os; os._exit(0)", "import sys; sys.exit(0)", "raise SystemExit"),
         "print('2 passed'); print('{\"passed\": true}')",
         "class Everything:\n    def __eq__(self, other): return True\ndef add(a, b): return Everything()",
         "class Nine(int):\n    def __eq__(self, other): return True\ndef add(a, b): return Nine(9)",
@@ -93,11 +102,6 @@ def test_an_endless_loop_costs_what_comes_after_it():
     assert unit_tests(_reply(script), PAIRS, 3.0) == 0.5
 
 
-def test_a_memory_hog_fails_its_test_alone():
-    code = "def add(a, b):\n    kept = bytearray(2**33) if a < 0 else 0\n    return a + b"
-    assert unit_tests(_reply(code), ASSERTS) == 0.5
-
-
 def test_a_fork_bomb_and_the_network_are_refused():
     assert unit_tests(_reply("import os\nwhile True: os.fork()"), ASSERTS) == 0.0
     code = "import socket\ndef add(a, b):\n    socket.create_connection(('127.0.0.1', 80))\n    return a + b"
@@ -125,11 +129,8 @@ def test_nothing_is_left_behind(tmp_path, monkeypatch: pytest.MonkeyPatch):
         ("def sort(x): x.sort()", "x = [3, 1, 2]\nsort(x)\nassert x == [1, 2, 3]"),
         ("def put(d, s): d['a'] = 1; s.add(2)", "d, s = {}, {1}\nput(d, s)\nassert d == {'a': 1} and s == {1, 2}"),
         ("def up(n):\n    for i in range(n): yield i", "assert list(up(3)) == [0, 1, 2]\nassert sum(up(4)) == 6"),
-        (
-            "def same(x): return x",
-            "x = {1: (2, {3}), 'a': [b'b', 1j, None, True, frozenset({4})]}\nassert same(x) == x",
-        ),
-        ("def same(x): return x", "assert str(same(float('nan'))) == 'nan' and same(range(3)) == range(3)"),
+        (SAME, "x = {1: (2, {3}), 'a': [b'b', 1j, None, True, frozenset({4})]}\nassert same(x) == x"),
+        (SAME, "assert str(same(float('nan'))) == 'nan' and same(range(3)) == range(3)"),
         ("from math import factorial", "assert factorial(3000) > 10**9000"),
         ("from fractions import Fraction\ndef half(): return Fraction(1, 2)", "assert half() == 0.5"),
         ("import numpy as np\ndef double(x): return np.array(x) * 2", "assert double([1, 2]) == [2, 4]"),
@@ -160,23 +161,6 @@ def test_objects_of_the_code_are_no_plain_data():
     assert unit_tests(_reply(code), tests) == 0.0
 
 
-def test_white_space_at_the_ends_of_lines_is_ignored_and_nothing_else():
-    code = _reply("print('1  \\n2\\n\\n')")
-    assert unit_tests(code, '[{"input": "", "output": "1\\n2"}]') == 1.0
-    assert unit_tests(code, '{"inputs": ["", ""], "outputs": ["1\\n2", "1 2"]}') == 0.5
-
-
-def test_foreign_letters_pass():
-    code = _reply("def shout(x): return x.upper() + 'ß🙂'\nif __name__ == '__main__': print(shout(input()))")
-    assert unit_tests(code, "assert shout('ü') == 'Üß🙂'") == 1.0
-    assert unit_tests(code, '[{"input": "ü", "output": "Üß🙂"}]') == 1.0
-    assert unit_tests(_reply("x = '\udc80'\nprint(1)"), '[{"input": "", "output": "1"}]') == 1.0
-
-
-def test_a_script_that_ends_with_an_error_has_failed():
-    assert unit_tests(_reply("print(5)\nraise KeyError"), '[{"input": "", "output": "5"}]') == 0.0
-
-
 @pytest.mark.parametrize(
     ("tests", "words"),
     [
@@ -205,33 +189,25 @@ def test_a_machine_that_cannot_isolate_is_refused_unless_it_is_accepted(monkeypa
     assert unit_tests(_reply(RIGHT), ASSERTS, allow_unsandboxed=True) == 1.0
 
 
-def test_in_a_reward_process_it_is_a_reward_like_any_other():
-    async def play() -> tuple[Score, BaseException]:
-        async with RewardPool(num_processes=1, timeout=30.0, memory_gb=4.0) as pool:
-            scored = await pool.score(unit_tests, _reply(HALF), ASSERTS)
-            [failed] = await asyncio.gather(pool.score(unit_tests, _reply(HALF), "x = 1"), return_exceptions=True)
-            return scored, failed
-
-    scored, failed = asyncio.run(play())
+async def test_in_a_reward_process_it_is_a_reward_like_any_other():
+    async with RewardPool(num_processes=1, timeout=30.0, memory_gb=4.0) as pool:
+        scored = await pool.score(unit_tests, _reply(HALF), ASSERTS)
+        with pytest.raises(RewardFailed, match="nothing to pass"):
+            await pool.score(unit_tests, _reply(HALF), "x = 1")
     assert scored == Score(reward=0.5, parts={"unit_tests": 0.5})
-    assert isinstance(failed, RewardFailed) and "nothing to pass" in str(failed)
 
 
-def test_sandboxes_die_with_the_reward_process():
+async def test_sandboxes_die_with_the_reward_process():
     others = set(psutil.Process().children(recursive=True))  # servers of other tests
-
-    async def play() -> set[psutil.Process]:
-        async with RewardPool(num_processes=1, timeout=3.0) as pool:
-            scoring = asyncio.create_task(pool.score(unit_tests, _reply("while True: pass"), ASSERTS, 600.0))
-            seen: set[psutil.Process] = set()
-            while not scoring.done():
-                seen |= set(await asyncio.to_thread(psutil.Process().children, recursive=True))
-                await asyncio.sleep(0.05)
-            with pytest.raises(RewardTimeout):
-                await scoring
-            return seen - others
-
-    seen = asyncio.run(play())
+    seen: set[psutil.Process] = set()
+    async with RewardPool(num_processes=1, timeout=3.0) as pool:
+        scoring = asyncio.create_task(pool.score(unit_tests, _reply("while True: pass"), ASSERTS, 600.0))
+        while not scoring.done():
+            seen |= set(await asyncio.to_thread(psutil.Process().children, recursive=True))
+            await asyncio.sleep(0.05)
+        with pytest.raises(RewardTimeout):
+            await scoring
+    seen -= others
     assert len(seen) >= 3  # the reward's process, the code's and the tests'
     _, alive = psutil.wait_procs(seen, timeout=10)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

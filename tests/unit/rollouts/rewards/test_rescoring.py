@@ -18,10 +18,11 @@ from storage.log.entries import Evaluation, Quarantine, Retire, Shard
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
-from storage.records import Message, Task
+from storage.records import Task, Trajectory
 from storage.shards.reward_sets import RewardNameInUse, read_rewards, rewards_key
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, local_store, provenance
+from tests.unit.rollouts.scripted_text import said, user
 
 WORKFLOW = f"{__name__}:Numbers"
 REWARDS = '''
@@ -80,20 +81,11 @@ def log(tmp_path: Path) -> RunLog:
 
 
 def _commit(log: RunLog, shard_id: str, positions: Sequence[int], *, is_eval: bool = False) -> Shard:
-    groups = []
-    for position in positions:
-        attempts = [
-            a_trajectory(
-                float(attempt),
-                attempt=attempt,
-                messages=[
-                    Message(role="user", content="?"),
-                    Message(role="assistant", content=f"x{position}.{attempt}", is_completion=True),
-                ],
-            )
-            for attempt in range(2)
-        ]
-        groups.append(a_group(position, trajectories=attempts))
+    def attempt(position: int, number: int) -> Trajectory:
+        messages = [user("?"), said(f"x{position}.{number}")]
+        return a_trajectory(float(number), attempt=number, messages=messages)
+
+    groups = [a_group(p, trajectories=[attempt(p, number) for number in range(2)]) for p in positions]
     return commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
 
 
@@ -185,7 +177,7 @@ def test_a_reward_that_raises_or_hangs_is_null_for_that_attempt_and_counted(log:
 
 
 def test_an_attempt_without_a_reply_is_null(log: RunLog, file: Path) -> None:
-    silent = a_trajectory(1.0, messages=[Message(role="user", content="?")])
+    silent = a_trajectory(1.0, messages=[user("?")])
     groups = [a_group(8, trajectories=[silent])]
     commit_shard(log, groups, provenance=provenance("silent"), sampling=SAMPLING)
     result, _ = _rescore(log, f"{file}:same")
@@ -236,24 +228,19 @@ def test_edited_code_under_the_same_name_is_refused_and_under_a_new_one_it_is_sc
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"),
+    ("function", "name", "sentence"),
     [
-        ("three", "cannot be called as function"),
-        ("NUMBER", "no function at the top level"),
-        ("Judge", "no function at the top level"),
-        ("Judge.score", "no function at the top level"),
-        ("absent", "has no 'absent'"),
+        ("three", "", "cannot be called as function"),
+        *((function, "", "no function at the top level") for function in ("NUMBER", "Judge", "Judge.score")),
+        ("absent", "", "has no 'absent'"),
+        *(("same", name, "use letters") for name in ("../up", "a/b", ".hidden", "-x", "with space")),
     ],
 )
-def test_what_cannot_score_is_refused_before_anything_runs(file: Path, name: str, sentence: str) -> None:
+def test_what_cannot_score_and_names_that_are_no_file_names_are_refused_before_anything_runs(
+    file: Path, function: str, name: str, sentence: str
+) -> None:
     with pytest.raises(ValueError, match=sentence):
-        load_reward(f"{file}:{name}")
-
-
-@pytest.mark.parametrize("name", ["../up", "a/b", ".hidden", "-x", "with space"])
-def test_a_name_that_is_no_file_name_is_refused(file: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="use letters"):
-        load_reward(f"{file}:same", name=name)
+        load_reward(f"{file}:{function}", name=name)
 
 
 def test_means_and_correlation_are_those_of_numpy() -> None:

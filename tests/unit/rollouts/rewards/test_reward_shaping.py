@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -70,33 +71,28 @@ def test_the_whole_sum():
     assert result.reward_parts == {"correct": 1.0, "format": 0.5, "style": None, "overlong": -0.8 * 0.75}
 
 
-def test_nothing_is_shaped_by_default():
-    attempt = _attempt(lengths=(100,), correct=1.0, format=0.5)
-    assert _shaped(attempt) == attempt
-
-
-def test_the_penalty_is_a_part_where_it_is_active_even_if_it_is_nothing():
-    assert _shaped(_attempt(lengths=(80,), correct=1.5), overlong_tokens=20).reward_parts["overlong"] == 0.0
-
-
-def test_without_weights_the_workflows_own_total_counts():
-    assert _shaped(_attempt(0.25, correct=1.0, format=0.5), scale=2.0).reward == 0.5
-
-
-def test_a_score_without_parts_has_nothing_to_weigh():
-    assert _shaped(_attempt(0.25), weights={"format": 2.0}).reward == 0.25
-
-
-def test_no_reward_stays_none_and_gets_no_penalty():
-    attempt = _attempt(None, lengths=(100,), correct=1.0)
-    assert _shaped(attempt, weights={"correct": 2.0}, bias=1.0, overlong_tokens=20) == attempt
+@pytest.mark.parametrize(
+    ("attempt", "settings", "reward"),
+    [
+        (_attempt(lengths=(100,), correct=1.0, format=0.5), {}, 1.5),  # nothing is shaped by default
+        (_attempt(0.25, correct=1.0, format=0.5), {"scale": 2.0}, 0.5),  # without weights the workflow's total counts
+        (_attempt(0.25), {"weights": {"format": 2.0}}, 0.25),  # nothing to weigh
+        (_attempt(None, lengths=(100,), correct=1.0), {"weights": {"correct": 2.0}, "bias": 1.0}, None),
+        (_attempt(None, lengths=(100,), correct=1.0), {"overlong_tokens": 20}, None),  # and no penalty
+    ],
+)
+def test_what_is_not_shaped_keeps_its_parts(attempt: Trajectory, settings: dict[str, Any], reward: float | None):
+    assert _shaped(attempt, **settings) == dataclasses.replace(attempt, reward=reward)
 
 
 def test_an_evaluation_is_weighted_and_nothing_else():
     attempt = _attempt(lengths=(100,), correct=1.0, format=0.5)
     settings = {"weights": {"format": 2.0}, "bias": -0.5, "scale": 4.0, "clip": 1.0, "overlong_tokens": 20}
-    result = _shaped(attempt, is_eval=True, **settings)
-    assert (result.reward, result.reward_parts) == (2.0, attempt.reward_parts)
+    assert _shaped(attempt, is_eval=True, **settings) == dataclasses.replace(attempt, reward=2.0)
+
+
+def test_the_penalty_is_a_part_where_it_is_active_even_if_it_is_nothing():
+    assert _shaped(_attempt(lengths=(80,), correct=1.5), overlong_tokens=20).reward_parts["overlong"] == 0.0
 
 
 def test_a_part_that_is_called_like_the_penalty_is_an_error():

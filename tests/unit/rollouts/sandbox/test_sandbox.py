@@ -32,10 +32,10 @@ def _run(folder: Path, code: str, *, seconds: float = 20.0, memory_gb: float = 1
 
 def _refused(folder: Path, statement: str) -> str:
     """The name of the error that a statement ends with, `done` where it ends with none."""
-    code = "import ctypes, os, resource, signal, socket, subprocess, threading\n"
-    code += (
-        f"try:\n    {statement}\n    print('done')\nexcept BaseException as error:\n    print(type(error).__name__)\n"
+    attempt = (
+        f"try:\n    {statement}\n    print('done')\nexcept BaseException as error:\n    print(type(error).__name__)"
     )
+    code = f"import ctypes, os, resource, signal, socket, subprocess, threading\n{attempt}\n"
     status, printed = _run(folder, code)
     assert status == 0
     return printed.strip()
@@ -57,31 +57,15 @@ print(open("notes").read(), __name__)
 @pytest.mark.parametrize(
     "statement",
     [
-        "socket.socket()",
-        "socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)",
-        "socket.socket(socket.AF_UNIX)",
-        "socket.create_connection(('127.0.0.1', 9))",
-        "socket.socketpair()[0].sendto(b'x', '/run/systemd/notify')",
-        "socket.socketpair()[0].connect('/run/systemd/notify')",
-        "os.fork()",
-        "subprocess.run(['true'])",
-        "os.execv('/bin/true', ['true'])",
-        "os.kill(os.getppid(), signal.SIGTERM)",
-        "os.kill(0, signal.SIGTERM)",
-        "os.kill(-1, signal.SIGTERM)",
-        "os.setsid()",
-        "os.setpgid(0, 0)",
-        "os.setpriority(os.PRIO_USER, os.getuid(), 10)",
+        *("socket.socket()", "socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)", "socket.socket(socket.AF_UNIX)"),
+        *("socket.create_connection(('127.0.0.1', 9))", "socket.socketpair()[0].connect('/run/systemd/notify')"),
+        *("socket.socketpair()[0].sendto(b'x', '/run/systemd/notify')", "os.fork()", "subprocess.run(['true'])"),
+        *("os.execv('/bin/true', ['true'])", "os.kill(os.getppid(), signal.SIGTERM)", "os.kill(0, signal.SIGTERM)"),
+        *("os.kill(-1, signal.SIGTERM)", "os.setsid()", "os.setpgid(0, 0)"),
+        *("os.setpriority(os.PRIO_USER, os.getuid(), 10)", "open('/etc/passwd')", "open('/proc/self/environ')"),
         "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (4, 4))",
-        "open('/etc/passwd')",
-        "open('/proc/self/environ')",
-        "open(f'/proc/{os.getppid()}/environ')",
-        "os.listdir('/')",
-        "os.remove('/etc/hostname')",
-        "os.chmod('/', 0o777)",
-        "os.chown('/', 1, 1)",
-        "os.truncate('/etc/hostname', 0)",
-        "os.utime('/')",
+        *("open(f'/proc/{os.getppid()}/environ')", "os.listdir('/')", "os.remove('/etc/hostname')"),
+        *("os.chmod('/', 0o777)", "os.chown('/', 1, 1)", "os.truncate('/etc/hostname', 0)", "os.utime('/')"),
         "os.mknod('device', 0o20600, 259)",
     ],
 )
@@ -147,10 +131,8 @@ def test_a_process_that_does_not_end_is_killed(tmp_path: Path):
 
 
 def test_a_fork_bomb_starts_no_process(tmp_path: Path):
-    code = (
-        "import os\nfor _ in range(1000):\n    try:\n        os.fork()\n    except OSError:\n        pass\nprint('x')\n"
-    )
-    assert _run(tmp_path, code) == (0, "x\n")
+    bomb = "for _ in range(1000):\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
+    assert _run(tmp_path, f"import os\n{bomb}print('x')\n") == (0, "x\n")
 
 
 def test_a_machine_without_landlock_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch):
