@@ -133,7 +133,7 @@ def test_a_folder_goes_there_seal_last_and_comes_back_whole(
     digest = a_policy_folder(tmp_path / "model", weights=bytes(range(256)) * 1000)
     (tmp_path / "model" / "not-copied").mkdir()
     order = []
-    put_file = type(store)._put_file
+    put_file = type(store)._put_file  # type: ignore[attr-defined]
     monkeypatch.setattr(type(store), "_put_file", lambda *args: order.append(args[1].name) or put_file(*args))
     store.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
     assert order == ["config.json", "model.safetensors", DIGEST_FILE]
