@@ -19,6 +19,7 @@ from storage.log.runs import RunBusy, open_run, trainer_lock
 from storage.objects.digests import DIGEST_FILE, sha256_of, verify_folder
 from storage.objects.object_store import ObjectStore, StoreError, StoreFull
 from storage.objects.opening import open_store, probe
+from storage.objects.tables import ipc_bytes
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, a_shard, a_step, a_summary, provenance
 from tests.processes import commit_shards, race_for_keys, run_together, write_in_turns
@@ -34,14 +35,9 @@ def test_of_many_processes_exactly_one_wins_each_key(store: ObjectStore):
 def test_of_two_writers_of_a_key_the_first_wins(store: ObjectStore):
     rival = open_store(store.uri)
     assert store.put_if_absent("a/key", b"first")
-    assert not rival.put_if_absent("a/key", b"second")
+    for loser, data in ((rival, b"second"), (rival, b"first"), (store, b"first")):
+        assert not loser.put_if_absent("a/key", data)
     assert rival.get("a/key") == b"first"
-
-
-def test_writing_what_is_there_already_wins_nothing(store: ObjectStore):
-    assert store.put_if_absent("a/key", b"same")
-    assert not store.put_if_absent("a/key", b"same")
-    assert not open_store(store.uri).put_if_absent("a/key", b"same")
 
 
 def test_put_replaces_and_get_names_what_is_missing(store: ObjectStore):
@@ -110,9 +106,10 @@ def test_what_another_process_writes_is_there_at_once(store: ObjectStore):
 
 def test_arrow_reads_a_value_in_pieces(store: ObjectStore):
     rows = pa.table({"number": range(4), "text": ["x" * 1000] * 4})
-    store.put("data/rows.arrow", _ipc_file(rows))
+    rows_file = ipc_bytes(rows, compression=None)
+    store.put("data/rows.arrow", rows_file)
     with store.open_input("data/rows.arrow") as source:
-        assert source.seekable() and source.size() == len(_ipc_file(rows))
+        assert source.seekable() and source.size() == len(rows_file)
         numbers = pa.ipc.IpcReadOptions(included_fields=[0])
         assert pa.ipc.open_file(source, options=numbers).read_all().to_pydict() == {"number": [0, 1, 2, 3]}
         assert source.read_at(6, 0) == b"ARROW1"
@@ -121,26 +118,29 @@ def test_arrow_reads_a_value_in_pieces(store: ObjectStore):
 def test_a_missing_or_broken_value_does_not_open_as_arrow(store: ObjectStore):
     with pytest.raises(FileNotFoundError, match="gone"):
         store.open_input("data/gone.arrow")
-    whole = _ipc_file(pa.table({"number": [1]}))
+    whole = ipc_bytes(pa.table({"number": [1]}), compression=None)
     for name, data in {"cut": whole[:-20], "empty": b""}.items():
         store.put(f"data/{name}.arrow", data)
         with store.open_input(f"data/{name}.arrow") as source, pytest.raises((pa.ArrowException, OSError)):
             pa.ipc.open_file(source)
 
 
-def test_a_folder_goes_there_and_comes_back_whole(store: ObjectStore, tmp_path: Path):
+def test_a_folder_goes_there_seal_last_and_comes_back_whole(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(FileNotFoundError):
+        store.fetch_folder("models/m", tmp_path / "cache")
     digest = a_policy_folder(tmp_path / "model", weights=bytes(range(256)) * 1000)
     (tmp_path / "model" / "not-copied").mkdir()
+    order = []
+    put_file = type(store)._put_file  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(store), "_put_file", lambda *args: order.append(args[1].name) or put_file(*args))
     store.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
+    assert order == ["config.json", "model.safetensors", DIGEST_FILE]
     for _ in range(2):
         folder = store.fetch_folder("models/m", tmp_path / "cache")
         assert verify_folder(folder) == digest
         assert sorted(path.name for path in folder.iterdir()) == ["config.json", DIGEST_FILE, "model.safetensors"]
-
-
-def test_a_missing_folder_is_an_error(store: ObjectStore, tmp_path: Path):
-    with pytest.raises(FileNotFoundError):
-        store.fetch_folder("models/m", tmp_path)
 
 
 def test_a_folder_that_was_half_written_when_it_was_fetched_is_whole_the_next_time(store: ObjectStore, tmp_path: Path):
@@ -201,26 +201,22 @@ def test_a_shard_is_committed_and_read_back_or_found_damaged(store: ObjectStore)
     shard = commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
     assert read_shard(log, shard).num_rows == 2
     whole = store.get(log.shard_key("s0"))
-    for damaged in (whole[:-100], whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:], b""):
+    flipped = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (0, 1000, 2000, len(whole) - 1)]
+    for damaged in (whole[:-100], whole[:100], b"", *flipped):
         store.put(log.shard_key("s0"), damaged)
-        with pytest.raises(DamagedShard, match="sha256"):
+        sentence = rf"shard s0: its sha256 differs from the log's \({len(damaged)} of {shard.num_bytes} bytes\)"
+        with pytest.raises(DamagedShard, match=sentence):
             read_shard(log, shard)
     store.delete([log.shard_key("s0")])
-    with pytest.raises(DamagedShard, match="missing"):
+    with pytest.raises(DamagedShard, match="shard s0: the file is missing") as caught:
         read_shard(log, shard)
+    assert (caught.value.shard_id, caught.value.reason) == ("s0", "the file is missing")
 
 
 def test_the_trainer_lock_covers_this_machine(store: ObjectStore):
     log = a_log(store)
     with trainer_lock(log), pytest.raises(RunBusy), trainer_lock(open_run(open_store(store.uri), "run")):
         pass
-
-
-def _ipc_file(table: pa.Table) -> bytes:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    return sink.getvalue().to_pybytes()
 
 
 @pytest.mark.parametrize(

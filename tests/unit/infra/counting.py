@@ -80,10 +80,6 @@ class Counting:
         self._count += number * times
         return self._count
 
-    def count(self) -> int:
-        """The sum so far."""
-        return self._count
-
     def environment(self) -> dict[str, str]:
         """What torch.distributed reads."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -99,18 +95,16 @@ class Counting:
         dist.all_reduce(total)
         return int(total), dist.get_world_size()
 
-    def threads(self) -> list[int]:
+    def threads(self) -> list[str]:
         """What each rank's process is told to compute with."""
-        import torch
         import torch.distributed as dist
 
-        told = int(os.environ["OMP_NUM_THREADS"])
-        if "RANK" not in os.environ:
-            return [told]
-        dist.init_process_group("gloo")
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(counts, torch.tensor([told]))
-        return [int(count) for count in counts]
+        counts = [os.environ["OMP_NUM_THREADS"]]
+        if "RANK" in os.environ:
+            dist.init_process_group("gloo")
+            counts *= dist.get_world_size()
+            dist.all_gather_object(counts, os.environ["OMP_NUM_THREADS"])
+        return counts
 
     def fail(self) -> None:
         """The same failure on every rank."""

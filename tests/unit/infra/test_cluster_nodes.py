@@ -52,7 +52,7 @@ async def _two_engines_on_two_gpus(log_folder: Path) -> None:
             return hosted
 
         first = await host("rollout-0")
-        await first.call("count")
+        await first.call("process")
         second = asyncio.create_task(host("rollout-1"))
         working = asyncio.create_task(first.call("die", 1))  # only rank 1 would die: this one works for ever
         await asyncio.sleep(2)  # so that it is working, and the other has said that it waits

@@ -56,26 +56,21 @@ def _locked(package: str) -> str:
     return str(version)
 
 
+def _services(variables: dict[str, str] = SECRETS) -> dict[str, dict[str, Any]]:
+    """The services of compose.yaml, where these variables are set."""
+    services: dict[str, dict[str, Any]] = interpolate(yaml.safe_load(COMPOSE.read_text()), variables)["services"]
+    return services
+
+
 def _documents() -> list[dict[str, Any]]:
     return [document for file in MANIFESTS for document in yaml.safe_load_all(file.read_text())]
 
 
-def _texts() -> dict[str, str]:
-    files = [
-        path for path in INFRA.rglob("*") if path.is_file() and path.suffix != ".py" and "__pycache__" not in str(path)
-    ]
-    return {str(path.relative_to(PROJECT)): path.read_text() for path in files}
-
-
-def _images() -> dict[str, set[str]]:
-    """Every image a file names, with the files that do."""
-    images: dict[str, set[str]] = {}
-    for name, text in _texts().items():
-        for image in re.findall(
-            r'(?:"image":|\bimage:|"default":|^FROM) *"?([a-z][\w./-]*:[\w.-]+)', text, re.MULTILINE
-        ):
-            images.setdefault(image, set()).add(name)
-    return images
+def _images() -> dict[str, Path]:
+    """Every image a file names, with one that does."""
+    files = [path for path in INFRA.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    named = r'(?:"image":|\bimage:|"default":|^FROM) *"?([a-z][\w./-]*:[\w.-]+)'
+    return {image: file for file in files for image in re.findall(named, file.read_text(), re.MULTILINE)}
 
 
 # ── Compose ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,22 +89,20 @@ def test_docker_compose_itself_takes_both_files():
         pytest.skip("docker compose is not installed")
     for files in ([COMPOSE], [COMPOSE, INFRA / "compose.gpu.yaml"]):
         command = ["docker", "compose", *(part for file in files for part in ("-f", str(file))), "config", "--quiet"]
-        done = subprocess.run(
-            command, env={"PATH": "/usr/bin:/usr/local/bin", **SECRETS}, capture_output=True, text=True
-        )
+        environment = {"PATH": "/usr/bin:/usr/local/bin", **SECRETS}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("missing", sorted(SECRETS))
 def test_compose_has_no_default_secret_and_says_which_is_missing(missing: str):
-    variables = {name: value for name, value in SECRETS.items() if name != missing}
     with pytest.raises(ValueError, match=f"{missing}: choose"):
-        interpolate(yaml.safe_load(COMPOSE.read_text()), variables)
+        _services({name: value for name, value in SECRETS.items() if name != missing})
 
 
 def test_compose_publishes_on_loopback_unless_told_otherwise():
     for variables, address in ((SECRETS, "127.0.0.1"), (SECRETS | {"BIND_ADDRESS": "192.0.2.7"}, "192.0.2.7")):
-        services = interpolate(yaml.safe_load(COMPOSE.read_text()), variables)["services"]
+        services = _services(variables)
         published = {port.split(":")[0] for service in services.values() for port in service.get("ports", [])}
         assert published == {address}
         assert "ports" not in services["postgres"] and "ports" not in services["worker"]
@@ -117,9 +110,9 @@ def test_compose_publishes_on_loopback_unless_told_otherwise():
 
 def test_compose_services_come_back_and_are_watched():
     compose = yaml.safe_load(COMPOSE.read_text())
-    mounted = set()
+    services = compose["services"].values()
+    mounted = {volume.split(":")[0] for service in services for volume in service.get("volumes", [])}
     for name, service in compose["services"].items():
-        mounted |= {volume.split(":")[0] for volume in service.get("volumes", [])}
         if name == "deploy":  # runs to its end
             assert service["restart"].startswith("on-failure")
             continue
@@ -132,21 +125,16 @@ def test_compose_services_come_back_and_are_watched():
     assert importlib.util.find_spec(slots) and slots.endswith(".filesystem"), "Prefect's slots outlive a restart"
 
 
-def test_compose_asks_for_a_password_wherever_prefect_is_served_or_called():
-    services = interpolate(yaml.safe_load(COMPOSE.read_text()), SECRETS)["services"]
+def test_compose_gives_each_secret_to_the_services_that_need_it_and_to_no_other():
+    """Prefect's password to its server and clients; the address of notifications to what stores it."""
+    services = _services(SECRETS | {NOTIFY: "slack://a/b/c"})
     environments = {name: service.get("environment", {}) for name, service in services.items()}
     clients = {name for name, variables in environments.items() if "PREFECT_API_URL" in variables}
     assert clients == {"deploy", "worker"}
     assert {environments[name]["PREFECT_API_AUTH_STRING"] for name in clients} == {SECRETS["PREFECT_AUTH"]}
     assert environments["prefect"]["PREFECT_SERVER_API_AUTH_STRING"] == SECRETS["PREFECT_AUTH"]
-
-
-def test_compose_gives_the_address_of_notifications_to_the_service_that_stores_it_and_to_no_other():
-    text, address = yaml.safe_load(COMPOSE.read_text()), "slack://a/b/c"
-    services = interpolate(text, SECRETS | {NOTIFY: address})["services"]
-    holders = {name for name, service in services.items() if address in str(service)}
-    assert holders == {"deploy"}
-    assert interpolate(text, SECRETS)["services"]["deploy"]["environment"][NOTIFY] == "", "nobody is told by default"
+    assert {name for name, service in services.items() if "slack://a/b/c" in str(service)} == {"deploy"}
+    assert _services()["deploy"]["environment"][NOTIFY] == "", "nobody is told by default"
 
 
 def test_compose_limits_flow_runs_where_it_gives_the_worker_gpus():
@@ -170,7 +158,7 @@ def test_mlflow_answers_to_the_name_the_worker_knows_it_by_and_to_no_strange_one
 
 
 def test_databases_are_reached_by_drivers_that_are_locked():
-    services = interpolate(yaml.safe_load(COMPOSE.read_text()), SECRETS)["services"]
+    services = _services()
     urls = [
         services["prefect"]["environment"]["PREFECT_SERVER_DATABASE_CONNECTION_URL"],
         services["mlflow"]["environment"]["MLFLOW_BACKEND_STORE_URI"],
@@ -188,11 +176,10 @@ def test_every_image_is_pinned_and_ours_carry_the_version_of_the_package():
     assert version
     images = _images()
     assert {"postgres", "chrislusf/seaweedfs", "millrace", "prefecthq/prefect"} <= {i.split(":")[0] for i in images}
-    for image, files in images.items():
+    for image, file in images.items():
         name, tag = image.split(":")
-        assert tag not in ("latest", "main", "stable"), f"{image} in {files}"
-        if name == "millrace":
-            assert tag in (f"{version[1]}-cpu", f"{version[1]}-gpu"), f"{image} in {files}"
+        assert tag not in ("latest", "main", "stable"), f"{image} in {file}"
+        assert name != "millrace" or tag in (f"{version[1]}-cpu", f"{version[1]}-gpu"), f"{image} in {file}"
 
 
 def test_versions_outside_our_image_are_those_of_the_lock():
@@ -281,10 +268,8 @@ def test_pods_run_without_privileges_and_refer_to_what_the_manifests_and_their_h
         mounted = {mount["name"] for container in pod["containers"] for mount in container.get("volumeMounts", [])}
         assert mounted == {volume["name"] for volume in pod.get("volumes", [])}
         for container in pod["containers"]:
-            assert container["securityContext"] == {
-                "allowPrivilegeEscalation": False,
-                "capabilities": {"drop": ["ALL"]},
-            }
+            rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == rights
             for source in container.get("envFrom", []):
                 secret = source.get("secretRef")
                 assert secret == {"name": "millrace-store"} if secret else ("ConfigMap", "millrace") in made
@@ -348,17 +333,11 @@ def test_jobs_of_the_kubernetes_pool_fit_the_schema_of_kubernetes(gpus: int):
     values |= {"name": "run", "labels": {}, "command": ["prefect", "flow-run"]}
     manifest = copy.deepcopy(apply_values(template["job_configuration"]["job_manifest"], values | {"num_gpus": gpus}))
     pod = manifest["spec"]["template"]["spec"]
-    assert pod.pop("parallelism") == pod.pop("completions") == 1, (
-        "Prefect insists on these two here; Kubernetes drops them"
-    )
+    assert pod.pop("parallelism") == pod.pop("completions") == 1, "Prefect insists on them here; Kubernetes drops them"
     _validate(manifest)
-    assert manifest["spec"]["backoffLimit"] == 0 and pod["restartPolicy"] == "Never", (
-        "whether to go on is the flow's matter"
-    )
-    assert (
-        pod["securityContext"]["runAsNonRoot"] is True
-        and pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == gpus
-    )
+    assert manifest["spec"]["backoffLimit"] == 0 and pod["restartPolicy"] == "Never", "the flow decides on retries"
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == gpus
 
 
 # ── Ray ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

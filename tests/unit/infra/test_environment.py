@@ -8,34 +8,31 @@ import pytest
 
 from infra.environment import local_tracking_uri, store_uri, tracking_uri
 
+STATED = {"MILLRACE_STORE": "s3://bucket/store", "MILLRACE_TRACKING": "http://mlflow:5000"}
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+
+@pytest.mark.parametrize(
+    ("environment", "run_file", "expected"),
+    [
+        ({}, ("", ""), ("file://HOME/store", "sqlite:///HOME/mlflow.db")),
+        (STATED, ("", ""), ("s3://bucket/store", "http://mlflow:5000")),
+        ({"MILLRACE_STORE": "HOME/elsewhere"}, ("", ""), ("file://HOME/elsewhere", "sqlite:///HOME/mlflow.db")),
+        (STATED, ("s3://other/store", "sqlite:///mine.db"), ("s3://other/store", "sqlite:///mine.db")),
+        (STATED, ("HOME/mine", ""), ("file://HOME/mine", "http://mlflow:5000")),
+    ],
+)
+def test_the_run_file_comes_before_the_environment_and_that_before_the_state_folder(
+    environment: dict[str, str],
+    run_file: tuple[str, str],
+    expected: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    monkeypatch.delenv("MILLRACE_STORE", raising=False)
-    monkeypatch.delenv("MILLRACE_TRACKING", raising=False)
-    return tmp_path
-
-
-def test_without_a_word_everything_is_in_the_state_folder(home: Path) -> None:
-    assert store_uri("") == (home / "store").as_uri()
-    assert tracking_uri("") == local_tracking_uri() == f"sqlite:///{home}/mlflow.db"
-
-
-def test_a_deployment_says_where_for_every_run(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_STORE", "s3://bucket/store")
-    monkeypatch.setenv("MILLRACE_TRACKING", "http://mlflow:5000")
-    assert store_uri("") == "s3://bucket/store" and tracking_uri("") == "http://mlflow:5000"
-    assert local_tracking_uri() == f"sqlite:///{home}/mlflow.db"
-    monkeypatch.setenv("MILLRACE_STORE", str(home / "elsewhere"))
-    assert store_uri("") == (home / "elsewhere").as_uri()
-
-
-def test_the_run_file_has_the_last_word(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MILLRACE_STORE", "s3://bucket/store")
-    monkeypatch.setenv("MILLRACE_TRACKING", "http://mlflow:5000")
-    assert (
-        store_uri("s3://other/store") == "s3://other/store"
-        and store_uri(str(home / "mine")) == (home / "mine").as_uri()
-    )
-    assert tracking_uri("sqlite:///mine.db") == "sqlite:///mine.db"
+    for name in STATED:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.replace("HOME", str(tmp_path)))
+    store, tracking = (value.replace("HOME", str(tmp_path)) for value in run_file)
+    assert (store_uri(store), tracking_uri(tracking)) == tuple(e.replace("HOME", str(tmp_path)) for e in expected)
+    assert local_tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"

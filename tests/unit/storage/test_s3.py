@@ -32,10 +32,6 @@ def store(bucket: str) -> ObjectStore:
     return open_store(f"s3://{bucket}/some/prefix/")
 
 
-def test_the_uri_has_no_slash_at_its_end(store: ObjectStore, bucket: str):
-    assert isinstance(store, S3Store) and store.uri == f"s3://{bucket}/some/prefix"
-
-
 def test_a_bucket_without_a_prefix_is_a_store(bucket: str):
     store = open_store(f"s3://{bucket}")
     store.put("folder/key", b"here")
@@ -76,19 +72,6 @@ def test_more_keys_than_fit_in_one_request_are_deleted(store: ObjectStore, bucke
     store.put("many/1001", b"")
     store.delete([f"many/{number}" for number in range(1002)])
     assert store.names("many") == []
-
-
-def test_a_folder_goes_up_with_its_seal_last(store: ObjectStore, tmp_path: Path):
-    a_policy_folder(tmp_path / "model")
-    written = []
-
-    class Watched(S3Store):
-        def _put_file(self, file: Path, key: str) -> None:
-            written.append(key)
-            super()._put_file(file, key)
-
-    Watched(store.uri).put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
-    assert [path.rsplit("/", 1)[-1] for path in written] == ["config.json", "model.safetensors", DIGEST_FILE]
 
 
 def test_stores_with_the_same_keys_share_no_cached_file(store: ObjectStore, bucket: str, tmp_path: Path):
@@ -133,31 +116,32 @@ def test_a_full_cache_disk_says_what_to_delete(store: ObjectStore, tmp_path: Pat
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_a_missing_bucket_says_what_to_check(bucket: str):
-    nowhere = open_store("s3://nowhere/prefix")
-    with pytest.raises(StoreError, match="cannot be written.*bucket exists"):
-        probe(nowhere)
-    with pytest.raises(StoreError, match="is there a bucket 'nowhere'"):
-        nowhere.put("key", b"")
-
-
-def test_missing_credentials_say_what_to_check(bucket: str, monkeypatch: pytest.MonkeyPatch):
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
+@pytest.mark.parametrize(
+    ("variables", "bucket_name", "sentence"),
+    [
+        ({}, "nowhere", "cannot be written.*bucket exists"),
+        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "", "credentials"),
+        ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}, "", "127.0.0.1:9.*endpoint"),
+    ],
+    ids=["bucket", "credentials", "server"],
+)
+def test_what_is_missing_is_said(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], bucket_name: str, sentence: str
+):
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
-    with pytest.raises(StoreError, match="credentials"):
-        probe(open_store(f"s3://{bucket}/prefix"))
-
-
-def test_a_server_that_is_not_there_is_named(bucket: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    store = open_store(f"s3://{bucket}/prefix")
-    with pytest.raises(StoreError, match="127.0.0.1:9.*endpoint"):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+    store = open_store(f"s3://{bucket_name or bucket}/prefix")
+    with pytest.raises(StoreError, match=sentence):
         probe(store)
-    for read in (lambda: store.get("key"), lambda: store.get_many(["key"]), lambda: store.names("folder")):
-        with pytest.raises(StoreError, match="cannot (read|list).*127.0.0.1:9"):
-            read()
+    if bucket_name:
+        with pytest.raises(StoreError, match="is there a bucket 'nowhere'"):
+            store.put("key", b"")
+    if "AWS_ENDPOINT_URL" in variables:
+        for read in (lambda: store.get("key"), lambda: store.get_many(["key"]), lambda: store.names("folder")):
+            with pytest.raises(StoreError, match="cannot (read|list).*127.0.0.1:9"):
+                read()
 
 
 def test_credentials_come_from_a_profile(

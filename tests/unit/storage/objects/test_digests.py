@@ -20,24 +20,17 @@ from storage.objects.digests import (
 from tests.builders import a_policy_folder
 
 
-def test_a_sealed_folder_verifies_to_the_digest_of_its_weights(tmp_path: Path):
-    digest = a_policy_folder(tmp_path / "policy")
-    assert verify_folder(tmp_path / "policy") == digest
-
-
-def test_equal_weights_have_equal_digests_whatever_lies_beside_them(tmp_path: Path):
+def test_a_sealed_folder_verifies_to_the_digest_of_its_weights_whatever_lies_beside_them(tmp_path: Path):
     first = a_policy_folder(tmp_path / "first", weights=b"same")
+    seal = json.loads((tmp_path / "first" / DIGEST_FILE).read_text())
+    assert sorted(seal["files"]) == ["config.json", "model.safetensors"], "every file but itself"
     second = a_policy_folder(tmp_path / "second", weights=b"same")
     (tmp_path / "second" / "notes.json").write_text("{}")
-    assert seal_folder(tmp_path / "second") == second == first
+    assert seal_folder(tmp_path / "second") == verify_folder(tmp_path / "first") == second == first
     assert a_policy_folder(tmp_path / "third", weights=b"other") != first
-
-
-def test_a_folder_without_its_seal_was_never_finished(tmp_path: Path):
-    a_policy_folder(tmp_path / "policy")
-    (tmp_path / "policy" / DIGEST_FILE).unlink()
+    (tmp_path / "third" / DIGEST_FILE).unlink()
     with pytest.raises(DigestMismatch, match="never finished"):
-        verify_folder(tmp_path / "policy")
+        verify_folder(tmp_path / "third")
 
 
 @pytest.mark.parametrize(
@@ -61,12 +54,6 @@ def test_an_altered_or_missing_file_is_named(tmp_path: Path, name: str):
     file.unlink()
     with pytest.raises(DigestMismatch, match=name):
         verify_folder(tmp_path / "policy")
-
-
-def test_the_seal_lists_every_file_but_itself(tmp_path: Path):
-    a_policy_folder(tmp_path / "policy")
-    seal = json.loads((tmp_path / "policy" / DIGEST_FILE).read_text())
-    assert sorted(seal["files"]) == ["config.json", "model.safetensors"]
 
 
 def test_json_digests_do_not_depend_on_key_order(tmp_path: Path):

@@ -19,6 +19,7 @@ from storage.objects.digests import DIGEST_FILE
 from storage.objects.object_store import MIN_FREE_VARIABLE, ConditionRefused, LocalStore, StoreError, StoreFull
 from storage.objects.opening import open_store, probe
 from storage.objects.s3_store import S3Store
+from storage.objects.tables import ipc_bytes
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, local_store, provenance
 from tests.store_behaviour import *  # noqa: F403
@@ -45,22 +46,6 @@ def test_no_listing_shows_a_half_written_file(store: LocalStore):
     (store.root / "folder" / ".d.0123.tmp").write_bytes(b"")
     assert store.names("folder") == ["a", "b", "c"]
     assert [file.key for file in store.walk("folder")] == ["folder/a", "folder/b", "folder/c"]
-
-
-def test_a_folder_arrives_with_the_named_file_last(tmp_path: Path):
-    order = []
-
-    class Watched(LocalStore):
-        def _put_file(self, file: Path, key: str) -> None:
-            order.append(key)
-            super()._put_file(file, key)
-
-    folder = tmp_path / "model"
-    (folder / "not-copied").mkdir(parents=True)
-    for name in ("z.json", "a.safetensors", "digest.json", "k.txt"):
-        (folder / name).write_text(name)
-    Watched(tmp_path / "store").put_folder(folder, "models/m", last="digest.json")
-    assert order == ["models/m/a.safetensors", "models/m/k.txt", "models/m/z.json", "models/m/digest.json"]
 
 
 def test_a_large_file_of_a_folder_is_copied_in_pieces(store: LocalStore, tmp_path: Path):
@@ -115,40 +100,21 @@ def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
 
 def test_a_file_for_arrow_is_mapped_into_memory_and_not_copied(store: LocalStore):
     rows = pa.table({"number": range(10**6)})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, rows.schema) as writer:
-        writer.write_table(rows)
-    store.put("data.arrow", sink.getvalue().to_pybytes())
-    del sink
+    store.put("data.arrow", ipc_bytes(rows, compression=None))
     before = pa.total_allocated_bytes()
     table = pa.ipc.open_file(store.open_input("data.arrow")).read_all()
     assert pa.total_allocated_bytes() - before < table.nbytes / 100
     assert table.equals(rows)
 
 
-def test_a_store_that_lets_two_writers_win_is_found_out(tmp_path: Path):
-    class Forgetful(LocalStore):
-        """Like an S3 server that ignores `If-None-Match`."""
-
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            self.put(key, data)
-            return True
-
-    store = Forgetful(tmp_path)
-    assert probe(store) is False
-    assert store.walk("probe") == []
-
-
-def test_a_store_where_nobody_wins_is_found_out(tmp_path: Path):
-    class Refusing(LocalStore):
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            return False
-
+def test_a_store_that_cannot_keep_writers_apart_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    forgetful = LocalStore(tmp_path / "forgetful")  # like an S3 server that ignores `If-None-Match`
+    monkeypatch.setattr(forgetful, "put_if_absent", lambda key, data: forgetful.put(key, data) or True)
+    assert probe(forgetful) is False and forgetful.walk("probe") == []
+    refusing = LocalStore(tmp_path / "refusing")
+    monkeypatch.setattr(refusing, "put_if_absent", lambda key, data: False)
     with pytest.raises(ConditionRefused, match="already there"):
-        probe(Refusing(tmp_path))
-
-
-def test_a_store_that_cannot_be_written_says_what_to_do(tmp_path: Path):
+        probe(refusing)
     # A path below a file is refused to root as well.
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written.*make it writable"):
@@ -179,10 +145,6 @@ def test_the_log_may_use_what_data_leaves_free(store: LocalStore, monkeypatch: p
     assert log.state.entries == 2 and store.walk("runs/run/shards") == []
     with pytest.raises(StoreFull, match="200.0 MB to write"):
         store.put_if_absent("log", bytes(200_000_000))
-
-
-def test_a_probe_of_a_full_disk_says_that_it_is_full(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: FULL)
     with pytest.raises(StoreFull, match="is full"):
         probe(store)
 
@@ -258,9 +220,14 @@ def test_a_really_full_disk_loses_nothing_and_goes_on_when_there_is_room(
     assert list(log.refresh().shards) == ["s0", "s1"] and log.state.shards["s0"] == shard
 
 
-def test_an_unknown_scheme_is_refused_with_the_known_ones():
-    with pytest.raises(StoreError, match="gs.*s3://bucket/prefix"):
-        open_store("gs://bucket/prefix")
+@pytest.mark.parametrize(
+    ("uri", "sentence"),
+    [("gs://bucket/prefix", "gs.*s3://bucket/prefix"), ("file://data/store", "three slashes; file:///|file:///")],
+    ids=["unknown scheme", "two slashes: no folder at the root"],
+)
+def test_a_uri_that_names_no_store_is_refused_with_one_that_does(uri: str, sentence: str):
+    with pytest.raises(StoreError, match=sentence):
+        open_store(uri)
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "100%", "50%20", "grün", "a#b?c"])
@@ -270,11 +237,6 @@ def test_a_store_opens_again_by_its_uri(tmp_path: Path, name: str):
     again = open_store(store.uri)
     assert again.uri == store.uri
     assert again.get("key") == b"here"
-
-
-def test_a_file_uri_with_two_slashes_is_not_taken_for_a_folder_at_the_root():
-    with pytest.raises(StoreError, match="file:///"):
-        open_store("file://data/store")
 
 
 def test_plain_paths_and_s3_uris_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,11 +7,12 @@ import pytest
 
 from storage.log.entries import Policy
 from storage.policies.adapters import check_adapters
-from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
-from storage.shards.codec import Provenance
+from storage.records import Turn
+from storage.shards.codec import shard_table
 from storage.shards.schema import SCHEMA, BadShard
 from storage.shards.shards import DamagedShard
-from tests.shard_files import decode_shard, encode_shard, file_with
+from tests.builders import SAMPLING, a_group, a_trajectory, a_turn, provenance
+from tests.shard_files import decode_shard, file_with
 
 _POLICIES = {
     0: Policy(version=0, path="models/base", weights_sha256="b" * 64, parent=None),
@@ -22,45 +23,16 @@ _POLICIES = {
 _DIGESTS = {2: "2" * 64, 3: "3" * 64}
 
 
-def _turn(*versions: int, **changes: dict[int, str]) -> Turn:
+def _turn(*versions: int, adapters: dict[int, str] | None = None) -> Turn:
     """One sampled token for each version, and what an honest engine says of them."""
-    return Turn(
-        context_ids=[4],
-        sampled_ids=[5] * len(versions),
-        logprobs=[-0.5] * len(versions),
-        weight_versions=list(versions),
-        finish_reason="stop",
-        adapters=changes.get("adapters", {v: _DIGESTS[v] for v in set(versions) & _DIGESTS.keys()}),
-    )
-
-
-def _shard(*attempts: list[Turn]) -> bytes:
-    trajectories = [
-        Trajectory(attempt=number, turns=turns, messages=[Message(role="user", content="?")], status="ok", reward=1.0)
-        for number, turns in enumerate(attempts)
-    ]
-    group = RolloutGroup(
-        id="0.a",
-        task=Task(id="a", prompt="?"),
-        position=0,
-        epoch=0,
-        expected=len(attempts),
-        trajectories=trajectories,
-    )
-    provenance = Provenance(
-        run_id="run",
-        shard_id="s",
-        producer="test",
-        tokenizer_sha256="",
-        chat_template_sha256="",
-        config_sha256="",
-        code_version="",
-    )
-    return encode_shard([group], provenance=provenance, sampling=Sampling())
+    honest = {version: _DIGESTS[version] for version in set(versions) & _DIGESTS.keys()}
+    return a_turn([5] * len(versions), versions=versions, adapters=honest if adapters is None else adapters)
 
 
 def _table(*attempts: list[Turn]) -> pa.Table:
-    return decode_shard(_shard(*attempts), name="s")
+    trajectories = [a_trajectory(1.0, attempt=number, turns=turns) for number, turns in enumerate(attempts)]
+    group = a_group(0, trajectories=trajectories)
+    return shard_table([group], provenance=provenance("s"), sampling=SAMPLING)
 
 
 def test_each_row_holds_the_digests_of_the_adapters_that_sampled_it():
@@ -78,10 +50,7 @@ def test_without_adapters_there_is_no_column_and_nothing_to_complain_of():
 @pytest.mark.parametrize(
     ("turns", "sentence"),
     [
-        (
-            [_turn(2, adapters={})],
-            "version 2 that the engine sampled with no adapter; that policy has adapter 2222",
-        ),
+        ([_turn(2, adapters={})], "version 2 that the engine sampled with no adapter; that policy has adapter 2222"),
         ([_turn(2, adapters={2: "9" * 64})], "version 2 that the engine sampled with adapter 9999.*has adapter 2222"),
         ([_turn(1, adapters={1: "9" * 64})], "version 1 that the engine sampled with adapter 9999.*has no adapter"),
         ([_turn(2, 2, 0, 3, adapters={2: "2" * 64})], "version 3 that the engine sampled with no adapter"),
@@ -91,9 +60,8 @@ def test_without_adapters_there_is_no_column_and_nothing_to_complain_of():
 )
 def test_a_row_sampled_by_other_weights_is_refused_by_name(turns: list[Turn], sentence: str):
     table = _table([_turn(2)], turns)
-    with pytest.raises(
-        DamagedShard, match=rf"shard s: row 1 \(group 0\.a, attempt 1\) has tokens of policy .*{sentence}"
-    ):
+    where = r"shard s: row 1 \(group 0\.task0, attempt 1\) has tokens of policy"
+    with pytest.raises(DamagedShard, match=f"{where} .*{sentence}"):
         check_adapters(table, shard_id="s", policies=_POLICIES)
 
 
@@ -104,8 +72,8 @@ def test_a_shard_without_the_column_is_refused_once_a_policy_is_an_adapter():
 
 
 def test_one_version_cannot_be_two_adapters():
-    with pytest.raises(BadShard, match="shard s: group 0.a was sampled by two adapters, both of policy version 2"):
-        _shard([_turn(2), _turn(2, adapters={2: "9" * 64})])
+    with pytest.raises(BadShard, match="shard s: group 0.task0 was sampled by two adapters, both of policy version 2"):
+        _table([_turn(2), _turn(2, adapters={2: "9" * 64})])
 
 
 def test_the_column_has_its_type_or_the_file_is_refused():

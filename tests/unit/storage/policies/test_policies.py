@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,21 +107,15 @@ def test_a_resumed_trainer_goes_on_against_the_same_anchor(trainer: _Trainer, tm
     assert _files(PolicyReader(trainer.log, tmp_path / "cache").fetch(policy)) == trainer.files(policy)
 
 
-def test_one_means_always_whole(on_disk: _Trainer):
+def test_a_policy_is_whole_where_a_delta_is_not_wanted_not_possible_or_not_smaller(on_disk: _Trainer):
     on_disk.writer = PolicyWriter(on_disk.log, on_disk.folder / "cache", anchor_every=1)
-    assert [on_disk.step().anchor for _ in range(3)] == [None, None, None]
-
-
-def test_where_most_values_change_each_policy_is_whole_and_an_anchor(on_disk: _Trainer):
+    assert [on_disk.step().anchor for _ in range(2)] == [None, None], "one means always"
+    on_disk.writer = PolicyWriter(on_disk.log, on_disk.folder / "cache", anchor_every=4)
     on_disk.share = 0.9
-    assert [on_disk.step().anchor for _ in range(3)] == [None, None, None]
+    assert [on_disk.step().anchor for _ in range(2)] == [None, None], "most values change"
     on_disk.share = 0.02
-    assert on_disk.step().anchor == 3, "the newest one"
-
-
-def test_another_configuration_is_written_whole(on_disk: _Trainer):
-    on_disk.step()
-    assert on_disk.step(files={"config.json": '{"other": 1}'}).anchor is None
+    assert on_disk.step().anchor == 4, "the newest whole one"
+    assert on_disk.step(files={"config.json": '{"other": 1}'}).anchor is None, "another configuration"
 
 
 def test_a_policy_that_shares_its_files_with_its_parent_reads_like_it(on_disk: _Trainer, tmp_path: Path):
@@ -140,29 +135,27 @@ def _flip(file: Path) -> None:
     file.write_bytes(content)
 
 
-_DAMAGE: dict[str, tuple[int, Callable[[Path], None], str]] = {
-    "byte of the delta": (2, lambda folder: _flip(folder / DELTA_FILE), "delta.safetensors differs"),
-    "delta missing": (2, lambda folder: (folder / DELTA_FILE).unlink(), "delta.safetensors differs"),
-    "killed before the seal": (2, lambda folder: (folder / DIGEST_FILE).unlink(), "never finished"),
-    "byte of the anchor": (1, lambda folder: _flip(folder / WEIGHTS_FILE), "model.safetensors differs"),
-    "byte beside the anchor": (1, lambda folder: _flip(folder / "config.json"), "config.json differs"),
-    "anchor missing": (
-        1,
-        lambda folder: [file.unlink() for file in folder.iterdir()] and folder.rmdir(),
-        "policies/1-a",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", _DAMAGE)
-def test_damage_is_named_with_version_anchor_and_fix(on_disk: _Trainer, tmp_path: Path, damage: str):
+@pytest.mark.parametrize(
+    ("version", "harm", "sentence"),
+    [
+        (2, lambda folder: _flip(folder / DELTA_FILE), "delta.safetensors differs"),
+        (2, lambda folder: (folder / DELTA_FILE).unlink(), "delta.safetensors differs"),
+        (2, lambda folder: (folder / DIGEST_FILE).unlink(), "never finished"),
+        (1, lambda folder: _flip(folder / WEIGHTS_FILE), "model.safetensors differs"),
+        (1, lambda folder: _flip(folder / "config.json"), "config.json differs"),
+        (1, shutil.rmtree, "policies/1-a"),
+    ],
+    ids=["delta", "delta missing", "killed before the seal", "anchor", "beside the anchor", "anchor missing"],
+)
+def test_damage_is_named_with_version_anchor_and_fix(
+    on_disk: _Trainer, tmp_path: Path, version: int, harm: Callable[[Path], None], sentence: str
+):
     made = [on_disk.step(), on_disk.step()]
-    version, harm, said = _DAMAGE[damage]
     harm(tmp_path / "store" / made[version - 1].path)
     reader = PolicyReader(on_disk.log, tmp_path / "cache")
     with pytest.raises(DamagedDelta, match="policy 2 cannot be made from its anchor, policy 1") as caught:
         reader.fetch(made[1])
-    assert said in str(caught.value) and "back from a copy" in str(caught.value)
+    assert sentence in str(caught.value) and "back from a copy" in str(caught.value)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()], "nothing half-made is left"
     if version == 2:
         assert _files(reader.fetch(made[0])) == on_disk.files(made[0]), "the anchor is as good as before"
@@ -178,31 +171,25 @@ def test_a_missing_folder_names_the_policy(on_disk: _Trainer, tmp_path: Path):
         reader.fetch(Policy(version=2, path="runs/run/policies/2-b", weights_sha256="", parent=1))
 
 
-def test_an_exchanged_delta_is_refused(on_disk: _Trainer, tmp_path: Path):
-    """Whole and sealed, and of another version."""
-    made = [on_disk.step() for _ in range(3)]
-    store = tmp_path / "store"
-    for name in (DELTA_FILE, DIGEST_FILE):
-        (store / made[1].path / name).write_bytes((store / made[2].path / name).read_bytes())
-    with pytest.raises(DamagedDelta, match="does not give the weights of policy 2"):
-        PolicyReader(on_disk.log, tmp_path / "cache").fetch(made[1])
-
-
-def test_an_exchanged_anchor_is_refused(on_disk: _Trainer, tmp_path: Path):
+def test_exchanged_files_are_refused(on_disk: _Trainer, tmp_path: Path):
+    """Whole and sealed, and of another version. What is wrong with a whole policy is no error about a delta."""
     made = [on_disk.step() for _ in range(6)]
-    wrong = Policy(version=9, path=made[5].path, weights_sha256=made[5].weights_sha256, parent=8, anchor=1)
+    reader, store = PolicyReader(on_disk.log, tmp_path / "cache"), tmp_path / "store"
+    wrong = replace(made[5], version=9, anchor=1)
     with pytest.raises(DamagedDelta, match="not those of policy 1"):
-        PolicyReader(on_disk.log, tmp_path / "cache").fetch(wrong)
-
-
-def test_an_exchanged_whole_policy_is_refused(on_disk: _Trainer, tmp_path: Path):
-    """Sealed, of another version, and not one that an error about a delta could be of."""
-    made = [on_disk.step() for _ in range(5)]
-    assert made[0].anchor is made[4].anchor is None
-    for path in (tmp_path / "store" / made[4].path).iterdir():
-        (tmp_path / "store" / made[0].path / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(DigestMismatch, match="other weights than the log says policy 1 has"):
-        PolicyReader(on_disk.log, tmp_path / "cache").fetch(made[0])
+        reader.fetch(wrong)
+    for policy, other in ((made[1], made[2]), (made[0], made[4])):
+        for path in (store / other.path).iterdir():
+            (store / policy.path / path.name).write_bytes(path.read_bytes())
+        with pytest.raises(DigestMismatch) as caught:
+            reader.fetch(policy)
+        assert isinstance(caught.value, DamagedDelta) == (policy.anchor is not None)
+        sentence = "does not give the weights of policy 2" if policy.anchor else "other weights than the log says"
+        assert sentence in str(caught.value)
+    _flip(store / made[4].path / WEIGHTS_FILE)
+    with pytest.raises(DigestMismatch) as caught:
+        reader.fetch(made[4])
+    assert not isinstance(caught.value, DamagedDelta)
 
 
 def test_whole_files_may_stand_where_a_delta_was(on_disk: _Trainer, tmp_path: Path):
@@ -213,25 +200,21 @@ def test_whole_files_may_stand_where_a_delta_was(on_disk: _Trainer, tmp_path: Pa
     assert verify_folder(folder) == delta.weights_sha256 and load_file(folder / WEIGHTS_FILE)
 
 
-def test_an_unreadable_anchor_makes_the_next_policy_whole(on_disk: _Trainer, tmp_path: Path, caplog):  # type: ignore[no-untyped-def]
-    anchor = on_disk.step()
-    _flip(tmp_path / "store" / anchor.path / WEIGHTS_FILE)
-    on_disk.writer = PolicyWriter(on_disk.log, tmp_path / "cache", anchor_every=4)
-    assert on_disk.step().anchor is None
-    assert "written whole, because its anchor cannot be read" in caplog.text
-
-
-@pytest.mark.parametrize("damage", ["gone", "seal", "header"])
-def test_an_anchor_that_is_lost_while_the_trainer_runs_makes_the_next_policy_whole(
-    on_disk: _Trainer, tmp_path: Path, damage: str
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("damage", ["folder", DIGEST_FILE, WEIGHTS_FILE])
+def test_an_anchor_that_is_lost_makes_the_next_policy_whole(
+    on_disk: _Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str, resumed: bool
 ):
     folder = tmp_path / "store" / on_disk.step().path
-    if damage == "gone":
+    if damage == "folder":
         shutil.rmtree(folder)
     else:
-        (folder / {"seal": DIGEST_FILE, "header": WEIGHTS_FILE}[damage]).write_bytes(b"broken")
+        (folder / damage).write_bytes(b"broken")
+    if resumed:
+        on_disk.writer = PolicyWriter(on_disk.log, tmp_path / "cache", anchor_every=4)
     whole, delta = on_disk.step(), on_disk.step()
     assert (whole.anchor, delta.anchor) == (None, 2)
+    assert "written whole, because its anchor cannot be read" in caplog.text
     made = PolicyReader(on_disk.log, tmp_path / "cache").fetch(delta)
     assert _files(made) == on_disk.files(delta)
 
@@ -300,26 +283,11 @@ def test_transformers_loads_what_came_from_a_delta(tmp_path: Path):
         model.save_pretrained(whole)
         digest = seal_folder(whole)
         written = writer.put(whole, log.key(f"policies/{version}"), version=version)
-        made.append(
-            Policy(
-                version=version,
-                path=log.key(f"policies/{version}"),
-                weights_sha256=digest,
-                parent=version - 1,
-                anchor=written.anchor,
-            )
-        )
+        path, anchor = log.key(f"policies/{version}"), written.anchor
+        made.append(Policy(version=version, path=path, weights_sha256=digest, parent=version - 1, anchor=anchor))
         log.append(made[-1])
     assert [policy.anchor for policy in made] == [None, 1]
     for policy in made:
         loaded = AutoModelForCausalLM.from_pretrained(PolicyReader(log, tmp_path / "cache").fetch(policy))
         assert loaded.model.norm.weight[0].item() == (2.0, 4.0)[policy.version - 1]
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
-
-
-def test_a_damaged_whole_policy_is_no_damaged_delta(on_disk: _Trainer, tmp_path: Path):
-    policy = on_disk.step()
-    _flip(tmp_path / "store" / policy.path / WEIGHTS_FILE)
-    with pytest.raises(DigestMismatch) as caught:
-        PolicyReader(on_disk.log, tmp_path / "cache").fetch(policy)
-    assert not isinstance(caught.value, DamagedDelta)

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from storage.log.claims import next_claim
 from storage.log.entries import Alias, Evaluation, Quarantine, Rescore, Retire
 from storage.log.replay_plan import plan_replay
 from storage.log.run_log import RunLog
-from storage.log.run_state import Conflict, LogDamaged, RunState
+from storage.log.run_state import Conflict, LogDamaged
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore, ObjectStore, StoreError
 from storage.objects.opening import open_store
@@ -42,7 +43,7 @@ from tests.builders import (
     provenance,
 )
 
-DAY = 86400.0
+HOUR, DAY = 3600.0, 86400.0
 
 
 @pytest.fixture(params=["disk", "s3"])
@@ -52,39 +53,91 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     return open_store(f"s3://{request.getfixturevalue('bucket')}/lake")
 
 
-def _shard(log: RunLog, number: int, *, version: int = 0, is_eval: bool = False) -> str:
+@pytest.fixture
+def log(tmp_path: Path) -> RunLog:
+    """A run on a disk."""
+    return a_log(local_store(tmp_path))
+
+
+class Meanwhile(LocalStore):
+    """A store in which another process does something just before, or after, retention writes its first entry."""
+
+    def __init__(self, root: Path, deed: Callable[[RunLog], object], *, after: bool = False) -> None:
+        super().__init__(root)
+        self.deed, self.after, self.done = deed, after, False
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        is_now = b'"retire"' in data and not self.done
+        self.done = self.done or is_now
+        if is_now and not self.after:
+            self.deed(open_run(LocalStore(self.root), "run"))
+        written = super().put_if_absent(key, data)
+        if is_now and self.after:
+            self.deed(open_run(LocalStore(self.root), "run"))
+        return written
+
+
+def _shard(log: RunLog, number: int, *, version: int = 0) -> None:
     """Commit one group as a shard of its own."""
-    shard_id = f"eval{version}" if is_eval else f"s{number}"
-    groups = [a_group(number, version=version, group_id=f"eval{version}.task" if is_eval else "")]
-    shard = commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
-    return shard.id
+    group = a_group(number, version=version)
+    commit_shard(log, [group], provenance=provenance(f"s{number}"), sampling=SAMPLING)
 
 
-def _train(log: RunLog, *, steps: int, state_every: int = 0) -> RunLog:
-    """Steps of one shard each, with a policy folder, and a state folder every so many."""
-    for _ in range(steps):
+def _eval_shard(log: RunLog, shard_id: str, *, version: int) -> None:
+    group = a_group(-1, version=version, group_id=f"eval{version}.task")
+    commit_shard(log, [group], provenance=provenance(shard_id), sampling=SAMPLING, is_eval=True)
+
+
+def _score(log: RunLog, version: int, score: float, shard_id: str, **fields: object) -> None:
+    known = {"split": "test", "num_tasks": 1, "num_failed": 0, "seconds": 0.0, **fields}
+    log.append(Evaluation(version=version, score=score, shard_id=shard_id, **known))  # type: ignore[arg-type]
+
+
+def _train(log: RunLog, *, steps: int = 0, state_every: int = 0, anchors: Sequence[int | None] = ()) -> RunLog:
+    """Steps of one shard each, with a policy folder, and a state folder every so many.
+
+    With `anchors`, a step for each of them, whose policy is a delta against that version.
+    """
+    for anchor in anchors or [None] * steps:
         number = log.state.step + 1
         _shard(log, number, version=number - 1)
         step = a_step(log.state, trained=[f"0.task{number}"])
         if state_every and number % state_every == 0:
             step = replace(step, state_path=log.key(f"state/{number}-a"))
             log.store.put(f"{step.state_path}/state.safetensors", b"moments")
-        for file in ("model.safetensors", "digest.json"):
+        for file in ("model.safetensors" if anchor is None else "delta.safetensors", "digest.json"):
             log.store.put(f"{step.policy.path}/{file}", b"x" * 50)
-        log.append(step)
+        log.append(replace(step, policy=replace(step.policy, anchor=anchor)))
     return log
 
 
-def _score(log: RunLog, version: int, score: float, shard_id: str) -> None:
-    fields = {"split": "test", "num_tasks": 1, "num_failed": 0, "seconds": 0.0}
-    log.append(Evaluation(version=version, score=score, shard_id=shard_id, **fields))  # type: ignore[arg-type]
+def _skip(log: RunLog) -> None:
+    """A step that trains nothing and keeps the live policy's files."""
+    live = log.state.live
+    assert live is not None
+    step = a_step(log.state, trained=[])
+    log.append(replace(step, policy=replace(step.policy, path=live.path, weights_sha256=live.weights_sha256)))
+
+
+def _retire(*, shards: Sequence[str] = (), policies: Sequence[int] = (), states: Sequence[str] = ()) -> Retire:
+    return Retire(shard_ids=list(shards), policy_versions=list(policies), state_paths=list(states), reason="")
+
+
+def _age(log: RunLog, name: str, seconds: float) -> None:
+    """Make a file of the run so much older."""
+    path = log.store.root / log.key(name)  # type: ignore[attr-defined]
+    os.utime(path, (path.stat().st_mtime - seconds,) * 2)
 
 
 def _files(store: ObjectStore, *folders: str, run: str = "run") -> list[str]:
-    """What is left, without the log: `s1`, `policies/3-a`."""
+    """What is left, without the log: `shards/s1`, `policies/3-a`."""
     found = [file.key.removeprefix(f"runs/{run}/") for file in store.walk(f"runs/{run}")]
     names = {name.rpartition("/")[0] if name.startswith(("policies", "state")) else name for name in found}
     return sorted(name.removesuffix(".arrow") for name in names if name.split("/")[0] in folders)
+
+
+def _data(store: ObjectStore) -> list[str]:
+    return _files(store, "policies", "state", "shards")
 
 
 def _collect(store: ObjectStore, *runs: str, dry_run: bool = False, **rules: object) -> RunReport:
@@ -92,6 +145,10 @@ def _collect(store: ObjectStore, *runs: str, dry_run: bool = False, **rules: obj
     chosen = Rules(**{"keep_last": 1, **rules})  # type: ignore[arg-type]
     [report, *_] = collect_garbage(store, runs, chosen, dry_run=dry_run)
     return report
+
+
+def _names(report: RunReport) -> list[str]:
+    return sorted(item.name.removeprefix("runs/run/") for item in report.items)
 
 
 def _check(log: RunLog, rules: Rules) -> None:
@@ -130,7 +187,8 @@ def test_only_what_keeps_the_newest_policy_and_the_run_going_stays(store: Object
     _shard(log, 8, version=7)
     report = _collect(store)
     # Policy 7 is trained again from the state of step 6, and so is the run resumed; group 8 waits to be trained on.
-    assert _files(store, "policies", "state", "shards") == ["policies/7-a", "shards/s7", "shards/s8", "state/6-a"]
+    assert _data(store) == ["policies/7-a", "shards/s7", "shards/s8", "state/6-a"]
+    assert (store.names("runs/run/policies"), store.names("runs/run/state")) == (["7-a"], ["6-a"]), "no empty folders"
     assert report.kept == {0: "base model", 7: "live, among the newest"} and report.removed
     assert {kind: count for kind, (count, _) in report.by_kind().items()} == {"policy": 6, "state": 1, "shard": 6}
     assert report.freed_bytes == sum(item.num_bytes for item in report.items) > 6 * 100
@@ -139,29 +197,33 @@ def test_only_what_keeps_the_newest_policy_and_the_run_going_stays(store: Object
     assert state.retired_shards == {f"s{number}" for number in range(1, 7)}
     assert read_shard(log, state.shards["s7"]).num_rows == 2
     _check(log, Rules(keep_last=1))
+    # What is retired stays retired when the rules change.
+    assert _collect(store, keep_last=5).items == []
+    _check(log, Rules(keep_last=1))
 
 
-def test_a_kept_policy_keeps_what_trains_it_again(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=9, state_every=2)
+def test_a_kept_policy_keeps_what_trains_it_again(log: RunLog):
+    _train(log, steps=9, state_every=2)
     log.append(Alias(name="shipped", version=4, checksum=""))
     _collect(log.store)
     # Step 4 starts from the state of step 2 and needs the shards of steps 3 and 4.
-    assert _files(log.store, "policies", "state", "shards") == [
-        *("policies/4-a", "policies/9-a", "shards/s3", "shards/s4", "shards/s9", "state/2-a", "state/8-a")
-    ]
+    shards = ["shards/s3", "shards/s4", "shards/s9"]
+    assert _data(log.store) == ["policies/4-a", "policies/9-a", *shards, "state/2-a", "state/8-a"]
     assert plan_replay(log.refresh(), run="run", first=4, last=4).resumed_from == 2
 
 
-def test_without_a_saved_state_everything_back_to_the_base_model_is_needed(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=3)
+def test_without_a_saved_state_everything_back_to_the_base_model_is_needed(log: RunLog):
+    _train(log, steps=3)
     _collect(log.store)
-    assert _files(log.store, "policies", "shards") == ["policies/3-a", "shards/s1", "shards/s2", "shards/s3"]
+    assert _data(log.store) == ["policies/3-a", "shards/s1", "shards/s2", "shards/s3"]
 
 
-def test_policies_are_kept_by_count_interval_alias_and_score(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=10, state_every=1)
+def test_policies_are_kept_by_count_interval_alias_and_score(log: RunLog):
+    """An evaluation's trajectories stay with the policy it scored."""
+    _train(log, steps=10, state_every=1)
     for version, score in ((0, 0.1), (3, 0.9), (7, 0.4)):
-        _score(log, version, score, _shard(log, -1, version=version, is_eval=True))
+        _eval_shard(log, f"eval{version}", version=version)
+        _score(log, version, score, f"eval{version}")
     log.append(Alias(name="rollout", version=6, checksum=""))
     rules = Rules(keep_last=2, keep_every=5)
     assert kept_policies(log.state, rules, log.state.evaluations) == {
@@ -173,80 +235,47 @@ def test_policies_are_kept_by_count_interval_alias_and_score(tmp_path: Path):
         10: "live, among the newest, every 5",
     }
     collect_garbage(log.store, [], rules, dry_run=False)
-    # An evaluation's trajectories stay with the policy that was scored.
-    assert [name for name in _files(log.store, "shards") if "eval" in name] == ["shards/eval0", "shards/eval3"]
+    assert [name for name in _data(log.store) if "eval" in name] == ["shards/eval0", "shards/eval3"]
     _check(log, rules)
 
 
-def _piece(log: RunLog, shard_id: str, *, version: int, age: float = 0.0) -> None:
-    """A committed shard of an evaluation, written so many seconds ago."""
-    group = a_group(-1, version=version, group_id=f"eval{version}.task")
-    commit_shard(log, [group], provenance=provenance(shard_id), sampling=SAMPLING, is_eval=True)
-    path = log.store.root / log.shard_key(shard_id)  # type: ignore[attr-defined]
-    os.utime(path, (path.stat().st_mtime - age,) * 2)
-
-
-def test_all_shards_of_an_evaluation_stay_and_go_with_the_policy_it_scored(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=3)
+def test_all_shards_of_an_evaluation_stay_and_go_with_the_policy_it_scored(log: RunLog):
+    _train(log, steps=3)
     for version in (0, 1):
         for number in range(3):
-            _piece(log, f"eval{version}-{number}" if number else f"eval{version}", version=version)
-        score = Evaluation(
-            version=version, split=f"split{version}", score=0.5, num_tasks=3, num_failed=0, shard_id=f"eval{version}",
-            num_shards=3, seconds=1.0,
-        )  # fmt: skip
-        log.append(score)
-    rules = Rules(keep_last=1, orphan_seconds=0.0)
-    collect_garbage(log.store, ["run"], rules, dry_run=False)
-    kept = ["shards/eval0", "shards/eval0-1", "shards/eval0-2"]
-    assert [name for name in _files(log.store, "shards") if "eval0" in name] == kept
-    assert [name for name in _files(log.store, "shards") if "eval1" in name] == [
-        name.replace("eval0", "eval1") for name in kept
-    ], "the best on its split"
-    better = _shard(log, -1, version=3, is_eval=True)
-    log.append(
-        Evaluation(version=3, split="split1", score=0.9, num_tasks=1, num_failed=0, shard_id=better, seconds=1.0)
-    )
-    collect_garbage(log.store, ["run"], rules, dry_run=False)
-    assert not [name for name in _files(log.store, "shards") if "eval1" in name]
+            _eval_shard(log, f"eval{version}-{number}" if number else f"eval{version}", version=version)
+        _score(log, version, 0.5, f"eval{version}", split=f"split{version}", num_shards=3)
+    _collect(log.store, orphan_seconds=0.0)
+    pieces = [f"shards/eval{version}{number}" for version in (0, 1) for number in ("", "-1", "-2")]
+    assert [name for name in _data(log.store) if "eval" in name] == pieces, "1 is the best on its split"
+    _eval_shard(log, "better", version=3)
+    _score(log, 3, 0.9, "better", split="split1")
+    _collect(log.store, orphan_seconds=0.0)
+    assert [name for name in _data(log.store) if "eval" in name] == pieces[:3]
 
 
-def test_shards_of_an_evaluation_that_runs_stay_and_those_of_a_killed_one_go(tmp_path: Path):
+def test_shards_of_an_evaluation_that_runs_stay_and_those_of_a_killed_one_go(log: RunLog):
     """Both are of the base model, which is always kept; only the running one has written something lately."""
-    log = _train(a_log(local_store(tmp_path)), steps=1)
-    for number, age in enumerate((7200.0, 5400.0, 60.0)):
-        _piece(log, f"running-{number}", version=0, age=age)
+    _train(log, steps=1)
+    for number, age in enumerate((2 * HOUR, 1.5 * HOUR, 60.0)):
+        _eval_shard(log, f"running-{number}", version=0)
+        _age(log, f"shards/running-{number}.arrow", age)
     _collect(log.store)
-    assert len([name for name in _files(log.store, "shards") if "running" in name]) == 3
+    assert len([name for name in _data(log.store) if "running" in name]) == 3
     for number in range(3):
-        path = log.store.root / log.shard_key(f"running-{number}")  # type: ignore[attr-defined]
-        os.utime(path, (path.stat().st_mtime - 7200,) * 2)
-    [*items] = _collect(log.store).items
+        _age(log, f"shards/running-{number}.arrow", 2 * HOUR)
+    items = _collect(log.store).items
     assert {item.reason for item in items if "running" in item.name} == {"its evaluation never ended"}
-    assert not [name for name in _files(log.store, "shards") if "running" in name]
+    assert not [name for name in _data(log.store) if "running" in name]
 
 
-def test_an_evaluation_in_which_everything_failed_makes_no_policy_the_best(tmp_path: Path):
+def test_an_evaluation_in_which_everything_failed_makes_no_policy_the_best(log: RunLog):
     """Rewards are negative here, so that 0 would be the best score."""
-    log = _train(a_log(local_store(tmp_path)), steps=5)
+    _train(log, steps=5)
     for version, score, num_failed in ((1, -0.5, 0), (2, 0.0, 4), (3, -0.7, 0)):
-        log.append(
-            Evaluation(
-                version=version, split="test", score=score, num_tasks=2, n_samples=2, num_failed=num_failed,
-                shard_id=f"e{version}", seconds=1.0,
-            )
-        )  # fmt: skip
+        _score(log, version, score, f"e{version}", num_tasks=2, n_samples=2, num_failed=num_failed)
     kept = kept_policies(log.state, Rules(keep_last=1), log.state.evaluations)
     assert kept == {0: "base model", 1: "best on test", 5: "live, among the newest"}
-
-
-def test_what_is_retired_stays_retired_when_the_rules_change(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=6, state_every=2)
-    _collect(log.store)
-    before = _files(log.store, "policies", "state", "shards")
-    report = _collect(log.store, keep_last=5)
-    assert report.items == [] and _files(log.store, "policies", "state", "shards") == before
-    _check(log, Rules(keep_last=1))
 
 
 def test_a_dry_run_and_a_second_run_change_nothing(store: ObjectStore):
@@ -256,150 +285,121 @@ def test_a_dry_run_and_a_second_run_change_nothing(store: ObjectStore):
     assert not would.removed and _files(store, "policies", "state", "shards", "log") == before
     did = _collect(store)
     assert did.items == would.items and did.freed_bytes == would.freed_bytes
-    entries, left = log.refresh().entries, _files(store, "policies", "state", "shards")
-    again = _collect(store)
-    assert again.items == [] and log.refresh().entries == entries
-    assert _files(store, "policies", "state", "shards") == left
+    entries, left = log.refresh().entries, _data(store)
+    assert _collect(store).items == [] and log.refresh().entries == entries and _data(store) == left
 
 
-def test_folders_of_what_went_go_too(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=3, state_every=1)
-    _collect(log.store)
-    assert log.store.names("runs/run/policies") == ["3-a"]
-    assert log.store.names("runs/run/state") == ["2-a", "3-a"]
-
-
-def test_files_without_an_entry_go_when_no_writer_can_still_be_at_it(tmp_path: Path):
-    store = local_store(tmp_path)
-    log = _train(a_log(store), steps=1)
+def test_files_without_an_entry_go_when_no_writer_can_still_be_at_it(log: RunLog):
+    store = _train(log, steps=1).store
     orphans = ["shards/lost.arrow", "policies/2-lost/model.safetensors", "state/2-lost/state.safetensors"]
-    orphans += ["rewards/new/s1.arrow", "shards/.s9.arrow.0123.tmp"]
-    for name in orphans:
+    for name in [*orphans, "rewards/new/s1.arrow", "shards/.s9.arrow.0123.tmp"]:
         store.put(log.key(name), b"no entry came")
-    index = log.key("index/rows.lance")
-    store.put(index, b"not ours to judge")
+    store.put(log.key("index/rows.lance"), b"not ours to judge")
     assert _collect(store).items == [], "all of it may still get its entry"
     for name in ("rewards/new/s1.arrow", "shards/lost.arrow"):
-        os.utime(store.root / log.key(name), (0, 0))
-    assert {item.name: item.kind for item in _collect(store).items} == {
-        "runs/run/rewards/new/s1.arrow": "orphan",
-        "runs/run/shards/lost": "orphan",
-    }
+        _age(log, name, DAY)
+    report = _collect(store)
+    assert _names(report) == ["rewards/new/s1.arrow", "shards/lost"] and report.by_kind().keys() == {"orphan"}
     kinds = {item.name.removeprefix("runs/run/"): item.kind for item in _collect(store, orphan_seconds=0.0).items}
     assert kinds == {"policies/2-lost": "orphan", "state/2-lost": "orphan", "shards/.s9.arrow.0123.tmp": "temporary"}
-    assert _files(store, "policies", "state", "shards", "rewards") == ["policies/1-a", "shards/s1"]
-    assert store.exists(index) and not (store.root / log.key("shards/.s9.arrow.0123.tmp")).exists()
+    assert _files(store, "policies", "state", "shards", "rewards", "index") == [
+        *("index/rows.lance", "policies/1-a", "shards/s1")
+    ]
+    assert store.unfinished(log.prefix) == []  # type: ignore[attr-defined]
     state, entries = log.refresh(), log.state.entries
     assert state.retired_shards == {"lost"}
     assert state.retired_states == {"runs/run/policies/2-lost", "runs/run/state/2-lost"}
     assert _collect(store, orphan_seconds=0.0).items == [] and log.refresh().entries == entries
 
 
-@pytest.mark.parametrize("folder", ["shards", "policies", "state"])
-def test_a_writer_that_comes_after_its_files_were_removed_is_refused(tmp_path: Path, folder: str):
-    store = local_store(tmp_path)
-    log = _train(a_log(store), steps=1)
+def test_writers_that_come_after_their_files_were_removed_are_refused(log: RunLog):
+    _train(log, steps=1)
     _shard(log, 2, version=1)
-    files = {"shards": "shards/s9.arrow", "policies": "policies/2-late/m", "state": "state/2-late/m"}
-    store.put(log.key(files[folder]), b"its writer sleeps")
-    _collect(store, orphan_seconds=0.0)
-    assert not store.exists(log.key(files[folder]))
+    files = ["shards/s9.arrow", "policies/2-late/m", "state/2-late/m"]
+    for name in files:
+        log.store.put(log.key(name), b"its writer sleeps")
+    _collect(log.store, orphan_seconds=0.0)
+    assert not [name for name in files if log.store.exists(log.key(name))]
     step = a_step(log.refresh(), trained=["0.task2"])
-    match folder:
-        case "shards":
-            with pytest.raises(Conflict, match="new id"):
-                log.append(a_shard("s9", [a_summary(9)]))
-        case "policies":
-            late = replace(step, policy=replace(step.policy, path=log.key("policies/2-late")))
-            with pytest.raises(Conflict, match="step 2 came so late that its files were removed"):
-                log.append(late)
-        case "state":
-            with pytest.raises(Conflict, match="start this run again"):
-                log.append(replace(step, state_path=log.key("state/2-late")))
+    with pytest.raises(Conflict, match="new id"):
+        log.append(a_shard("s9", [a_summary(9)]))
+    for late in (
+        replace(step, policy=replace(step.policy, path=log.key("policies/2-late"))),
+        replace(step, state_path=log.key("state/2-late")),
+    ):
+        with pytest.raises(Conflict, match="step 2 came so late that its files were removed; start this run again"):
+            log.append(late)
     log.append(step)
-    assert RunLog(store, "run").refresh() == log.state
+    assert RunLog(log.store, "run").refresh() == log.state
 
 
-def test_an_orphan_that_was_retired_is_deleted_whatever_its_age(tmp_path: Path):
+def test_an_orphan_that_was_retired_is_deleted_whatever_its_age(log: RunLog):
     """Whoever retired it was killed, or found a reader."""
-    store = local_store(tmp_path)
-    log = _train(a_log(store), steps=1)
-    store.put(log.shard_key("s9"), b"x")
-    store.put(log.key("state/9-a/m"), b"x")
-    log.append(Retire(shard_ids=["s9"], policy_versions=[], state_paths=[log.key("state/9-a")], reason=""))
-    assert {(item.kind, item.retired) for item in _collect(store).items} == {("orphan", True)}
-    assert _files(store, "shards", "state") == ["shards/s1"]
+    _train(log, steps=1)
+    log.store.put(log.shard_key("s9"), b"x")
+    log.store.put(log.key("state/9-a/m"), b"x")
+    log.append(_retire(shards=["s9"], states=[log.key("state/9-a")]))
+    assert {(item.kind, item.retired) for item in _collect(log.store).items} == {("orphan", True)}
+    assert _files(log.store, "shards", "state") == ["shards/s1"]
 
 
-def test_a_step_that_gets_its_entry_in_the_end_keeps_its_files(tmp_path: Path):
+def test_a_step_that_gets_its_entry_in_the_end_keeps_its_files(log: RunLog, tmp_path: Path):
     """Its trainer slept between files and entry, and woke up while the plan called them orphans."""
 
-    class Late(LocalStore):
-        woken = False
+    def commit(rival: RunLog) -> None:
+        rival.append(replace(a_step(rival.state, trained=["0.task3"]), state_path=rival.key("state/3-a")))
 
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            if b'"retire"' in data and not Late.woken:
-                Late.woken = True
-                rival = open_run(LocalStore(self.root), "run")
-                step = a_step(rival.state, trained=["0.task3"])
-                rival.append(replace(step, state_path=rival.key("state/3-a")))
-            return super().put_if_absent(key, data)
-
-    log = _train(a_log(local_store(tmp_path)), steps=2)
+    _train(log, steps=2)
     _shard(log, 3, version=2)
     for name in ("policies/3-a/model.safetensors", "state/3-a/state.safetensors"):
         log.store.put(log.key(name), b"not yet committed")
-    report = _collect(Late(tmp_path / "store"), orphan_seconds=0.0)
-    assert Late.woken and {item.kind for item in report.items} == {"policy"}
+    store = Meanwhile(tmp_path / "store", commit)
+    report = _collect(store, orphan_seconds=0.0)
+    assert store.done and report.by_kind().keys() == {"policy"}
     assert log.refresh().retired_states == set() and log.state.retired_policies == {1}, "2 was live in the plan"
     _check(log, Rules(keep_last=1))
 
 
-def test_an_orphan_that_gets_its_entry_in_the_end_stays(tmp_path: Path):
+def test_an_orphan_that_gets_its_entry_in_the_end_stays(log: RunLog, tmp_path: Path):
     """A writer that slept between file and entry, and woke up while we were at it."""
-
-    class Late(LocalStore):
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            if b'"retire"' in data and not self.exists("runs/run/log/late"):
-                self.put("runs/run/log/late", b"once")
-                _shard(RunLog(LocalStore(self.root), "run"), 50, version=3)
-            return super().put_if_absent(key, data)
-
-    store = Late(tmp_path)
-    log = _train(a_log(store), steps=3, state_every=1)
-    store.put(log.shard_key("s50"), b"written, and not yet committed")
-    report = _collect(store, orphan_seconds=0.0)
-    assert log.refresh().shard_of["0.task50"] == "s50" and "s50" not in str([item.name for item in report.items])
+    _train(log, steps=3, state_every=1)
+    log.store.put(log.shard_key("s50"), b"written, and not yet committed")
+    report = _collect(Meanwhile(tmp_path / "store", lambda rival: _shard(rival, 50, version=3)), orphan_seconds=0.0)
+    assert log.refresh().shard_of["0.task50"] == "s50" and "s50" not in str(_names(report))
     assert read_shard(log, log.state.shards["s50"]).num_rows == 2
 
 
-def test_rewards_go_with_their_shard(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=3, state_every=1)
+def test_what_becomes_needed_while_the_plan_is_made_stays(log: RunLog, tmp_path: Path):
+    _train(log, steps=5, state_every=1)
+    alias = Alias(name="shipped", version=2, checksum="")
+    report = _collect(Meanwhile(tmp_path / "store", lambda rival: rival.append(alias)))
+    assert report.kept[2] == "alias shipped"
+    assert _files(log.store, "policies", "shards") == ["policies/2-a", "policies/5-a", "shards/s2", "shards/s5"]
+    assert log.refresh().retired_policies == {1, 3, 4}
+    _check(log, Rules(keep_last=1))
+
+
+def test_rewards_go_with_their_shard_and_a_quarantined_shard_with_its_step(log: RunLog):
+    _train(log, steps=3, state_every=1)
     for shard_id in ("s1", "s3"):
         log.store.put(log.key(f"rewards/strict/{shard_id}.arrow"), b"rewards")
     log.append(Rescore(name="strict", reward="m:f", reward_sha256="d", files={"s1": "x", "s3": "x"}))
+    _shard(log, 9)
+    log.append(Quarantine(shard_id="s9", reason="cut off"))
     _collect(log.store)
     assert _files(log.store, "shards", "rewards") == ["rewards/strict/s3", "shards/s3"]
 
 
-def test_a_quarantined_shard_goes_with_its_step(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=2, state_every=1)
-    _shard(log, 9)
-    log.append(Quarantine(shard_id="s9", reason="cut off"))
-    _collect(log.store)
-    assert _files(log.store, "shards") == ["shards/s2"]
-
-
-@pytest.mark.parametrize("kept", ["nothing", "half a folder"])
-def test_killed_before_or_while_deleting_the_next_one_finishes(tmp_path: Path, kept: str):
+@pytest.mark.parametrize("num_deleted", [0, 3])
+def test_killed_before_or_while_deleting_the_next_one_finishes(log: RunLog, tmp_path: Path, num_deleted: int):
     class Killed(LocalStore):
         def delete(self, keys: Sequence[str]) -> None:
             if any("policies" in key for key in keys):
-                super().delete(keys[:0] if kept == "nothing" else keys[:3])
+                super().delete(keys[:num_deleted])
                 raise KeyboardInterrupt
             super().delete(keys)
 
-    log = _train(a_log(local_store(tmp_path)), steps=4, state_every=2)
+    _train(log, steps=4, state_every=2)
     with pytest.raises(KeyboardInterrupt):
         _collect(Killed(tmp_path / "store"))
     state = log.refresh()
@@ -412,33 +412,12 @@ def test_killed_before_or_while_deleting_the_next_one_finishes(tmp_path: Path, k
     assert log.refresh().entries == entries
 
 
-def test_a_deletion_is_finished_even_if_somebody_would_like_the_file_back(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=3, state_every=3)
-    log.append(Retire(shard_ids=["s1"], policy_versions=[], state_paths=[], reason="by age, and then killed"))
+def test_a_deletion_is_finished_even_if_somebody_would_like_the_file_back(log: RunLog):
+    _train(log, steps=3, state_every=3)
+    log.append(_retire(shards=["s1"]))  # and then killed
     log.append(Alias(name="shipped", version=2, checksum=""))  # it was trained from s1 and s2
     assert [item.name for item in _collect(log.store).items if item.retired] == ["s1"]
     assert _files(log.store, "policies", "shards") == ["policies/2-a", "policies/3-a", "shards/s2", "shards/s3"]
-
-
-def test_what_becomes_needed_while_the_plan_is_made_stays(tmp_path: Path):
-    class Meanwhile(LocalStore):
-        """Somebody sets an alias just before the plan's entry is written."""
-
-        aliased = False
-
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            if b'"retire"' in data and not Meanwhile.aliased:
-                Meanwhile.aliased = True
-                rival = open_run(LocalStore(self.root), "run")
-                rival.append(Alias(name="shipped", version=2, checksum=""))
-            return super().put_if_absent(key, data)
-
-    log = _train(a_log(local_store(tmp_path)), steps=5, state_every=1)
-    report = _collect(Meanwhile(tmp_path / "store"))
-    assert Meanwhile.aliased and report.kept[2] == "alias shipped"
-    assert _files(log.store, "policies", "shards") == ["policies/2-a", "policies/5-a", "shards/s2", "shards/s5"]
-    assert log.refresh().retired_policies == {1, 3, 4}
-    _check(log, Rules(keep_last=1))
 
 
 def test_a_reader_holds_everything_up(store: ObjectStore):
@@ -454,25 +433,23 @@ def test_a_reader_holds_everything_up(store: ObjectStore):
     assert _collect(store).removed and log.refresh().retired_policies == {1, 2}
 
 
-def test_a_reader_that_broke_off_is_gone_and_one_that_died_is_forgotten_after_three_hours(tmp_path: Path):
-    store = local_store(tmp_path)
-    log = _train(a_log(store), steps=3, state_every=1)
+def test_a_reader_that_broke_off_is_gone_and_one_that_died_is_forgotten_after_three_hours(log: RunLog):
+    _train(log, steps=3, state_every=1)
     with pytest.raises(RuntimeError), reading(log, "replay"):
         raise RuntimeError
-    assert store.names("runs/run/readers") == []
+    assert log.store.names("runs/run/readers") == []
     dead = reading(log, "index")
     dead.__enter__()
-    [name] = store.names("runs/run/readers")
-    file = store.root / "runs/run/readers" / name
-    os.utime(file, (file.stat().st_mtime - 3 * 3600 + 60,) * 2)
-    assert [reader.what for reader in _collect(store).readers] == ["index"]
-    os.utime(file, (file.stat().st_mtime - 120,) * 2)
-    report = _collect(store)
+    [name] = log.store.names("runs/run/readers")
+    _age(log, f"readers/{name}", 3 * HOUR - 60)
+    assert [reader.what for reader in _collect(log.store).readers] == ["index"]
+    _age(log, f"readers/{name}", 120)
+    report = _collect(log.store)
     assert report.removed and report.readers == [] and "temporary" in report.by_kind()
-    assert store.names("runs/run/readers") == []
+    assert log.store.names("runs/run/readers") == []
 
 
-def test_a_reader_that_lives_long_says_so_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_reader_that_lives_long_says_so_again(log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     renewed = threading.Event()
 
     class Watched(LocalStore):
@@ -481,9 +458,7 @@ def test_a_reader_that_lives_long_says_so_again(tmp_path: Path, monkeypatch: pyt
             renewed.set()
 
     monkeypatch.setattr(retention, "_RENEW_SECONDS", 0.01)
-    log = RunLog(Watched(tmp_path / "store"), "run")
-    _train(a_log(local_store(tmp_path)), steps=1)
-    with reading(log, "replay"):
+    with reading(RunLog(Watched(tmp_path / "store"), "run"), "replay"):
         first = log.store.names("runs/run/readers")
         renewed.clear()
         assert renewed.wait(60)
@@ -493,17 +468,43 @@ def test_a_reader_that_lives_long_says_so_again(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the real one")])
-def test_a_reader_that_cannot_sign_off_keeps_its_result_and_its_error(tmp_path: Path, error: Exception | None):
+def test_a_reader_that_cannot_sign_off_keeps_its_result_and_its_error(
+    log: RunLog, tmp_path: Path, error: Exception | None
+):
     class Stuck(LocalStore):
         def delete(self, keys: Sequence[str]) -> None:
             raise StoreError("no connection")
 
-    _train(a_log(local_store(tmp_path)), steps=1)
-    log = RunLog(Stuck(tmp_path / "store"), "run")
     with pytest.raises(RuntimeError, match="the real one") if error else contextlib.nullcontext():  # noqa: SIM117
-        with reading(log, "replay"):
+        with reading(RunLog(Stuck(tmp_path / "store"), "run"), "replay"):
             if error:
                 raise error
+
+
+def test_a_reader_that_comes_after_the_entry_sees_it_and_stops_the_deletion(log: RunLog, tmp_path: Path):
+    _train(log, steps=3, state_every=1)
+    reader_log = open_run(local_store(tmp_path), "run")
+    came = reading(reader_log, "report")
+    report = _collect(Meanwhile(tmp_path / "store", lambda rival: came.__enter__(), after=True))
+    assert not report.removed and [reader.what for reader in report.readers] == ["report"]
+    assert reader_log.state.retired_policies == {1, 2}, "it folds the log after it has registered"
+    assert len(_files(log.store, "policies")) == 3
+    came.__exit__(None, None, None)
+    assert _collect(log.store).removed and len(_files(log.store, "policies")) == 1
+
+
+def test_whoever_may_only_read_reads_all_the_same(log: RunLog, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class ReadOnly(LocalStore):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            raise PermissionError("read-only")
+
+    _train(log, steps=1)
+    caplog.set_level(logging.INFO)
+    for quiet in (True, False):
+        log = RunLog(ReadOnly(tmp_path / "store"), "run")
+        with reading(log, "report", quiet=quiet):
+            assert log.state.step == 1
+        assert ("cannot register" in caplog.text) == (not quiet)
 
 
 def test_a_damaged_run_is_left_alone_and_the_others_are_collected(tmp_path: Path):
@@ -521,8 +522,8 @@ def test_a_damaged_run_is_left_alone_and_the_others_are_collected(tmp_path: Path
         collect_garbage(store, ["broken"], Rules(), dry_run=True)
 
 
-def test_the_log_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    log = _train(a_log(local_store(tmp_path)), steps=60, state_every=10)
+def test_the_log_is_decoded_once(log: RunLog, monkeypatch: pytest.MonkeyPatch):
+    _train(log, steps=60, state_every=10)
     log.append(Alias(name="shipped", version=33, checksum=""))
     asked: list[int] = []
     decode = log_segments.Archive._entry
@@ -541,63 +542,20 @@ def test_the_log_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert asked and max(Counter(asked).values()) <= 3
 
 
-def test_a_reader_that_comes_after_the_entry_sees_it_and_stops_the_deletion(tmp_path: Path):
-    log = _train(a_log(local_store(tmp_path)), steps=3, state_every=1)
-    reader_log = open_run(local_store(tmp_path), "run")
-    came = reading(reader_log, "report")
-
-    class Meanwhile(LocalStore):
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            written = super().put_if_absent(key, data)
-            if b'"retire"' in data:
-                came.__enter__()
-            return written
-
-    report = _collect(Meanwhile(tmp_path / "store"))
-    assert not report.removed and [reader.what for reader in report.readers] == ["report"]
-    assert reader_log.state.retired_policies == {1, 2}, "it folds the log after it has registered"
-    assert len(_files(log.store, "policies")) == 3
-    came.__exit__(None, None, None)
-    assert _collect(log.store).removed and len(_files(log.store, "policies")) == 1
-
-
-def test_whoever_may_only_read_reads_all_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    class ReadOnly(LocalStore):
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            raise PermissionError("read-only")
-
-    _train(a_log(local_store(tmp_path)), steps=1)
-    log = RunLog(ReadOnly(tmp_path / "store"), "run")
-    caplog.set_level(logging.INFO)
-    with reading(log, "report", quiet=True):
-        assert log.state.step == 1
-    assert caplog.text == ""
-    with reading(log, "replay"):
-        assert log.state.step == 1
-    assert "cannot register" in caplog.text
-
-
-def test_age_and_size_choose_among_what_may_go(tmp_path: Path):
-    store = local_store(tmp_path)
-    log = _train(a_log(store), steps=5, state_every=1)
+def test_age_and_size_choose_among_what_may_go(log: RunLog):
+    _train(log, steps=5, state_every=1)
     for number in range(1, 6):
-        for name in (
-            f"policies/{number}-a/model.safetensors",
-            f"policies/{number}-a/digest.json",
-            f"shards/s{number}.arrow",
-        ):
-            path = store.root / log.key(name)
-            age = (10 - number) * DAY
-            os.utime(path, (path.stat().st_mtime - age,) * 2)
-    old = _collect(store, dry_run=True, older_than_seconds=7.5 * DAY)
-    assert sorted(item.name for item in old.items) == ["1", "2", "s1", "s2"]
-    everything = _collect(store, dry_run=True)
+        folder = f"policies/{number}-a"
+        for name in (f"{folder}/model.safetensors", f"{folder}/digest.json", f"shards/s{number}.arrow"):
+            _age(log, name, (10 - number) * DAY)
+    old = _collect(log.store, dry_run=True, older_than_seconds=7.5 * DAY)
+    assert _names(old) == ["1", "2", "s1", "s2"]
+    everything = _collect(log.store, dry_run=True)
     wanted = everything.num_bytes - 150  # the oldest policy has 100 bytes and its shard, as old, some thousand
-    some = _collect(store, dry_run=True, max_bytes=wanted)
-    assert {item.name for item in some.items} <= {"1", "s1"} and some.freed_bytes >= 150
-    assert _collect(store, dry_run=True, max_bytes=everything.num_bytes).items == []
-    both = _collect(store, max_bytes=0, older_than_seconds=7.5 * DAY)
-    assert both.items == old.items or sorted(i.name for i in both.items) == sorted(i.name for i in old.items)
+    some = _collect(log.store, dry_run=True, max_bytes=wanted)
+    assert {*_names(some)} <= {"1", "s1"} and some.freed_bytes >= 150
+    assert _collect(log.store, dry_run=True, max_bytes=everything.num_bytes).items == []
+    assert _names(_collect(log.store, max_bytes=0, older_than_seconds=7.5 * DAY)) == _names(old)
     _check(log, Rules(keep_last=1))
 
 
@@ -611,11 +569,10 @@ def test_a_size_is_of_all_named_runs_together_oldest_first(tmp_path: Path):
             policy = replace(step.policy, path=log.key(f"policies/{version}"))
             log.append(replace(step, policy=policy, state_path=log.key(f"state/{version}")))
             store.put(f"{policy.path}/model.safetensors", b"x" * 1000)
-            path = store.root / policy.path / "model.safetensors"
-            os.utime(path, (path.stat().st_mtime - age * DAY,) * 2)
+            _age(log, f"policies/{version}/model.safetensors", age * DAY)
     total = sum(file.num_bytes for file in store.walk("runs"))
     reports = collect_garbage(store, [], Rules(keep_last=1, max_bytes=total - 1), dry_run=False)
-    assert {report.run: [item.name for item in report.items] for report in reports} == {"old": ["1"], "young": []}
+    assert {report.run: _names(report) for report in reports} == {"old": ["1"], "young": []}
     with pytest.raises(FileNotFoundError, match="old, young"):
         collect_garbage(store, ["odl"], Rules(), dry_run=True)
 
@@ -647,6 +604,8 @@ def test_a_folder_that_several_versions_share_stays_while_one_of_them_is_kept(st
     """A skipped step makes a version with the weights, and so the files, of the one before."""
     log = _train(a_log(store), steps=2)
     _skip(log), _skip(log)  # versions 2, 3 and 4 are one folder
+    _collect(store)
+    assert _files(store, "policies") == ["policies/2-a"] and log.refresh().retired_policies == {1}, "4 is live"
     _train(log, steps=3)
     log.append(Alias(name="best", version=3, checksum=""))
     report = _collect(store)
@@ -655,25 +614,43 @@ def test_a_folder_that_several_versions_share_stays_while_one_of_them_is_kept(st
 
     log.append(Alias(name="best", version=7, checksum=""))
     [shared] = [item for item in _collect(store).items if item.kind == "policy"]
-    assert shared.name == "2, 3, 4"
-    assert _files(store, "policies") == ["policies/7-a"]
+    assert shared.name == "2, 3, 4" and _files(store, "policies") == ["policies/7-a"]
     assert log.refresh().retired_policies == {1, 2, 3, 4, 5, 6}
 
 
-def test_the_folder_of_the_live_policy_stays_when_it_is_older(store: ObjectStore):
-    log = _train(a_log(store), steps=2)
-    for _ in range(4):
-        _skip(log)
-    _collect(store)
-    assert _files(store, "policies") == ["policies/2-a"] and log.refresh().retired_policies == {1}
+def test_an_anchor_stays_while_a_kept_policy_is_a_delta_against_it(store: ObjectStore):
+    _train(a_log(store), anchors=[None, 1, 1, None, 4, 4])
+    report = _collect(store)
+    assert _files(store, "policies") == ["policies/4-a", "policies/6-a"]
+    assert report.kept == {0: "base model", 4: "anchor of 6", 6: "live, among the newest"}
 
 
-def _skip(log: RunLog) -> None:
-    """A step that trains nothing and keeps the live policy's files."""
-    live = log.state.live
-    assert live is not None
-    step = a_step(log.state, trained=[])
-    log.append(replace(step, policy=replace(step.policy, path=live.path, weights_sha256=live.weights_sha256)))
+def test_an_anchor_goes_with_its_deltas_and_never_before_them(store: ObjectStore):
+    """Also where the oldest go first, down to a size: without its anchor a delta is nothing."""
+    log = _train(a_log(store), anchors=[None, 1, 1, None, 4, None])
+    report = _collect(store, max_bytes=sum(file.num_bytes for file in store.walk("runs/run")) - 1)
+    assert log.refresh().retired_policies == {1, 2, 3}
+    assert [item.name for item in report.items if item.kind == "policy"] == ["1, 2, 3"]
+    assert {"policies/4-a", "policies/5-a", "policies/6-a"} <= set(_files(store, "policies"))
+
+
+def test_the_log_refuses_to_retire_what_is_needed_and_deltas_against_what_is_retired(log: RunLog):
+    """What the plan relies on: whatever a plan missed, the log does not take."""
+    _train(log, anchors=[None, 1, None, 3])
+    _shard(log, 9, version=4)
+    log.append(Alias(name="shipped", version=2, checksum=""))
+    for retire, reason in (
+        (_retire(shards=["s9"]), "hold groups no step has taken"),
+        (_retire(policies=[4]), r"\[4\] are live or have an alias"),
+        (_retire(policies=[1]), r"\[1\] are anchors"),
+        (_retire(policies=[3]), r"\[3\] are anchors"),
+    ):
+        with pytest.raises(Conflict, match=reason):
+            log.append(retire)
+    other = _train(a_log(MemoryStore()), steps=2)
+    other.append(_retire(policies=[1]))
+    with pytest.raises(Conflict, match="came so late"):
+        _train(other, anchors=[1])
 
 
 def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
@@ -681,17 +658,16 @@ def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
     rounds, rules = 25, Rules(keep_last=1)
     a_log(local_store(tmp_path))
     done = threading.Event()
-    failures: list[BaseException] = []
 
     def produce() -> None:
         log = open_run(local_store(tmp_path), "run")
         for number in range(rounds):
-            _shard(log, number, version=0)
+            _shard(log, number)
 
     def train() -> None:
         log = open_run(local_store(tmp_path), "run")
         claim_rules = a_config(batch_size=1, max_staleness=10**6, stale_policy="strict", min_usable=1)
-        while log.refresh().step < rounds:
+        while log.refresh().step < rounds and not done.is_set():
             claim = next_claim(log.state, claim_rules)
             if claim is None:
                 continue
@@ -709,26 +685,16 @@ def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
         while not done.is_set():
             collect_garbage(local_store(tmp_path), ["run"], rules, dry_run=False)
 
-    def watched(work: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001 - a thread's failure has to fail the test
-                failures.append(error)
-                done.set()
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        return thread
-
-    collectors = [watched(collect), watched(collect)]
-    workers = [watched(produce), watched(train)]
-    for worker in workers:
-        worker.join(timeout=120)
-    done.set()
-    for collector in collectors:
-        collector.join(timeout=120)
-    assert failures == [] and not any(thread.is_alive() for thread in workers + collectors)
+    with ThreadPoolExecutor(4) as pool:
+        collectors = [pool.submit(collect), pool.submit(collect)]
+        workers = [pool.submit(produce), pool.submit(train)]
+        try:
+            for worker in workers:
+                worker.result(timeout=120)
+        finally:
+            done.set()
+        for collector in collectors:
+            collector.result(timeout=120)
     log = open_run(local_store(tmp_path), "run")
     assert log.state.step == rounds and log.state.retired_policies, "they met"
     _check(log, rules)
@@ -752,102 +718,33 @@ def test_whatever_happened_before_what_is_kept_can_be_trained_again(
 ):
     rules = Rules(keep_last=keep_last, keep_every=keep_every)
     log = a_log(MemoryStore())
-    counts = {"shard": 0, "eval": 0}
 
-    def a_file_shard(*, is_eval: bool, version: int) -> str:
-        kind = "eval" if is_eval else "shard"
-        counts[kind] += 1
-        shard_id = f"{kind}{counts[kind]}"
-        log.store.put(log.shard_key(shard_id), b"rows")
-        log.append(replace(a_shard(shard_id, [a_summary(counts[kind])], is_eval=is_eval), head_version=version))
-        return shard_id
+    def a_file_shard(*, is_eval: bool = False, version: int = 0) -> str:
+        number = len(log.state.shards)
+        log.store.put(log.shard_key(f"s{number}"), b"rows")
+        log.append(replace(a_shard(f"s{number}", [a_summary(number)], is_eval=is_eval), head_version=version))
+        return f"s{number}"
 
     for kind, number in events:
-        state: RunState = log.refresh()
+        state = log.refresh()
         alive = sorted(set(state.policies) - state.retired_policies)
         version = alive[number % len(alive)]
         match kind:
             case "step" | "state":
-                a_file_shard(is_eval=False, version=0)
-                taken = list(state.pending)[: number + 1]
-                step = a_step(state, trained=taken)
+                a_file_shard()
+                step = a_step(state, trained=list(state.pending)[: number + 1])
                 log.store.put(f"{step.policy.path}/model.safetensors", b"w")
                 if kind == "state":
                     step = replace(step, state_path=log.key(f"state/{step.claim.step}"))
                     log.store.put(f"{step.state_path}/state.safetensors", b"m")
                 log.append(step)
             case "eval":
-                shard_id = a_file_shard(is_eval=True, version=version)
-                score = Evaluation(
-                    version=version,
-                    split="test",
-                    score=number / 3,
-                    num_tasks=1,
-                    num_failed=0,
-                    shard_id=shard_id,
-                    seconds=0,
-                )
-                log.append(score)
+                _score(log, version, number / 3, a_file_shard(is_eval=True, version=version))
             case "alias":
                 log.append(Alias(name="name", version=version, checksum=""))
             case "shard":
-                a_file_shard(is_eval=False, version=0)
+                a_file_shard()
             case "gc":
                 collect_garbage(log.store, ["run"], rules, dry_run=False)
                 _check(log, rules)
                 assert _collect(log.store, "run", keep_last=keep_last, keep_every=keep_every).items == []
-
-
-def test_the_log_refuses_to_retire_what_is_needed(tmp_path: Path):
-    """What the plan relies on: whatever a plan missed, the log does not take."""
-    log = _train(a_log(local_store(tmp_path)), steps=2)
-    _shard(log, 3, version=2)
-    for retire in (
-        Retire(shard_ids=["s3"], policy_versions=[], state_paths=[], reason=""),
-        Retire(shard_ids=[], policy_versions=[2], state_paths=[], reason=""),
-    ):
-        with pytest.raises(Conflict):
-            log.append(retire)
-
-
-def _train_deltas(log: RunLog, anchors: Sequence[int | None]) -> RunLog:
-    """Steps of one shard each; those with a number are deltas against that version."""
-    for anchor in anchors:
-        number = log.state.step + 1
-        _shard(log, number, version=number - 1)
-        step = a_step(log.state, trained=[f"0.task{number}"])
-        for file in ("model.safetensors" if anchor is None else "delta.safetensors", "digest.json"):
-            log.store.put(f"{step.policy.path}/{file}", b"x" * 50)
-        log.append(replace(step, policy=replace(step.policy, anchor=anchor)))
-    return log
-
-
-def test_an_anchor_stays_while_a_kept_policy_is_a_delta_against_it(store: ObjectStore):
-    _train_deltas(a_log(store), [None, 1, 1, None, 4, 4])
-    report = _collect(store)
-    assert _files(store, "policies") == ["policies/4-a", "policies/6-a"]
-    assert report.kept == {0: "base model", 4: "anchor of 6", 6: "live, among the newest"}
-
-
-def test_an_anchor_goes_with_its_deltas_and_never_before_them(store: ObjectStore):
-    """Also where the oldest go first, down to a size: without its anchor a delta is nothing."""
-    log = _train_deltas(a_log(store), [None, 1, 1, None, 4, None])
-    report = _collect(store, max_bytes=sum(file.num_bytes for file in store.walk("runs/run")) - 1)
-    assert log.refresh().retired_policies == {1, 2, 3}
-    assert [item.name for item in report.items if item.kind == "policy"] == ["1, 2, 3"]
-    assert {"policies/4-a", "policies/5-a", "policies/6-a"} <= set(_files(store, "policies"))
-
-
-def test_the_anchor_of_what_is_live_or_has_an_alias_is_not_retired(store: ObjectStore):
-    log = _train_deltas(a_log(store), [None, 1, None, 3])
-    log.append(Alias(name="shipped", version=2, checksum=""))
-    for version, kept in ((1, "1"), (3, "3")):
-        with pytest.raises(Conflict, match=rf"\[{kept}\] are anchors"):
-            log.append(Retire(shard_ids=[], policy_versions=[version], state_paths=[], reason=""))
-
-
-def test_a_delta_against_a_retired_anchor_is_not_committed(store: ObjectStore):
-    log = _train_deltas(a_log(store), [None, None])
-    log.append(Retire(shard_ids=[], policy_versions=[1], state_paths=[], reason=""))
-    with pytest.raises(Conflict, match="came so late"):
-        _train_deltas(log, [1])

@@ -19,6 +19,7 @@ from storage.shards.codec import shard_table
 from storage.shards.schema import BadShard, NewerSchema
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, a_log, a_summary, a_trajectory, local_store, provenance
+from tests.shard_files import file_with
 
 
 def _commit(log: RunLog, shard_id: str = "s0", *, positions: tuple[int, ...] = (0, 1), is_eval: bool = False) -> Shard:
@@ -46,25 +47,16 @@ def test_a_committed_shard_is_in_the_log_and_reads_back():
     assert table["group_id"].to_pylist() == ["0.task0"] * 2 + ["0.task1"] * 2
 
 
-def test_committing_twice_is_committing_once():
-    log = a_log()
-    shard = _commit(log)
-    entries = log.state.entries
-    _commit(log)
-    _commit(RunLog(log.store, "run"))  # a second process that retries the first one's work
-    assert log.refresh().entries == entries
-    assert log.state.shards == {"s0": shard}
-    assert read_shard(log, shard).num_rows == 4
-
-
-def test_committing_other_groups_under_a_committed_id_leaves_the_committed_ones():
+def test_committing_twice_is_committing_once_whatever_the_groups_are():
     """The file too: overwritten, it would no longer have the digest in the log."""
     log = a_log()
     shard = _commit(log)
-    data = log.store.get(log.shard_key("s0"))
+    entries, data = log.state.entries, log.store.get(log.shard_key("s0"))
+    _commit(log)
+    _commit(RunLog(log.store, "run"))  # a second process that retries the first one's work
     assert _commit(RunLog(log.store, "run"), positions=(2, 3)) == shard
-    assert log.store.get(log.shard_key("s0")) == data
-    assert read_shard(log, shard).num_rows == 4 and list(log.refresh().shards) == ["s0"]
+    assert log.refresh().entries == entries and log.state.shards == {"s0": shard}
+    assert log.store.get(log.shard_key("s0")) == data and read_shard(log, shard).num_rows == 4
 
 
 def test_prompts_somebody_else_committed_are_a_conflict_and_the_log_is_untouched():
@@ -93,98 +85,50 @@ def test_a_shard_of_nothing_but_failures_is_committed_and_reads_as_no_rows():
     assert log.state.counters()["pending"] == 1
 
 
-def test_a_missing_file_is_damage():
-    log = a_log()
-    shard = _commit(log)
-    del log.store.files["runs/run/shards/s0.arrow"]  # type: ignore[attr-defined]
-    with pytest.raises(DamagedShard, match="shard s0: the file is missing") as caught:
-        read_shard(log, shard)
-    assert (caught.value.shard_id, caught.value.reason) == ("s0", "the file is missing")
-
-
-def test_a_file_that_was_cut_off_is_damage(tmp_path: Path):
-    log = a_log(local_store(tmp_path))
-    shard = _commit(log)
-    file = tmp_path / "store" / "runs" / "run" / "shards" / "s0.arrow"
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(DamagedShard, match=rf"s0: its sha256 differs.*\(100 of {shard.num_bytes} bytes\)"):
-        read_shard(log, shard)
-
-
-@pytest.mark.parametrize("place", [0, 0.3, 0.6, -1])
-def test_one_flipped_bit_is_damage(place: float):
-    log = a_log()
-    shard = _commit(log)
-    data = bytearray(log.store.get("runs/run/shards/s0.arrow"))
-    data[int(place * len(data)) if place >= 0 else -1] ^= 1
-    log.store.put("runs/run/shards/s0.arrow", bytes(data))
-    with pytest.raises(DamagedShard, match="shard s0: its sha256 differs"):
-        read_shard(log, shard)
-
-
-def test_a_shard_of_another_run_is_damage():
-    other = a_log(run_id="other")
-    shard = commit_shard(other, [a_group(0)], provenance=provenance("s0", run_id="someone-elses"), sampling=SAMPLING)
-    with pytest.raises(DamagedShard, match="it belongs to run 'someone-elses'"):
-        read_shard(other, shard)
-
-
-def test_an_empty_file_is_damage(tmp_path: Path):
-    log = a_log(local_store(tmp_path))
-    shard = _commit(log)
-    (tmp_path / "store" / "runs" / "run" / "shards" / "s0.arrow").write_bytes(b"")
-    with pytest.raises(DamagedShard, match="s0: its sha256 differs"):
-        read_shard(log, shard)
-
-
-def _commit_file(log: RunLog, table: pa.Table, **metadata: str) -> Shard:
+def _commit_file(table: pa.Table, **metadata: str) -> tuple[RunLog, Shard]:
     """A shard of some other writer: a file of its making, and a log entry that names it with its true digest."""
-    merged = {key.decode(): value.decode() for key, value in table.schema.metadata.items()} | metadata
-    table = table.replace_schema_metadata(merged)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = bytes(sink.getvalue())
+    log = a_log()
+    data = file_with(table, **metadata)
     log.store.put("runs/run/shards/s0.arrow", data)
-    groups = [a_summary(0)]
-    shard = replace(_commit(a_log()), sha256=sha256_of(data), num_bytes=len(data), groups=groups)
+    shard = replace(_commit(a_log()), sha256=sha256_of(data), num_bytes=len(data), groups=[a_summary(0)])
     log.append(shard)
-    return shard
+    return log, shard
 
 
-def _table() -> pa.Table:
-    return shard_table([a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
+_TABLE = shard_table([a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
+_NEGATIVE = pa.array([9, 9], pa.int32())
+_UPGRADE = r"upgrade this one to read it \(memory:/runs/run/shards/s0.arrow\)"
 
 
-def test_a_file_without_the_schema_is_damage_although_the_log_vouches_for_its_bytes():
-    log = a_log()
-    shard = _commit_file(log, _table().drop_columns(["logprobs"]))
-    with pytest.raises(
-        DamagedShard, match=r"shard s0: columns \['logprobs'\] are missing \(memory:/runs/run/shards/s0"
-    ):
-        read_shard(log, shard)
-
-
-def test_a_broken_rule_is_damage_although_the_log_vouches_for_its_bytes():
-    log = a_log()
-    table = _table()
-    negative = pa.array([9, 9], pa.int32())
-    shard = _commit_file(log, table.set_column(table.schema.get_field_index("head_version"), "head_version", negative))
-    with pytest.raises(DamagedShard, match="shard s0: head_version is above tail_version"):
-        read_shard(log, shard)
-
-
-def test_a_shard_of_a_newer_millrace_is_refused_and_not_called_damaged():
-    log = a_log()
-    shard = _commit_file(log, _table(), schema_version="2")
-    with pytest.raises(NewerSchema, match=r"upgrade this one to read it \(memory:/runs/run/shards/s0.arrow\)"):
+@pytest.mark.parametrize(
+    ("table", "metadata", "error", "sentence"),
+    [
+        (_TABLE, {"run_id": "other"}, DamagedShard, "it belongs to run 'other'"),
+        (
+            _TABLE.drop_columns(["logprobs"]),
+            {},
+            DamagedShard,
+            r"\['logprobs'\] are missing \(memory:/runs/run/shards/s0",
+        ),
+        (
+            _TABLE.set_column(_TABLE.schema.get_field_index("head_version"), "head_version", _NEGATIVE),
+            *({}, DamagedShard, "shard s0: head_version is above tail_version"),
+        ),
+        (_TABLE, {"schema_version": "2"}, NewerSchema, _UPGRADE),
+    ],
+    ids=["another run's", "no schema", "a broken rule", "of a newer Millrace: not damaged"],
+)
+def test_a_file_that_is_no_shard_of_the_run_is_refused_although_the_log_vouches_for_its_bytes(
+    table: pa.Table, metadata: dict[str, str], error: type[Exception], sentence: str
+):
+    log, shard = _commit_file(table, **metadata)
+    with pytest.raises(error, match=sentence):
         read_shard(log, shard)
 
 
 def test_a_retired_shard_says_that_retention_removed_it():
     log = a_log()
-    failures = a_group(0, rewards=[None])
-    shard = commit_shard(log, [failures], provenance=provenance(), sampling=SAMPLING, is_eval=True)
+    shard = _commit(log, is_eval=True)
     log.append(Retire(shard_ids=["s0"], policy_versions=[], state_paths=[], reason="older than a day"))
     with pytest.raises(DamagedShard, match="shard s0: retention removed it"):
         read_shard(log, shard)
@@ -196,21 +140,15 @@ def _commit_with(log: RunLog, shard_id: str, position: int, tokenizer_sha256: st
 
 
 def test_a_shard_made_with_another_tokenizer_is_damage():
+    """It is compared with the first shard that is still there; a shard that does not say fits."""
     log = a_log()
-    ours, theirs = _commit_with(log, "s0", 0, "a" * 64), _commit_with(log, "s1", 1, "b" * 64)
-    more, silent = _commit_with(log, "s2", 2, "a" * 64), _commit_with(log, "s3", 3, "")
-    with pytest.raises(DamagedShard, match="shard s1: its tokenizer b{12} is not a{12}, .*first shard s0; .*rollout-0"):
-        read_shard(log, theirs)
-    assert [read_shard(log, shard).num_rows for shard in (ours, more, silent)] == [2, 2, 2]
-
-
-def test_the_tokenizer_is_that_of_the_first_shard_that_is_still_there():
-    log = a_log()
-    shards = [_commit_with(log, f"s{i}", i, digest * 64) for i, digest in enumerate("cbab")]
+    shards = [_commit_with(log, f"s{i}", i, digest * 64) for i, digest in enumerate(["c", "a", "b", "", "a"])]
     assert read_shard(log, shards[0]).num_rows == 2
+    with pytest.raises(DamagedShard, match="shard s1: its tokenizer a{12} is not c{12}, .*first shard s0; .*rollout-0"):
+        read_shard(log, shards[1])
     log.append(Quarantine(shard_id="s0", reason="not ours"))
     log.store.delete([log.shard_key("s0")])
-    assert read_shard(log, shards[1]).num_rows == read_shard(log, shards[3]).num_rows == 2
+    assert [read_shard(log, shards[i]).num_rows for i in (1, 3, 4)] == [2, 2, 2]
     with pytest.raises(DamagedShard, match="first shard s1"):
         read_shard(log, shards[2])
 

@@ -6,19 +6,24 @@ import pyarrow as pa
 import pytest
 
 from storage.log.entries import ClaimedGroup
-from storage.records import RolloutGroup, Sampling, ToolCall
+from storage.records import RolloutGroup, ToolCall, Trajectory
+from storage.shards.codec import shard_table
 from storage.shards.turn_metrics import turn_metrics
-from tests.builders import a_group, a_trajectory, a_turn, provenance
-from tests.shard_files import decode_shard, encode_shard
+from tests.builders import SAMPLING, a_group, a_trajectory, a_turn, provenance
 
 
 def _call(*, failed: bool = False, seconds: float = 0.0) -> ToolCall:
     return ToolCall(name="add", arguments="{}", result="3", failed=failed, seconds=seconds)
 
 
-def _table(shard_id: str, groups: list[RolloutGroup]) -> pa.Table:
-    data = encode_shard(groups, provenance=provenance(shard_id), sampling=Sampling())
-    return decode_shard(data, name=shard_id)
+def _table(*groups: RolloutGroup) -> pa.Table:
+    return shard_table(groups, provenance=provenance(), sampling=SAMPLING)
+
+
+def _attempts(*calls: list[float]) -> list[Trajectory]:
+    """Two attempts whose turns call a tool, so many seconds each."""
+    turns = [a_turn(tool_calls=[_call(seconds=seconds) for seconds in turn]) for turn in calls]
+    return [a_trajectory(1.0, attempt=number, turns=turns) for number in range(2)]
 
 
 def _claimed(shard_id: str, *group_ids: str) -> list[ClaimedGroup]:
@@ -30,7 +35,7 @@ def test_the_golden_case_of_two_attempts_with_four_calls_of_which_one_failed():
         a_trajectory(1.0, attempt=0, turns=[a_turn(tool_calls=[_call(), _call()]), a_turn(tool_calls=[_call()])]),
         a_trajectory(0.0, attempt=1, turns=[a_turn(tool_calls=[_call(failed=True)])]),
     ]
-    table = _table("s0", [a_group(0, trajectories=trajectories)])
+    table = _table(a_group(0, trajectories=trajectories))
     assert turn_metrics(_claimed("s0", "0.task0"), {"s0": table}) == {
         "num_turns": 1.5,
         "tool_calls_per_attempt": 2.0,
@@ -41,13 +46,11 @@ def test_the_golden_case_of_two_attempts_with_four_calls_of_which_one_failed():
 
 
 def test_only_claimed_groups_count_from_all_their_shards():
-    slow = [a_trajectory(1.0, attempt=n, turns=[a_turn(tool_calls=[_call(seconds=2.0)])]) for n in range(2)]
-    fast = [a_trajectory(1.0, attempt=n, turns=[a_turn(tool_calls=[_call(seconds=0.5)]), a_turn()]) for n in range(2)]
-    unclaimed = [a_trajectory(1.0, attempt=n, turns=[a_turn(tool_calls=[_call(seconds=99.0)])]) for n in range(2)]
+    unclaimed = _attempts([99.0])
     tables = {
-        "s0": _table("s0", [a_group(0, trajectories=slow), a_group(1, trajectories=unclaimed)]),
-        "s1": _table("s1", [a_group(2, trajectories=fast)]),
-        "s2": _table("s2", [a_group(3, trajectories=unclaimed)]),
+        "s0": _table(a_group(0, trajectories=_attempts([2.0])), a_group(1, trajectories=unclaimed)),
+        "s1": _table(a_group(2, trajectories=_attempts([0.5], []))),
+        "s2": _table(a_group(3, trajectories=unclaimed)),
     }
     claimed = [*_claimed("s0", "0.task0"), *_claimed("s1", "0.task2")]
     assert turn_metrics(claimed, tables) == {
@@ -62,12 +65,12 @@ def test_only_claimed_groups_count_from_all_their_shards():
 def test_a_forked_attempt_counts_once_with_the_turns_of_all_its_rows():
     forked = [a_turn(), a_turn(sequence_idx=1), a_turn(sequence_idx=1)]
     trajectories = [a_trajectory(1.0, attempt=0, turns=forked), a_trajectory(0.0, attempt=1)]
-    table = _table("s0", [a_group(0, trajectories=trajectories)])
+    table = _table(a_group(0, trajectories=trajectories))
     assert table.num_rows == 3
     assert turn_metrics(_claimed("s0", "0.task0"), {"s0": table}) == {"num_turns": 2.0}
 
 
 @pytest.mark.parametrize("claimed", [[], _claimed("s0", "0.task0")])
 def test_without_tools_there_are_no_tool_metrics(claimed: list[ClaimedGroup]):
-    metrics = turn_metrics(claimed, {"s0": _table("s0", [a_group(0)])})
+    metrics = turn_metrics(claimed, {"s0": _table(a_group(0))})
     assert metrics == ({"num_turns": 1.0} if claimed else {})
