@@ -18,19 +18,30 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
 from infra.placement import Placement, bundle, check_shares, gpu_share, gpus_of, node_resources, reserve
 from infra.worker_process import Host, run_function
-from settings.errors import UserError
+from settings.errors import UserError, failure_text_of_output
+from settings.redaction import without_secrets
 
 logger = logging.getLogger("millrace.cluster")
+
+_HEADER = "Traceback (most recent call last):"
+_BETWEEN = r"python/ray/|[^\"]*/(?:site-packages/ray/|concurrent/futures/_base\.py|infra/worker_process\.py)"
+_CALLERS_FRAME = re.compile(rf'^((?: *\|)?) +File "(?:{_BETWEEN}).*\n(?:\1 {{4}}.*\n)*', re.MULTILINE)
+"""A frame of Ray's or ours between the process's start and the method that was called, with its lines of code."""
 
 
 class WorkerDied(UserError):
     """A hosted worker's process is gone; the message names it and its log file."""
+
+
+class RaisedInWorker(Exception):
+    """What a worker raised was of a class that cannot come to this process; the message has its name and words."""
 
 
 class Hosted:
@@ -45,7 +56,8 @@ class Hosted:
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `method(*arguments, **keywords)` over there.
 
-        Raises what it raised, as its own type; `WorkerDied` when the process is gone.
+        Raises what it raised, as its own type, with a note that has the traceback from over there; `RaisedInWorker`
+        if that type cannot come here; `WorkerDied` when the process is gone.
         """
         return await self._answer(self._actor.call.remote(method, arguments, keywords), method)
 
@@ -74,12 +86,10 @@ class Hosted:
             self._placement.give_back()
 
     async def _answer(self, asked: Any, method: str) -> Any:
-        from ray.exceptions import RayActorError, RayTaskError
+        from ray.exceptions import RayActorError
 
         try:
-            return await asked
-        except RayTaskError as error:
-            raise error.cause from error
+            return await _result(asked, self.name)
         except RayActorError as error:
             self._give_back()
             raise WorkerDied(f"{self.name} died during {method}(); its log is {self.log_file}") from error
@@ -300,11 +310,12 @@ class Cluster:
         return self.gpus_per_worker * self._gpus_per_engine
 
     async def run(self, name: str, path: str, **arguments: Any) -> Any:
-        """Run one function (`package.module:function`) in a process of its own and return its result."""
+        """Run one function (`package.module:function`) in a process of its own; raises as `Hosted.call`."""
         import ray
 
         log_file = str(self._log_folder / f"{name}.log")
-        return await ray.remote(run_function).options(num_cpus=1, max_retries=0).remote(path, arguments, log_file)
+        remote = ray.remote(run_function).options(num_cpus=1, max_retries=0)
+        return await _result(remote.remote(path, arguments, log_file), name)
 
     async def close(self) -> None:
         """Let what is hosted end in its own way. Raises the first error that is not the end of a process."""
@@ -322,6 +333,24 @@ class Cluster:
             await self.close()
         finally:
             await asyncio.to_thread(ray.shutdown)
+
+
+async def _result(asked: Awaitable[Any], name: str) -> Any:
+    """What the process `name` returns. What it raised there is raised here, its traceback as a note."""
+    from ray.exceptions import RayError, RayTaskError, UnserializableException
+
+    try:
+        return await asked
+    except (RayTaskError, UnserializableException) as error:
+        text = str(error).rpartition("Original exception:\n")[2]
+        text = re.sub(r"^.*ray::.*$", _HEADER, text, count=1, flags=re.MULTILINE)  # Ray's own first line
+        text = without_secrets(_CALLERS_FRAME.sub("", text))
+        raised = getattr(error, "cause", None)
+        if raised is None or isinstance(raised, RayError):
+            message = failure_text_of_output(text).partition("\n  at ")[0]
+            raised = RaisedInWorker(re.sub(r"^millrace_file_\w+\.", "", message))
+        raised.add_note(f"{name} raised it:\n{text.strip()}")
+        raise raised from None
 
 
 async def _close(hosted: Hosted | HostedGroup, placement: Placement | None) -> None:

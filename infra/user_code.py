@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, failure_text, place_of
 from storage.objects.digests import sha256_of_file, sha256_of_json
 
 
@@ -23,8 +23,8 @@ def load_object(path: str) -> Any:
     """Import what `path` names.
 
     A module may lie in the working directory, which is first in `sys.path` from here on: a console script has it not.
-    Raises `ValueError` with the fix when the form is wrong, the module or the name is missing, or the code does not
-    parse; what else the code raises rises.
+    Raises `InvalidInput` with the fix when the form is wrong, the module, the name or something that it imports is
+    missing, or the code does not parse; what else the code raises rises.
     """
     module_path, _, name = path.rpartition(":")
     is_file = module_path.endswith(".py")
@@ -32,8 +32,12 @@ def load_object(path: str) -> Any:
         raise InvalidInput(f"{path!r} is not an import path; write package.module:Name or path/to/file.py:Name")
     try:
         module = _load_file(Path(module_path)) if is_file else _load_module(module_path)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
-        raise InvalidInput(f"{path!r} cannot be imported: {error}; run from the folder that holds it") from error
+    except ModuleNotFoundError as error:
+        place = "" if f"{module_path}.".startswith(f"{error.name}.") else f" at {place_of(failure_text(error))}"
+        raise InvalidInput(
+            f"{path!r} cannot be imported: {error}{place}; run from the folder that holds it"
+            + (", or install it" if place else "")
+        ) from error
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}" if error.filename else module_path
         raise InvalidInput(f"{path!r} cannot be imported: {error.msg} in {where}") from error
@@ -101,7 +105,7 @@ def _load_module(name: str) -> Any:
 def _load_file(path: Path) -> Any:
     path = path.resolve()
     if not path.exists():
-        raise FileNotFoundError(f"no file {path}")
+        raise InvalidInput(f"{str(path)!r} cannot be imported: no file {path}; run from the folder that holds it")
     name = f"millrace_file_{path.stem}_{abs(hash(str(path)))}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

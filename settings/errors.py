@@ -73,6 +73,12 @@ def place_of(text: str) -> str:
     return frame["place"] if frame else ""
 
 
+def failure_kind(text: str) -> str:
+    """What such texts have in common when the same thing failed: the kind of error, and the innermost place."""
+    first, place = text.partition("\n")[0], place_of(text)
+    return f"{first.partition(':')[0]} at {place}" if place else first
+
+
 def in_one_line(text: str) -> str:
     """The first line of such a text, and the innermost place: `KeyError: 'answr' at my/env.py:31`."""
     first, place = text.partition("\n")[0], place_of(text)

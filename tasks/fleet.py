@@ -20,6 +20,7 @@ from infra.cluster import Cluster, Hosted, WorkerDied
 from infra.environment import cache_folder, code_version
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import WeightUpdate
+from rollouts.production.failures import Failures
 from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig
@@ -27,6 +28,7 @@ from storage.log.entries import Alias, Evaluation, Policy, Shard
 from storage.log.producers import Lookout, withdraw
 from storage.log.run_log import RunLog
 from storage.policies.policies import PolicyReader
+from storage.shards.failed_attempts import read_failures
 from tasks.trainer import TrainerHandle
 
 logger = logging.getLogger("millrace.workers")
@@ -72,6 +74,7 @@ class Fleet:
         self.loaded_version = -1
         """What the workers were last told to load, when another process publishes."""
         self._lookout = Lookout(log)
+        self._failures = Failures()
 
     # ── Starting and replacing ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,6 +156,7 @@ class Fleet:
         self.arrivals.set()
         if shard is not None:
             self._replacements_left = REPLACEMENTS
+            self._failures.add(await asyncio.to_thread(read_failures, self.log, [shard]))
             await self.refresh(but=name)  # what was rejected is room for all
         return shard
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infra.environment import home, store_uri, tracking_uri
+from settings.errors import UserError, failure_text, in_one_line
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def diagnose(config: RunConfig | None, console: Console) -> bool:
         try:
             finding = check()
         except Exception as error:  # noqa: BLE001 - a check that breaks is a failed check, the others still run
-            finding = Finding(good=False, text=f"{type(error).__name__}: {error}", fix="see the error")
+            text = str(error) if isinstance(error, UserError) else in_one_line(failure_text(error))
+            finding = Finding(good=False, text=text, fix="see the error")
         mark = "[green]ok  [/]" if finding.good else "[red]FAIL[/]"
         console.print(f"{mark} {name:<12} {_shown(finding.text)}")
         if not finding.good:
@@ -80,6 +82,7 @@ def checks(config: RunConfig | None) -> list[tuple[str, Callable[[], Finding]]]:
         ("MLflow", lambda: check_mlflow(tracking)),
         ("Prefect", check_prefect),
         ("tokenizer", lambda: check_tokenizer(config)),
+        ("references", lambda: check_won(config)),
         ("vLLM", check_vllm),
     ]
 
@@ -212,6 +215,17 @@ def check_tokenizer(config: RunConfig | None) -> Finding:
 
     ids = ChatTokens.load(folder).prompt([Message(role="user", content="hello")])
     return Finding(good=bool(ids), text=f"{folder}: a greeting is {len(ids)} tokens", fix="add a chat template")
+
+
+def check_won(config: RunConfig | None) -> Finding:
+    """The run file's workflow: its reference wins the tasks."""
+    if config is None:
+        return Finding(good=True, text="no run file given: nothing to play")
+    from infra.user_code import load_object
+    from tasks.preflight import check_references
+
+    count = check_references(load_object(config.workflow)(config.dataset or None), config)
+    return Finding(good=True, text=f"reference_reply wins {count} of the first tasks of each split")
 
 
 def check_vllm() -> Finding:

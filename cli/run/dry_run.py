@@ -25,7 +25,7 @@ from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values, load_run_file
 from storage.log.runs import create_run, open_run
 from storage.objects.opening import open_store
-from tasks.preflight import check_run
+from tasks.preflight import check_references, check_run, local_folder
 
 _KEPT_BYTES = 34
 _CHECKPOINTED_BYTES = 2
@@ -70,6 +70,7 @@ def derived_values(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
         "steps": config.steps,
         "steps_done": done,
         "train_tasks": len(workflow.tasks("train")),
+        "references_won": check_references(workflow, config),
         "evaluation_tasks": min(len(workflow.tasks(config.evaluation.split)), config.evaluation.num_tasks),
         **_batches(config),
         **_memory(config, _model_size(config)),
@@ -99,7 +100,7 @@ def _model_size(config: RunConfig) -> ModelSize | None:
     if not config.model:
         width, layers = config.warmup.hidden_size, config.warmup.num_layers
         return ModelSize(num_parameters=layers * 16 * width**2, hidden_size=width, num_layers=layers)
-    folder = _local_folder(config.model)
+    folder = local_folder(config.model)
     if folder is None:
         return None
     about = json.loads((folder / "config.json").read_text())
@@ -108,19 +109,6 @@ def _model_size(config: RunConfig) -> ModelSize | None:
         hidden_size=about["hidden_size"],
         num_layers=about["num_hidden_layers"],
     )
-
-
-def _local_folder(model: str) -> Path | None:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
 
 
 def _count_parameters(file: Path) -> int:

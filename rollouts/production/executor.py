@@ -19,8 +19,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from rollouts.production.attempts import Player
+from rollouts.production.failures import FailsAlike, FirstBatch
 from rollouts.production.prompts import Prompt
 from rollouts.production.quota import Quota
+from settings.errors import in_one_line
 from settings.run_file import RunConfig
 from storage.records import RolloutGroup, Sampling, Trajectory
 
@@ -64,6 +66,7 @@ class Executor:
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._last_error = ""
+        self._first_batch = FirstBatch()
         self.num_finished = 0
         """Groups so far: what a watchdog takes for progress."""
 
@@ -239,16 +242,16 @@ class Executor:
 
     def _end(self, task: asyncio.Task[RolloutGroup]) -> None:
         """Called when a group's task is over, also one that was cancelled before it began."""
-        running, group = self._running.pop(task), None
+        running, passed = self._running.pop(task), []
         if not task.cancelled():
             error = task.exception()
             if error is None:
-                group = self._take(running.prompt, task.result())
+                passed = self._take(running.prompt, task.result())
             else:
                 self._failure = error  # a bug in the workflow: prepare_batch raises it to the caller
         elif running.given_up:
-            group = self._take(running.prompt, self._cancelled(running.prompt, running.given_up))
-        self._quota.end(counted=group is not None and self._counts(group))
+            passed = self._take(running.prompt, self._cancelled(running.prompt, running.given_up))
+        self._quota.end(counted=sum(map(self._counts, passed)))
         self._changed.set()
 
     async def _play(self, prompt: Prompt) -> RolloutGroup:
@@ -262,21 +265,26 @@ class Executor:
             is_eval=False,
         )
 
-    def _take(self, prompt: Prompt, group: RolloutGroup) -> RolloutGroup:
-        """A group has finished: keep it, and let its prompt run again if it came to nothing."""
+    def _take(self, prompt: Prompt, group: RolloutGroup) -> list[RolloutGroup]:
+        """A group has finished: let its prompt run again if it came to nothing. Returns what may be committed now."""
         came_to_nothing = not group.accepted and len(group.usable) < self._config.rollout.min_usable
         if came_to_nothing and prompt.retry < self._config.rollout.retries:
             group = dataclasses.replace(group, will_retry=True)
             self._ready.append(dataclasses.replace(prompt, retry=prompt.retry + 1))
             self._quota.lease(1)
         errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
-        self._last_error = errors[-1] if errors else self._last_error
-        if not self._finished:
-            self._oldest_finished = _now()
-        self._finished.append(group)
-        self._finished_bytes += _num_bytes(group)
+        self._last_error = in_one_line(errors[-1]) if errors else self._last_error
         self.num_finished += 1
-        return group
+        passed = self._first_batch.pass_on(group, is_over=self._quota.committed > 0)
+        if passed and not self._finished:
+            self._oldest_finished = _now()
+        self._finished += passed
+        self._finished_bytes += sum(map(_num_bytes, passed))
+        try:
+            self._first_batch.stop_if_full(self._config.batch_size)
+        except FailsAlike as error:
+            self._failure = error
+        return passed
 
     def _cancelled(self, prompt: Prompt, reason: str) -> RolloutGroup:
         attempts = range(self._config.n_samples)

@@ -75,8 +75,8 @@ class Quota:
         self.waiting -= 1
         self.running += 1
 
-    def end(self, *, counted: bool) -> None:
-        """A running group has finished, or was called back and is not counted."""
+    def end(self, *, counted: int) -> None:
+        """A running group has finished, or was called back and is not counted; so many finished groups are counted."""
         self.running -= 1
         self.finished += counted
 

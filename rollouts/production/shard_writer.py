@@ -6,13 +6,15 @@ groups, wall-clock seconds ─▶ shares of generating and of rewarding ─▶ `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.production.failures import Failures
 from storage.log.entries import Shard
 from storage.log.run_log import RunLog
 from storage.records import RolloutGroup, Sampling
 from storage.shards.codec import Provenance
+from storage.shards.failed_attempts import failed_attempts
 from storage.shards.shards import commit_shard
 
 
@@ -25,6 +27,8 @@ class ShardWriter:
     tokens: ChatTokens
     config_sha256: str
     code_version: str
+    failures: Failures = field(default_factory=Failures)
+    """Says in the worker's log what failed."""
 
     def write(
         self,
@@ -36,6 +40,7 @@ class ShardWriter:
         is_eval: bool = False,
     ) -> Shard:
         """Commit the groups as one shard, which took `wall_seconds` to produce (`storage.shards.shards`)."""
+        self.failures.add(failed_attempts(groups))
         provenance = Provenance(
             run_id=self.log.run_id,
             shard_id=shard_id,

@@ -311,7 +311,7 @@ class _Survey:
         )
 
     def _by_owner(self) -> dict[tuple[str, str], list[StoredFile]]:
-        """The run's data files by what they belong to; rewards belong to their shard where the log knows them."""
+        """The run's data files by what they belong to: failures to their shard, and rewards if the log knows them."""
         state = self.log.state
         owned: dict[tuple[str, str], list[StoredFile]] = defaultdict(list)
         for file in self._files:
@@ -320,6 +320,8 @@ class _Survey:
                     owned[folder, name.removesuffix(".arrow")].append(file)
                 case [("policies" | "state" | "readers") as folder, name, *_]:
                     owned[folder, name].append(file)
+                case ["failures", name]:
+                    owned["shards", name.removesuffix(".arrow")].append(file)
                 case ["rewards", rewards, name]:
                     shard_id = name.removesuffix(".arrow")
                     rescored = state.rescored.get(rewards)

@@ -20,6 +20,7 @@ from storage.objects.digests import DigestMismatch, sha256_of
 from storage.objects.tables import ipc_bytes
 from storage.records import NOT_SAMPLED, RolloutGroup, Sampling
 from storage.shards.codec import COMPRESSION, Provenance, open_shard, shard_table, summarise
+from storage.shards.failed_attempts import put_failures
 from storage.shards.schema import BadShard, NewerSchema, check, flat
 
 
@@ -61,6 +62,7 @@ def commit_shard(
         data = ipc_bytes(table, compression=COMPRESSION)
         digesting = beside.submit(sha256_of, data)
         log.store.put(log.shard_key(provenance.shard_id), data)
+        put_failures(log, provenance.shard_id, groups)
     summaries = summarising.result()
     sampled = [s for s in summaries if s.rows]
     shard = Shard(

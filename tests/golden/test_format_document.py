@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from storage.shards.failed_attempts import SCHEMA as FAILURES
 from storage.shards.reward_sets import SCHEMA as REWARDS
 from storage.shards.schema import ADAPTERS, CALL, MESSAGE, SCHEMA, TURN, content_sha256
 from tests.shard_files import decode_shard
@@ -47,6 +48,7 @@ def _table_after(heading: str) -> list[tuple[str, str]]:
     [
         ("## Columns", list(SCHEMA)),
         ("| Optional column |", [ADAPTERS]),
+        ("| Failure column |", list(FAILURES)),
         ("| Reward column |", list(REWARDS)),
         *((f"`{name}`, a struct", list(kind)) for name, kind in STRUCTS.items()),
     ],

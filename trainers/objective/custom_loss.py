@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from infra.user_code import load_object
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, failure_text
 from trainers.objective.losses import LossInputs, LossOutput
 
 LossFunction = Callable[..., LossOutput]
@@ -34,7 +34,7 @@ def load_loss(path: str) -> LossFunction:
     """Import a loss function, once per process. Raises `ValueError` with the fix where there is none."""
     try:
         function: LossFunction = load_object(path)
-    except ValueError as error:
+    except InvalidInput as error:
         raise InvalidInput(f"loss.path: {error}") from error
     if not callable(function):
         raise InvalidInput(f"loss.path = {path!r} is no function but {function!r}")
@@ -71,7 +71,7 @@ def _try(function: LossFunction, inputs: LossInputs, arguments: Mapping[str, Any
     try:
         output = function(inputs, **arguments)
     except Exception as error:
-        raise InvalidInput(f"{named} fails on a trial of five tokens: {type(error).__name__}: {error}") from error
+        raise InvalidInput(f"{named} fails on a trial of five tokens: {failure_text(error)}") from error
     if not isinstance(output, LossOutput):
         raise InvalidInput(
             f"{named} returns {type(output).__name__}; return trainers.objective.losses.LossOutput(loss=…, sums=…)"

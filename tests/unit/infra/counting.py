@@ -5,6 +5,52 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from infra.user_code import load_object
+
+USERS_CODE = """
+import asyncio
+import threading
+from settings.errors import InvalidInput
+
+class Mine(Exception):
+    pass
+
+class Two(Exception):
+    def __init__(self, a, b):
+        super().__init__(a)
+
+async def number():
+    int("x")
+
+async def together():
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(number())
+
+def fail(which):
+    match which:
+        case "number":
+            int("x")
+        case "own class":
+            raise Mine("two\\nlines")
+        case "own arguments":
+            raise Two(1, 2)
+        case "unpicklable":
+            error = ValueError("locked")
+            error.lock = threading.Lock()
+            raise error
+        case "two at once":
+            asyncio.run(together())
+        case "mendable":
+            raise InvalidInput("write one of a, b")
+"""
+"""What a user's file may do."""
+
+
+def raise_in_users_code(function: str, which: str) -> None:
+    """Call the function of a user's file."""
+    load_object(function)(which)
 
 
 class FollowedError(RuntimeError):
@@ -87,6 +133,11 @@ class Counting:
         if self._rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait()
+
+    def raise_in_users_code(self, function: str, which: str) -> None:
+        """Call the function of a user's file, where no event loop runs."""
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(raise_in_users_code, function, which).result()
 
     def process(self) -> int:
         """Process id of the first rank."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,10 +14,13 @@ import psutil
 import pytest
 
 from infra import placement
-from infra.cluster import Cluster, Hosted, HostedGroup, WorkerDied
+from infra.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, WorkerDied
+from settings.errors import InvalidInput
+from tests.unit.infra.counting import USERS_CODE
 
 Result = TypeVar("Result")
 _COUNTING = "tests.unit.infra.counting:Counting"
+_RAISING = "tests.unit.infra.counting:raise_in_users_code"
 _SECONDS = 240.0
 """A call that has not ended by then hangs."""
 
@@ -87,7 +92,7 @@ def test_an_error_of_all_ranks_is_raised_once_and_the_group_goes_on(inside) -> N
         group = await _group(cluster, 2, "failing")
         with pytest.raises(ValueError, match="says 0") as caught:
             await group.call("fail")
-        assert "rank 0 of 2 of failing" in caught.value.__notes__[0]
+        assert "rank 0 of 2 of failing" in caught.value.__notes__[-1]
         return await group.call("add", 1)
 
     assert inside(script) == 11
@@ -98,7 +103,7 @@ def test_an_error_that_others_follow_is_raised_as_it_was_where_it_began(inside) 
         group = await _group(cluster, 3, "following")
         with pytest.raises(ValueError, match="rank 2 cannot do this") as caught:
             await group.call("fail_together", 2)
-        assert "rank 2 of 3 of following" in caught.value.__notes__[0]
+        assert "rank 2 of 3 of following" in caught.value.__notes__[-1]
         return await group.call("add", 1)
 
     assert inside(script) == 11
@@ -129,6 +134,41 @@ def test_a_killed_rank_ends_the_group_and_is_named(inside, rank: int) -> None:
         return processes
 
     _wait_for_the_end_of(inside(script))
+
+
+@pytest.mark.parametrize(
+    ("which", "kind", "message", "line"),
+    [
+        ("number", ValueError, r"^invalid literal for int\(\) with base 10: 'x'$", 'int("x")'),
+        ("own class", RaisedInWorker, "^Mine: two\nlines$", 'raise Mine("two\\nlines")'),
+        ("own arguments", RaisedInWorker, "^Two: 1$", "raise Two(1, 2)"),
+        ("unpicklable", RaisedInWorker, "^ValueError: locked$", "raise error"),
+        ("two at once", ExceptionGroup, "unhandled errors in a TaskGroup", 'int("x")'),
+        ("mendable", InvalidInput, "^write one of a, b$", "raise InvalidInput"),
+    ],
+)
+def test_an_error_comes_with_the_users_frames_last(
+    inside, tmp_path: Path, which: str, kind: type[Exception], message: str, line: str
+) -> None:
+    """Whether a method was called or a function ran in a process of its own."""
+    file = tmp_path / "env.py"
+    file.write_text(USERS_CODE)
+
+    async def script(cluster: Cluster) -> list[BaseException]:
+        raiser = await cluster.host(f"raiser {which}", _COUNTING)
+        await raiser.call("open", start=0)
+        calls = [
+            raiser.call("raise_in_users_code", f"{file}:fail", which),
+            cluster.run(f"function {which}", _RAISING, function=f"{file}:fail", which=which),
+        ]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    for error in inside(script):
+        assert type(error) is kind and re.search(message, str(error)), repr(error)
+        printed = "".join(traceback.format_exception(error))
+        last = printed.rpartition("File ")[2]
+        assert last.startswith(f'"{file}", line ') and line in last.splitlines()[1], printed
+        assert "ray/" not in error.__notes__[0] and "worker_process.py" not in error.__notes__[0], printed
 
 
 def _places() -> list[dict[str, Any]]:

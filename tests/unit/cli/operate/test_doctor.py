@@ -14,6 +14,7 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import psutil
 import pytest
@@ -105,8 +106,8 @@ def test_a_healthy_home_passes_every_check(home: Path, vllm: dict[str, Any]) -> 
     if psutil.virtual_memory().available < 7 * 2**30:
         pytest.skip("this machine has too little memory free to be healthy")
     found = _doctor(status=0)
-    names = ["Python", "sandbox", "lock", "disk", "memory", "ports", "store", "MLflow", "Prefect", "tokenizer", "vLLM"]
-    assert list(found) == names and all(text.startswith("ok ") for text in found.values())
+    names = ["Python", "sandbox", "lock", "disk", "memory", "ports", "store", "MLflow", "Prefect", "tokenizer"]
+    assert list(found) == [*names, "references", "vLLM"] and all(text.startswith("ok ") for text in found.values())
     assert f"{(home / 'store').as_uri()} can be written; put-if-absent holds" in found["store"]
     assert f"sqlite:///{home / 'mlflow.db'} answers" in found["MLflow"] and (home / "mlflow.db").exists()
     assert "a temporary one is started with each run" in found["Prefect"] and found["vLLM"] == "ok 1.2.3 CPU"
@@ -122,7 +123,7 @@ def test_what_fails_says_how_to_mend_it_and_the_others_still_run(
     monkeypatch.setenv("PREFECT_API_URL", "http://me:secret@127.0.0.1:9/api")
     found = _doctor(status=1)
     assert {name for name, text in found.items() if text.startswith("FAIL")} >= {"store", "MLflow", "Prefect", "vLLM"}
-    assert "choose another `store`" in found["store"] and "StoreError" in found["store"]
+    assert "choose another `store`" in found["store"]
     assert found["vLLM"].startswith("FAIL ImportError: no torch [here] fix: rm -r .venv")
     assert "fix: start it, on this machine by `millrace up`" in found["Prefect"]
     assert found["Python"].startswith("ok") and found["tokenizer"].startswith("ok")
@@ -138,7 +139,7 @@ def test_a_check_that_raises_anything_is_a_failed_check(monkeypatch: pytest.Monk
     shown = io.StringIO()
     assert not diagnose(None, Console(file=shown, width=200))
     assert [line.split() for line in shown.getvalue().splitlines()] == [
-        ["FAIL", "first", "RuntimeError:", "closing", "tag", "'[/red]'"],
+        ["FAIL", "first", "RuntimeError:", "closing", "tag", "'[/red]'", "at", ANY],
         ["fix:", "see", "the", "error"],
         ["ok", "second", "fine"],
     ]

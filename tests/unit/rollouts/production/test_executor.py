@@ -11,10 +11,12 @@ import pytest
 
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.engine import EngineError
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
+from rollouts.production.failures import FailsAlike
 from rollouts.production.prompts import PromptOrder
 from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
@@ -325,16 +327,74 @@ def test_a_run_makes_exactly_as_many_groups_as_it_needs(tokens: ChatTokens, want
 
 def test_a_filter_that_rejects_everything_holds_nothing_up(tokens: ChatTokens):
     async def play(task: Task, chat: Chat) -> Score:
-        raise KeyError("board")
+        raise OSError("no board") if workflow_context().attempt else KeyError("board")
 
     async def script(executor: _Executor) -> None:
         for _ in range(3):
             groups = await executor.prepare_batch()
             executor.mark_committed(groups)
             assert len(groups) == 4 and not any(group.accepted for group in groups)
-        assert "last error: KeyError: 'board'" in executor.report()
+        assert "last error: OSError: no board at tests/" in executor.report()
 
     _Bench(tokens, play, max_concurrent=2).play(script)
+
+
+async def _broken(task: Task, chat: Chat) -> Score:
+    raise KeyError(task.id)
+
+
+async def _broken_reward(task: Task, chat: Chat) -> Score:
+    raise RewardFailed(f"my:reward: KeyError: {task.id}\n  at my/rewards.py:3 in reward")
+
+
+@pytest.mark.parametrize(("retries", "batch_size"), [(0, 4), (1, 4), (0, 1)])
+@pytest.mark.parametrize(
+    ("play", "reason"),
+    [
+        (_broken, r"KeyError: 'task\d+'\n  at tests/.*/test_executor.py:\d+ in _broken: raise"),
+        (_broken_reward, r"my:reward: KeyError: task\d+\n  at my/rewards.py:3 in reward"),
+    ],
+)
+def test_a_first_batch_that_fails_for_one_reason_stops_the_run_and_loses_no_prompt(
+    tokens: ChatTokens, play: Play, reason: str, retries: int, batch_size: int
+):
+    async def script(executor: _Executor) -> list[RolloutGroup]:
+        with pytest.raises(FailsAlike, match=f"all attempts at the first 4 prompts failed in one way:\n{reason}"):
+            await executor.prepare_batch()
+        return await executor.close()
+
+    groups = _Bench(tokens, play, max_concurrent=2, retries=retries, batch_size=batch_size).play(script)
+    assert len(groups) >= 4 * retries and all(group.will_retry for group in groups)
+
+
+async def _no_server(task: Task, chat: Chat) -> Score:
+    raise ToolUnavailable("HTTP 500")
+
+
+@pytest.mark.parametrize("plays", [[_answer, _broken], [_broken_reward, _broken], [_no_server]])
+def test_a_first_batch_that_fails_for_several_reasons_or_for_a_servers_does_not(tokens: ChatTokens, plays: list[Play]):
+    order: dict[str, int] = {}
+
+    async def play(task: Task, chat: Chat) -> Score:
+        return await plays[order.setdefault(task.id, len(order)) % len(plays)](task, chat)
+
+    async def script(executor: _Executor) -> list[RolloutGroup]:
+        groups: list[RolloutGroup] = []
+        while len(groups) < 8 and (made := await executor.prepare_batch()):
+            executor.mark_committed(made)
+            groups += made
+        return groups
+
+    assert len(_Bench(tokens, play, max_concurrent=1).play(script)) >= 7
+
+
+def test_a_batch_that_fails_after_a_good_one_does_not_stop_the_run(tokens: ChatTokens):
+    async def script(executor: _Executor) -> None:
+        executor.set_version(1, accepted=4)
+        for _ in range(3):
+            executor.mark_committed(await executor.prepare_batch())
+
+    _Bench(tokens, _broken, committed=range(4)).play(script)
 
 
 def test_a_prompt_that_came_to_nothing_runs_again_as_often_as_allowed(tokens: ChatTokens):

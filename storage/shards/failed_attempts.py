@@ -1,0 +1,77 @@
+"""Why attempts failed: an Arrow file beside each shard that has such attempts. It is for people; nothing depends on it.
+
+RolloutGroup ─▶ `FailedAttempt` ─▶ failures/<shard id>.arrow ─▶ `traj ls --failed`, `traj show`, the report
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from settings.errors import failure_kind
+from storage.log.entries import Shard
+from storage.log.run_log import RunLog
+from storage.objects.tables import ipc_bytes
+from storage.records import RolloutGroup
+
+SCHEMA = pa.schema(
+    [("group_id", pa.string()), ("attempt", pa.int32()), ("status", pa.string()), ("error", pa.string())]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailedAttempt:
+    """An attempt that left no row in its shard."""
+
+    group_id: str
+    attempt: int
+    status: str
+    """One of `storage.records.Status`."""
+    error: str
+    """What went wrong, and where in the user's code; see `settings.errors.failure_text`."""
+
+    @property
+    def id(self) -> str:
+        """As `traj show` takes it."""
+        return f"{self.group_id}/{self.attempt}"
+
+
+def failed_attempts(groups: Iterable[RolloutGroup]) -> list[FailedAttempt]:
+    """Those that failed by themselves; what was cancelled from outside has its reason in its group."""
+    return [
+        FailedAttempt(group_id=group.id, attempt=one.attempt, status=one.status, error=one.error)
+        for group in groups
+        for one in group.trajectories
+        if one.error and not one.usable and one.status != "cancelled"
+    ]
+
+
+def put_failures(log: RunLog, shard_id: str, groups: Iterable[RolloutGroup]) -> None:
+    """Write the failed attempts of a shard's groups, if there are any; before the log knows the shard."""
+    if rows := [vars(attempt) for attempt in failed_attempts(groups)]:
+        log.store.put(_key(log, shard_id), ipc_bytes(pa.Table.from_pylist(rows, schema=SCHEMA), compression="lz4"))
+
+
+def read_failures(log: RunLog, shards: Sequence[Shard]) -> list[FailedAttempt]:
+    """The failed attempts of some shards, in the order of their commits; none of shards whose files are gone."""
+    keys = [_key(log, shard.id) for shard in shards if any(group.failures for group in shard.groups)]
+    tables = [pa.ipc.open_file(pa.py_buffer(data)).read_all() for data in log.store.get_many(keys) if data is not None]
+    return [FailedAttempt(**row) for table in tables for row in table.to_pylist()]
+
+
+def kinds_of(attempts: Iterable[FailedAttempt]) -> list[tuple[int, FailedAttempt]]:
+    """How many failed in the same way, with the first of each kind; the most frequent kind first."""
+    counts: Counter[str] = Counter()
+    first: dict[str, FailedAttempt] = {}
+    for attempt in attempts:
+        kind = failure_kind(attempt.error)
+        counts[kind] += 1
+        first.setdefault(kind, attempt)
+    return [(count, first[kind]) for kind, count in counts.most_common()]
+
+
+def _key(log: RunLog, shard_id: str) -> str:
+    return log.key(f"failures/{shard_id}.arrow")
