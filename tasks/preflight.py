@@ -18,7 +18,7 @@ from infra.environment import store_uri
 from infra.user_code import load_object
 from rollouts.chat.chat import Chat, Reply
 from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.chat.tool_parsing import ToolParser, check_tool_parser
+from rollouts.chat.tool_parsing import ParsedReply, ToolParser, check_tool_parser
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
@@ -29,9 +29,6 @@ from settings.run_file import RunConfig
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
 from storage.records import Message, Sampling, Task
-
-REFERENCE_SECONDS = 60.0
-"""What one task may take to be played by its reference."""
 
 
 def check_run(config: RunConfig) -> Workflow:
@@ -134,33 +131,32 @@ async def _play_references(
     """Why each task was not won: "" if it was, None if nothing can be said."""
     parser = _ReferenceParser(config.engine.tool_parser, model=config.model)
     reward = config.reward
-    async with RewardPool(
-        num_processes=reward.processes, timeout=reward.timeout, memory_gb=reward.memory_gb
-    ) as rewards:
+    rewards = RewardPool(num_processes=reward.processes, timeout=reward.timeout, memory_gb=reward.memory_gb)
+
+    async def play(split: str, task: Task) -> str | None:
+        set_workflow_context(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
+        set_reward_pool(rewards)
+        chat, problem = _ReferenceChat(workflow, task, parser), ""
         try:
-            return await asyncio.gather(*(_play(workflow, task, split, rewards, parser) for split, task in tasks))
+            async with asyncio.timeout(config.rollout.attempt_timeout):
+                score = await workflow.run(task, chat)
+            if not isinstance(score, Score):
+                problem = f"run returned {type(score).__name__}, not a Score"
+            elif type(workflow).score_group is Workflow.score_group and not (score.reward or 0.0) >= CORRECT:
+                problem = f"its reward is {score.reward}, and an attempt that wins has {CORRECT:g}"
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is the outcome
+            problem = failure_text(error)
+        return None if chat.reference_is_unknown else problem
+
+    async with rewards:
+        try:
+            return await asyncio.gather(*(play(split, task) for split, task in tasks))
         finally:
             await workflow.close()
-            if "rollouts.endpoint.agent_endpoint" in sys.modules:
+            if "rollouts.endpoint.agent_endpoint" in sys.modules:  # what was not imported was not started
                 from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 
                 await close_agent_endpoint()
-
-
-async def _play(workflow: Workflow, task: Task, split: str, rewards: RewardPool, parser: ToolParser) -> str | None:
-    set_workflow_context(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
-    set_reward_pool(rewards)
-    chat, problem = _ReferenceChat(workflow, task, parser), ""
-    try:
-        async with asyncio.timeout(REFERENCE_SECONDS):
-            score = await workflow.run(task, chat)
-        if not isinstance(score, Score):
-            problem = f"run returned {type(score).__name__}, not a Score"
-        elif type(workflow).score_group is Workflow.score_group and not (score.reward or 0.0) >= CORRECT:
-            problem = f"its reward is {score.reward}, and an attempt that wins has {CORRECT:g}"
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; it is the outcome
-        problem = failure_text(error)
-    return None if chat.reference_is_unknown else problem
 
 
 class _Unknown(Exception):
@@ -217,6 +213,11 @@ class _ReferenceParser(ToolParser):
     def __init__(self, name: str, *, model: str) -> None:
         super().__init__(name, None)
         self._model = model
+        self._one_at_a_time = asyncio.Lock()
+
+    async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
+        async with self._one_at_a_time:  # the first one imports vLLM
+            return await super().parse(text, tools)
 
     def _load(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
         if not self._model:

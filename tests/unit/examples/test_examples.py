@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import string
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.user_code import load_object
-from rollouts.chat.chat import Chat, Reply
-from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.chat.tool_parsing import ToolParser
-from rollouts.engines.scripted_engine import ScriptedEngine
-from rollouts.rewards.scoring import RewardPool, set_reward_pool
-from rollouts.workflow import Score, Workflow
+from rollouts.workflow import Workflow
 from settings.run_file import default_values, load_run_file
 from storage.log.runs import create_run
-from storage.records import Message, Sampling, Task
+from tasks.preflight import check_references
 from tests.builders import MemoryStore
-from trainers.model.warmup import character_tokenizer
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
 _RUN_FILES = sorted([*_EXAMPLES.glob("*.toml"), *_EXAMPLES.glob("search_agent/*.toml")])
@@ -43,52 +34,20 @@ _PROGRAMS = {"search_agent_program"}
 """Programs of their own, to which nobody can say a reference; `search_agent/test_program_agent.py` plays them."""
 
 
-class _Reference(Chat):
-    """A policy that says what the workflow's reference says."""
-
-    def __init__(self, workflow: Workflow, task: Task, tokens: ChatTokens, parser: ToolParser) -> None:
-        self._workflow, self._task, self._next = workflow, task, ""
-        super().__init__(
-            engine=ScriptedEngine(lambda *_: [*tokens.tokenizer(self._next)["input_ids"], tokens.end_id]),
-            tokens=tokens,
-            sampling=Sampling(max_tokens=10_000),
-            max_model_len=100_000,
-            request_id=task.id,
-            tool_parser=parser,
-        )
-
-    async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
-        reply = self._workflow.reference_reply(self._task, messages)
-        assert reply is not None, f"{type(self._workflow).__name__} has no reference_reply"
-        self._next = reply
-        return await super().complete(messages, **options)
-
-
 @pytest.mark.parametrize("run_file", [f for f in _RUN_FILES if f.stem not in _PROGRAMS], ids=lambda file: file.stem)
-@pytest.mark.parametrize("split", ["train", "test"])
-def test_the_reference_reply_scores_one(run_file: Path, split: str, tmp_path: Path):
+def test_the_reference_reply_wins_every_task(run_file: Path, tmp_path: Path):
     config = load_run_file(run_file)
     dataset: str | None = None
     if config.dataset:
         dataset = str(tmp_path)
-        rows = [json.dumps(row) for row in _DATA[run_file.stem]]
-        (tmp_path / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+        rows = "".join(f"{json.dumps(row)}\n" for row in _DATA[run_file.stem])
+        for split in ("train", "test"):
+            (tmp_path / f"{split}.jsonl").write_text(rows)
         (tmp_path / "corpus.jsonl").write_text('{"id": "1", "text": "Ada works for Bob."}\n')
+    config = config.model_copy(update={"model": ""})  # whose tokenizer need not be on this machine
     workflow: Workflow = load_object(config.workflow)(dataset)
-    tokens = ChatTokens(character_tokenizer(set(string.printable)))
-    parser = ToolParser(config.engine.tool_parser, tokens.tokenizer)
-
-    async def play() -> list[tuple[str, float | None]]:
-        async with RewardPool(num_processes=1, timeout=60) as rewards:
-            set_reward_pool(rewards)
-            scored = []
-            for task in workflow.tasks(split)[:_SAMPLE]:
-                score: Score = await workflow.run(task, _Reference(workflow, task, tokens, parser))
-                scored.append((task.id, score.reward))
-            return scored
-
-    scored = asyncio.run(play())
-    assert scored and [each for each in scored if each[1] != 1.0] == []
+    num_tasks = sum(len(workflow.tasks(split)[:_SAMPLE]) for split in ("train", "test"))
+    assert check_references(workflow, config, num_tasks=_SAMPLE) == num_tasks > 0
 
 
 @pytest.mark.parametrize("run_file", _RUN_FILES, ids=lambda file: file.stem)
