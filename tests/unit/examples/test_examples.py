@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import string
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infra.user_code import load_object
-from rollouts.chat.chat import Chat, Reply
-from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ToolParser
-from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
-from rollouts.workflow import Score, Workflow
+from rollouts.workflow import Workflow
 from settings.run_file import default_values, load_run_file
 from storage.log.runs import create_run
-from storage.records import Message, Sampling, Task
 from tests.builders import MemoryStore
-from trainers.model.warmup import character_tokenizer
+from tests.unit.examples.references import TOKENS, play_reference
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
 _RUN_FILES = sorted([*_EXAMPLES.glob("*.toml"), *_EXAMPLES.glob("search_agent/*.toml")])
@@ -40,55 +33,24 @@ _DATA: dict[str, list[dict[str, Any]]] = {
 }
 """Rows for the examples that read a data set, by the name of their run file."""
 _PROGRAMS = {"search_agent_program"}
-"""Programs of their own, to which nobody can say a reference; `search_agent/test_program_agent.py` plays them."""
-
-
-class _Reference(Chat):
-    """A policy that says what the workflow's reference says."""
-
-    def __init__(self, workflow: Workflow, task: Task, tokens: ChatTokens, parser: ToolParser) -> None:
-        self._workflow, self._task, self._next = workflow, task, ""
-        super().__init__(
-            engine=ScriptedEngine(lambda *_: [*tokens.tokenizer(self._next)["input_ids"], tokens.end_id]),
-            tokens=tokens,
-            sampling=Sampling(max_tokens=10_000),
-            max_model_len=100_000,
-            request_id=task.id,
-            tool_parser=parser,
-        )
-
-    async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
-        reply = self._workflow.reference_reply(self._task, messages)
-        assert reply is not None, f"{type(self._workflow).__name__} has no reference_reply"
-        self._next = reply
-        return await super().complete(messages, **options)
+"""Programs of their own, to which no test can say a reference; `search_agent/test_program_agent.py` plays them."""
 
 
 @pytest.mark.parametrize("run_file", [f for f in _RUN_FILES if f.stem not in _PROGRAMS], ids=lambda file: file.stem)
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_the_reference_reply_scores_one(run_file: Path, split: str, tmp_path: Path):
+async def test_the_reference_reply_scores_one(run_file: Path, split: str, tmp_path: Path):
     config = load_run_file(run_file)
-    dataset: str | None = None
     if config.dataset:
-        dataset = str(tmp_path)
         rows = [json.dumps(row) for row in _DATA[run_file.stem]]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
         (tmp_path / "corpus.jsonl").write_text('{"id": "1", "text": "Ada works for Bob."}\n')
-    workflow: Workflow = load_object(config.workflow)(dataset)
-    tokens = ChatTokens(character_tokenizer(set(string.printable)))
-    parser = ToolParser(config.engine.tool_parser, tokens.tokenizer)
-
-    async def play() -> list[tuple[str, float | None]]:
-        async with RewardPool(num_processes=1, timeout=60) as rewards:
-            set_reward_pool(rewards)
-            scored = []
-            for task in workflow.tasks(split)[:_SAMPLE]:
-                score: Score = await workflow.run(task, _Reference(workflow, task, tokens, parser))
-                scored.append((task.id, score.reward))
-            return scored
-
-    scored = asyncio.run(play())
-    assert scored and [each for each in scored if each[1] != 1.0] == []
+    workflow: Workflow = load_object(config.workflow)(str(tmp_path) if config.dataset else None)
+    parser = ToolParser(config.engine.tool_parser, TOKENS.tokenizer)
+    tasks = workflow.tasks(split)[:_SAMPLE]
+    async with RewardPool(num_processes=1, timeout=60) as rewards:
+        set_reward_pool(rewards)
+        scores = {task.id: (await play_reference(workflow, task, parser)).reward for task in tasks}
+    assert scores == dict.fromkeys(scores, 1.0) and len(scores) == len(tasks) > 0
 
 
 @pytest.mark.parametrize("run_file", _RUN_FILES, ids=lambda file: file.stem)
