@@ -1,7 +1,7 @@
 """Grade-school maths, one turn: think, then give the final answer after ####.
 
 In: `dataset`, JSONL or Parquet with `question` and `answer` (GSM8K's layout), split by file. Out: reward 1 for the
-right final number, 0 for a wrong one or none.
+right final number, 0 for a wrong one and for no number.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class NumberGame(Environment):
 
 
 class GuessNumber(EnvironmentWorkflow):
-    """Four guesses: enough for whoever always guesses the middle of what is left."""
+    """Four guesses: enough for a player who always guesses the middle of what is left."""
 
     max_turns = 4
 

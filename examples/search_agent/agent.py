@@ -1,6 +1,6 @@
 """A research agent: it plans, searches a corpus, reads, and answers with its sources.
 
-In: `dataset`, a folder with `train.jsonl` and `test.jsonl` (`question`, `answer`; `id` and `supporting` where known),
+In: `dataset`, a folder with `train.jsonl` and `test.jsonl` (`question`, `answer`; `id` and `supporting` if known),
 and with `services.toml`, which says where to search, or with `corpus.jsonl`, which is then searched in the process.
 Out: reward 1 for the exact answer, and the parts of the score by name.
 
@@ -35,15 +35,15 @@ Answer: Marie Curie [12] [40]
 Question: """
 _LONGEST_QUERY = 1000
 FAULTS = ("duplicate_search", "too_many_calls")
-"""What a policy can do to lose an attempt at once; each is a part of the score, 1 where it happened."""
+"""What a policy can do to lose an attempt at once; each is a part of the score, 1 if it happened."""
 
 
 class AttemptLost(ToolUnavailable):
-    """The policy broke a rule. It ends the conversation as a failed tool would, and `run` makes it reward 0."""
+    """The policy broke a rule. It ends the conversation as a failed tool does, and `run` scores it 0."""
 
 
 class Episode:
-    """One attempt: the tools it offers, and what became of them."""
+    """One attempt: its tools, and what they have shown."""
 
     def __init__(
         self, question: str, chat: Chat, services: Services, *, num_passages: int, most_parallel: int, shown: int
@@ -55,12 +55,12 @@ class Episode:
         self._most_parallel = most_parallel
         self._shown = shown
         self._queries: list[str] = []
-        """Of every search so far, in lower case with single spaces."""
+        """The queries so far, in lower case with single spaces."""
         self._calls: Counter[int] = Counter()
         """Calls of each turn."""
         self.fault = ""
         """One of `FAULTS`; empty while no rule is broken."""
-        self.found: dict[str, Passage] = {}
+        self.passages: dict[str, Passage] = {}
         """What the policy has been shown, by id."""
 
     @property
@@ -83,7 +83,7 @@ class Episode:
         if not wanted or len(wanted) > _LONGEST_QUERY:
             raise ValueError(f"a query has 1 to {_LONGEST_QUERY} characters")
         passages = await self._services.search(query, self._num_passages)
-        self.found |= {passage.id: passage for passage in passages}
+        self.passages |= {passage.id: passage for passage in passages}
         if not passages:
             return "nothing found"
         if self._services.refines:
@@ -99,12 +99,12 @@ class Episode:
             start: number of characters to skip, to read on
         """
         await self._check_rules()
-        if passage_id not in self.found:
+        if passage_id not in self.passages:
             raise ValueError(f"no search has found a passage {passage_id!r}")
-        return self.found[passage_id].text[max(0, start) :]
+        return self.passages[passage_id].text[max(0, start) :]
 
     async def _check_rules(self) -> None:
-        """Called once by every call; none goes on before all calls of its turn were counted."""
+        """Every call awaits this once; no call goes on before all calls of its turn were counted."""
         turn = len(self._chat.turns)
         self._calls[turn] += 1
         if self._calls[turn] > self._most_parallel:
@@ -124,13 +124,13 @@ def show(passages: Sequence[Passage], *, most: int) -> str:
         text = passage.text
         if len(text) > most:
             text = f"{text[:most]} … [{len(text) - most} characters more]"
-        title = "" if passage.title in passage.text[:most] else f"{passage.title}: "  # not said twice
+        title = "" if passage.title in passage.text[:most] else f"{passage.title}: "  # not shown twice
         lines.append(f"[{passage.id}] {title}{text}")
     return "\n".join(lines)
 
 
 def task_of(identity: str, question: str, answer: str, supporting: Sequence[str]) -> Task:
-    """A question as a task; `supporting` are the ids of the passages that prove the answer, none where unknown."""
+    """A question as a task; `supporting` are the ids of the passages that prove the answer, empty if unknown."""
     return Task(id=identity, prompt=question, answer=answer, metadata={"supporting": json.dumps(list(supporting))})
 
 
@@ -170,7 +170,7 @@ class SearchAgent(Workflow):
         return [episode.search, episode.read]
 
     async def run(self, task: Task, chat: Chat) -> Score:
-        """Search and read until there is an answer. Raises `ToolUnavailable` where a service failed."""
+        """Search and read until there is an answer. Raises `ToolUnavailable` if a service failed."""
         services = self.services()
         episode = Episode(
             task.prompt,
@@ -187,7 +187,7 @@ class SearchAgent(Workflow):
             if not episode.fault:
                 raise
         return await self.scored(
-            task, reply, shown=episode.found, num_searches=episode.num_searches, fault=episode.fault
+            task, reply, shown=episode.passages, num_searches=episode.num_searches, fault=episode.fault
         )
 
     async def scored(self, task: Task, reply: str, *, shown: Collection[str], num_searches: int, fault: str) -> Score:
@@ -203,7 +203,7 @@ class SearchAgent(Workflow):
         return Score(reward=parts["exact"], parts=parts)
 
     def reference_reply(self, task: Task, messages: Sequence[Message]) -> str | None:
-        """The answer at once; which searches lead to it nobody knows."""
+        """The answer at once, because the searches that lead to it are unknown."""
         return f"Answer: {task.answer}"
 
     def services(self) -> Services:
@@ -214,7 +214,7 @@ class SearchAgent(Workflow):
         return self._services
 
     def folder(self) -> Path:
-        """The data set's folder. Raises `ValueError` where there is none."""
+        """The data set's folder. Raises `InvalidInput` if there is none."""
         if self.dataset is None:
             raise InvalidInput(
                 "dataset must be set: a folder with train.jsonl, test.jsonl, and corpus.jsonl or services.toml; "
@@ -223,7 +223,7 @@ class SearchAgent(Workflow):
         folder = Path(self.dataset).expanduser()
         if not folder.is_dir():
             raise InvalidInput(
-                f"dataset = {self.dataset!r} is no folder; it holds train.jsonl, test.jsonl and the corpus"
+                f"dataset = {self.dataset!r} is not a folder; it must hold train.jsonl, test.jsonl and the corpus"
             )
         return folder
 

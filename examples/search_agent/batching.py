@@ -1,7 +1,7 @@
 """Requests that arrive together are worked on together.
 
-In: single items, awaited by whoever asks. Out: their results. `work` runs in one thread, on up to `most` items: as many
-as came before it was free, or within `wait_seconds` of the first.
+In: single items, awaited by their callers. Out: their results. `work` runs in one thread, on up to `most` items: those
+that came before it was free, or within `wait_seconds` of the first.
 
     callers ─items─▶ queue (bounded: QueueFull) ─batch─▶ thread: work ─results─▶ callers
 """
@@ -21,12 +21,12 @@ Result = TypeVar("Result")
 
 
 class QueueFull(Exception):
-    """Too many wait already."""
+    """Too many items wait already."""
 
     def __init__(self, retry_after: int) -> None:
         super().__init__(f"the queue is full; it will have drained in about {retry_after} s")
         self.retry_after = retry_after
-        """Seconds until what waits now will have been worked on, at the speed of late; at least 1."""
+        """Seconds until the waiting items are done, at the speed of the last batch; at least 1."""
 
 
 class Batcher(Generic[Item, Result]):
@@ -45,7 +45,7 @@ class Batcher(Generic[Item, Result]):
         self._waiting: deque[tuple[Item, asyncio.Future[Result], float]] = deque()
         self._arrived = asyncio.Event()
         self._wanted = 1
-        """How many are to wait before `_arrived` is set: to wake up for each arrival costs CPU that the work wants."""
+        """How many items must wait before `_arrived` is set: waking up for each one costs CPU that the work needs."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch")
 
     async def __aenter__(self) -> Batcher[Item, Result]:
@@ -81,7 +81,7 @@ class Batcher(Generic[Item, Result]):
             try:
                 await self._work_on(batch)
             finally:
-                for _, future in batch:  # whoever still waits, since this was cancelled
+                for _, future in batch:  # their callers still wait, and this was cancelled
                     future.cancel()
 
     async def _work_on(self, batch: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
@@ -92,7 +92,7 @@ class Batcher(Generic[Item, Result]):
         self.num_batches += 1
         self.num_items += len(batch)
         for (_, future), outcome in zip(batch, outcomes, strict=True):
-            if future.done():  # nobody waits for it any more
+            if future.done():  # its caller has gone
                 continue
             if isinstance(outcome, Exception):
                 future.set_exception(outcome)
@@ -124,7 +124,7 @@ class Batcher(Generic[Item, Result]):
                 return
 
     def _outcomes(self, items: Sequence[Item]) -> list[Result | Exception]:
-        """What became of each; one that breaks the batch must not break its neighbours."""
+        """The result or the error of each item; one that fails must not fail its neighbours."""
         try:
             return list(self._work(items))
         except Exception as error:  # noqa: BLE001 - it is handed to the caller it belongs to

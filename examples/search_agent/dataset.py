@@ -24,9 +24,9 @@ class Problem:
     question: str
     answer: str
     supporting: tuple[str, ...] = ()
-    """Ids of the passages that prove the answer; empty where nobody knows."""
+    """Ids of the passages that prove the answer; empty if unknown."""
     hops: int | None = None
-    """Facts to be found; null where nobody counted."""
+    """Number of facts the answer needs; None if unknown."""
 
 
 def write_dataset(folder: Path, passages: Iterable[Passage], splits: Mapping[str, Sequence[Problem]]) -> str:

@@ -39,7 +39,7 @@ class HashingEmbedding:
 
     Each feature adds ± its weight to one of `size` buckets; the sign makes what collides cancel on average. The n-grams
     of a word, with marks at its ends (Bojanowski et al. 2017), weigh together as much as the word. A text is embedded
-    without sight of the others, so rarity is not known; a word of n < 8 letters weighs n/8, since frequent words are
+    on its own, so rarity is unknown; a word of n < 8 letters weighs n/8, since frequent words are
     short (Zipf 1949), and its c-th repetition adds √c − √(c − 1).
     """
 
@@ -83,29 +83,29 @@ def words_of(text: str) -> list[str]:
 
 
 def load_embedding(path: str) -> Embedding:
-    """The embedding `package.module:Class`. Raises `ValueError` naming what is not there."""
+    """The embedding `package.module:Class`. Raises `ValueError` naming what is missing."""
     module, _, name = path.partition(":")
     try:
-        made: Any = getattr(importlib.import_module(module), name)()
+        model: Any = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"embedding {path!r} cannot be made ({error}); it is to be `package.module:Class`") from error
-    if not callable(getattr(made, "embed", None)):
+        raise ValueError(f"embedding {path!r} cannot be made ({error}); it must be `package.module:Class`") from error
+    if not callable(getattr(model, "embed", None)):
         raise ValueError(f"embedding {path!r} has no method `embed(texts)` that returns float32 [N, D]")
-    return made
+    return model
 
 
 def unit_vectors(embedding: Embedding, texts: Sequence[str], *, size: int | None = None) -> np.ndarray:
     """The embedding's vectors at length 1, float32 [N, D]; one of zeros stays zeros.
 
-    Raises `ValueError` where they are not N rows of `size` finite numbers.
+    Raises `ValueError` unless they are N rows of `size` finite numbers.
     """
     vectors = np.asarray(embedding.embed(texts), np.float32)
     name = type(embedding).__name__
     if vectors.ndim != 2 or len(vectors) != len(texts):
-        raise ValueError(f"{name}.embed gave {vectors.shape} for {len(texts)} texts, it is to be [N, D]")
+        raise ValueError(f"{name}.embed gave {vectors.shape} for {len(texts)} texts, it must be [N, D]")
     if size is not None and vectors.shape[1] != size:
         raise ValueError(f"{name}.embed gives {vectors.shape[1]} numbers a text, the index holds {size}")
     if not np.isfinite(vectors).all():
-        raise ValueError(f"{name}.embed gave numbers that are not finite")
+        raise ValueError(f"{name}.embed gave NaN or infinity")
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
     return np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)

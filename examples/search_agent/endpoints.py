@@ -1,6 +1,6 @@
 """Several servers that answer the same, asked as one.
 
-In: a JSON body for a path. Out: what one of the servers answers, read by the caller's function.
+In: a JSON body for a path. Out: the answer of one of the servers, read by the caller's function.
 
     call ─▶ the endpoint with fewest requests open ─▶ answer
               │ fault (5xx, cut off, late, garbage): it rests; the next endpoint
@@ -37,11 +37,11 @@ _SHOWN_CHARACTERS = 200
 
 
 class Unavailable(Exception):
-    """No endpoint gave an answer; the message says for each why."""
+    """No endpoint gave an answer; the message says why, endpoint by endpoint."""
 
 
 class Refused(ValueError):
-    """An endpoint found the request itself wrong; it would be nowhere else right."""
+    """An endpoint found the request itself wrong, so the others would too."""
 
 
 @dataclass(kw_only=True)
@@ -56,18 +56,18 @@ class Endpoint:
     pushed_back: int = 0
     """Answers 429."""
     seconds: float = 0.0
-    """Sum over requests, whatever came of them."""
+    """Sum over all requests, failed ones included."""
     last_fault: str = "not asked"
     failures_in_row: int = 0
     failed_until: float = 0.0
     busy_until: float = 0.0
 
     def rests_until(self) -> float:
-        """Monotonic time before which it is not asked."""
+        """It is not asked before this time (`time.monotonic`)."""
         return max(self.failed_until, self.busy_until)
 
     def may_be_asked(self, now: float) -> bool:
-        """Rested, and after a fault not while somebody else is trying it."""
+        """True if it has rested; after a fault, only if no other request is trying it."""
         return now >= self.rests_until() and not (self.failures_in_row and self.outstanding)
 
 
@@ -85,13 +85,13 @@ class Endpoints:
     def __init__(self, urls: Sequence[str], *, deadline: float, retries: int, key_env: str = "") -> None:
         """`deadline`: seconds a call may take, waits included; `retries`: how often every endpoint is asked again.
 
-        `key_env` names the environment variable with the bearer token. Raises `ValueError` for URLs that are none.
+        `key_env` names the environment variable with the bearer token. Raises `InvalidInput` for a malformed URL.
         """
         self.endpoints = [Endpoint(url=_checked(url)) for url in dict.fromkeys(urls)]
         if not self.endpoints:
             raise InvalidInput("no URL is given")
         if deadline <= 0 or retries < 0:
-            raise InvalidInput(f"deadline {deadline} is to be above 0 and retries {retries} not below")
+            raise InvalidInput(f"deadline {deadline} must be above 0 and retries {retries} not below 0")
         self._deadline = deadline
         self._retries = retries
         self._key_env = key_env
@@ -123,7 +123,7 @@ class Endpoints:
                     raise self._unavailable()
                 retry += 1
             rested = min(endpoint.rests_until() for endpoint in self.endpoints)
-            # Full jitter (Brooker 2015): those who failed together do not come back together.
+            # Full jitter (Brooker 2015): requests that failed together do not come back together.
             jitter = random.uniform(0, min(_LONGEST_DELAY, _FIRST_DELAY * 2**retry))
             wake = max(rested, time.monotonic()) + jitter
             if wake >= until:
@@ -165,16 +165,16 @@ class Endpoints:
 
     def _read(self, endpoint: Endpoint, response: httpx.Response, read: Callable[[Any], Answer]) -> Answer:
         status = response.status_code
-        said = f"status {status}: {response.text[:_SHOWN_CHARACTERS]}"
+        words = f"status {status}: {response.text[:_SHOWN_CHARACTERS]}"
         if status == 429:
             endpoint.pushed_back += 1
-            endpoint.last_fault = said
+            endpoint.last_fault = words
             endpoint.busy_until = time.monotonic() + _retry_after(response)
             raise _Busy
         if 400 <= status < 500 and status not in _OTHERS_FAULT:
-            raise Refused(f"{endpoint.url}: {said}")
+            raise Refused(f"{endpoint.url}: {words}")
         if status != 200:
-            raise _Fault(said)
+            raise _Fault(words)
         try:
             return read(response.json())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -217,9 +217,9 @@ def _checked(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise InvalidInput(f"{url!r} is no URL: {error}") from None
+        raise InvalidInput(f"{url!r} is not a URL: {error}") from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise InvalidInput(f"{url!r} is no URL of a server, as http://127.0.0.1:8765 is")
+        raise InvalidInput(f"{url!r} is not the URL of a server, such as http://127.0.0.1:8765")
     if parsed.userinfo:
         raise InvalidInput(f"the URL of {parsed.host} holds a password; put it into the environment as a token")
     return url.rstrip("/")

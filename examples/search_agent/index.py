@@ -6,9 +6,9 @@ answers queries.
     corpus ─check, digest─▶ building.json ─passages by the thousand: words, vectors─▶ table ─▶ index.json
     index.json of every shard ─▶ one table ─▶ postings, vectors in memory ─▶ `search`
 
-A commit of the table holds whole chunks in the order of the corpus, so the number of its rows says where a build that
-was killed goes on. The table is the store; queries are answered from arrays in memory, because LanceDB's own took
-several milliseconds of CPU each where a batch of them shares one product (`benchmarks/retrieval.py --lancedb`).
+A commit of the table holds whole chunks in the order of the corpus, so the number of its rows says at which passage a
+killed build goes on. The table is the store. Queries are answered from arrays in memory: in LanceDB each took several
+milliseconds of CPU, while here a batch of them shares one product (`benchmarks/retrieval.py --lancedb`).
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def build_index(
     skip_broken: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
-    """Index a corpus, or go on where a build of the same was killed; a finished one is left as it is.
+    """Index a corpus, or go on with a build of it that was killed; a finished index is left as it is.
 
-    `embedding` is an import path, empty for an index of words alone; `shard` is (i, of how many). `progress` is told
-    passages done and to do. Raises `BadCorpus` for the corpus, `BadIndex` for a folder that is of something else or
-    is being built by another process, `ValueError` for the embedding, all before the first passage is embedded.
+    `embedding` is an import path, empty for an index of words alone; `shard` is (i, of how many). `progress` gets
+    the passages done and to do. Raises `BadCorpus` for the corpus, `BadIndex` for a folder that holds another index
+    or is being built by another process, `ValueError` for the embedding, all before the first passage is embedded.
     """
     if not 0 <= shard[0] < shard[1]:
         raise ValueError(f"shard {shard[0]}/{shard[1]} does not exist; the first of two is 0/2")
@@ -147,7 +147,7 @@ class PassageIndex:
     """
 
     def __init__(self, folders: Sequence[Path], *, mode: Mode | None = None, embedding: str = "") -> None:
-        """`mode` defaults to hybrid where there are vectors; `embedding`, where given, must be the index's own.
+        """`mode` defaults to hybrid if there are vectors; `embedding`, if given, must be the index's own.
 
         Raises `BadIndex` for a folder that is half built, damaged, of another embedding, or a shard without the rest.
         """
@@ -173,7 +173,7 @@ class PassageIndex:
         self._ids, self._titles, self._texts = (rows[name].combine_chunks() for name in ("id", "title", "text"))
         names = np.array(self._ids.to_pylist(), dtype=object)
         if len(set(names)) != len(names):
-            raise BadIndex("the same passage id is in two of the indexes; ids are to be unique among all of them")
+            raise BadIndex("the same passage id is in two of the indexes; ids must be unique among all of them")
         order = np.empty(len(names), np.int64)
         order[np.argsort(names)] = np.arange(len(names))
         self._best = Best(order)
@@ -188,7 +188,7 @@ class PassageIndex:
         )
         self._vectors = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nearest")
-        """Works on vectors while words are looked up."""
+        """Multiplies vectors while words are looked up."""
         if self.mode is not Mode.bm25:
             flat = rows["vector"].combine_chunks().flatten().to_numpy()
             self._vectors = Vectors(flat.reshape(-1, self._size), self._best)

@@ -1,4 +1,4 @@
-"""Search in the process itself: the retrieval server's BM25 without the server, for what fits in memory.
+"""Search in the process itself: the retrieval server's BM25 without the server, for a corpus that fits in memory.
 
 In: passages. Out: an object that searches like `SearchClient`.
 """

@@ -40,11 +40,11 @@ class BadCorpus(InvalidInput):
 def read_passages(
     path: str | Path, *, skip_broken: bool = False, skipped: list[str] | None = None
 ) -> Iterator[Passage]:
-    """Passages of a JSONL corpus; blank lines are nothing.
+    """Passages of a JSONL corpus; blank lines are skipped.
 
-    A line is broken if it is no passage, has no text, or repeats an id. The first broken line is a `BadCorpus` that
-    names it and the next few. With `skip_broken` it is left out, described in `skipped`, and their number is logged.
-    Raises `BadCorpus` for a file without any passage, `FileNotFoundError`.
+    A line is broken if it is no passage, has no text, or repeats an id. Raises `BadCorpus` for the first broken line,
+    naming it and the next few; for a file without any passage; and `FileNotFoundError`. With `skip_broken`, broken
+    lines are left out and described in `skipped`, and their number is logged.
     """
     faults: list[str] = [] if skipped is None else skipped
     first_line: dict[str, int] = {}
@@ -69,7 +69,7 @@ def read_passages(
         raise BadCorpus(f"{path}: {'; '.join(faults)}{more}. Mend these lines, or leave them out with --skip-broken")
     if not first_line:
         reason = f"; all {len(faults)} lines are broken: {'; '.join(faults[:_SHOWN_FAULTS])}" if faults else ""
-        raise BadCorpus(f'{path} holds no passage{reason}. Each line is to be {{"id": "…", "title": "…", "text": "…"}}')
+        raise BadCorpus(f'{path} holds no passage{reason}. Each line must be {{"id": "…", "title": "…", "text": "…"}}')
     if faults:
         _log.warning("%s: %d broken lines left out: %s", path, len(faults), "; ".join(faults[:_SHOWN_FAULTS]))
 

@@ -1,13 +1,13 @@
 """BrowseComp-Plus (Chen et al. 2025, arXiv 2508.06600) as a folder for the agent: decrypted, with its corpus.
 
 In: the queries as JSONL or Parquet: `query_id`, and encrypted `query`, `answer` and lists `evidence_docs`,
-`gold_docs`, `negative_docs` of `docid`, `text`, `url`; if wanted the corpus (`docid`, `text`, `url`, not encrypted);
-the canary string that stands on the data set's page.
+`gold_docs`, `negative_docs` of `docid`, `text`, `url`; optionally the corpus (`docid`, `text`, `url`, not encrypted);
+the canary string on the data set's page.
 Out: `corpus.jsonl`, `train.jsonl`, `test.jsonl`; the evidence supports.
 
     python -m examples.search_agent.prepare_browsecomp OUT queries.parquet --corpus corpus.parquet --canary "…"
 
-Texts are encrypted so that no crawl takes them for training text. Keep what this writes off the web.
+The texts are encrypted to keep them out of training data. Do not publish what this writes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_problems(file: Path, canary: str, documents: dict[str, Passage]) -> lis
             docs = {kind: [_document(each, canary) for each in row.get(kind) or []] for kind in _DOCUMENTS}
             question, answer = decrypt(row["query"], canary), decrypt(row["answer"], canary)
         except (TypeError, KeyError):
-            raise ValueError(f"{where}: its documents are to be objects of the texts docid, text and url") from None
+            raise ValueError(f"{where}: its documents must be objects with the texts docid, text and url") from None
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         if not answer.strip():

@@ -59,7 +59,7 @@ def _problem(row: Any, paragraphs: Paragraphs, *, where: str) -> Problem:
         titles = dict.fromkeys(title for title, _ in row["supporting_facts"])
     except (TypeError, ValueError):
         raise ValueError(
-            f"{where}: `context` is to be a list of [title, sentences], `supporting_facts` one of [title, number]"
+            f"{where}: `context` must be a list of [title, sentences], `supporting_facts` a list of [title, number]"
         ) from None
     if missing := [title for title in titles if title not in ids]:
         raise ValueError(

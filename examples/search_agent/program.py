@@ -62,7 +62,7 @@ def schema_of(arguments: type[BaseModel]) -> dict[str, Any]:
 
 
 class SearchUnavailable(Exception):
-    """No server answered; the message says for each why."""
+    """No server answered; the message says why, server by server."""
 
 
 class RuleBroken(Exception):
@@ -74,7 +74,7 @@ class Result:
     """What the program prints."""
 
     reply: str = ""
-    """The model's last words; empty where it did not come to them."""
+    """The model's last words; empty if it was stopped before."""
     shown: list[str] = field(default_factory=list)
     """Ids of the passages that the model was shown."""
     searches: int = 0
@@ -82,7 +82,7 @@ class Result:
     fault: str = ""
     """`duplicate_search` or `too_many_calls`: the model broke a rule."""
     unavailable: str = ""
-    """Why there was nothing to search with; the model is not to blame."""
+    """Why no search was possible; the model is not to blame."""
     unfinished: bool = False
     """True when the model wanted to go on after the last turn."""
 
@@ -101,7 +101,7 @@ class Library:
         """A line per passage. Raises `SearchUnavailable`."""
         if not query.strip() or len(query) > _LONGEST_QUERY:
             raise ValueError(f"a query has 1 to {_LONGEST_QUERY} characters")
-        passages = self._found(query)
+        passages = self._search(query)
         self.seen |= {passage["id"]: passage for passage in passages}
         return "\n".join(map(self._line, passages)) or "nothing found"
 
@@ -117,15 +117,15 @@ class Library:
         rest = f" … [{len(text) - most} characters more]" if len(text) > most else ""
         return f"[{passage['id']}] {title}{text[:most]}{rest}"
 
-    def _found(self, query: str) -> list[dict[str, str]]:
+    def _search(self, query: str) -> list[dict[str, str]]:
         until, faults = time.monotonic() + self._deadline, {}
         for attempt in range(_ROUNDS):
             for url in random.sample(self._urls, len(self._urls)):
                 try:
-                    answer = self._http.post(f"{url}/search", json={"query": query, "k": self._num_passages})
-                    answer.raise_for_status()
-                    (found,) = answer.json()["results"]
-                    return [{key: _text(passage[key]) for key in ("id", "title", "text")} for passage in found]
+                    response = self._http.post(f"{url}/search", json={"query": query, "k": self._num_passages})
+                    response.raise_for_status()
+                    (rows,) = response.json()["results"]
+                    return [{key: _text(passage[key]) for key in ("id", "title", "text")} for passage in rows]
                 except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
                     faults[url] = f"{url}: {type(error).__name__} {error}"
             pause = random.uniform(0, 0.2 * 2**attempt)
@@ -137,7 +137,7 @@ class Library:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} where text is to be")
+        raise TypeError(f"{type(value).__name__} instead of text")
     return value
 
 
@@ -153,30 +153,30 @@ class Agent:
     """Holds one conversation."""
 
     def __init__(self, library: Library, *, tools: Sequence[str], most_parallel: int) -> None:
-        known: dict[str, tuple[type[BaseModel], Callable[..., str]]] = {
+        available: dict[str, tuple[type[BaseModel], Callable[..., str]]] = {
             "search": (Search, library.search),
             "read": (Read, library.read),
         }
-        self._tools = {name: known[name] for name in tools}
+        self._tools = {name: available[name] for name in tools}
         self._library = library
         self._most_parallel = most_parallel
         self._queries: list[str] = []
         self._client = openai.OpenAI()
 
     def answer(self, prompt: str, *, model: str, max_turns: int) -> Result:
-        """Let the model search until it answers, for at most so many turns of calls."""
+        """Let the model search until it answers, for at most `max_turns` turns of calls."""
         result = Result()
         messages: list[Any] = [{"role": "user", "content": prompt}]
         tools: Any = [schema_of(arguments) for arguments, _ in self._tools.values()]
         try:
             for turn in range(max_turns + 1):
-                made = self._client.chat.completions.create(model=model, messages=messages, tools=tools)
-                said = made.choices[0].message
-                result.reply = "" if said.tool_calls else said.content or ""
-                result.unfinished = bool(said.tool_calls) and turn == max_turns
-                if not said.tool_calls or result.unfinished:
+                completion = self._client.chat.completions.create(model=model, messages=messages, tools=tools)
+                message = completion.choices[0].message
+                result.reply = "" if message.tool_calls else message.content or ""
+                result.unfinished = bool(message.tool_calls) and turn == max_turns
+                if not message.tool_calls or result.unfinished:
                     break
-                messages += [said, *self._results(said.tool_calls)]
+                messages += [message, *self._results(message.tool_calls)]
         except RuleBroken as rule:
             result.fault = str(rule)
         except SearchUnavailable as error:
@@ -185,17 +185,17 @@ class Agent:
         return result
 
     def _results(self, calls: Sequence[Any]) -> list[dict[str, str]]:
-        """What the calls of one turn give; they run at the same time, once it is clear that none breaks a rule."""
+        """The results of one turn's calls, which run at the same time, after all were checked against the rules."""
         works = [self._read(call.function.name, call.function.arguments) for call in calls]
         self._check_rules([work for work in works if not isinstance(work, str)])
         with ThreadPoolExecutor(len(works)) as threads:
-            told = list(threads.map(_told, works))
+            texts = list(threads.map(_result, works))
         return [
-            {"role": "tool", "tool_call_id": call.id, "content": text} for call, text in zip(calls, told, strict=True)
+            {"role": "tool", "tool_call_id": call.id, "content": text} for call, text in zip(calls, texts, strict=True)
         ]
 
     def _read(self, name: str, arguments: str) -> Work | str:
-        """A call as work to do, or what the model is told of one that cannot be read."""
+        """A call as work to do, or the error that the model is shown for a call that cannot be read."""
         if name not in self._tools:
             return f"error: there is no tool {name!r}, only {', '.join(self._tools)}"
         schema, function = self._tools[name]
@@ -221,8 +221,8 @@ class Agent:
             raise RuleBroken(fault)
 
 
-def _told(work: Work | str) -> str:
-    """What a call gives, in at most so many characters. Raises `SearchUnavailable`."""
+def _result(work: Work | str) -> str:
+    """A call's result, cut to `_LONGEST_RESULT` characters. Raises `SearchUnavailable`."""
     if isinstance(work, str):
         return work
     try:

@@ -1,6 +1,6 @@
 """The research agent trained as the program it is: `program.py` in a process of its own for every attempt.
 
-In: `dataset` as for `agent.py`, with servers in `services.toml`, because another process is to search. Out: what
+In: `dataset` as for `agent.py`, with servers in `services.toml`, because the program is another process. Out: what
 `agent.py` gives for the same words of the policy: the same tokens, the same score.
 
     worker ── python program.py … ──▶ program ──▶ agent endpoint ──▶ policy
@@ -38,20 +38,20 @@ class _Result(BaseModel):
 
 
 class ProgramAgent(CommandWorkflow):
-    """Plays as `agent` does, which says what is asked, and how it is scored."""
+    """Plays as `agent` does, which has the tasks and the score."""
 
     preload: ClassVar[Sequence[str]] = ("openai.resources.chat", "httpx", "h11", "pydantic")
     agent: ClassVar[type[SearchAgent]] = SearchAgent
     tool_names: ClassVar[Sequence[str]] = ("search", "read")
     max_turns: ClassVar[int] = 48
-    """Turns of calls; the program keeps count itself, where `agent` leaves it to `rollout.max_tool_turns`."""
+    """Turns of calls; the program counts them itself; for `agent`, `rollout.max_tool_turns` is the limit."""
 
     def __init__(self, dataset: str | None = None) -> None:
         super().__init__(dataset)
         self._agent = self.agent(dataset)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Raises `ValueError` for what `agent` finds wrong, without servers, and with a refiner."""
+        """Raises what `agent.tasks` raises, and `InvalidInput` without servers or with a refiner."""
         self._servers()
         return self._agent.tasks(split)
 
@@ -63,13 +63,13 @@ class ProgramAgent(CommandWorkflow):
             "--most-parallel": agent.most_parallel,
             "--max-turns": self.max_turns,
         }
-        said = [str(word) for option in options.items() for word in option]
-        said += [word for url in self._servers() for word in ("--search", url)]
-        said += [word for name in self.tool_names for word in ("--tool", name)]
-        return [sys.executable, str(_PROGRAM), *said, "--", agent.instructions + task.prompt]
+        words = [str(word) for option in options.items() for word in option]
+        words += [word for url in self._servers() for word in ("--search", url)]
+        words += [word for name in self.tool_names for word in ("--tool", name)]
+        return [sys.executable, str(_PROGRAM), *words, "--", agent.instructions + task.prompt]
 
     async def score(self, task: Task, output: str) -> Score:
-        """As the agent scores; null for one that was not finished. Raises `ToolUnavailable`."""
+        """The agent's score; reward None for an attempt that was not finished. Raises `ToolUnavailable`."""
         try:
             result = _Result.model_validate_json(output)
         except ValidationError as error:

@@ -2,9 +2,9 @@
 
 In: which words each passage has, vectors [N, D]. Out: rows, best first, with their scores.
 
-Everything is exact, and the same for a query alone or among others: a matrix product rounds differently with the
-number of its rows, so it only nominates, and what it nominates is scored again, each pair on its own. So it may round
-coarsely, in bfloat16 where that is faster.
+Everything is exact, and the same for a query alone or among others. A matrix product rounds differently with the
+number of its rows, so it only nominates rows, and each nominated pair is scored again on its own. The product may
+therefore round coarsely, in bfloat16 if that is faster.
 
 Shapes: N passages, B queries, D numbers a vector, V words, P postings (pairs of a word and a passage that has it).
 """
@@ -120,20 +120,20 @@ class _Product:
 
     def __call__(self, queries_BD: np.ndarray, products_BN: np.ndarray) -> None:
         queries_DB = np.ascontiguousarray(queries_BD.T)
-        # Passages by queries, a strip at a time: up to a third less CPU than queries by passages where B is small.
+        # Passages by queries, a strip at a time: up to a third less CPU than queries by passages if B is small.
         for start in range(0, len(self._vectors_ND), _STRIP):
             rows = slice(start, start + _STRIP)
             products_BN[:, rows] = (self._vectors_ND[rows] @ queries_DB).T
 
 
 class _CoarseProduct:
-    """The same in bfloat16, over factors packed once as oneDNN wants them: a sixth of the CPU where B is small.
+    """The same in bfloat16, over factors packed once as oneDNN wants them: a sixth of the CPU if B is small.
 
     The operators are those torch.compile uses for linear layers whose weights are frozen.
     """
 
     def __init__(self, vectors_ND: np.ndarray) -> None:
-        """Raises `RuntimeError` or `AttributeError` where torch or the machine does not have it."""
+        """Raises `RuntimeError` or `AttributeError` if torch or the machine does not have it."""
         import torch
 
         factors_ND = torch.from_numpy(np.array(vectors_ND)).bfloat16()
@@ -153,7 +153,7 @@ class Vectors:
     """Exact nearest neighbours: all pairs of a batch in one matrix product, cut into a part for each core."""
 
     def __init__(self, vectors_ND: np.ndarray, best: Best, *, coarse: bool | None = None) -> None:
-        """`vectors_ND`: float32 of length 1 or 0. `coarse`: multiply in bfloat16; null where that is faster here."""
+        """`vectors_ND`: float32 of length 1 or 0. `coarse`: multiply in bfloat16; None: if that is faster here."""
         num_threads = max(1, len(os.sched_getaffinity(0)) - 1)  # words are looked up beside it
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="product", initializer=_one_thread_of_torch)
         edges = np.linspace(0, best.num_rows, num_threads + 1, dtype=int).tolist()

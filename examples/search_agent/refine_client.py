@@ -1,8 +1,8 @@
 """A second model reads for the agent: passages in, what in them helps with the question out.
 
 In: a question and passages. Out: notes that cite passages by id. The model is at any OpenAI-compatible URLs, such as
-vLLM's; there is none unless URLs are given. That no server answers is `RefineUnavailable`, a fault of the
-infrastructure: an agent lets it rise, so that the attempt is masked and not scored.
+vLLM's. If no server answers, `RefineUnavailable` is raised. That is a fault of the infrastructure: an agent lets it
+rise, so that the attempt is masked and not scored.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class RefineUnavailable(Exception):
 
 @dataclass(kw_only=True)
 class RefineStatistics:
-    """What refining has cost so far."""
+    """The cost of refining so far."""
 
     requests: int = 0
-    """Calls of `refine`; those with passages."""
+    """Calls of `refine` with passages."""
     failures: int = 0
     """Calls that ended in `RefineUnavailable`."""
     truncated: int = 0
     """Notes that were cut off at `max_tokens`."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    """As the servers count them; 0 from a server that does not."""
+    """As the servers count them; 0 for a server that does not."""
     seconds: float = 0.0
     """Sum over calls, failed ones and waits included."""
 
@@ -63,7 +63,7 @@ class RefineClient:
     ) -> None:
         """`deadline`: seconds a call may take, waits included; `key_env` names the variable with the API key.
 
-        Raises `ValueError` for URLs that are none.
+        Raises `InvalidInput` for a malformed URL.
         """
         if not model:
             raise InvalidInput("refining needs the name of the model that the servers know")
@@ -102,13 +102,13 @@ class RefineClient:
         await self._endpoints.close()
 
 
-def _completion(said: Any) -> tuple[str, tuple[int, int], bool]:
+def _completion(content: Any) -> tuple[str, tuple[int, int], bool]:
     """Notes, tokens of prompt and completion, and whether the notes were cut off."""
-    choice = said["choices"][0]
+    choice = content["choices"][0]
     # A model that thinks aloud, behind a server that does not take its thoughts out.
     notes = choice["message"]["content"].rpartition("</think>")[2].strip()
     if not notes:
         raise ValueError("no notes")
-    usage = said.get("usage") or {}
+    usage = content.get("usage") or {}
     counts = (int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
     return notes, counts, choice.get("finish_reason") == "length"

@@ -52,7 +52,7 @@ class SearchRequest(BaseModel):
     @model_validator(mode="after")
     def _one_of_both(self) -> SearchRequest:
         if (self.query is None) == (self.queries is None):
-            raise ValueError('give "query" or "queries", not both and not neither')
+            raise ValueError('give either "query" or "queries"')
         return self
 
     @property
@@ -65,7 +65,7 @@ class SearchRequest(BaseModel):
 def create_app(
     index: PassageIndex, *, token: str = "", max_batch: int = 32, batch_seconds: float = 0.002, queue: int = 256
 ) -> FastAPI:
-    """The server of an index. With a token, /search wants `Authorization: Bearer …`; /health never does."""
+    """The server of an index. With a token, /search requires `Authorization: Bearer …`; /health never does."""
     batcher: Batcher[tuple[str, int], list[Passage]] = Batcher(
         index.search, most=max_batch, wait_seconds=batch_seconds, queue=queue
     )
@@ -100,7 +100,7 @@ def create_app(
             return _error(429, str(full), {"Retry-After": str(full.retry_after)})
         return _json({"results": results})
 
-    # Not `@app.post`: there is nothing to inject, and looking for it costs CPU that the search wants.
+    # Not `@app.post`: there is nothing to inject, and looking for it costs CPU that the search needs.
     app.add_route("/search", search, methods=["POST"])
 
     @app.get("/health")
@@ -143,11 +143,11 @@ def build(
 
     first, _, of = shard.partition("/")
     if not (first.isdigit() and of.isdigit()):
-        raise typer.BadParameter(f"{shard!r} is no shard; the first of two is 0/2", param_hint="--shard")
+        raise typer.BadParameter(f"{shard!r} is not a shard; the first of two is 0/2", param_hint="--shard")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with _named(), Progress(*columns) as bar:
         task = bar.add_task(f"indexing {corpus.name}", total=None)
-        made = build_index(
+        manifest = build_index(
             corpus,
             index,
             embedding=embedding,
@@ -155,8 +155,8 @@ def build(
             skip_broken=skip_broken,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    left_out = f", {made.num_broken} broken lines left out" if made.num_broken else ""
-    typer.echo(f"{index}: {made.num_passages} passages{left_out}, digest {made.digest}")
+    left_out = f", {manifest.num_broken} broken lines left out" if manifest.num_broken else ""
+    typer.echo(f"{index}: {manifest.num_passages} passages{left_out}, digest {manifest.digest}")
 
 
 @cli.command()
@@ -164,7 +164,7 @@ def serve(
     indexes: Annotated[list[Path], typer.Argument(help="An index, or all shards of one.", exists=True)],
     host: Annotated[str, typer.Option(help=f"Not loopback: needs a token in {TOKEN_VARIABLE}.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 8765,
-    mode: Annotated[Mode | None, typer.Option(help="Default: hybrid where there are vectors.")] = None,
+    mode: Annotated[Mode | None, typer.Option(help="Default: hybrid if there are vectors.")] = None,
     embedding: Annotated[str, typer.Option(help="Refuse an index that was not built with this one.")] = "",
     max_batch: Annotated[int, typer.Option(min=1, help="Most queries worked on together.")] = 32,
     batch_ms: Annotated[float, typer.Option(min=0, help="Longest wait of a query for others.")] = 2.0,
@@ -199,7 +199,7 @@ def _is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """What is wrong with the input is a sentence, not a traceback."""
+    """Print an error of the input as a sentence, without a traceback."""
     try:
         yield
     except ValueError as error:

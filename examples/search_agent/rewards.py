@@ -1,7 +1,7 @@
 r"""Rewards for an answer that names its sources: `Answer: Rud [12] [40]`.
 
 In: a reply, the reference answer, ids of the supporting passages and of those the policy has seen. Out: named parts
-from 0 to 1. The functions are pure, take linear time and raise nothing for any texts.
+from 0 to 1. The functions are pure, take linear time and never raise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a reply answers."""
+    """The answer in a reply."""
 
     text: str
     """Without the citations."""
@@ -30,7 +30,7 @@ class Answer:
 
 
 def parse_answer(reply: str) -> Answer | None:
-    """The last line `Answer: … [id] [id]` of a reply; null where there is none with a text.
+    """The last line `Answer: … [id] [id]` of a reply; None without such a line, or if it has no text.
 
     >>> parse_answer("So it is clear.\\nAnswer: New York [12] [a/3]")
     Answer(text='New York', citations=('12', 'a/3'))
@@ -67,12 +67,12 @@ def token_f1(text: str, reference: str) -> float:
     >>> token_f1("the old Empire State", "Empire State Building")
     0.6666666666666666
     """
-    found, expected = normalised(text), normalised(reference)
-    if not found or not expected or {found, expected} & {"yes", "no", "noanswer"}:
-        return float(found == expected)
-    found_words, expected_words = found.split(), expected.split()
-    common = (Counter(found_words) & Counter(expected_words)).total()
-    return _f1(common, len(found_words), len(expected_words))
+    given, expected = normalised(text), normalised(reference)
+    if not given or not expected or {given, expected} & {"yes", "no", "noanswer"}:
+        return float(given == expected)
+    given_words, expected_words = given.split(), expected.split()
+    common = (Counter(given_words) & Counter(expected_words)).total()
+    return _f1(common, len(given_words), len(expected_words))
 
 
 def citation_f1(citations: Collection[str], supporting: Collection[str], seen: Collection[str]) -> float:
@@ -90,19 +90,19 @@ def answer_parts(
 ) -> dict[str, float | None]:
     """The parts `exact`, `f1`, `cited`, `found` and `format` of a last reply.
 
-    `found` is the share of the supporting passages that the policy was shown, whatever it made of them. `cited` and
-    `found` are null where nobody knows which passages support the answer. `format` is 1 for an answer that can be read.
+    `found` is the share of the supporting passages that the policy was shown. `cited` and `found` are None if the
+    supporting passages are unknown. `format` is 1 for an answer that can be read.
     """
     answer = parse_answer(reply)
-    known = set(supporting)
+    proofs = set(supporting)
     return {
         "exact": exact_match(answer.text, reference) if answer else 0.0,
         "f1": token_f1(answer.text, reference) if answer else 0.0,
-        "cited": None if not known else citation_f1(answer.citations, known, seen) if answer else 0.0,
-        "found": len(known & set(seen)) / len(known) if known else None,
+        "cited": None if not proofs else citation_f1(answer.citations, proofs, seen) if answer else 0.0,
+        "found": len(proofs & set(seen)) / len(proofs) if proofs else None,
         "format": float(answer is not None),
     }
 
 
-def _f1(common: int, found: int, expected: int) -> float:
-    return 2 * common / (found + expected) if common else 0.0
+def _f1(common: int, given: int, expected: int) -> float:
+    return 2 * common / (given + expected) if common else 0.0

@@ -1,7 +1,7 @@
 """Search as a tool: passages for a query, from one of several retrieval servers.
 
-In: a query. Out: passages, best first. That no server answers is `SearchUnavailable`, a fault of the infrastructure: an
-agent lets it rise, so that the attempt is masked and not scored.
+In: a query. Out: passages, best first. If no server answers, `SearchUnavailable` is raised. That is a fault of the
+infrastructure: an agent lets it rise, so that the attempt is masked and not scored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from examples.search_agent.passages import Passage
 
 
 class SearchUnavailable(Exception):
-    """Every server failed within the deadline; the message says for each how."""
+    """Every server failed within the deadline; the message says how each did."""
 
 
 class BadQuery(ValueError):
@@ -32,13 +32,15 @@ class SearchClient:
         retries: int = 3,
         token_env: str = "MILLRACE_SEARCH_TOKEN",
     ) -> None:
-        """`deadline`: seconds a search may take, waits included. Raises `ValueError` for URLs that are none."""
+        """`deadline`: seconds a search may take, waits included. Raises `InvalidInput` for a malformed URL."""
         self._endpoints = Endpoints(urls, deadline=deadline, retries=retries, key_env=token_env)
 
     async def search(self, query: str, k: int = 5) -> list[Passage]:
-        """At most k passages; none for a query nothing matches. Raises `SearchUnavailable`, `BadQuery`."""
+        """At most k passages; an empty list if nothing matches. Raises `SearchUnavailable`, `BadQuery`."""
         try:
-            return await self._endpoints.post("/search", {"query": query, "k": k}, lambda said: _passages(said, k))
+            return await self._endpoints.post(
+                "/search", {"query": query, "k": k}, lambda content: _passages(content, k)
+            )
         except Unavailable as error:
             raise SearchUnavailable(f"search: {error}") from error
         except Refused as error:
@@ -54,18 +56,18 @@ class SearchClient:
         await self._endpoints.close()
 
 
-def _passages(said: Any, k: int) -> list[Passage]:
-    (found,) = said["results"]
+def _passages(content: Any, k: int) -> list[Passage]:
+    (rows,) = content["results"]
     passages = [
         Passage(id=_text(row["id"]), title=_text(row["title"]), text=_text(row["text"]), score=float(row["score"]))
-        for row in found
+        for row in rows
     ]
     if len(passages) > k:
-        raise ValueError(f"{len(passages)} passages where {k} were asked for")
+        raise ValueError(f"{len(passages)} passages, {k} were asked for")
     return passages
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} where text is to be")
+        raise TypeError(f"{type(value).__name__} instead of text")
     return value

@@ -1,4 +1,4 @@
-"""What the agent depends on: something to search with, and if wanted a refiner and a judge.
+"""What the agent depends on: something to search with, and optionally a refiner and a judge.
 
 In: a folder with `services.toml`, or with `corpus.jsonl`, or with both. Out: `Services`.
 
@@ -13,7 +13,7 @@ In: a folder with `services.toml`, or with `corpus.jsonl`, or with both. Out: `S
     model = "some-model"
     api_key_env = "JUDGE_API_KEY"                  # the environment variable that holds the key
 
-Whatever a service fails with, the policy is not to blame: it becomes `ToolUnavailable`, so status `tool_error`.
+However a service fails, the policy is not to blame: the failure becomes `ToolUnavailable`, so status `tool_error`.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ServiceSettings(_Table):
 
 
 def read_settings(folder: Path) -> ServiceSettings:
-    """What `services.toml` says. Raises `ValueError` for a key or a value that is none, and for nothing to search."""
+    """The content of `services.toml`. Raises `InvalidInput` for a wrong key or value, and for nothing to search."""
     file = folder / "services.toml"
     try:
         settings = ServiceSettings(**tomllib.loads(file.read_text())) if file.exists() else ServiceSettings()
@@ -91,7 +91,7 @@ def read_settings(folder: Path) -> ServiceSettings:
         raise InvalidInput(f"{file}: {'; '.join(problems)}") from None
     for url in settings.search:
         if not url.startswith(("http://", "https://")):
-            raise InvalidInput(f"{file}: search: {url!r} is no http(s) URL")
+            raise InvalidInput(f"{file}: search: {url!r} is not an http(s) URL")
     if not settings.search and not (folder / CORPUS).exists():
         raise InvalidInput(
             f'{folder} has nothing to search: neither corpus.jsonl nor a services.toml with search = ["http://…"]'
@@ -106,24 +106,24 @@ class Services:
         self._searcher = searcher
         self._refiner = refiner
         self.judge = judge
-        """Null where nobody is to judge."""
+        """None without a judge."""
 
     @property
     def refines(self) -> bool:
-        """True where passages are to be condensed before they are shown."""
+        """True if passages are condensed before they are shown."""
         return self._refiner is not None
 
     async def search(self, query: str, k: int) -> list[Passage]:
-        """The `k` best passages. Raises `BadQuery`, and `ToolUnavailable` where they cannot be had."""
+        """The `k` best passages. Raises `BadQuery`, and `ToolUnavailable` if the search fails."""
         try:
             return await self._searcher.search(query, k)
-        except BadQuery:  # the policy's own fault, which it is told
+        except BadQuery:  # the policy's own fault, and it is told so
             raise
-        except Exception as error:  # whatever else it is, the policy did nothing but ask
+        except Exception as error:  # any other error: the policy only asked
             raise ToolUnavailable(f"{type(error).__name__}: {error}") from error
 
     async def refine(self, question: str, passages: Sequence[Passage]) -> str:
-        """The passages in short. Raises `ToolUnavailable` where the refiner fails."""
+        """The passages in short. Raises `ToolUnavailable` if the refiner fails."""
         assert self._refiner is not None
         try:
             return await self._refiner.refine(question, passages)
@@ -138,7 +138,7 @@ class Services:
 
 
 def connect(folder: Path, settings: ServiceSettings) -> Services:
-    """Clients of the services; nobody is asked yet. Raises `ValueError` for a corpus that cannot be searched."""
+    """Clients of the services; no server is asked yet. Raises `InvalidInput` for a corpus that cannot be searched."""
     return Services(
         SearchClient(settings.search) if settings.search else LocalSearch(list(read_passages(folder / CORPUS))),
         refiner=None if settings.refine is None else RefineClient(**settings.refine.model_dump()),

@@ -1,7 +1,7 @@
 """A made-up world to ask about: people, firms, towns and lakes, passages that describe them, questions of 1 to 4 hops.
 
-In: a seed and sizes. Out: `corpus.jsonl`, `train.jsonl` and `test.jsonl` in one folder. The same arguments write the
-same bytes.
+In: a seed and sizes. Out: `corpus.jsonl`, `train.jsonl` and `test.jsonl` in one folder. Equal arguments write equal
+bytes.
 
     python -m examples.search_agent.world OUT --entities 2000 --questions 5000 --held-out 500
 
@@ -9,7 +9,7 @@ same bytes.
     start kim, path boss, home                  ─▶ question  "home of boss of kim?"   answer rud, supported by two
 
 Every relation is a function of its subject, so a path has one end: an answer is unique. Distractors are passages of
-the same form about relations that nobody asks for.
+the same form about relations that no question asks for.
 """
 
 from __future__ import annotations
@@ -156,15 +156,15 @@ class World:
 
     def follow(self, start: str, path: Sequence[str]) -> list[str]:
         """The entities on a path, `start` included. Raises `KeyError` for a step that the world does not have."""
-        found = [start]
+        names = [start]
         for relation in path:
-            found.append(self.facts[found[-1], relation])
-        return found
+            names.append(self.facts[names[-1], relation])
+        return names
 
     def questions(self, count: int, *, hops: Sequence[int], seed: int = 0) -> list[Question]:
         """`count` different questions, as many of each number of hops as of any other, as far as that comes out even.
 
-        No question comes past an entity twice. Raises `ValueError` where the world has too few of some length.
+        No question comes past an entity twice. Raises `ValueError` if the world has too few of some length.
         """
         draw = random.Random(f"{seed}/questions")
         wanted = Counter(itertools.islice(itertools.cycle(hops), count))
@@ -176,11 +176,11 @@ class World:
 
     def _drawn(self, length: int, number: int, draw: random.Random) -> list[Question]:
         """Rejection sampling: a world of thousands of entities has more paths than anyone wants to list."""
-        found: dict[str, Question] = {}
+        drawn: dict[str, Question] = {}
         starts = list(self.kinds)
         for _ in range(50 * number + 1000):
-            if len(found) == number:
-                return list(found.values())
+            if len(drawn) == number:
+                return list(drawn.values())
             start = draw.choice(starts)
             kind, path = self.kinds[start], []
             for _ in range(length):
@@ -198,9 +198,9 @@ class World:
                 answer=met[-1],
                 supporting=tuple(self.states[step] for step in zip(met, path, strict=False)),
             )
-            found[question.id] = question
+            drawn[question.id] = question
         raise ValueError(
-            f"{number} questions of {length} hops were asked for, and only {len(found)} different ones were found in "
+            f"{number} questions of {length} hops were asked for, and only {len(drawn)} different ones were found in "
             f"a world of {len(self.kinds)} entities; ask for fewer, or make the world larger"
         )
 
@@ -225,15 +225,15 @@ class World:
                 pieces = [(key[0], f"{key[1]} of {key[0]}: {value}", [key]) for key, value in everything]
             case "articles":
                 stated: dict[str, list[tuple[str, str]]] = {name: [] for name in self.kinds}
-                said: dict[str, list[str]] = {name: [] for name in self.kinds}
+                sentences: dict[str, list[str]] = {name: [] for name in self.kinds}
                 draw.shuffle(everything)
                 for key, value in everything:
                     subject, what = key
                     ways = RELATIONS[what].sentences if what in RELATIONS else (DISTRACTIONS[what],)
                     stated[subject].append(key)
-                    said[subject].append(draw.choice(ways).format(subject=subject, object=value))
+                    sentences[subject].append(draw.choice(ways).format(subject=subject, object=value))
                 pieces = [
-                    (name, " ".join([f"{name} is a {self.kinds[name]}.", *said[name]]), stated[name])
+                    (name, " ".join([f"{name} is a {self.kinds[name]}.", *sentences[name]]), stated[name])
                     for name in self.kinds
                 ]
         draw.shuffle(pieces)
@@ -249,7 +249,7 @@ def split_questions(
 ) -> dict[str, list[Question]]:
     """`train` and `test`: no composition of a start and a path is in both.
 
-    Raises `ValueError` for a number of hops outside 1 to 4, and where the world is too small.
+    Raises `ValueError` for a number of hops outside 1 to 4, and if the world is too small.
     """
     if not hops or not set(hops) <= {1, 2, 3, 4}:
         raise ValueError(f"hops = {list(hops)}: a question has 1 to 4")
@@ -281,16 +281,16 @@ def _other(names: Sequence[str], name: str, draw: random.Random) -> str:
 
 
 def _names(count: int, draw: random.Random) -> list[str]:
-    """Different names that can be spoken: `kim`, and `kimar` where more than some hundred are needed."""
+    """Different names that can be spoken: `kim`, and `kimar` if more than some hundred are needed."""
     syllables = [a + b for a in _CONSONANTS for b in _VOWELS]
     for length in itertools.count(1):
         # At most every second name of its length, so that names look alike without crowding out any.
         if len(syllables) ** length * len(_CONSONANTS) >= 2 * count:
             break
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(draw.choice(syllables) for _ in range(length)) + draw.choice(_CONSONANTS)] = None
-    return list(found)
+    names: dict[str, None] = {}
+    while len(names) < count:
+        names["".join(draw.choice(syllables) for _ in range(length)) + draw.choice(_CONSONANTS)] = None
+    return list(names)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -303,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="folder to write corpus.jsonl, train.jsonl and test.jsonl to")
     parser.add_argument("--entities", type=int, default=2000)
     parser.add_argument("--questions", type=int, default=5000, help="to train on")
-    parser.add_argument("--held-out", type=int, default=500, help="questions nobody is trained on")
+    parser.add_argument("--held-out", type=int, default=500, help="questions that are never trained on")
     parser.add_argument("--hops", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--distractors", type=float, default=0.5, help="their number as a share of the facts")
     parser.add_argument("--style", choices=["notes", "articles"], default="articles")

@@ -2,7 +2,7 @@
 teaches it to follow both hops.
 
 In: nothing, the world is made here; or `dataset`, a folder written by `examples.search_agent.world --style notes`,
-which needs `corpus.jsonl` even where `services.toml` says to search elsewhere, for the demonstrations.
+which needs `corpus.jsonl` for the demonstrations, even if `services.toml` names servers to search.
 Out: questions of two hops, 200 held out, reward 1 for the right name.
 
     home of boss of kim?  ─▶  [search(query='boss of kim')]  ─▶  [012] boss of kim: tal
@@ -54,7 +54,7 @@ class WorldAgent(SearchAgent):
         return super().services() if self.dataset is not None else Services(self._notes)
 
     def reference_reply(self, task: Task, messages: Sequence[Message]) -> str:
-        """The search for the next fact, or the answer when none is left."""
+        """The search for the next fact; after the last fact, the answer."""
         steps = [message.content for message in messages if message.role == "tool"]
         start, path = _path(task.prompt)
         name, cited = start, []
@@ -69,27 +69,27 @@ class WorldAgent(SearchAgent):
         return [list(self._research(task, names, draw)) for task in draw.choices(tasks, k=count)]
 
     def _research(self, task: Task, names: Sequence[str], draw: random.Random) -> Iterator[Message]:
-        """One researcher's messages; `names` are what somebody guesses from."""
+        """One researcher's messages; guesses are drawn from `names`."""
         yield Message(role="user", content=task.prompt)
-        (start, path), said = _path(task.prompt), functools.partial(Message, role="assistant")
+        (start, path), reply = _path(task.prompt), functools.partial(Message, role="assistant")
         right = 1 - sum(MISTAKES.values())
         match draw.choices(["none", *MISTAKES], weights=[right, *MISTAKES.values()])[0]:
             case "guesses":
-                yield said(content=_answer(draw.choice(names)))
+                yield reply(content=_answer(draw.choice(names)))
             case "stops":
                 name = yield from self._look_up(path[0], start)
-                yield said(content=_answer(name))
+                yield reply(content=_answer(name))
             case "confuses":
                 name = yield from self._look_up(path[-1], start)
-                yield said(content=_answer(name))
+                yield reply(content=_answer(name))
             case "repeats":
                 yield from self._look_up(path[0], start)
-                yield said(content=_call(path[0], start))
+                yield reply(content=_call(path[0], start))
             case _:
                 name = start
                 for relation in path:
                     name = yield from self._look_up(relation, name)
-                yield said(content=_answer(name))
+                yield reply(content=_answer(name))
 
     def _look_up(self, relation: str, name: str) -> Generator[Message, None, str]:
         """A search and what it finds; returns the object of the note that fits, or of the first one."""
@@ -100,8 +100,8 @@ class WorldAgent(SearchAgent):
 
     @functools.cached_property
     def _notes(self) -> LocalSearch:
-        made = self.dataset is None
-        return LocalSearch(_made()[0].passages if made else list(read_passages(self.folder() / CORPUS)))
+        is_made_here = self.dataset is None
+        return LocalSearch(_made()[0].passages if is_made_here else list(read_passages(self.folder() / CORPUS)))
 
 
 @functools.cache
@@ -122,9 +122,9 @@ def _path(question: str) -> tuple[str, list[str]]:
 
 
 def _stated(fact: str, notes: str) -> tuple[str, str]:
-    """Id and object of the note about `boss of kim`, else of the first note; empty where there is none."""
-    found = _NOTE.findall(notes)
-    fitting = [note for note in found if note[1] == fact] or found or [("", "", "")]
+    """Id and object of the note about `boss of kim`, else of the first note; empty strings if there is no note."""
+    stated = _NOTE.findall(notes)
+    fitting = [note for note in stated if note[1] == fact] or stated or [("", "", "")]
     return fitting[0][0], fitting[0][2]
 
 

@@ -37,9 +37,8 @@ _PROGRAMS = {"search_agent_program"}
 @pytest.mark.parametrize("run_file", [f for f in _RUN_FILES if f.stem not in _PROGRAMS], ids=lambda file: file.stem)
 def test_the_reference_reply_wins_every_task(run_file: Path, tmp_path: Path):
     config = load_run_file(run_file)
-    dataset: str | None = None
-    if config.dataset:
-        dataset = str(tmp_path)
+    dataset = str(tmp_path) if config.dataset else None
+    if dataset:
         rows = "".join(f"{json.dumps(row)}\n" for row in _DATA[run_file.stem])
         for split in ("train", "test"):
             (tmp_path / f"{split}.jsonl").write_text(rows)

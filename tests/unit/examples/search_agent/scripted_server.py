@@ -1,14 +1,22 @@
-"""An HTTP server on a real socket that plays a script: one answer a request, the last one again and again.
+"""HTTP servers on real sockets: one that plays a script, and the retrieval server as it is started by hand.
 
-In: answers, `(status, headers, body)` or a word for a way to misbehave. Out: its URL, and the requests it has seen.
+A script has one answer a request, the last one again and again: `(status, headers, body)`, or a word for a way to
+misbehave.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
+
+import httpx
 
 Misbehaviour = Literal["hang", "cut off", "close"]
 Answer = tuple[int, dict[str, str], bytes] | Misbehaviour
@@ -63,3 +71,27 @@ class ScriptedServer:
             pass  # the client has gone
         finally:
             writer.close()
+
+
+class RetrievalServer:
+    """A process of its own, on a free port."""
+
+    def __init__(self, index: Path, *options: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "examples.search_agent.retrieval_server", "serve", str(index)]
+        self.process = subprocess.Popen([*command, "--port", str(port), *options], stdout=subprocess.DEVNULL)
+
+    async def serves(self) -> dict[str, Any]:
+        """What it says of its health, once it does."""
+        async with httpx.AsyncClient() as probe:
+            while True:
+                assert self.process.poll() is None
+                with contextlib.suppress(httpx.TransportError):
+                    return dict((await probe.get(f"{self.url}/health")).json())
+                await asyncio.sleep(0.05)
+
+    def die(self) -> None:
+        self.process.kill()
+        self.process.wait()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import string
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,36 +14,24 @@ import pytest
 
 from examples.search_agent import program
 from examples.search_agent.agent import Episode, SearchAgent
-from examples.search_agent.dataset import Problem, write_dataset
-from examples.search_agent.passages import Passage
 from examples.search_agent.program_agent import ProgramAgent, WorldProgram
 from examples.search_agent.world import main as write_world
 from examples.search_agent.world_agent import WorldAgent
 from infra.user_code import load_object
-from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.endpoint.agent_endpoint import close_agent_endpoint
-from rollouts.production.attempts import Player
-from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Workflow
 from settings.run_file import load_run_file
-from storage.records import RolloutGroup, Sampling, Task
-from tests.builders import a_config, provenance
+from storage.records import RolloutGroup, Sampling
+from tests.builders import provenance
 from tests.shard_files import decode_shard, encode_shard
+from tests.unit.examples.search_agent.episodes import FOLDER, PASSAGES, play_group, read, search, write_folder
 from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
-from tests.unit.rollouts.scripted_text import Brackets, an_engine
-from trainers.model.warmup import character_tokenizer
 
-_PASSAGES = [
-    Passage(id="1", title="Ada", text="Ada works for Bob."),
-    Passage(id="2", title="Bob", text="Bob lives in Rome. " + "He likes it there. " * 40),
-    Passage(id="3", title="Oslo", text="A town of the north."),
-]
-_PROBLEM = Problem(id="q", question="Where does Ada's boss live?", answer="Rome", supporting=("1", "2"))
-_FOLDER = Path(__file__).parents[4] / "examples" / "search_agent"
+_LONG = replace(PASSAGES[1], text="Bob lives in Rome. " + "He likes it there. " * 40)
 
 
 class _Library(ScriptedServer):
-    """Finds the passages that have a word of the query; `answer` is said instead, where there is one."""
+    """Finds the passages that have a word of the query; or gives the same answer to every query."""
 
     def __init__(self, answer: Answer | None = None) -> None:
         super().__init__()
@@ -54,102 +41,65 @@ class _Library(ScriptedServer):
     def script(self) -> Sequence[Answer]:  # type: ignore[override]
         if self._answer is not None:
             return [self._answer]
-        asked = self.bodies[-1]
-        found = [p for p in _PASSAGES if set(asked["query"].split()) & set(f"{p.title} {p.text}".split())]
-        rows = [{"id": p.id, "title": p.title, "text": p.text, "score": 1.0} for p in found[: asked["k"]]]
+        body = self.bodies[-1]
+        fitting = [
+            p
+            for p in (PASSAGES[0], _LONG, PASSAGES[2])
+            if set(body["query"].split()) & set(f"{p.title} {p.text}".split())
+        ]
+        rows = [{"id": p.id, "title": p.title, "text": p.text, "score": 1.0} for p in fitting[: body["k"]]]
         return [(200, {}, json.dumps({"results": [rows]}).encode())]
 
     @script.setter
     def script(self, _: Sequence[Answer]) -> None: ...
 
 
-def _search(*queries: Any) -> str:
-    return " ".join(f"[search {json.dumps({'query': query})}]" for query in queries)
-
-
-def _read(**arguments: Any) -> str:
-    return f"[read {json.dumps(arguments)}]"
-
-
-async def _played(workflow: Workflow, *replies: str, **limits: Any) -> RolloutGroup:
-    tokens = ChatTokens(character_tokenizer(set(string.printable + "…")))
-    async with RewardPool(num_processes=1, timeout=60) as pool:
-        player = Player(
-            workflow=workflow,
-            engine=an_engine(tokens, *replies),
-            tokens=tokens,
-            rewards=pool,
-            config=a_config(
-                min_usable=1,
-                attempt_timeout=60.0,
-                max_tool_turns=48,
-                max_model_len=limits.get("max_model_len", 20_000),
-                tokens_per_microbatch=20_000,
-            ),
-            tool_parser=Brackets(),  # type: ignore[arg-type]
-        )
-        try:
-            return await player.group(
-                Task(id="q", prompt=_PROBLEM.question, answer="Rome", metadata={"supporting": '["1", "2"]'}),
-                group_id="0.q",
-                position=0,
-                epoch=0,
-                n_samples=1,
-                sampling=Sampling(max_tokens=2000),
-                is_eval=False,
-            )
-        finally:
+async def _played(
+    folder: Path, *replies: str, kinds: Sequence[type[Workflow]], answer: Answer | None = None, **settings: Any
+) -> list[RolloutGroup]:
+    """The same replies to every kind of agent."""
+    groups = []
+    async with _Library(answer) as library:
+        dataset = write_folder(folder, services=f'search = ["{library.url}"]')
+        for kind in kinds:
+            workflow = kind(dataset)
+            assert [task.id for task in workflow.tasks("train")] == ["q"]
+            groups.append(await play_group(workflow, *replies, exclude_statuses=[], **settings))
+            await workflow.close()
             await close_agent_endpoint()
+    return groups
 
 
-def _both(
-    folder: Path, *replies: str, answer: Answer | None = None, **limits: Any
-) -> tuple[RolloutGroup, RolloutGroup]:
-    """The same replies to the agent in the process and to the program."""
-
-    async def play() -> tuple[RolloutGroup, RolloutGroup]:
-        write_dataset(folder, _PASSAGES, {"train": [_PROBLEM]})
-        async with _Library(answer) as library:
-            (folder / "services.toml").write_text(f'search = ["{library.url}"]')
-            groups = []
-            for workflow in (SearchAgent(str(folder)), ProgramAgent(str(folder))):
-                assert [task.id for task in workflow.tasks("train")] == ["q"]
-                groups.append(await _played(workflow, *replies, **limits))
-                await workflow.close()
-            return groups[0], groups[1]
-
-    return asyncio.run(play())
+_BOTH: Any = (SearchAgent, ProgramAgent)
 
 
 def _rows(group: RolloutGroup) -> list[dict[str, Any]]:
     """What is trained: tokens, masks, logprobs, versions, reward."""
     shard = encode_shard([group], provenance=provenance(), sampling=Sampling())
-    rows = decode_shard(shard, name="s0").to_pylist()
     keys = ("input_ids", "loss_mask", "logprobs", "weight_versions", "reward", "reward_parts", "status", "usable")
-    return [{key: row[key] for key in row if key in keys} for row in rows]
+    return [{key: row[key] for key in row if key in keys} for row in decode_shard(shard, name="s0").to_pylist()]
+
+
+_WON = [
+    f"First the boss, then his home. {search('Ada works', 'Carl')}",
+    *(search("Bob lives"), read(passage_id="2", start=600), "Answer: Rome [1] [2]"),
+]
+_WRONG = [search(5), search("  "), "[find {}]", read(passage_id="9"), "[search {}]", "Answer: Rome"]
 
 
 @pytest.mark.parametrize(
     ("replies", "reward"),
     [
-        (
-            [
-                f"First the boss, then his home. {_search('Ada works', 'Carl')}",
-                _search("Bob lives"),
-                _read(passage_id="2", start=600),
-                "Answer: Rome [1] [2]",
-            ],
-            1.0,
-        ),
-        ([_search("Ada works"), "Answer: Bob [1] [3]"], 0.0),
-        ([_search("Ada works"), _search(" ada  WORKS")], 0.0),
-        ([_search(*(f"word {n}" for n in range(9)))], 0.0),
-        ([_search(5), _search("  "), "[find {}]", _read(passage_id="9"), "[search {}]", "Answer: Rome"], 1.0),
+        (_WON, 1.0),
+        ([search("Ada works"), "Answer: Bob [1] [3]"], 0.0),
+        ([search("Ada works"), search(" ada  WORKS")], 0.0),
+        ([search(*(f"word {n}" for n in range(9)))], 0.0),
+        (_WRONG, 1.0),
     ],
     ids=["won", "lost", "duplicate search", "too many calls", "told what is wrong"],
 )
-def test_a_program_gives_the_rows_that_the_agent_gives(tmp_path: Path, replies: list[str], reward: float):
-    agent, of_program = _both(tmp_path, *replies)
+async def test_a_program_gives_the_rows_that_the_agent_gives(tmp_path: Path, replies: list[str], reward: float):
+    agent, of_program = await _played(tmp_path, *replies, kinds=_BOTH)
     assert _rows(agent) == _rows(of_program)
     [row] = _rows(of_program)
     assert (row["reward"], row["status"]) == (reward, "ok") and any(row["loss_mask"])
@@ -159,44 +109,37 @@ def test_a_program_gives_the_rows_that_the_agent_gives(tmp_path: Path, replies: 
 
 
 @pytest.mark.parametrize("answer", [(500, {}, b"ill"), (200, {}, b"[garbage"), "close"], ids=["500", "garbage", "gone"])
-def test_a_server_that_fails_is_a_tool_error_in_both_and_never_reward_0(tmp_path: Path, answer: Answer):
-    for group in _both(tmp_path, _search("Ada"), answer=answer):
+async def test_a_server_that_fails_is_a_tool_error_in_both_and_never_reward_0(tmp_path: Path, answer: Answer):
+    for group in await _played(tmp_path, search("Ada"), kinds=_BOTH, answer=answer):
         [played] = group.trajectories
         assert (played.status, played.reward, played.usable) == ("tool_error", None, False)
         assert "127.0.0.1" in played.error
 
 
-def test_a_conversation_without_room_is_truncated_in_both(tmp_path: Path):
-    for group in _both(tmp_path, _search("Bob lives"), "x" * 3000, max_model_len=2500):
-        assert [t.status for t in group.trajectories] == ["truncated"]
+async def test_a_conversation_without_room_is_truncated_in_both(tmp_path: Path):
+    groups = await _played(tmp_path, search("Bob lives"), "x" * 3000, kinds=_BOTH, max_model_len=2500)
+    assert [t.status for group in groups for t in group.trajectories] == ["truncated"] * 2
 
 
-def test_a_program_that_is_not_finished_has_no_reward(tmp_path: Path):
+async def test_a_program_that_is_not_finished_has_no_reward(tmp_path: Path):
     class _Short(ProgramAgent):
         max_turns = 2
 
-    async def play() -> RolloutGroup:
-        write_dataset(tmp_path, _PASSAGES, {"train": [_PROBLEM]})
-        async with _Library() as library:
-            (tmp_path / "services.toml").write_text(f'search = ["{library.url}"]')
-            return await _played(_Short(str(tmp_path)), *(_search(f"word {n}") for n in range(3)))
-
-    [played] = asyncio.run(play()).trajectories
+    [group] = await _played(tmp_path, *(search(f"word {n}") for n in range(3)), kinds=[_Short])
+    [played] = group.trajectories
     assert (len(played.turns), played.reward, played.usable) == (3, None, False)
 
 
 def test_a_program_is_told_of_the_same_tools():
-    assert [program.schema_of(each) for each in (program.Search, program.Read)] == [
-        Episode.search.schema,
-        Episode.read.schema,
-    ]
+    schemas = [program.schema_of(each) for each in (program.Search, program.Read)]
+    assert schemas == [Episode.search.schema, Episode.read.schema]
 
 
 def test_a_program_needs_nothing_of_ours():
     source = "import sys, runpy; runpy.run_path(sys.argv[1]); print(*sys.modules, sep='\\n')"
-    run = [sys.executable, "-c", source, str(_FOLDER / "program.py")]
+    run = [sys.executable, "-c", source, str(FOLDER / "program.py")]
     loaded = {name.partition(".")[0] for name in subprocess.check_output(run, text=True, cwd="/").split()}
-    assert not loaded & {"rollouts", "storage", "examples", "flows", "trainers"} and "openai" in loaded
+    assert not loaded & {"millrace", "rollouts", "storage", "examples", "flows", "trainers"} and "openai" in loaded
 
 
 @pytest.mark.parametrize(
@@ -204,10 +147,8 @@ def test_a_program_needs_nothing_of_ours():
     [("", "must name retrieval servers"), ('search = ["http://a"]\n[refine]\nurls=["http://b"]\nmodel="m"', "refine")],
 )
 def test_what_a_program_cannot_do_is_said_before_anything_starts(tmp_path: Path, services: str, named: str):
-    write_dataset(tmp_path, _PASSAGES, {"train": [_PROBLEM]})
-    (tmp_path / "services.toml").write_text(services)
     with pytest.raises(ValueError, match=named):
-        ProgramAgent(str(tmp_path)).tasks("train")
+        ProgramAgent(write_folder(tmp_path, services=services)).tasks("train")
 
 
 def test_the_world_s_program_is_the_world_s_agent(tmp_path: Path):
@@ -217,9 +158,10 @@ def test_the_world_s_program_is_the_world_s_agent(tmp_path: Path):
     task = agent.tasks("train")[0]
     assert as_program.tasks("train") == agent.tasks("train")
     assert as_program.demonstrations(20, 3) == agent.demonstrations(20, 3)
-    said = as_program.command(task)
-    assert said[-1] == task.prompt and said[said.index("--passages") + 1] == "1" and said.count("--tool") == 1
-    ours, other = (load_run_file(_FOLDER / f"{name}.toml") for name in ("search_agent", "search_agent_program"))
+    command = as_program.command(task)
+    assert command[-1] == task.prompt and command[command.index("--passages") + 1] == "1"
+    assert command.count("--tool") == 1
+    ours, other = (load_run_file(FOLDER / f"{name}.toml") for name in ("search_agent", "search_agent_program"))
     assert issubclass(load_object(other.workflow), WorldProgram)
     assert WorldProgram.max_turns == ours.rollout.max_tool_turns
     same = ["engine", "warmup", "train", "sampling", "max_staleness"]

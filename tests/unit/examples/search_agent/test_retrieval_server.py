@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -19,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from examples.search_agent.index import Mode, PassageIndex, build_index
@@ -27,8 +23,7 @@ from examples.search_agent.passages import Passage
 from examples.search_agent.retrieval_server import cli, create_app
 from examples.search_agent.search_client import SearchClient
 from tests.unit.examples.search_agent.corpora import random_passages, random_queries, write_corpus
-
-_ROOT = Path(__file__).parents[4]
+from tests.unit.examples.search_agent.scripted_server import RetrievalServer
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +34,12 @@ def folder(tmp_path_factory) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def _served(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+async def _served(index: PassageIndex, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    server = uvicorn.Server(uvicorn.Config(create_app(index, **options), log_level="warning"))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving = asyncio.create_task(server.serve(sockets=[listening]))
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=30, limits=httpx.Limits()
-        ) as client:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        async with httpx.AsyncClient(base_url=url, timeout=30, limits=httpx.Limits()) as client:
             while not server.started:
                 await asyncio.sleep(0)
             yield client
@@ -72,42 +66,32 @@ class _GatedIndex(PassageIndex):
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_answers_over_http_are_the_index_s_own_whether_batched_or_not(folder, mode: Mode):
-    queries = random_queries(80)
-    index = PassageIndex([folder], mode=mode)
+async def test_answers_over_http_are_the_index_s_own_whether_batched_or_not(folder, mode: Mode):
+    queries, index = random_queries(80), PassageIndex([folder], mode=mode)
     alone = [[vars(passage) for passage in index.search([(query, 7)])[0]] for query in queries]
-
-    async def scenario() -> None:
-        async with _served(create_app(index, batch_seconds=0.02)) as client:
-            together = await asyncio.gather(*(_post(client, {"query": query, "k": 7}) for query in queries))
-            assert [reply.json()["results"][0] for reply in together] == alone
-            health = (await client.get("/health")).json()
-            assert health["queries"] == 80 > health["batches"]
-            one_by_one = [await _post(client, {"query": query, "k": 7}) for query in queries[:10]]
-            assert [reply.json()["results"][0] for reply in one_by_one] == alone[:10]
-            assert (await _post(client, {"queries": queries, "k": 7})).json()["results"] == alone
-
-    asyncio.run(scenario())
+    async with _served(index, batch_seconds=0.02) as client:
+        together = await asyncio.gather(*(_post(client, {"query": query, "k": 7}) for query in queries))
+        assert [reply.json()["results"][0] for reply in together] == alone
+        health = (await client.get("/health")).json()
+        assert health["queries"] == 80 > health["batches"]
+        one_by_one = [await _post(client, {"query": query, "k": 7}) for query in queries[:10]]
+        assert [reply.json()["results"][0] for reply in one_by_one] == alone[:10]
+        reply = await _post(client, {"queries": queries, "k": 7})
+        assert reply.json()["results"] == alone and reply.headers["content-type"] == "application/json"
 
 
-def test_health_says_what_is_served(folder):
-    async def scenario() -> None:
-        index = PassageIndex([folder])
-        async with _served(create_app(index, queue=9)) as client:
-            health = (await client.get("/health")).json()
-        assert (
-            health.items() >= {"status": "ok", "passages": 500, "mode": "hybrid", "queue": 0, "queue_limit": 9}.items()
-        )
-        assert health["digest"] == index.digest and re.fullmatch("[0-9a-f]{16}", index.digest)
-
-    asyncio.run(scenario())
+async def test_health_says_what_is_served(folder):
+    index = PassageIndex([folder])
+    async with _served(index, queue=9) as client:
+        health = (await client.get("/health")).json()
+    assert health.items() >= {"status": "ok", "passages": 500, "mode": "hybrid", "queue": 0, "queue_limit": 9}.items()
+    assert health["digest"] == index.digest and re.fullmatch("[0-9a-f]{16}", index.digest)
 
 
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ({}, "not both and not neither"),
-        ({"query": "a", "queries": ["b"]}, "not both and not neither"),
+async def test_a_request_that_is_wrong_is_refused_with_its_reason(folder):
+    wrong: list[tuple[Any, str]] = [
+        ({}, 'either "query" or "queries"'),
+        ({"query": "a", "queries": ["b"]}, 'either "query" or "queries"'),
         ({"queries": []}, "queries"),
         ({"query": 5}, "query"),
         ({"query": "a", "k": 0}, "k Input should be greater"),
@@ -117,56 +101,44 @@ def test_health_says_what_is_served(folder):
         ({"query": "a" * 8193}, "at most 8192 characters"),
         ({"queries": ["a"] * 10}, "at most 9"),
         ([], "object"),
-    ],
-)
-def test_a_request_that_is_wrong_is_refused_with_its_reason(folder, body: Any, reason: str):
-    async def scenario() -> None:
-        async with _served(create_app(PassageIndex([folder], mode=Mode.bm25), queue=9)) as client:
+    ]
+    async with _served(PassageIndex([folder], mode=Mode.bm25), queue=9) as client:
+        for body, reason in wrong:
             reply = await _post(client, body)
-            assert reply.status_code == 422
-            assert reason in reply.json()["error"]
-            assert (await client.post("/search", content=b"{oops")).status_code == 422
-            assert (await client.post("/search", content=b" " * (2**20 + 1))).status_code == 413
-
-    asyncio.run(scenario())
+            assert reply.status_code == 422 and reason in reply.json()["error"], (body, reply.text)
+        assert (await client.post("/search", content=b"{oops")).status_code == 422
+        assert (await client.post("/search", content=b" " * (2**20 + 1))).status_code == 413
 
 
-def test_a_full_queue_answers_429_and_the_client_waits_until_it_has_drained(folder):
-    async def scenario() -> None:
-        index = _GatedIndex(folder)
-        async with _served(create_app(index, max_batch=1, queue=2)) as client:
-            accepted = [asyncio.create_task(_post(client, {"query": "w1"}))]
-            await asyncio.to_thread(index.begun.wait)
-            accepted += [asyncio.create_task(_post(client, {"query": f"w{number}"})) for number in (2, 3)]
-            while (await client.get("/health")).json()["queue"] < 2:  # health answers while all is busy
-                pass
-            refused = await _post(client, {"query": "w4"})
-            assert refused.status_code == 429
-            assert int(refused.headers["Retry-After"]) >= 1
-            searcher = SearchClient([str(client.base_url)], retries=0)
-            waiting = asyncio.create_task(searcher.search("w4 w5", k=3))
-            while not searcher.endpoints[0].pushed_back:
-                await asyncio.sleep(0)
-            index.gate.set()
-            assert await waiting == index.search([("w4 w5", 3)])[0]
-            assert [reply.status_code for reply in await asyncio.gather(*accepted)] == [200] * 3
-            await searcher.close()
-
-    asyncio.run(scenario())
+async def test_a_full_queue_answers_429_and_the_client_waits_until_it_has_drained(folder):
+    index = _GatedIndex(folder)
+    async with _served(index, max_batch=1, queue=2) as client:
+        accepted = [asyncio.create_task(_post(client, {"query": "w1"}))]
+        await asyncio.to_thread(index.begun.wait)
+        accepted += [asyncio.create_task(_post(client, {"query": f"w{number}"})) for number in (2, 3)]
+        while (await client.get("/health")).json()["queue"] < 2:  # health answers while all is busy
+            pass
+        refused = await _post(client, {"query": "w4"})
+        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+        searcher = SearchClient([str(client.base_url)], retries=0)
+        waiting = asyncio.create_task(searcher.search("w4 w5", k=3))
+        while not searcher.endpoints[0].pushed_back:
+            await asyncio.sleep(0)
+        index.gate.set()
+        assert await waiting == index.search([("w4 w5", 3)])[0]
+        assert [reply.status_code for reply in await asyncio.gather(*accepted)] == [200] * 3
+        await searcher.close()
 
 
-def test_with_a_token_only_who_knows_it_may_search(folder, monkeypatch):
-    async def scenario() -> None:
-        async with _served(create_app(PassageIndex([folder]), token="open sesame")) as client:
-            for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "open sesame"}):
-                assert (await client.post("/search", json={"query": "w1"}, headers=headers)).status_code == 401
-            assert (await client.get("/health")).status_code == 200
-            monkeypatch.setenv("MILLRACE_SEARCH_TOKEN", "open sesame")
-            searcher = SearchClient([str(client.base_url)])
-            assert await searcher.search("w1")
-            await searcher.close()
-
-    asyncio.run(scenario())
+async def test_with_a_token_only_clients_that_know_it_may_search(folder, monkeypatch):
+    async with _served(PassageIndex([folder]), token="open sesame") as client:
+        for headers in ({}, {"Authorization": "Bearer open"}, {"Authorization": "open sesame"}):
+            assert (await client.post("/search", json={"query": "w1"}, headers=headers)).status_code == 401
+        assert (await client.get("/health")).status_code == 200
+        monkeypatch.setenv("MILLRACE_SEARCH_TOKEN", "open sesame")
+        searcher = SearchClient([str(client.base_url)])
+        assert await searcher.search("w1")
+        await searcher.close()
 
 
 def _run(*arguments: str | Path) -> tuple[int, str]:
@@ -177,82 +149,51 @@ def _run(*arguments: str | Path) -> tuple[int, str]:
 def test_build_says_what_it_made(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", random_passages(20))
     corpus.write_text(corpus.read_text() + "oops\n")
-    code, said = _run("build", corpus, tmp_path / "index")
-    assert code == 2 and "line 21" in said and "--skip-broken" in said
-    code, said = _run("build", corpus, tmp_path / "index", "--skip-broken", "--shard", "1/2")
-    assert code == 0 and "10 passages, 1 broken lines left out, digest" in said
+    code, output = _run("build", corpus, tmp_path / "index")
+    assert code == 2 and "line 21" in output and "--skip-broken" in output
+    code, output = _run("build", corpus, tmp_path / "index", "--skip-broken", "--shard", "1/2")
+    assert code == 0 and "10 passages, 1 broken lines left out, digest" in output
     assert _run("build", corpus, tmp_path / "other", "--shard", "two")[0] == 2
 
 
 def test_serve_refuses_what_it_cannot_serve_before_it_listens(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("MILLRACE_SEARCH_TOKEN", raising=False)
     monkeypatch.setattr(uvicorn, "run", lambda *_, **__: pytest.fail("listens"))
-    code, said = _run("serve", folder, "--host", "0.0.0.0")
-    assert code == 2 and "MILLRACE_SEARCH_TOKEN" in said
-    code, said = _run("serve", tmp_path)
-    assert code == 2 and "holds no index" in said
-    code, said = _run("serve", folder, "--embedding", "some.other:Model")
-    assert code == 2 and "was built with embedding" in said
+    for arguments, reason in (
+        ([folder, "--host", "0.0.0.0"], "MILLRACE_SEARCH_TOKEN"),
+        ([tmp_path], "holds no index"),
+        ([folder, "--embedding", "some.other:Model"], "was built with embedding"),
+    ):
+        code, output = _run("serve", *arguments)
+        assert code == 2 and reason in output
 
 
 def test_serve_listens_beyond_loopback_with_a_token(folder, monkeypatch):
-    listening: list[dict[str, Any]] = []
+    hosts: list[str] = []
     monkeypatch.setenv("MILLRACE_SEARCH_TOKEN", "x")
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: listening.append(options))
-    assert _run("serve", folder, "--host", "0.0.0.0")[0] == 0
-    assert listening[0]["host"] == "0.0.0.0"
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: hosts.append(options["host"]))
+    assert (_run("serve", folder, "--host", "0.0.0.0")[0], hosts) == (0, ["0.0.0.0"])
 
 
-def test_searches_go_on_when_one_of_two_servers_is_killed(folder):
+async def test_searches_go_on_when_one_of_two_servers_is_killed(folder):
     """Two servers as they are started by hand; `kill -9` hits one in the middle of a stream of searches."""
+    index, servers = PassageIndex([folder]), [RetrievalServer(folder) for _ in range(2)]
+    expected = {query: index.search([(query, 5)])[0] for query in random_queries(100)}
+    client = SearchClient([server.url for server in servers], deadline=60)
 
-    async def scenario() -> None:
-        client = SearchClient([f"http://127.0.0.1:{port}" for port in ports], deadline=60)
-        async with httpx.AsyncClient() as probe:
-            for port, server in zip(ports, servers, strict=True):
-                while True:
-                    assert server.poll() is None
-                    with contextlib.suppress(httpx.TransportError):
-                        if (await probe.get(f"http://127.0.0.1:{port}/health")).json()["passages"] == 500:
-                            break
-                    await asyncio.sleep(0.05)
-        expected = {query: index.search([(query, 5)])[0] for query in random_queries(100)}
+    async def one(query: str) -> None:
+        assert await client.search(query, k=5) == expected[query]
 
-        async def one(query: str) -> None:
-            assert await client.search(query, k=5) == expected[query]
-
+    try:
+        assert [(await server.serves())["passages"] for server in servers] == [500, 500]
         streams = [asyncio.create_task(one(query)) for query in list(expected) * 3]
         while sum(stream.done() for stream in streams) < 20:
             await asyncio.sleep(0)
-        os.kill(servers[0].pid, signal.SIGKILL)
+        os.kill(servers[0].process.pid, signal.SIGKILL)
         await asyncio.gather(*streams)
         await asyncio.gather(*(one(query) for query in expected))
         assert client.endpoints[0].failures > 0 == client.endpoints[1].failures
         await client.close()
-
-    index = PassageIndex([folder])
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
-    command = [sys.executable, "-m", "examples.search_agent.retrieval_server", "serve", str(folder), "--port"]
-    servers = [subprocess.Popen([*command, str(port)], cwd=_ROOT, stdout=subprocess.DEVNULL) for port in ports]
-    try:
-        asyncio.run(asyncio.wait_for(scenario(), 120))
     finally:
         for server in servers:
-            server.kill()
-            server.wait()
-
-
-def test_the_answer_is_json_that_anybody_can_read(folder):
-    async def scenario() -> None:
-        async with _served(create_app(PassageIndex([folder]))) as client:
-            reply = await _post(client, {"query": "w3 w9"})
-            (found,) = json.loads(reply.content)["results"]
-            assert reply.headers["content-type"] == "application/json"
-            assert len(found) == 5
-            assert [set(row) for row in found] == [{"id", "title", "text", "score"}] * 5
-            assert [row["score"] for row in found] == sorted((row["score"] for row in found), reverse=True)
-
-    asyncio.run(scenario())
+            server.die()
