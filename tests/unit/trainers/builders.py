@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,6 +83,16 @@ class Row:
     reward: float
     group: int
     attempt: int
+
+
+def row_of(
+    reply: list[int], *, prompt: Sequence[int] = (1,), logprob: float = -0.5, version: int = 0, **changes: Any
+) -> Row:
+    """A row whose tokens were all sampled alike."""
+    sampled = {"logprobs": [logprob] * len(reply), "versions": [version] * len(reply)}
+    return Row(
+        **{"prompt": list(prompt), "reply": reply, **sampled, "reward": 0.0, "group": 0, "attempt": 0, **changes}
+    )
 
 
 def random_rows(
@@ -182,7 +193,7 @@ def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """The largest absolute difference of any two elements; keys must agree."""
     assert a.keys() == b.keys() and a
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    return max(float((a[name].detach() - b[name].detach()).abs().max()) for name in a)
 
 
 def new_run(root: Path, model: Path) -> RunLog:
@@ -222,6 +233,12 @@ def group_of(rows: Sequence[Row], *, position: int) -> RolloutGroup:
             for row in rows
         ],
     )
+
+
+def groups_of(rows: Sequence[Row]) -> list[RolloutGroup]:
+    """The rows as groups, whose numbers are their positions."""
+    numbers = dict.fromkeys(row.group for row in rows)
+    return [group_of([row for row in rows if row.group == number], position=number) for number in numbers]
 
 
 def commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup]) -> Shard:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,32 @@ from trainers.trainer import Trainer
 PREFIX = "causal_lm."
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A row's sampled tokens; every tensor has the reply's length."""
+
+    row: Row
+    new: torch.Tensor
+    """Log-probabilities under the policy, with gradient."""
+    entropy: torch.Tensor
+    """Of the policy, with gradient."""
+    old: torch.Tensor
+    """Log-probabilities as they were sampled."""
+    advantage: float
+    """GRPO's, from the row's rewards."""
+
+    def clipped(
+        self, advantage: torch.Tensor | float | None = None, *, old: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """PPO's surrogate with the default bounds, by default under the GRPO advantage and around the sampler."""
+        advantage = self.advantage if advantage is None else advantage
+        ratio = (self.new - (self.old if old is None else old)).exp()
+        return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+
+
+Term = Callable[[Reply], torch.Tensor]
+
+
 def policy_of(folder: Path, trainer: Trainer | None = None) -> torch.nn.Module:
     """The folder's model in transformers, with the weights the trainer has by now where one is given."""
     causal_lm = load_causal_lm(folder)
@@ -25,30 +52,45 @@ def policy_of(folder: Path, trainer: Trainer | None = None) -> torch.nn.Module:
     return causal_lm
 
 
-def reply_logprobs(causal_lm: torch.nn.Module, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token of the reply, and the policy's entropy there; both of the reply's length."""
-    ids = torch.tensor(row.prompt + row.reply)
-    log_p = causal_lm(input_ids=ids[None]).logits[0].log_softmax(-1)[len(row.prompt) - 1 : -1]
-    return log_p.gather(1, torch.tensor(row.reply)[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+def replies_of(
+    policy: torch.nn.Module, rows: Sequence[Row], *, rewards: Sequence[float] | None = None, temperature: float = 1.0
+) -> list[Reply]:
+    """The rows under a policy, with the GRPO advantages of `rewards`, by default their own."""
+    rewards = [row.reward for row in rows] if rewards is None else rewards
+    replies = []
+    for row, reward in zip(rows, rewards, strict=True):
+        log_p = _distributions(policy, row, temperature)
+        group = [r for r, other in zip(rewards, rows, strict=True) if other.group == row.group]
+        replies.append(
+            Reply(
+                row=row,
+                new=log_p.gather(1, torch.tensor(row.reply)[:, None])[:, 0],
+                entropy=-(log_p.exp() * log_p).sum(-1),
+                old=torch.tensor(row.logprobs),
+                advantage=float((reward - np.mean(group)) / (np.std(group, ddof=1) + 1e-4)),
+            )
+        )
+    return replies
 
 
 def fixed_logprobs(causal_lm: torch.nn.Module, row: Row) -> torch.Tensor:
-    """The same without a gradient."""
+    """Log-probabilities of the reply, without a gradient."""
     with torch.no_grad():
-        return reply_logprobs(causal_lm, row)[0]
+        return _distributions(causal_lm, row, 1.0).gather(1, torch.tensor(row.reply)[:, None])[:, 0]
 
 
-def grpo_advantage(rewards: Sequence[float], index: int, rows: Sequence[Row]) -> float:
-    """Of row `index`, whose reward is `rewards[index]`; null rewards are left out."""
-    own = rewards[index]
-    group = [r for r, row in zip(rewards, rows, strict=True) if row.group == rows[index].group and not np.isnan(r)]
-    return 0.0 if np.isnan(own) else float((own - np.mean(group)) / (np.std(group, ddof=1) + 1e-4))
+def _distributions(policy: torch.nn.Module, row: Row, temperature: float) -> torch.Tensor:
+    ids = torch.tensor(row.prompt + row.reply)
+    return (policy(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)[len(row.prompt) - 1 : -1]
 
 
-def surrogate(new: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor | float) -> torch.Tensor:
-    """PPO's clipped one, with the default bounds."""
-    ratio = (new - old).exp()
-    return torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+def token_mean(replies: Sequence[Reply], term: Term) -> torch.Tensor:
+    """The mean of a term over all sampled tokens."""
+    return torch.cat([term(reply) for reply in replies]).sum() / num_tokens([reply.row for reply in replies])
+
+
+def num_tokens(rows: Sequence[Row]) -> int:
+    return sum(len(row.reply) for row in rows)
 
 
 def gradient_of(loss: torch.Tensor, module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -65,16 +107,14 @@ def assert_same_gradient(trainer: Trainer, expected: dict[str, torch.Tensor], *,
 
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Weights, moments and counters of policy and critic, copied: what an update may change."""
+    """Weights, moments and counters of policy and critic, and the average, copied: what an update may change."""
     owners = [("policy", trainer.model, trainer.optimizer)]
     if trainer.critic is not None:
         owners.append(("critic", trainer.critic.model, trainer.critic.optimizer))
-    found = {}
+    tensors = {}
     for owner, model, optimizer in owners:
         for name, parameter in model.named_parameters():
-            found[f"{owner}.{name}"] = full(parameter).clone()
-            for key, value in optimizer.state.get(parameter, {}).items():
-                found[f"{owner}.{name}.{key}"] = full(value).clone()
-    if trainer.ema is not None:
-        found |= {name: tensor.clone() for name, tensor in trainer.ema.state_tensors().items()}
-    return found
+            values = {"weight": parameter, **optimizer.state.get(parameter, {})}
+            tensors |= {f"{owner}.{name}.{key}": full(value).clone() for key, value in values.items()}
+    average = {} if trainer.ema is None else trainer.ema.state_tensors()
+    return tensors | {name: tensor.clone() for name, tensor in average.items()}

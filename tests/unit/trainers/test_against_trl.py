@@ -37,7 +37,7 @@ from trainers.model.model import PolicyModel, load_model
 from trainers.trainer import Trainer
 
 if TYPE_CHECKING:
-    from tests.unit.trainers.trl_trainer import Update
+    from tests.unit.trainers.trl_trainer import Theirs, Update
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
@@ -160,11 +160,11 @@ def ours(tiny_folder: Path, reference_folder: Path) -> Callable[..., _Ours]:
 @pytest.fixture(scope="module")
 def theirs(
     tiny_folder: Path, reference_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., tuple[list[Update], dict[str, torch.Tensor]]]:
+) -> Callable[..., Theirs]:
     pytest.importorskip("trl")
     from tests.unit.trainers.trl_trainer import trl_updates  # takes seconds
 
-    def run(rows: Sequence[Row], **options: Any) -> tuple[list[Update], dict[str, torch.Tensor]]:
+    def run(rows: Sequence[Row], **options: Any) -> Theirs:
         options = {"rewards": _rewards(rows), "dtype": torch.float64, **options}
         return trl_updates(
             tiny_folder,
@@ -192,19 +192,19 @@ def plain(ours: Callable[..., _Ours], rows: list[Row]) -> _Ours:
 
 def _assert_same(
     ours: _Ours,
-    theirs: tuple[list[Update], dict[str, torch.Tensor]],
+    theirs: Theirs,
     *,
     rtol: float = 1e-9,
     updates: Sequence[int] = (0, 1),
 ) -> None:
     """Losses and gradients of these updates; after the last one the weights too."""
-    assert len(ours.updates) == len(theirs[0]) == 2
+    assert len(ours.updates) == len(theirs.updates) == 2
     for update in updates:
-        (loss, gradient), (their_loss, their_gradient) = ours.updates[update], theirs[0][update]
+        (loss, gradient), (their_loss, their_gradient) = ours.updates[update], theirs.updates[update]
         assert loss == pytest.approx(their_loss, rel=rtol)
         _assert_close(gradient, their_gradient, rtol=rtol, atol=1e-3 * rtol)
     if 1 in updates:
-        _assert_close(ours.weights, theirs[1], rtol=rtol, atol=1e-3 * rtol)
+        _assert_close(ours.weights, theirs.weights, rtol=rtol, atol=1e-3 * rtol)
 
 
 def _assert_close(
@@ -237,6 +237,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.1}, {"loss": {"kind": "cispo", "clip_high": 0.1}}),
     "sapo": ({"loss_type": "sapo"}, {"loss": "sapo", "aggregation": "sequence_mean"}),
     "gspo": ({"loss_type": "grpo", **NARROW}, {"loss": GSPO, "aggregation": "sequence_mean"}),
+    "gspo by tokens": ({"loss_type": "dapo", **NARROW}, {"loss": GSPO}),
     "luspo": ({"loss_type": "luspo", **NARROW}, {"loss": GSPO, "aggregation": "sequence_sum"}),
     "beta": ({"beta": 0.1}, {**BASE, "kl": {"coefficient": 0.1}}),
     "beta, uncorrected": (
@@ -251,7 +252,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def test_the_preset_is_trls_default_step(theirs: Callable[..., Any], rows: list[Row], plain: _Ours) -> None:
-    _assert_same(plain, theirs(rows))
+    trl = theirs(rows)
+    _assert_same(plain, trl)
+    # Theirs are shares of all tokens, ours on either side of those that this side may clip.
+    region = [shares["clip_ratio/region_mean"] for shares in trl.clip_ratios]
+    assert plain.metrics["clip_fraction"] == pytest.approx(np.mean(region), rel=1e-6)
     assert plain.metrics["clip_fraction_low"] > 0.1 and plain.metrics["clip_fraction_high"] > 0.1
     assert plain.metrics["fraction_groups_without_signal"] == 0.25
 
@@ -331,7 +336,7 @@ def test_bnpo_is_token_mean_until_gradients_are_accumulated(
     """TRL's `bnpo` averages over the tokens of each micro-batch, so that it depends on how a batch is cut. Ours never
     does: `token_mean` is TRL's `dapo`, and its `bnpo` where there is one micro-batch."""
     _assert_same(plain, theirs(rows, loss_type="bnpo"))
-    (_, cut), *_ = theirs(rows, loss_type="bnpo", **FOUR_MICRO_BATCHES)[0]
+    (_, cut), *_ = theirs(rows, loss_type="bnpo", **FOUR_MICRO_BATCHES).updates
     assert largest_difference(plain.updates[0][1], cut) > 1e-3
 
 
@@ -357,7 +362,7 @@ def test_in_float32_with_trls_output_layer_and_prompts_of_any_length(
     """Both as they are. TRL pads prompts on the left, which shifts positions, and those are float32 in any model."""
     rows = _rows(tiny_folder, prompt_tokens=(2, 5, 3, 6))
     step = ours(rows, trainer=_Recording, **settings)
-    their_updates, their_weights = theirs(rows, dtype=torch.float32, **options)
+    their_updates, their_weights, _ = theirs(rows, dtype=torch.float32, **options)
     for (loss, gradient), (their_loss, their_gradient) in zip(step.updates, their_updates, strict=True):
         assert loss == pytest.approx(their_loss, rel=1e-4, abs=1e-6)
         _assert_close(gradient, their_gradient, rtol=1e-4, atol=1e-5)

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,12 @@ from tests.unit.trainers.builders import (
     largest_difference,
     load_causal_lm,
     logprobs_alone,
-    random_rows,
-    samples_of,
     take_step,
     tiny_model,
     trainer_of,
     weights,
 )
+from tests.unit.trainers.naive import everything
 from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_average, save_policy, save_state
 from trainers.data.packing import position_ids
 from trainers.data.samples import Samples
@@ -28,11 +29,6 @@ from trainers.model.attention import Layout
 from trainers.model.model import load_model
 
 _SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
-
-
-@pytest.fixture(scope="module")
-def samples(tiny_folder: Path) -> Samples:
-    return samples_of(random_rows(tiny_folder))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -49,21 +45,20 @@ def test_a_policy_folder_loads_in_transformers_with_the_same_logprobs(
     with torch.no_grad():
         layout = Layout(length, device=trainer.device)
         expected, _ = trainer.model(ids, ids.roll(-1), position_ids(length), layout, 1.0)
-        found = logprobs_alone(load_causal_lm(tmp_path / "policy"), _SEQUENCE)
-        before = logprobs_alone(load_causal_lm(base), _SEQUENCE)
+        found, before = (logprobs_alone(load_causal_lm(f), _SEQUENCE) for f in (tmp_path / "policy", base))
     torch.testing.assert_close(found, expected[:-1], atol=1e-6, rtol=0)
     assert (found - before).abs().max() > 1e-4
-    assert AutoTokenizer.from_pretrained(tmp_path / "policy").encode("1+2=") == AutoTokenizer.from_pretrained(
-        base
-    ).encode("1+2=")
+    one, other = (AutoTokenizer.from_pretrained(folder).encode("1+2=") for folder in (tmp_path / "policy", base))
+    assert one == other
 
 
-def test_a_saved_policy_holds_exactly_the_base_models_tensors(tmp_path: Path, tiny_folder: Path) -> None:
-    # An untrained policy saved in the base's own type is the base: same tensors, same values.
-    trainer = trainer_of(tiny_folder)
-    save_policy(trainer.model, tiny_folder, tmp_path / "policy", dtype=torch.float32)
-    base, saved = load_causal_lm(tiny_folder).state_dict(), load_causal_lm(tmp_path / "policy").state_dict()
-    assert largest_difference(base, saved) == 0
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_policy_holds_exactly_the_base_models_tensors_in_the_type_it_is_asked_to_have(
+    tmp_path: Path, tiny_folder: Path, dtype: torch.dtype
+) -> None:
+    save_policy(trainer_of(tiny_folder).model, tiny_folder, tmp_path / "policy", dtype=dtype)
+    saved, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "policy", tiny_folder))
+    assert largest_difference(saved, {name: tensor.to(dtype) for name, tensor in base.items()}) == 0
 
 
 def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
@@ -95,39 +90,52 @@ def test_a_model_whose_policies_would_have_other_tensors_than_its_files_is_refus
         refuse_other_names(load_model(tmp_path), tmp_path)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"lora": {"rank": 4}}, {"lora": {"rank": 4}, "activation_checkpointing": True}], ids=str
+)
 def test_equal_weights_have_equal_digests_and_others_do_not(
-    tmp_path: Path, tiny_folder: Path, samples: Samples
+    tmp_path: Path, tiny_folder: Path, samples: Samples, settings: dict[str, Any]
 ) -> None:
-    def digest_after(num_steps: int, name: str) -> str:
-        trainer = trainer_of(tiny_folder)
+    def digest_after(num_steps: int, name: str, **settings: Any) -> str:
+        trainer = trainer_of(tiny_folder, **settings)
         for step in range(1, num_steps + 1):
             take_step(trainer, samples, step=step)
         return save_policy(trainer.model, tiny_folder, tmp_path / name, dtype=torch.float32)
 
-    assert digest_after(1, "a") == digest_after(1, "b") != digest_after(2, "c")
-
-
-def test_weights_keep_the_type_they_are_asked_to_have(tmp_path: Path, tiny_folder: Path) -> None:
-    save_policy(trainer_of(tiny_folder).model, tiny_folder, tmp_path / "policy", dtype=torch.bfloat16)
-    assert {t.dtype for t in load_file(tmp_path / "policy" / "model.safetensors").values()} == {torch.bfloat16}
+    plain = {name: value for name, value in settings.items() if name == "lora"}
+    assert digest_after(1, "a", **settings) == digest_after(1, "b", **plain) != digest_after(2, "c", **settings)
 
 
 @pytest.mark.parametrize("save_after", [0, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight_decay": 0.1, "num_minibatches": 2},
+        {"ema": 0.75},
+        {"advantage": "gae", "critic": {"learning_rate": 1e-3}},
+        {"lora": {"rank": 3}},
+    ],
+    ids=str,
+)
 def test_a_resumed_step_equals_the_uninterrupted_one_bit_for_bit(
-    tmp_path: Path, tiny_folder: Path, samples: Samples, save_after: int
+    tmp_path: Path, tiny_folder: Path, samples: Samples, settings: dict[str, Any], save_after: int
 ) -> None:
-    steady = trainer_of(tiny_folder, weight_decay=0.1, num_minibatches=2)
+    steady = trainer_of(tiny_folder, **settings)
     for step in range(1, save_after + 1):
-        take_step(steady, samples, step=step)
+        take_step(steady, samples, step=step, max_staleness=9)
     save_state(steady, tmp_path / "state", step=save_after)
     drawn = torch.rand(4)
-    metrics = [take_step(steady, samples, step=save_after + i) for i in (1, 2)]
-
-    resumed = trainer_of(tiny_folder, weight_decay=0.1, num_minibatches=2)
+    resumed = trainer_of(tiny_folder, **settings)
     assert load_state(resumed, tmp_path / "state") == save_after
     assert torch.equal(torch.rand(4), drawn)
-    assert [take_step(resumed, samples, step=save_after + i) for i in (1, 2)] == metrics
-    assert largest_difference(weights(resumed), weights(steady)) == 0
+    assert largest_difference(everything(steady), everything(resumed)) == 0
+    # Also where the next step trains nothing: the resumed trainer has no gradient of the step before.
+    metrics: list[dict[str, float]] = []
+    for each in (steady, resumed):
+        each.step_without_gradient(step=save_after + 1)
+        metrics += [take_step(each, samples, step=save_after + i, max_staleness=9) for i in (2, 3)]
+    assert metrics[:2] == metrics[2:]
+    assert largest_difference(everything(steady), everything(resumed)) == 0
 
 
 def _no_seal(folder: Path) -> None:
@@ -149,15 +157,13 @@ def _another_step(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", [_no_seal, _cut_off, _missing_file, _another_step])
 def test_a_half_written_or_altered_state_is_refused_and_nothing_changes(
-    tmp_path: Path, tiny_folder: Path, samples: Samples, damage: object
+    tmp_path: Path, tiny_folder: Path, samples: Samples, damage: Callable[[Path], None]
 ) -> None:
-    trainer = trainer_of(tiny_folder)
+    trainer, fresh = trainer_of(tiny_folder), trainer_of(tiny_folder)
     take_step(trainer, samples)
     save_state(trainer, tmp_path / "state", step=1)
-    damage(tmp_path / "state")  # type: ignore[operator]
-    fresh = trainer_of(tiny_folder)
-    before = weights(fresh)
+    damage(tmp_path / "state")
+    before = everything(fresh)
     with pytest.raises(DigestMismatch):
         load_state(fresh, tmp_path / "state")
-    assert largest_difference(weights(fresh), before) == 0
-    assert not fresh.optimizer.state
+    assert largest_difference(everything(fresh), before) == 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import pickle
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,27 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.log.promotion import GAP
-from tests.unit.trainers.builders import (
-    largest_difference,
-    random_rows,
-    samples_of,
-    take_step,
-    tiny_model,
-    trainer_of,
-    weights,
-)
-from trainers.data.samples import Samples
-from trainers.health import (
-    FiniteCheck,
-    Gap,
-    GapMeter,
-    GapTooLarge,
-    NonFinite,
-    gap_weights,
-    rows_to_probe,
-)
-from trainers.model.distributed import copy_into, full
-from trainers.trainer import Trainer
+from trainers.health import FiniteCheck, Gap, GapMeter, GapTooLarge, NonFinite, gap_weights, rows_to_probe
 
 
 def _alone(values: np.ndarray) -> np.ndarray:
@@ -71,7 +50,9 @@ def test_a_gap_computed_by_hand() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 400), st.integers(1, 5))
-def test_packs_and_ranks_change_nothing(seed: int, num_tokens: int, num_ranks: int) -> None:
+def test_packs_and_ranks_change_nothing_of_the_plain_mean_quantile_and_k3(
+    seed: int, num_tokens: int, num_ranks: int
+) -> None:
     arrays = _tokens(seed, num_tokens)
     whole = _measure(*arrays)
     owner_T = np.random.default_rng(seed + 1).integers(0, num_ranks, num_tokens)
@@ -82,30 +63,23 @@ def test_packs_and_ranks_change_nothing(seed: int, num_tokens: int, num_ranks: i
         return values
 
     for rank in range(num_ranks):
-        mine = np.flatnonzero(owner_T == rank)
         meter = GapMeter(3)
-        for pack in np.array_split(mine, 2):
+        for pack in np.array_split(np.flatnonzero(owner_T == rank), 2):
             meter.add(*(torch.from_numpy(values[pack]) for values in arrays))
         meter.result(send)
-    meter = GapMeter(3)  # a rank with nothing to do
-    together = meter.result(lambda values: values + sum(sent))
+    together = GapMeter(3).result(lambda values: values + sum(sent))  # a rank with nothing to do
     assert (together.num_tokens, together.p99) == (whole.num_tokens, whole.p99)
     assert together.mean == pytest.approx(whole.mean) and together.k3 == pytest.approx(whole.k3)
     np.testing.assert_allclose(together.mean_S, whole.mean_S)
-
-
-@given(st.integers(0, 10_000), st.integers(1, 400))
-def test_they_are_the_plain_mean_quantile_and_k3(seed: int, num_tokens: int) -> None:
-    logprobs_T, sampled_T, counted_T, shards_T = _tokens(seed, num_tokens)
-    gap = _measure(logprobs_T, sampled_T, counted_T, shards_T)
+    logprobs_T, sampled_T, counted_T, _ = arrays
     delta = (logprobs_T - sampled_T)[counted_T]
     if not len(delta):
-        assert gap.metrics() == {}
+        assert whole.metrics() == {}
         return
     exact = np.quantile(np.abs(delta), 0.99, method="inverted_cdf")
-    assert gap.mean == pytest.approx(np.abs(delta).mean())
-    assert exact * (1 - 1e-5) <= gap.p99 <= max(1.06 * exact, 1e-9)
-    assert gap.k3 == pytest.approx((np.exp(delta) - 1 - delta).mean()) and gap.k3 >= 0
+    assert whole.mean == pytest.approx(np.abs(delta).mean())
+    assert exact * (1 - 1e-5) <= whole.p99 <= max(1.06 * exact, 1e-9)
+    assert whole.k3 == pytest.approx((np.exp(delta) - 1 - delta).mean()) and whole.k3 >= 0
 
 
 def test_only_the_shard_that_is_too_far_off_is_named() -> None:
@@ -119,14 +93,11 @@ def test_only_the_shard_that_is_too_far_off_is_named() -> None:
     assert caught.value.reasons.keys() == {"b"} and caught.value.reasons["b"].startswith(GAP)
 
 
-def test_a_gap_that_is_no_number_does_not_pass() -> None:
+def test_a_gap_that_is_no_number_does_not_pass_and_a_shard_without_a_counted_token_is_not_judged() -> None:
     gap = _measure(np.array([np.nan]), np.array([-1.0]), np.array([True]), np.array([2]))
     assert gap.p99 == np.inf
     with pytest.raises(NonFinite, match="log-probability by the trainer is NaN or infinite at shard c"):
         gap.check(["a", "b", "c"], max_gap=math.inf)
-
-
-def test_a_shard_without_a_counted_token_is_not_judged() -> None:
     gap = _measure(np.array([-9.0]), np.array([-1.0]), np.array([False]), np.array([0]))
     gap.check(["a", "b", "c"], max_gap=0.1)
     assert gap.num_tokens == 0 and gap.p99 == 0
@@ -162,22 +133,21 @@ def _pack(tokens: list[int], *, loss: float = 0.5, **values: list[float]) -> Fin
     return check
 
 
-def test_rows_with_a_number_that_is_none_are_found_whatever_it_is() -> None:
-    fine, nan, infinite = [-1.0] * 4, [-1.0, float("nan"), -1.0, -1.0], [-1.0, -1.0, -1.0, float("-inf")]
-    tokens = [1, 3, 4, 8]
-    assert _pack(tokens, logprobs=fine, advantages=fine).bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == []
-    check = _pack(tokens, loss=float("nan"), logprobs=nan, advantages=infinite)
-    assert check.bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == [1, 2]
+_NAN, _INF = float("nan"), float("inf")
 
 
-def test_what_is_masked_is_not_looked_at() -> None:
-    check = _pack([1, 4], logprobs=[-1.0, float("nan")], mask_T=[1.0, 0.0])
-    assert check.bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == []
-
-
-def test_a_loss_that_is_none_names_its_whole_pack() -> None:
-    check = _pack([0, 1, 5], loss=float("inf"), logprobs=[-1.0] * 3)
-    assert check.bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == [0, 2]
+@pytest.mark.parametrize(
+    ("tokens", "pack", "rows"),
+    [
+        ([1, 3, 4, 8], {"logprobs": [-1.0] * 4, "advantages": [-1.0] * 4}, []),
+        ([1, 3, 4, 8], {"loss": _NAN, "logprobs": [-1, _NAN, -1, -1], "advantages": [-1, -1, -1, -_INF]}, [1, 2]),
+        ([1, 4], {"logprobs": [-1.0, _NAN], "mask_T": [1.0, 0.0]}, []),
+        ([0, 1, 5], {"loss": _INF, "logprobs": [-1.0] * 3}, [0, 2]),
+    ],
+    ids=["fine", "whatever it is", "masked", "a loss names its whole pack"],
+)
+def test_rows_with_nan_or_infinity_are_named(tokens: list[int], pack: dict[str, Any], rows: list[int]) -> None:
+    assert _pack(tokens, **pack).bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == rows
 
 
 def test_a_rank_without_bad_rows_hears_of_the_others() -> None:
@@ -192,70 +162,3 @@ def test_errors_keep_what_they_carry_on_the_way_to_another_process() -> None:
     error = pickle.loads(pickle.dumps(NonFinite("the loss", names, 2)))
     assert error.num_updates == 2 and error.rows == names
     assert "0.task7/1 (shard s0) and 2 more; the optimizer was not touched" in str(error)
-
-
-def _two_shards(folder: Path, *, noise: float = 0.0) -> Samples:
-    """Four groups of three attempts; the last two groups are of shard `b`, sampled by another policy by `noise`."""
-    rows = random_rows(folder, noise=0.0)
-    draw = np.random.default_rng(1)
-    for row in rows[6:]:
-        row.logprobs[:] = [min(-1e-4, logprob + noise * draw.choice([-1, 1])) for logprob in row.logprobs]
-    return dataclasses.replace(
-        samples_of(rows),
-        shard_ids=["a", "b"],
-        shards_B=np.repeat([0, 1], 6),
-        attempt_numbers_B=np.tile([0, 1, 2], 4),
-        group_ids=[f"0.task{number}" for number in range(4)],
-    )
-
-
-def _untouched(trainer: Trainer, before: dict[str, torch.Tensor]) -> bool:
-    return largest_difference(weights(trainer), before) == 0 and not trainer.optimizer.state
-
-
-def test_a_step_on_its_own_policy_has_a_gap_of_rounding(tiny_folder: Path) -> None:
-    metrics = take_step(trainer_of(tiny_folder), _two_shards(tiny_folder))
-    assert 0 <= metrics["engine_gap"] < 1e-4 and metrics["engine_gap"] <= metrics["engine_gap_p99"] < 1e-3
-    assert 0 <= metrics["engine_gap_k3"] < 1e-8
-
-
-@pytest.mark.parametrize("num_minibatches", [1, 4])
-def test_a_shard_of_other_weights_trains_nothing(tiny_folder: Path, num_minibatches: int) -> None:
-    trainer = trainer_of(tiny_folder, num_minibatches=num_minibatches)
-    before = weights(trainer)
-    with pytest.raises(GapTooLarge) as caught:
-        take_step(trainer, _two_shards(tiny_folder, noise=4.0), max_gap=1.0)
-    assert caught.value.reasons.keys() == {"b"} and _untouched(trainer, before)
-    assert take_step(trainer, _two_shards(tiny_folder))["trained_groups"] == 4, "the same trainer goes on"
-
-
-def test_tokens_of_an_older_policy_are_no_gap_unless_no_step_explains_them(tiny_folder: Path) -> None:
-    trainer, samples = trainer_of(tiny_folder), _two_shards(tiny_folder, noise=4.0)
-    metrics = take_step(trainer, samples, step=2, max_staleness=1)
-    assert "engine_gap" not in metrics and metrics["off_policy_kl"] > 1
-    before = weights(trainer)
-    with pytest.raises(GapTooLarge) as caught:
-        take_step(trainer, samples, step=2, max_staleness=1, max_gap=1.0)
-    assert caught.value.reasons.keys() == {"b"} and not largest_difference(weights(trainer), before)
-
-
-def test_a_number_that_is_none_stops_before_the_optimizer_and_names_its_rows_alone(tmp_path: Path) -> None:
-    folder = tiny_model(tmp_path / "untied", tied=False)
-    trainer, samples = trainer_of(folder, tokens_per_microbatch=16), _two_shards(folder)
-    # One token's embedding is ruined: what follows it in its row has no probability, other rows of its pack have.
-    prompts = [row[:-1].tolist() for row in np.split(samples.input_ids_T, samples.offsets[1:-1])]
-    ruined = next(token for token in prompts[-1] if any(token not in row for row in prompts))
-    expected = [row for row, prompt in enumerate(prompts) if ruined in prompt]
-    embedding = next(parameter for name, parameter in trainer.model.named_parameters() if "embed_tokens" in name)
-    with torch.no_grad():
-        whole = full(embedding)
-        whole[ruined] = torch.nan
-        copy_into(embedding, whole)
-    before = {name: tensor.nan_to_num() for name, tensor in weights(trainer).items()}
-    with pytest.raises(NonFinite, match="the optimizer was not touched") as caught:
-        take_step(trainer, samples)
-    assert len(caught.value.rows) == len(expected) < samples.num_rows and caught.value.num_updates == 0
-    for name, row in zip(caught.value.rows, expected, strict=True):
-        assert name.startswith(f"0.task{row // 3}/") and name.endswith(f"(shard {'ab'[row // 6]})")
-    after = {name: tensor.nan_to_num() for name, tensor in weights(trainer).items()}
-    assert largest_difference(after, before) == 0 and not trainer.optimizer.state

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from rollouts.chat.chat_tokens import ChatTokens
 from settings.train import TrainSettings
-from tests.unit.trainers.builders import Row, samples_of, tiny_model
+from tests.unit.trainers.builders import row_of, samples_of, tiny_model
 from trainers.data.samples import Samples
 from trainers.refusals import (
     RefusedShards,
@@ -41,9 +41,10 @@ def test_defaults_are_honoured_on_a_cpu_and_on_a_gpu() -> None:
         ({}, {"offload_optimizer": True}, "offload_optimizer is for GPUs"),
         ({"has_cuda": True}, {"offload_optimizer": True, "device": "cpu"}, "offload_optimizer is for GPUs"),
         ({"has_cuda": True, "has_bfloat16": False}, {"dtype": "bfloat16"}, "has no bfloat16; use 'float32'"),
+        ({}, {"device": "cuda", "offload_optimizer": True}, r"(?s)sees no GPU.*offload_optimizer"),
     ],
 )
-def test_options_that_this_machine_cannot_honour(
+def test_options_that_this_machine_cannot_honour_are_named_all_at_once(
     machine: dict[str, bool], settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
@@ -57,11 +58,6 @@ def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) ->
     _options(compile=True, has_cuda=True)
     with pytest.raises(ValueError, match=r"needs a C\+\+ compiler"):
         _options(compile=True)
-
-
-def test_every_option_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"(?s)sees no GPU.*offload_optimizer"):
-        _options(device="cuda", offload_optimizer=True)
 
 
 _LOGPROBS = np.tile([0.0, -1.0, -0.5], 4).astype(np.float32)
@@ -101,9 +97,9 @@ def _with(values: np.ndarray, index: int, value: float) -> np.ndarray:
     return changed
 
 
-def test_good_shards_pass() -> None:
+def test_good_shards_pass_whatever_stands_where_nothing_was_sampled() -> None:
     _shards()
-    _shards(base_tokenizer="", max_positions=None)
+    _shards(base_tokenizer="", max_positions=None, logprobs_T=_with(_LOGPROBS, 0, np.nan))
 
 
 @pytest.mark.parametrize(
@@ -125,10 +121,6 @@ def test_the_bad_shard_is_named_and_the_other_is_not(changed: dict[str, Any], se
     assert caught.value.reasons.keys() == {"b"}
 
 
-def test_a_nan_where_nothing_was_sampled_is_nobody_s_business() -> None:
-    _shards(logprobs_T=_with(_LOGPROBS, 0, np.nan))
-
-
 def test_each_bad_shard_has_its_own_reason_also_in_another_process() -> None:
     with pytest.raises(RefusedShards) as caught:
         _shards(tokenizers={"a": "u" * 64}, vocab_size=11)
@@ -138,10 +130,7 @@ def test_each_bad_shard_has_its_own_reason_also_in_another_process() -> None:
 
 
 def test_a_row_that_does_not_fit_into_a_forward_pass_is_named() -> None:
-    rows = [
-        Row(prompt=[1], reply=[2] * 99, logprobs=[-1.0] * 99, versions=[0] * 99, reward=0.0, group=group, attempt=0)
-        for group in (0, 1)
-    ]
+    rows = [row_of([2] * 99, group=group) for group in (0, 1)]
     samples = dataclasses.replace(samples_of(rows), group_ids=["0.x", "0.y"])
     refuse_long_rows(samples, tokens_per_microbatch=100)
     longer = dataclasses.replace(samples, offsets=np.array([0, 99, 200]))

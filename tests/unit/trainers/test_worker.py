@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,13 @@ from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
 from storage.objects.opening import open_store
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyReader
+from storage.records import RolloutGroup
 from storage.shards.shards import DamagedShard
 from tests.builders import a_broadcast, a_config
 from tests.unit.trainers.builders import (
     commit,
     config_of,
-    group_of,
+    groups_of,
     largest_difference,
     load_causal_lm,
     new_run,
@@ -37,20 +39,24 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from trainers.health import GapTooLarge
-from trainers.model.distributed import full
 from trainers.timing import PHASES
 from trainers.worker import TrainerWorker
 
 _BATCH = 2
+_SLOWLY = 1e-9
+"""A learning rate by which most of the float32 weights stay what they are."""
+
+
+@pytest.fixture(scope="module")
+def groups(tiny_folder: Path) -> list[RolloutGroup]:
+    return groups_of(random_rows(tiny_folder, num_groups=8))
 
 
 @pytest.fixture
-def log(tmp_path: Path, tiny_folder: Path) -> RunLog:
-    """A run with three shards of two groups each: enough for three steps."""
+def log(tmp_path: Path, tiny_folder: Path, groups: list[RolloutGroup]) -> RunLog:
+    """A run with four shards of two groups each: enough for four steps."""
     log = new_run(tmp_path, tiny_folder)
-    rows = random_rows(tiny_folder, num_groups=6)
-    groups = [group_of([row for row in rows if row.group == p], position=p) for p in range(6)]
-    for number in range(3):
+    for number in range(4):
         commit(log, f"shard-{number}", groups[2 * number : 2 * number + 2])
     return log
 
@@ -62,11 +68,15 @@ def _worker(
     return open_trainer(log, config, cache=tmp_path / "cache", sends=sends)
 
 
-def _claim(log: RunLog, *, batch_size: int = _BATCH) -> Claim:
-    rules = a_config(batch_size=batch_size, max_staleness=8, stale_policy="strict", min_usable=2)
-    claim = next_claim(log.refresh(), rules)
+def _claim(log: RunLog, *, batch_size: int = _BATCH, **rules: Any) -> Claim:
+    settings = {"batch_size": batch_size, "max_staleness": 8, "stale_policy": "strict", "min_usable": 2, **rules}
+    claim = next_claim(log.refresh(), a_config(**settings))
     assert claim is not None
     return claim
+
+
+def _attempted(log: RunLog, fallback: Fallback) -> Claim:
+    return _claim(log, dynamic_batch=True, on_nothing_accepted=fallback)
 
 
 def _train(
@@ -79,6 +89,17 @@ def _train_steps(worker: TrainerWorker, log: RunLog, count: int) -> list[Step]:
     return [_train(worker, _claim(log)) for _ in range(count)]
 
 
+def _weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
+    return weights(worker._trainer.trainer)  # what a trainer holds has no other door
+
+
+def _digest_of(worker: TrainerWorker, claim: Claim) -> str:
+    """What this worker's weights are after training on a claim, without committing it."""
+    worker._train(claim)
+    with tempfile.TemporaryDirectory() as scratch:
+        return worker._trainer.save_policy(Path(scratch) / "policy")
+
+
 def test_a_step_is_committed_with_its_policy_and_digests(log: RunLog, tmp_path: Path) -> None:
     worker = _worker(log, tmp_path)
     claim = _claim(log)
@@ -89,7 +110,7 @@ def test_a_step_is_committed_with_its_policy_and_digests(log: RunLog, tmp_path: 
     assert state.steps == [step] and step.claim == claim and step.session_id == "session"
     assert state.live == step.policy and (step.policy.version, step.policy.parent) == (1, 0)
     counters = state.counters()
-    assert (counters["submitted"], counters["trained"], counters["pending"]) == (6, 2, 4)
+    assert (counters["submitted"], counters["trained"], counters["pending"]) == (8, 2, 6)
     assert step.shard_sha256 == {"shard-0": state.shards["shard-0"].sha256}
     folder = open_store(log.store.uri).fetch_folder(step.policy.path, tmp_path)
     assert verify_folder(folder) == step.policy.weights_sha256 != state.policies[0].weights_sha256
@@ -136,16 +157,7 @@ def test_the_same_claim_again_returns_the_same_step_and_trains_nothing(log: RunL
     assert expected.policy.weights_sha256 == _digest_of(worker, second)
 
 
-def _digest_of(worker: TrainerWorker, claim: Claim) -> str:
-    """What this worker's weights are after training on a claim, without committing it."""
-    worker._train(claim)
-    with tempfile.TemporaryDirectory() as scratch:
-        return worker._trainer.save_policy(Path(scratch) / "policy")
-
-
-def test_a_retry_after_a_failed_save_does_not_train_the_claim_twice(
-    log: RunLog, tmp_path: Path, tiny_folder: Path
-) -> None:
+def test_a_retry_after_a_failed_save_does_not_train_the_claim_twice(log: RunLog, tmp_path: Path) -> None:
     worker, twin = _worker(log, tmp_path), _worker(log, tmp_path)
     claim = _claim(log)
     blocker = tmp_path / "store" / log.key("policies")
@@ -157,29 +169,20 @@ def test_a_retry_after_a_failed_save_does_not_train_the_claim_twice(
     assert _train(worker, claim).policy.weights_sha256 == _digest_of(twin, claim)
 
 
-@pytest.mark.parametrize(("checkpoint_every", "replayed"), [(10, 2), (2, 0)])
-def test_a_fresh_worker_resumes_to_the_same_weights(
-    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, checkpoint_every: int, replayed: int
+@pytest.mark.parametrize(("checkpoint_every", "retrained"), [(10, 3), (2, 1), (3, 0)])
+def test_a_fresh_worker_resumes_to_the_same_weights_from_the_last_saved_state(
+    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, checkpoint_every: int, retrained: int
 ) -> None:
     steady = _worker(log, tmp_path, checkpoint_every=checkpoint_every, num_minibatches=2)
-    steps = _train_steps(steady, log, 2)
-    assert [step.state_path is not None for step in steps] == [False, checkpoint_every == 2]
-
+    steps = _train_steps(steady, log, 3)
+    saved = [step.claim.step for step in steps if step.state_path is not None]
+    assert saved == ([checkpoint_every] if checkpoint_every <= 3 else [])
     with caplog.at_level(logging.WARNING):
         resumed = _worker(log, tmp_path, checkpoint_every=checkpoint_every, num_minibatches=2)
-    assert resumed.opened == replayed
-    assert not caplog.records
-    third = _claim(log)
-    assert _train(resumed, third).policy.weights_sha256 == _digest_of(steady, third)
-
-
-def test_a_resume_starts_at_the_last_saved_state(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
-    steady = _worker(log, tmp_path, checkpoint_every=2)
-    steps = _train_steps(steady, log, 3)
-    assert [step.state_path is not None for step in steps] == [False, True, False]
-    with caplog.at_level(logging.WARNING):
-        assert _worker(log, tmp_path, checkpoint_every=2).opened == 1
+    assert resumed.opened == retrained
     assert not caplog.records  # the re-trained digest is the recorded one
+    claim = _claim(log)
+    assert _train(resumed, claim).policy.weights_sha256 == _digest_of(steady, claim)
 
 
 def test_a_resume_that_gives_other_weights_says_so_and_goes_on_from_the_recorded_ones(
@@ -190,7 +193,7 @@ def test_a_resume_that_gives_other_weights_says_so_and_goes_on_from_the_recorded
     with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
         resumed = _worker(log, tmp_path, learning_rate=2e-3)
     assert "re-training up to step 1 gave other weights than recorded" in caplog.text
-    assert _weights(resumed) == _weights(first)
+    assert largest_difference(_weights(resumed), _weights(first)) == 0
 
 
 def test_a_recorded_step_whose_shard_is_lost_resumes_from_the_recorded_weights(
@@ -203,38 +206,18 @@ def test_a_recorded_step_whose_shard_is_lost_resumes_from_the_recorded_weights(
     with caplog.at_level(logging.WARNING, logger="millrace.trainer"):
         resumed = _worker(log, tmp_path)
     assert "step 1 cannot be trained again" in caplog.text, "not the last one of those to be trained"
-    assert _weights(resumed) == _weights(first)
-
-
-def _weights(worker: TrainerWorker) -> dict[str, list[float]]:
-    model = worker._trainer.trainer.model  # what a resumed trainer holds has no other door
-    return {name: full(parameter).flatten().tolist() for name, parameter in model.named_parameters()}
+    assert largest_difference(_weights(resumed), _weights(first)) == 0
 
 
 @pytest.fixture
-def rejecting(tmp_path: Path, tiny_folder: Path) -> RunLog:
+def rejecting(tmp_path: Path, tiny_folder: Path, groups: list[RolloutGroup]) -> RunLog:
     """A run with four batches of two groups each; a filter took all of the first and the third."""
     log = new_run(tmp_path, tiny_folder)
-    rows = random_rows(tiny_folder, num_groups=8)
     for number in range(4):
-        groups = [group_of([row for row in rows if row.group == p], position=p) for p in (2 * number, 2 * number + 1)]
         reason = "uniform reward 1" if number % 2 == 0 else ""
-        commit(log, f"shard-{number}", [replace(g, accepted=not reason, reject_reason=reason) for g in groups])
+        both = groups[2 * number : 2 * number + 2]
+        commit(log, f"shard-{number}", [replace(g, accepted=not reason, reject_reason=reason) for g in both])
     return log
-
-
-def _attempted(log: RunLog, fallback: Fallback) -> Claim:
-    rules = a_config(
-        batch_size=2,
-        max_staleness=8,
-        stale_policy="strict",
-        min_usable=2,
-        dynamic_batch=True,
-        on_nothing_accepted=fallback,
-    )
-    claim = next_claim(log.refresh(), rules)
-    assert claim is not None
-    return claim
 
 
 def test_a_step_with_nothing_accepted_is_skipped_and_keeps_the_weights(rejecting: RunLog, tmp_path: Path) -> None:
@@ -258,14 +241,11 @@ def test_a_masked_step_goes_on_with_the_optimizer(rejecting: RunLog, tmp_path: P
     # Before the first gradient there is no momentum; after it, a zero gradient still moves the weights.
     digests = [step.policy.weights_sha256 for step in steps]
     assert len(set(digests)) == 4 and len({step.policy.path for step in steps}) == 4
-    tensors = [_tensors(rejecting, step, tmp_path) for step in steps]
-    assert largest_difference(tensors[0], tensors[1]) > 0 and largest_difference(tensors[1], tensors[2]) > 0
+    folders = [rejecting.store.fetch_folder(step.policy.path, tmp_path / "cache") for step in steps]
+    first, second, third, _ = (load_file(folder / "model.safetensors") for folder in folders)
+    assert largest_difference(first, second) > 0 and largest_difference(second, third) > 0
     assert [step.metrics["trained_tokens"] > 0 for step in steps] == [False, True, False, True]
     assert steps[2].metrics["learning_rate"] == steps[3].metrics["learning_rate"]
-
-
-def _tensors(log: RunLog, step: Step, tmp_path: Path) -> dict[str, torch.Tensor]:
-    return load_file(log.store.fetch_folder(step.policy.path, tmp_path / "cache") / "model.safetensors")
 
 
 @pytest.mark.parametrize("fallback", ["skip_step", "masked"])
@@ -273,14 +253,13 @@ def _tensors(log: RunLog, step: Step, tmp_path: Path) -> dict[str, torch.Tensor]
 def test_a_resume_after_steps_with_nothing_accepted_has_the_same_weights(
     rejecting: RunLog, tmp_path: Path, caplog: LogCaptureFixture, fallback: Fallback, checkpoint_every: int
 ) -> None:
-    log = rejecting
-    steady = _worker(log, tmp_path, checkpoint_every=checkpoint_every)
+    steady = _worker(rejecting, tmp_path, checkpoint_every=checkpoint_every)
     for steps_done in range(4):
         with caplog.at_level(logging.WARNING):
-            resumed = _worker(log, tmp_path, checkpoint_every=checkpoint_every)
+            resumed = _worker(rejecting, tmp_path, checkpoint_every=checkpoint_every)
         assert resumed.opened == steps_done % checkpoint_every
         assert not caplog.records
-        claim = _attempted(log, fallback)
+        claim = _attempted(rejecting, fallback)
         expected = _digest_of(resumed, claim)
         step = _train(steady, claim)
         if claim.fallback != "skip_step":
@@ -295,12 +274,18 @@ def test_a_skipped_step_asked_for_again_is_the_same_step(rejecting: RunLog, tmp_
     assert _train(worker, _attempted(rejecting, "skip_step")).policy.version == 2
 
 
-def test_the_trainer_that_commits_second_gets_a_conflict(log: RunLog, tmp_path: Path) -> None:
-    first, second = _worker(log, tmp_path), _worker(log, tmp_path)
-    claim, other = _claim(log, batch_size=2), _claim(log, batch_size=3)
-    committed = _train(first, claim)
-    with pytest.raises(Conflict, match="another trainer"):
-        _train(second, other)
+@pytest.mark.parametrize(
+    ("batch_size", "session_id"), [(3, "a"), (_BATCH, "b")], ids=["another claim", "an equal claim of another session"]
+)
+def test_the_trainer_that_commits_second_gets_a_conflict_however_often_it_is_asked(
+    log: RunLog, tmp_path: Path, batch_size: int, session_id: str
+) -> None:
+    first, second = _worker(log, tmp_path), _worker(log, tmp_path, learning_rate=2e-3)
+    claim, other = _claim(log), _claim(log, batch_size=batch_size)
+    committed = _train(first, claim, session_id="a")
+    for _ in range(2):
+        with pytest.raises(Conflict, match="step 1 is committed: another trainer is working on this run"):
+            _train(second, other, session_id=session_id)
     assert log.refresh().steps == [committed]
 
 
@@ -308,21 +293,11 @@ def test_a_claim_refused_for_its_shards_changes_no_weight_so_that_the_next_one_i
     log: RunLog, tmp_path: Path
 ) -> None:
     worker = _worker(log, tmp_path, max_gap=1e-6)
-    before = weights(worker._trainer.trainer)
+    before = _weights(worker)
     for _ in range(2):  # no conflict: the weights are still the policy's
         with pytest.raises(GapTooLarge, match="shard-0"):
             _train(worker, _claim(log))
-    assert largest_difference(before, weights(worker._trainer.trainer)) == 0 and log.refresh().steps == []
-
-
-def test_an_equal_claim_of_another_session_is_not_taken_for_our_own(log: RunLog, tmp_path: Path) -> None:
-    first, second = _worker(log, tmp_path), _worker(log, tmp_path, learning_rate=2e-3)
-    claim = _claim(log)  # one log, so both build the same one
-    committed = _train(first, claim, session_id="a")
-    for _ in range(2):
-        with pytest.raises(Conflict, match="step 1 is committed: another trainer is working on this run"):
-            _train(second, claim, session_id="b")
-    assert log.refresh().steps == [committed]
+    assert largest_difference(before, _weights(worker)) == 0 and log.refresh().steps == []
 
 
 def test_a_trainer_overtaken_while_it_trains_is_in_conflict_however_often_it_is_asked(
@@ -337,10 +312,9 @@ def test_a_trainer_overtaken_while_it_trains_is_in_conflict_however_often_it_is_
         return save(folder)
 
     monkeypatch.setattr(second._trainer, "save_policy", overtaken)
-    with pytest.raises(Conflict, match="another trainer"):
-        _train(second, claim, session_id="b")
-    with pytest.raises(Conflict, match="another trainer"):  # as the flow's task asks again
-        _train(second, claim, session_id="b")
+    for _ in range(2):  # as the flow's task asks again
+        with pytest.raises(Conflict, match="another trainer"):
+            _train(second, claim, session_id="b")
     # Nor does it go on from a step it did not make, though that one's claim is what its weights were trained on.
     with pytest.raises(Conflict, match="not policy version 1"):
         _train(second, _claim(log), session_id="b")
@@ -411,11 +385,11 @@ def test_a_damaged_shard_is_found_before_any_weight_changes(log: RunLog, tmp_pat
     path = log.store.root / log.shard_key("shard-1")
     intact = path.read_bytes()
     path.write_bytes(intact[:-100] + bytes(100))
-    before = weights(worker._trainer.trainer)
+    before = _weights(worker)
     with pytest.raises(DamagedShard, match="shard-1"):
         _train(worker, claim)
     assert log.refresh().steps == []
-    assert largest_difference(weights(worker._trainer.trainer), before) == 0
+    assert largest_difference(_weights(worker), before) == 0
     # Nothing was lost: a claim on what is whole trains.
     assert _train(worker, _claim(log)).claim.step == 1
 
@@ -426,8 +400,7 @@ def test_policies_keep_the_type_of_the_base_models_weights(tmp_path: Path, tiny_
     AutoTokenizer.from_pretrained(tiny_folder).save_pretrained(base)
     seal_folder(base)
     log = new_run(tmp_path, base)
-    rows = random_rows(tiny_folder, num_groups=2)
-    commit(log, "shard", [group_of([row for row in rows if row.group == p], position=p) for p in range(2)])
+    commit(log, "shard", groups_of(random_rows(tiny_folder, num_groups=2)))
     worker = _worker(log, tmp_path)
     step = _train(worker, _claim(log))
     tensors = load_file(log.store.fetch_folder(step.policy.path, tmp_path) / "model.safetensors")
@@ -435,7 +408,7 @@ def test_policies_keep_the_type_of_the_base_models_weights(tmp_path: Path, tiny_
 
 
 def test_policies_between_anchors_are_deltas_and_a_resume_goes_on_from_them(log: RunLog, tmp_path: Path) -> None:
-    worker = _worker(log, tmp_path, learning_rate=1e-9)  # so that most of the float32 weights stay what they are
+    worker = _worker(log, tmp_path, learning_rate=_SLOWLY)
     first, second = _train_steps(worker, log, 2)
     assert (first.policy.anchor, second.policy.anchor) == (None, 1)
     assert second.metrics["policy_bytes"] < 0.5 * first.metrics["policy_bytes"]
@@ -444,7 +417,7 @@ def test_policies_between_anchors_are_deltas_and_a_resume_goes_on_from_them(log:
     assert verify_folder(folder) == second.policy.weights_sha256
     load_causal_lm(folder)
 
-    resumed = _worker(log, tmp_path / "elsewhere", learning_rate=1e-9)
+    resumed = _worker(log, tmp_path / "elsewhere", learning_rate=_SLOWLY)
     assert resumed.opened == 2
     assert _train(resumed, _claim(log)).policy.anchor == 1
 
@@ -458,13 +431,13 @@ def test_where_nearly_all_weights_change_every_policy_is_whole(log: RunLog, tmp_
 def test_a_resume_writes_a_damaged_newest_policy_whole(
     log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, damaged: str
 ) -> None:
-    worker = _worker(log, tmp_path, learning_rate=1e-9)
+    worker = _worker(log, tmp_path, learning_rate=_SLOWLY)
     policy = _train_steps(worker, log, 2)[1].policy
     (tmp_path / "store" / policy.path / damaged).write_bytes(b"broken")
     with pytest.raises(DamagedDelta):
         PolicyReader(log, tmp_path / "reader").fetch(policy)
 
-    _worker(log, tmp_path, learning_rate=1e-9)
+    _worker(log, tmp_path, learning_rate=_SLOWLY)
     assert "policy 2 is written again, whole" in caplog.text
     folder = PolicyReader(log, tmp_path / "reader").fetch(policy)
     assert verify_folder(folder) == policy.weights_sha256
@@ -472,9 +445,9 @@ def test_a_resume_writes_a_damaged_newest_policy_whole(
 
 
 def test_a_resume_to_other_weights_does_not_go_on_without_the_recorded_ones(log: RunLog, tmp_path: Path) -> None:
-    worker = _worker(log, tmp_path, learning_rate=1e-9)
+    worker = _worker(log, tmp_path, learning_rate=_SLOWLY)
     policy = _train_steps(worker, log, 2)[1].policy
     (tmp_path / "store" / policy.path / DELTA_FILE).write_bytes(b"broken")
     (tmp_path / "store" / log.shard_key("shard-1")).write_bytes(b"broken")  # so that step 2 cannot be trained again
     with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
-        _worker(log, tmp_path, learning_rate=1e-9)
+        _worker(log, tmp_path, learning_rate=_SLOWLY)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import torch
@@ -25,10 +25,18 @@ Update = tuple[float, dict[str, torch.Tensor]]
 """Loss of one optimizer update, and the gradient it saw, by parameter name."""
 
 
+class Theirs(NamedTuple):
+    updates: list[Update]
+    weights: dict[str, torch.Tensor]
+    clip_ratios: list[dict[str, float]]
+    """Of each micro-batch, by TRL's names."""
+
+
 class _Recorder(TrainerCallback):
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.updates: list[Update] = []
+        self.clip_ratios: list[dict[str, float]] = []
 
     def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -37,13 +45,15 @@ class _Recorder(TrainerCallback):
 
 
 class _Recorded(GRPOTrainer):
-    """As it is; the loss of each micro-batch is written down."""
+    """As it is; the loss of each micro-batch is written down, and the shares of its tokens that are clipped."""
 
     recorder: _Recorder
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         loss: torch.Tensor = super()._compute_loss(model, inputs)
         self.recorder.losses.append(float(loss.detach()))
+        shares = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("clip_ratio/")}
+        self.recorder.clip_ratios.append(shares)
         return loss
 
 
@@ -67,7 +77,7 @@ def trl_updates(
     output_dir: Path,
     reference: Path | None = None,
     **options: Any,
-) -> tuple[list[Update], dict[str, torch.Tensor]]:
+) -> Theirs:
     """Two updates on the same rows, which are groups of equal size, in order; then the weights.
 
     `rewards` has an entry for each reward function, with one number per row. `options` are fields of `GRPOConfig`.
@@ -116,7 +126,8 @@ def trl_updates(
         )
         trainer.recorder = recorder
         trainer.train()
-    return recorder.updates, {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return Theirs(recorder.updates, weights, recorder.clip_ratios)
 
 
 def _column(name: str) -> Callable[..., list[float | None]]:

@@ -15,20 +15,13 @@ from storage.records import RolloutGroup, Sampling, Turn
 from storage.shards.codec import shard_table
 from storage.shards.shards import read_shard
 from tests.builders import provenance
-from tests.unit.trainers.builders import Row, commit, group_of, new_run
+from tests.unit.trainers.builders import Row, commit, group_of, new_run, row_of
 from trainers.data.samples import COLUMNS, Samples, gather_samples
 
 
 def _row(attempt: int, *, token: int = 5, reply_length: int = 2, reward: float = 1.0) -> Row:
-    return Row(
-        prompt=[token, token],
-        reply=[token + 1] * reply_length,
-        logprobs=[-0.5] * reply_length,
-        versions=[3] * reply_length,
-        reward=reward,
-        group=0,
-        attempt=attempt,
-    )
+    reply, prompt = [token + 1] * reply_length, [token, token]
+    return row_of(reply, prompt=prompt, version=3, reward=reward, attempt=attempt)
 
 
 def _forked(group: RolloutGroup) -> RolloutGroup:

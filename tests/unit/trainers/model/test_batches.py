@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.trainers.builders import Row, samples_of
+from tests.unit.trainers.builders import row_of, samples_of
 from trainers.model.batches import packs_of
 
 _ROWS = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=24)
@@ -19,18 +19,7 @@ def test_groups_are_whole_on_one_rank_wherever_their_rows_stand(
     rows: list[tuple[int, int]], num_ranks: int, budget: int
 ) -> None:
     samples = samples_of(
-        [
-            Row(
-                prompt=[1],
-                reply=[2] * length,
-                logprobs=[-1.0] * length,
-                versions=[0] * length,
-                reward=0.0,
-                group=group,
-                attempt=number,
-            )
-            for number, (group, length) in enumerate(rows)
-        ]
+        [row_of([2] * length, group=group, attempt=number) for number, (group, length) in enumerate(rows)]
     )
     ranks_of: dict[int, set[int]] = {}
     seen: list[int] = []

@@ -138,12 +138,13 @@ def test_bfloat16_matrices_have_their_softmax_and_its_gradient_in_float32(tile_b
 @pytest.mark.parametrize("tile_bytes", [1, _ALL_AT_ONCE])
 def test_frozen_matrices_get_no_gradient(tile_bytes: int) -> None:
     hidden, output, targets = _inputs()
-    logprobs, _ = linear_logprobs(hidden, output.detach(), targets, temperature=1.0, tile_bytes=tile_bytes)
-    frozen_output = torch.autograd.grad(logprobs.sum(), hidden)
-    logprobs, _ = linear_logprobs(hidden.detach(), output, targets, temperature=1.0, tile_bytes=tile_bytes)
-    frozen_hidden = torch.autograd.grad(logprobs.sum(), output)
-    logprobs, _ = linear_logprobs(hidden, output, targets, temperature=1.0, tile_bytes=tile_bytes)
-    both = torch.autograd.grad(logprobs.sum(), [hidden, output])
+
+    def total(hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        return linear_logprobs(hidden, output, targets, temperature=1.0, tile_bytes=tile_bytes)[0].sum()
+
+    frozen_output = torch.autograd.grad(total(hidden, output.detach()), hidden)
+    frozen_hidden = torch.autograd.grad(total(hidden.detach(), output), output)
+    both = torch.autograd.grad(total(hidden, output), [hidden, output])
     torch.testing.assert_close((*frozen_output, *frozen_hidden), both, rtol=1e-12, atol=1e-12)
 
 

@@ -17,8 +17,6 @@ from tests.unit.trainers.builders import (
     largest_difference,
     load_causal_lm,
     logprobs_alone,
-    random_rows,
-    samples_of,
     take_step,
     tiny_model,
     trainer_of,
@@ -75,13 +73,6 @@ def _sharded(causal_lm: nn.Module, dtype: torch.dtype = torch.float32) -> Policy
     return model
 
 
-def _step(model: PolicyModel, optimizer: torch.optim.Optimizer) -> None:
-    """Raise the log-probability of the sequence, through the module that is sharded."""
-    optimizer.zero_grad()
-    _forward(model).sum().neg().backward()
-    optimizer.step()
-
-
 def _forward(model: PolicyModel) -> torch.Tensor:
     """Log-probabilities through the sharded layers."""
     ids = torch.tensor(_SEQUENCE)
@@ -90,36 +81,29 @@ def _forward(model: PolicyModel) -> torch.Tensor:
     return log_p[:-1].gather(1, ids[1:, None])[:, 0]
 
 
-def _optimizer(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-
-
 def test_fresh_adapters_leave_the_base_model_as_it_is_and_are_all_that_is_trained(tiny_folder: Path) -> None:
     causal_lm = _adapted(tiny_folder)
     assert torch.equal(_logprobs(causal_lm), _logprobs(load_causal_lm(tiny_folder)))
     trained = {name for name, parameter in causal_lm.named_parameters() if parameter.requires_grad}
-    assert len(adapted_layers(causal_lm)) == _EVERY_LINEAR
+    assert len(adapted_layers(causal_lm)) == _EVERY_LINEAR and len(trained) == 2 * _EVERY_LINEAR
     assert trained == {name for name, _ in causal_lm.named_parameters() if "lora_" in name}
-    assert len(trained) == 2 * _EVERY_LINEAR
     assert all(bool(weight.any()) == (".lora_A." in name) for name, weight in adapter_weights(causal_lm).items())
 
 
-def test_the_seed_alone_decides_the_adapters_and_nobody_elses_random_numbers(tiny_folder: Path) -> None:
+def test_the_seed_alone_decides_the_adapters_and_no_others_random_numbers(tiny_folder: Path) -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
     first = adapter_weights(_adapted(tiny_folder, seed=5))
     assert torch.equal(torch.rand(3), expected)
     again, other = (adapter_weights(_adapted(tiny_folder, seed=seed)) for seed in (5, 6))
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not all(torch.equal(first[name], other[name]) for name in first)
+    assert largest_difference(first, again) == 0 < largest_difference(first, other)
 
 
 def test_only_the_named_layers_are_adapted(tiny_folder: Path) -> None:
     found = adapted_layers(_adapted(tiny_folder, target_modules=["q_proj", "down_proj"]))
-    assert sorted(found) == [
-        f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("mlp.down_proj", "self_attn.q_proj")
-    ]
+    names = ("mlp.down_proj", "self_attn.q_proj")
+    assert sorted(found) == [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -172,13 +156,13 @@ def test_sharded_they_get_the_gradient_they_get_unsharded(tiny_folder: Path) -> 
     assert not any(p.grad is not None for p in model.parameters() if not p.requires_grad)
 
 
-def test_in_bfloat16_master_weights_and_gradients_stay_float32(tiny_folder: Path) -> None:
-    model = _sharded(_trained(tiny_folder), dtype=torch.bfloat16)
-    before = {name: full(weight).clone() for name, weight in adapter_weights(model.causal_lm).items()}
-    _step(model, _optimizer(model))
-    for name, weight in adapter_weights(model.causal_lm).items():
+def test_in_bfloat16_master_weights_and_gradients_stay_float32(tiny_folder: Path, samples: Samples) -> None:
+    trainer = trainer_of(tiny_folder, lora={"rank": _RANK}, dtype="bfloat16")
+    before = weights(trainer)
+    take_step(trainer, samples)
+    for weight in adapter_weights(trainer.model.causal_lm).values():
         assert weight.dtype == torch.float32 and weight.grad is not None and weight.grad.dtype == torch.float32
-        assert (full(weight) != before[name]).any(), name
+    assert largest_difference(weights(trainer), before) > 0
 
 
 def test_the_policy_is_an_adapter_that_peft_loads(tiny_folder: Path, tmp_path: Path) -> None:
@@ -189,20 +173,15 @@ def test_the_policy_is_an_adapter_that_peft_loads(tiny_folder: Path, tmp_path: P
     assert {"adapter_config.json", ADAPTER_WEIGHTS, "digest.json"} == names - {"README.md"}
     by_peft = PeftModel.from_pretrained(load_causal_lm(tiny_folder), str(tmp_path / "policy"))
     assert torch.equal(_logprobs(by_peft), _logprobs(_trained(tiny_folder)))
-    assert save_policy(model, tiny_folder, tmp_path / "again", dtype=torch.bfloat16) == digest
-    other = tmp_path / "other"
-    _step(model, _optimizer(model))
-    assert save_policy(model, tiny_folder, other, dtype=torch.bfloat16) != digest
 
 
 def test_a_policys_adapter_goes_back_into_the_model_and_the_base_policy_empties_it(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
-    policy = _written(_trained(tiny_folder), tmp_path / "policy")
-    model = _sharded(_adapted(tiny_folder))
+    policy, model = _written(_trained(tiny_folder), tmp_path / "policy"), _sharded(_adapted(tiny_folder))
     load_weights(model, policy)
-    expected = adapter_weights(_trained(tiny_folder))
-    assert all(torch.equal(full(w), expected[name]) for name, w in adapter_weights(model.causal_lm).items())
+    loaded = {name: full(weight) for name, weight in adapter_weights(model.causal_lm).items()}
+    assert largest_difference(loaded, adapter_weights(_trained(tiny_folder))) == 0
     load_weights(model, tiny_folder)
     with torch.no_grad():
         assert torch.equal(_forward(model), _logprobs(load_causal_lm(tiny_folder)))
@@ -214,19 +193,13 @@ def test_an_adapter_of_other_layers_is_refused(tiny_folder: Path, tmp_path: Path
         read_adapter(_adapted(tiny_folder), policy)
 
 
-def test_a_state_holds_the_adapters_only_and_resumes_to_the_very_next_step(
-    tiny_folder: Path, tmp_path: Path, samples: Samples
-) -> None:
-    trainer, resumed = (trainer_of(tiny_folder, lora={"rank": _RANK}) for _ in range(2))
+def test_a_state_holds_the_adapters_only(tiny_folder: Path, tmp_path: Path, samples: Samples) -> None:
+    trainer = trainer_of(tiny_folder, lora={"rank": _RANK})
     take_step(trainer, samples)
     save_state(trainer, tmp_path / "state", step=1)
     saved = load_file(str(tmp_path / "state" / "state.safetensors"))
     held = {name.removeprefix("weight/") for name in saved if name.startswith("weight/")}
     assert len(held) == 2 * _EVERY_LINEAR and all("lora_" in name for name in held)
-    assert load_state(resumed, tmp_path / "state") == 1
-    for each in (trainer, resumed):
-        take_step(each, samples, step=2, max_staleness=9)
-    assert largest_difference(weights(trainer), weights(resumed)) == 0
 
 
 def test_a_state_of_another_kind_of_training_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
@@ -260,26 +233,3 @@ def test_merged_it_keeps_the_base_models_type(tmp_path: Path, tiny_folder: Path)
     tensors = load_file(str(tmp_path / "merged" / "model.safetensors"))
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_the_base_under_the_adapters_is_the_same_reference_as_a_frozen_copy(tiny_folder: Path) -> None:
-    samples, trained, divergence = samples_of(random_rows(tiny_folder)), {}, {}
-    for kind in ("lora_off", "base"):
-        trainer = trainer_of(
-            tiny_folder, lora={"rank": 4, "alpha": 8.0}, kl={"coefficient": 0.5}, reference={"kind": kind}
-        )
-        metrics = [take_step(trainer, samples, step=step, max_staleness=9) for step in (1, 2, 3)]
-        divergence[kind] = [step["reference_kl"] for step in metrics]
-        trained[kind] = {name: full(w).clone() for name, w in adapter_weights(trainer.model.causal_lm).items()}
-    assert divergence["lora_off"] == divergence["base"]
-    assert divergence["base"][0] == 0 < divergence["base"][2], "the first policy is the reference, the third is not"
-    assert all(torch.equal(trained["lora_off"][name], trained["base"][name]) for name in trained["base"])
-
-
-def test_equal_steps_give_the_same_adapter_whatever_the_memory_is_saved_with(tiny_folder: Path, tmp_path: Path) -> None:
-    samples, digests = samples_of(random_rows(tiny_folder)), []
-    for number, settings in enumerate([{}, {}, {"activation_checkpointing": True}]):
-        trainer = trainer_of(tiny_folder, lora={"rank": 4}, **settings)
-        take_step(trainer, samples)
-        digests.append(save_policy(trainer.model, tiny_folder, tmp_path / str(number), dtype=torch.float32))
-    assert len(set(digests)) == 1

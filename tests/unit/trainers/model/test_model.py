@@ -13,7 +13,6 @@ from torch.distributed.fsdp import fully_shard
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
-    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     GraniteConfig,
@@ -113,23 +112,21 @@ def test_packed_equals_alone_in_transformers_own_attention(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_packed_equals_alone_in_float32(tmp_path: Path, tied: bool) -> None:
+def test_packed_equals_alone_in_float32_and_is_as_close_in_bfloat16_as_transformers(tmp_path: Path, tied: bool) -> None:
     folder = tiny_model(tmp_path / "model", tied=tied)
-    reference = load_causal_lm(folder)
+    exact, rounded = load_causal_lm(folder), load_causal_lm(folder).to(torch.bfloat16)
     with torch.no_grad():
-        for sequence, logprobs in zip(_SEQUENCES, _by_sequence(_packed(load_model(folder))[0]), strict=True):
-            torch.testing.assert_close(logprobs, logprobs_alone(reference, sequence), atol=1e-5, rtol=0)
-
-
-def test_in_bfloat16_packed_is_as_close_to_the_truth_as_transformers(tiny_folder: Path) -> None:
-    exact, packed = load_causal_lm(tiny_folder), load_model(tiny_folder, dtype=torch.bfloat16)
-    rounded = load_causal_lm(tiny_folder).to(torch.bfloat16)
-    with torch.no_grad():
-        truth = torch.cat([logprobs_alone(exact, sequence) for sequence in _SEQUENCES])
-        theirs = torch.cat([logprobs_alone(rounded, sequence).float() for sequence in _SEQUENCES])
-        mine = torch.cat(_by_sequence(_packed(packed)[0]))
-    assert mine.dtype == torch.float32
-    assert (mine - truth).abs().mean() < max(0.02, 1.5 * float((theirs - truth).abs().mean()))
+        truth, theirs = (
+            torch.cat([logprobs_alone(causal_lm, sequence).float() for sequence in _SEQUENCES])
+            for causal_lm in (exact, rounded)
+        )
+        mine, rough = (
+            torch.cat(_by_sequence(_packed(load_model(folder, dtype=dtype))[0]))
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    torch.testing.assert_close(mine, truth, atol=1e-5, rtol=0)
+    assert rough.dtype == torch.float32
+    assert (rough - truth).abs().mean() < max(0.02, 1.5 * float((theirs - truth).abs().mean()))
 
 
 def test_without_separation_the_first_test_would_fail(tiny_folder: Path) -> None:
@@ -224,9 +221,8 @@ def test_the_hidden_states_are_what_the_output_matrix_is_applied_to(tiny_folder:
         torch.testing.assert_close(hidden @ model.causal_lm.get_output_embeddings().weight.T, logits)
 
 
-def test_no_mask_over_the_tokens_is_built(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    model = load_model(tiny_folder)
+def test_no_mask_over_the_tokens_is_built(tiny_folder: Path) -> None:
+    seen, model = [], load_model(tiny_folder)
     model.layers[0].register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
     )
@@ -246,54 +242,30 @@ def test_a_model_without_decoder_layers_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path / "gpt2")
 
 
-def test_a_model_of_another_attention_is_refused_with_what_to_use(tmp_path: Path) -> None:
-    sizes = {**_SIZES, "pad_token_id": 0}
-    config = Gemma2Config(**sizes, head_dim=6, attn_logit_softcapping=2.0, final_logit_softcapping=None)
-    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Gemma2ForCausalLM .* Qwen3 architecture .*softcap"):
-        load_model(tmp_path)
-
-
-def test_a_model_that_does_more_than_multiply_by_its_output_matrix_is_refused(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(GraniteConfig(**_SIZES, logits_scaling=8.0)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="nats off"):
-        load_model(tmp_path)
+_GEMMA = {**_SIZES, "pad_token_id": 0, "head_dim": 6}
+_ROPE = {"rope_theta": 1e4, "factor": 4.0}
+_LONGROPE = {"short_factor": [1.0] * 3, "long_factor": [4.0] * 3, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
     ("config", "what"),
     [
-        (
-            Gemma2Config(
-                **{**_SIZES, "pad_token_id": 0}, head_dim=6, attn_logit_softcapping=None, final_logit_softcapping=30.0
-            ),
-            "caps its logits",
-        ),
+        (Gemma2Config(**_GEMMA, attn_logit_softcapping=2.0, final_logit_softcapping=None), "Gemma2ForCausalLM"),
+        (GraniteConfig(**_SIZES, logits_scaling=8.0), "nats off"),
+        # What a few tokens of a new model do not show:
+        (Gemma2Config(**_GEMMA, attn_logit_softcapping=None, final_logit_softcapping=30.0), "caps its logits"),
         (PhiConfig(**_SIZES), "bias on its output matrix"),
-        (LlamaConfig(**_SIZES, rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}), "dynamic"),
-        (
-            LlamaConfig(
-                **_SIZES,
-                rope_parameters={
-                    "rope_type": "longrope",
-                    "short_factor": [1.0] * 3,
-                    "long_factor": [4.0] * 3,
-                    "factor": 4.0,
-                    "original_max_position_embeddings": 32,
-                    "rope_theta": 1e4,
-                },
-            ),
-            "longrope",
-        ),
+        (LlamaConfig(**_SIZES, rope_parameters={"rope_type": "dynamic", **_ROPE}), "dynamic"),
+        (LlamaConfig(**_SIZES, rope_parameters={"rope_type": "longrope", **_ROPE, **_LONGROPE}), "longrope"),
     ],
-    ids=["soft cap", "bias", "dynamic", "longrope"],
+    ids=["softcap in the attention", "scaled logits", "soft cap", "bias", "dynamic", "longrope"],
 )
-def test_what_a_few_tokens_of_a_new_model_do_not_show_is_refused_by_name(
+def test_a_model_that_packing_would_train_wrongly_is_refused_with_what_to_use(
     tmp_path: Path, config: PreTrainedConfig, what: str
 ) -> None:
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{what}.* use a model of the Llama"):
+    with pytest.raises(ValueError, match=f"{what}.* use a model of the Llama, Qwen2 or Qwen3 architecture"):
         load_model(tmp_path)
 
 
