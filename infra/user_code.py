@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, NotFound, path_errors
 from storage.objects.digests import sha256_of_file, sha256_of_json
 
 
@@ -100,8 +100,10 @@ def _load_module(name: str) -> Any:
 
 def _load_file(path: Path) -> Any:
     path = path.resolve()
-    if not path.exists():
-        raise FileNotFoundError(f"no file {path}")
+    with path_errors(f"{path} cannot be imported"):
+        if not path.exists():
+            raise NotFound(f"no file {path}")
+        path.open("rb").close()  # what its own code opens is another matter
     name = f"millrace_file_{path.stem}_{abs(hash(str(path)))}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
