@@ -20,7 +20,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput, failure_text, place_of
+from settings.errors import InvalidInput, failure_text, path_errors, place_of
 from storage.objects.digests import sha256_of_file, sha256_of_json
 
 PRODUCT = Path(__file__).resolve().parents[1]
@@ -126,8 +126,10 @@ def _load_module(name: str) -> Any:
 
 def _load_file(path: Path) -> Any:
     path = path.resolve()
-    if not path.exists():
-        raise InvalidInput(f"{str(path)!r} cannot be imported: no file {path}; run from the folder that holds it")
+    with path_errors(f"{path} cannot be imported"):
+        if not path.exists():
+            raise InvalidInput(f"{str(path)!r} cannot be imported: no file {path}; run from the folder that holds it")
+        path.open("rb").close()  # what its own code opens is another matter
     name = f"millrace_file_{path.stem}_{abs(hash(str(path)))}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)

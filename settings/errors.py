@@ -9,9 +9,11 @@ A command prints a `UserError` as one line and everything else as a traceback. A
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,6 +39,20 @@ class InvalidInput(UserError, ValueError):
 
 class NotFound(UserError, FileNotFoundError):
     """Something that was named is not there."""
+
+
+@contextlib.contextmanager
+def path_errors(what: str) -> Iterator[None]:
+    """Turn an error of the operating system about a path that the user named into an `InvalidInput`.
+
+    `what` begins the message: `run file my.toml`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise InvalidInput(f"{what}: {error.strerror or error}") from error
 
 
 def failure_text(error: BaseException, message: str = "") -> str:

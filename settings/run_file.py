@@ -17,7 +17,7 @@ from typing import Any, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from settings.engine import EngineSettings
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
 from settings.presets import under_preset
 from settings.redaction import secret_settings
@@ -187,10 +187,11 @@ def load_run_file(run: Path | dict[str, Any], overrides: dict[str, Any] | None =
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"no run file {path}; see examples/ for some") from None
-    except tomllib.TOMLDecodeError as error:
+        with path_errors(f"run file {path}"):
+            if not path.exists():
+                raise ConfigError(f"no run file {path}; see examples/ for some")
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 

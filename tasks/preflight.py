@@ -23,7 +23,7 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
 from rollouts.workflow import Score, Workflow, WorkflowContext, set_workflow_context
-from settings.errors import InvalidInput, failure_text
+from settings.errors import InvalidInput, failure_text, path_errors
 from settings.loss import CustomLoss, Loss
 from settings.run_file import RunConfig
 from storage.objects.object_store import StoreError
@@ -77,11 +77,15 @@ def check_loss(loss: Loss, *, with_reference: bool) -> None:
 def check_model(model: str) -> None:
     """Raise `InvalidInput` unless `model` is a model folder or looks like a hub id."""
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).exists()]
-        if missing or not list(folder.glob("*.safetensors")):
-            raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}")
-    elif model.startswith((".", "/", "~")) or model.count("/") != 1:
+    with path_errors(f"model = {model!r}"):
+        is_folder = folder.is_dir()
+        missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
+        has_weights = any(folder.glob("*.safetensors"))
+    if is_folder and (missing or not has_weights):
+        raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}")
+    if is_folder:
+        return
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise InvalidInput(
             f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )

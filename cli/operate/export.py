@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
-from infra.environment import home
+from cli.terminal.arguments import JsonOption, StoreOption, check_target, open_named, print_json
+from infra.environment import cache_folder
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -66,16 +66,15 @@ def export_policy(
     from storage.policies.adapters import has_adapter
     from storage.policies.policies import PolicyReader
 
+    check_target(to, "--to")
     if to.exists():
         raise InvalidInput(f"{to} is there already; remove it, or choose another folder")
-    if not to.absolute().parent.is_dir():
-        raise InvalidInput(f"there is no folder {to.absolute().parent}; make it first")
     state_path = ""
     if average:
         step = _saved_step(log, version)
         state_path, version = step.state_path or "", step.policy.version
     policy = find_policy(log, version)
-    policies = PolicyReader(log, home() / "cache")
+    policies = PolicyReader(log, cache_folder())
     folder = policies.fetch(policy)
     adapters = has_adapter(folder)
     if merge and not adapters:
@@ -85,7 +84,7 @@ def export_policy(
         if average:
             from trainers.checkpoint import save_average
 
-            saved = log.store.fetch_folder(state_path, home() / "cache")
+            saved = log.store.fetch_folder(state_path, cache_folder())
             save_average(saved, folder, averaged := Path(scratch) / "average")
             folder = averaged
         if merge:

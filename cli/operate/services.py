@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from infra.environment import home, local_tracking_uri
+from settings.errors import path_errors
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -25,6 +26,8 @@ def up() -> None:
         from tasks.prefect.notifications import check_destination
 
         check_destination(destination)
+    with path_errors(f"MILLRACE_HOME {home()}"):
+        home().mkdir(parents=True, exist_ok=True)
     with console.status("starting") as status:
         services = start_services(home(), PROJECT, tracking=local_tracking_uri(), announce=status.update)
         api = f"{services['prefect'].url}/api"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.terminal.arguments import StoreOption, open_named
+from cli.terminal.arguments import StoreOption, check_target, open_named
 from infra.environment import home
 from settings.errors import InvalidInput
 
@@ -39,11 +39,9 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     from storage.retention.retention import reading
 
     target = (out or home() / "reports" / f"{log.run_id}.html").expanduser().resolve()
+    check_target(target, "--out", make_folder=True)
     if target.is_dir():
         raise InvalidInput(f"--out {target} is a folder; name a file in it, for example {target / log.run_id}.html")
-    if any(parent.is_file() for parent in target.parents):
-        raise InvalidInput(f"--out {target} lies under a file, not under a folder; choose another place")
-    target.parent.mkdir(parents=True, exist_ok=True)
     with reading(log, "report", quiet=True):
         found = gather(log)
     page = render(found).encode("utf-8", "replace")  # a lone surrogate in a log has no UTF-8 form

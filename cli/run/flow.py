@@ -20,6 +20,7 @@ from infra.environment import home
 from infra.orphans import end_orphaned_servers
 from infra.services import ServiceFailed, running_services
 from infra.structured_logs import log_driver, logs_are_json
+from settings.errors import UserError, path_errors
 from settings.redaction import without_secrets
 
 Result = TypeVar("Result")
@@ -31,13 +32,16 @@ SECONDS_TO_ANSWER = 10.0
 def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
     """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on.
 
-    Raises `ServiceFailed` where Prefect's server is not there, before anything is started.
+    Raises `ServiceFailed` where Prefect's server is not there, and `InvalidInput` for a state folder that cannot be
+    made, before anything is started.
     """
-    end_orphaned_servers(home())
-    use_running_services()
     try:
+        with path_errors(f"MILLRACE_HOME {home()}"):
+            home().mkdir(parents=True, exist_ok=True)
+        end_orphaned_servers(home())
+        use_running_services()
         _check_prefect_answers()
-    except ServiceFailed:
+    except UserError:
         flow.close()
         raise
     ours = logging.getLogger("millrace")

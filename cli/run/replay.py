@@ -6,6 +6,7 @@ In: a run, a span, and perhaps a change. Out: a table; exit status 1 when an unc
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cli.terminal.arguments import JsonOption, StoreOption, parse_overrides, print_json
+from cli.terminal.arguments import JsonOption, StoreOption, check_target, parse_overrides, print_json
 from cli.terminal.formatting import number, plain_table
 from settings.errors import InvalidInput
 
@@ -80,6 +81,8 @@ def replay_run(
     from settings.run_file import make_config, with_training_changes
     from tasks.replay import check_replay
 
+    if save:
+        check_target(Path(save), "--save", make_folder=True)
     _, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
     with_training_changes(make_config(saved, source=f"run {run}"), changes or {})
     console = console or Console(highlight=False)

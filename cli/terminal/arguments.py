@@ -6,11 +6,12 @@ In: option values as typed. Out: the run's log, settings by key; JSON on the ter
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, path_errors
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -36,7 +37,27 @@ def open_named(run: str, store: str) -> RunLog:
     """The log of a run in a store, or in the default one. Raises `NotFound` listing the runs there are."""
     from storage.log.runs import open_run
 
-    return open_run(open_named_store(store), run)
+    opened = open_named_store(store)
+    with path_errors(f"store {opened.uri}"):
+        return open_run(opened, run)
+
+
+def check_target(path: Path, option: str, *, make_folder: bool = False) -> None:
+    """Refuse a path that nothing can be written to, before the work whose result would be written there.
+
+    Raises `InvalidInput`.
+    """
+    import tempfile
+
+    folder = path.absolute().parent
+    with path_errors(f"{option} {path}"):
+        if make_folder and not folder.exists():
+            folder.mkdir(parents=True)
+        if not folder.is_dir():
+            raise InvalidInput(f"there is no folder {folder}; make it first")
+        path.exists()  # raises for a name that is too long
+        with tempfile.TemporaryFile(dir=folder):
+            pass
 
 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:

@@ -1,8 +1,11 @@
-"""Turning errors a user can mend into one line on the terminal, without a traceback."""
+"""How a command ends that raises: one line for an error that the user can mend, Python's traceback for every other."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import traceback
 from collections.abc import Iterator
 
 import typer
@@ -12,20 +15,30 @@ from rich.markup import escape
 from settings.errors import UserError
 from settings.redaction import without_secrets
 
+TRACEBACK = "MILLRACE_TRACEBACK"
+"""Environment variable: with a value, the errors that are one line show their traceback too."""
+
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Print a mendable error as `error: …` and leave with status 2; let every other error rise."""
+    """Print a `UserError` as `error: …` and leave with status 2; print any other error as Python does, with status 1.
+
+    Neither shows a secret. Of a group of errors, the first one decides.
+    """
     try:
         yield
-    except (UserError, BaseExceptionGroup) as error:
-        leaf: BaseException = error
-        while isinstance(leaf, BaseExceptionGroup):
-            leaf = leaf.exceptions[0]
-        if not isinstance(leaf, UserError):
-            raise
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"[bold red]error:[/] {escape(without_secrets(str(leaf)))}")
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - all of them are printed
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        is_mendable = isinstance(first, UserError)
+        if not is_mendable or os.environ.get(TRACEBACK):
+            sys.stderr.write(without_secrets("".join(traceback.format_exception(error))))
+        if is_mendable:
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            console.print(f"[bold red]error:[/] {escape(without_secrets(str(first)))}")
+        raise typer.Exit(2 if is_mendable else 1) from None

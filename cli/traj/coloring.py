@@ -97,7 +97,7 @@ class Colorist:
             lengths_B=torch.tensor(table["length"].to_pylist(), dtype=torch.float64),
             reward_parts_B={},
             reward_weights={},
-        ).advantages_B
+        )
         advantage = float(advantages_B[attempts.index(row["attempt"])])
         mean = f"{float(rewards_B.nanmean()):.3g}"
         why = f"reward {number(row['reward'])}, mean {mean} over {len(attempts)} attempts"

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
+from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, check_target, open_named
 from cli.terminal.formatting import counted, size
 from cli.traj.finding import note_left_out
 from settings.errors import InvalidInput
@@ -40,6 +40,9 @@ def export(
         raise InvalidInput(f"--format {kind!r}: write sft or dpo")
     if kind == "sft" and margin:
         raise InvalidInput("--margin is about pairs: use it with --format dpo")
+    check_target(file, "OUT.parquet")
+    if file.is_dir():
+        raise InvalidInput(f"{file} is a folder; name a file in it")
     with reading(log, f"traj export {kind}"):
         log.refresh()  # what retention has taken since is known from here on, and it takes nothing more
         queries = open_queries(log, verify=True)

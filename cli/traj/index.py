@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cli.terminal.arguments import StoreOption, open_named
 from cli.terminal.formatting import counted
-from infra.environment import home
+from infra.environment import cache_folder
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -57,7 +57,7 @@ def open_index(log: RunLog) -> SearchIndex:
     from infra.user_code import load_object
     from storage.views.search_index import SearchIndex, index_folder
 
-    return SearchIndex(log, index_folder(log, home() / "cache"), load_embedding=load_object)
+    return SearchIndex(log, index_folder(log, cache_folder()), load_embedding=load_object)
 
 
 def update_index(index: SearchIndex, notes: Console, **options: Any) -> Update:

@@ -46,10 +46,10 @@ def show(
 ) -> None:
     """Print decoded trajectories with reward, logprobs and the policy version of every token."""
     from cli.traj.coloring import Colorist
-    from infra.environment import home
+    from infra.environment import cache_folder
 
     log, console = open_named(run, store), Console(highlight=False)
-    colorist, tokenizer = Colorist(log, color, cache=home() / "cache"), load_tokenizer(log)
+    colorist, tokenizer = Colorist(log, color, cache=cache_folder()), load_tokenizer(log)
     rows = find_trajectories(
         log,
         trajectory_id=trajectory,

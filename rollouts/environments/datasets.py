@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput, NotFound
+from settings.errors import InvalidInput, NotFound, path_errors
 
 
 def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[dict[str, Any]]:
@@ -22,16 +22,17 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
     folder has no such split.
     """
     path = Path(dataset).expanduser()
-    if path.is_file():
-        return read_rows(path, required=required)
-    if not path.is_dir():
-        if dataset.startswith((".", "/", "~")) or dataset.count("/") != 1:
-            raise NotFound(f"dataset = {dataset!r}: no such file or folder, and not a Hugging Face id")
-        path = _download(dataset, split)
-    files = sorted(f for suffix in ("jsonl", "parquet") for f in path.rglob(f"*{split}*.{suffix}"))
-    if not files:
-        raise NotFound(f"{path} has no file for split {split!r}; expected {split}.jsonl or {split}*.parquet")
-    return [row for file in files for row in read_rows(file, required=required)]
+    with path_errors(f"dataset = {dataset!r}"):
+        if path.is_file():
+            return read_rows(path, required=required)
+        if not path.is_dir():
+            if dataset.startswith((".", "/", "~")) or dataset.count("/") != 1:
+                raise NotFound(f"dataset = {dataset!r}: no such file or folder, and not a Hugging Face id")
+            path = _download(dataset, split)
+        files = sorted(f for suffix in ("jsonl", "parquet") for f in path.rglob(f"*{split}*.{suffix}"))
+        if not files:
+            raise NotFound(f"{path} has no file for split {split!r}; expected {split}.jsonl or {split}*.parquet")
+        return [row for file in files for row in read_rows(file, required=required)]
 
 
 def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
@@ -39,7 +40,10 @@ def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
     if file.suffix == ".parquet":
         from storage.objects.tables import read_parquet_rows
 
-        numbered = list(enumerate(read_parquet_rows(file), start=1))
+        try:
+            numbered = list(enumerate(read_parquet_rows(file), start=1))
+        except ValueError as error:
+            raise InvalidInput(f"{file}: {error}") from error
     else:
         numbered = _json_lines(file)
     rows = []
@@ -55,14 +59,15 @@ def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
 
 def _json_lines(file: Path) -> list[tuple[int, Any]]:
     rows = []
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 rows.append((number, json.loads(line)))
-            except json.JSONDecodeError as error:
-                raise InvalidInput(f"{file}, line {number}: not JSON ({error.msg}); mend or remove the line") from None
+            except ValueError as error:
+                what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                raise InvalidInput(f"{file}, line {number}: not JSON ({what}); mend or remove the line") from None
     return rows
 
 

@@ -217,6 +217,8 @@ class LocalStore:
                     os.fsync(file.fileno())
                 publish(temporary, path)
                 _sync_folder(path.parent)
+            except PermissionError as error:
+                raise StoreError(f"no permission to write {path}") from error
             finally:
                 temporary.unlink(missing_ok=True)
 

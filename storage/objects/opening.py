@@ -6,6 +6,7 @@ In: a URI (`file:///data/millrace`, a plain path, or `s3://bucket/prefix`). Out:
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from pathlib import Path
 from urllib.parse import unquote, urlparse
@@ -17,7 +18,7 @@ def open_store(uri: str) -> ObjectStore:
     """Open a store by URI.
 
     Raises `StoreError` for a scheme other than `file`, `s3` or a plain path, for a `file` URI that names a host, and
-    for an `s3` URI with credentials in it: URIs are written into runs.
+    for an `s3` URI with credentials in it: URIs are written into runs. Raises it for a folder that cannot be read, too.
     """
     parsed = urlparse(uri)
     if parsed.scheme == "s3":
@@ -33,8 +34,18 @@ def open_store(uri: str) -> ObjectStore:
         raise StoreError(f"store {uri!r}: {parsed.netloc!r} would be a host; a file URI has three slashes: file:///…")
     if parsed.scheme in ("", "file"):
         path = unquote(parsed.path) if parsed.scheme else uri  # `LocalStore.uri` quotes spaces and the like
-        return LocalStore(Path(path).expanduser().resolve())
+        return _open_folder(Path(path).expanduser().resolve())
     raise StoreError(f"store {uri!r}: unknown scheme {parsed.scheme!r}; use a folder, file:///… or s3://bucket/prefix")
+
+
+def _open_folder(root: Path) -> LocalStore:
+    try:
+        os.scandir(root).close()
+    except FileNotFoundError:
+        pass  # the first write makes it
+    except OSError as error:
+        raise StoreError(f"store {root} cannot be opened ({error.strerror}); choose another `store`") from error
+    return LocalStore(root)
 
 
 def probe(store: ObjectStore) -> bool:

@@ -51,7 +51,7 @@ def test_an_override_without_a_value_says_how_to_write_it() -> None:
         (["model=/nowhere"], "no such folder"),
         (["workflow=examples.nothing:X"], "cannot be imported"),
         (["workflow=examples.gsm8k:Gsm8k"], "dataset must be set"),
-        (["store=/dev/null/store"], "cannot be written"),
+        (["store=/dev/null/store"], "cannot be opened (Not a directory); choose another `store`"),
     ],
 )
 def test_bad_input_is_one_sentence_before_anything_starts(

@@ -329,7 +329,7 @@ def test_the_command_writes_the_page_and_says_where(tmp_path: Path, monkeypatch:
     [
         (["nothing"], "runs there: run"),
         (["run", "--out", "."], "is a folder; name a file in it"),
-        (["run", "--out", "store/runs/run/run.json/page.html"], "lies under a file"),
+        (["run", "--out", "store/runs/run/run.json/page.html"], "there is no folder"),
     ],
 )
 def test_bad_input_is_one_sentence(

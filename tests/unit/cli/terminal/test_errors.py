@@ -1,0 +1,86 @@
+"""A mistake of the user's is one line; every other error is Python's traceback, down to the user's own line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.terminal.errors import TRACEBACK, explained
+from settings.errors import InvalidInput
+
+PROJECT = Path(__file__).resolve().parents[4]
+ENVIRONMENT = """
+from rollouts.workflow import Workflow
+
+class Broken(Workflow):
+    def tasks(self, split):
+        return _read("x")
+
+def _read(text):
+    return [int(text)]
+"""
+
+
+def _ending(error: BaseException, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Exit status and what is on standard error."""
+    with pytest.raises(typer.Exit) as ended, explained():
+        raise error
+    return ended.value.exit_code, capsys.readouterr().err
+
+
+def test_only_an_error_that_the_user_can_mend_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _ending(InvalidInput("write [steps]"), capsys) == (2, "error: write [steps]\n")
+    for error in (ValueError("no"), FileNotFoundError("no"), PermissionError("no"), RuntimeError("no")):
+        status, shown = _ending(error, capsys)
+        assert status == 1 and shown.startswith("Traceback") and shown.endswith(f"{type(error).__name__}: no\n")
+    assert _ending(KeyboardInterrupt(), capsys) == (130, "")
+
+
+def test_the_first_error_of_a_group_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    mendable, other = InvalidInput("mend me"), KeyError("other")
+    nested = ExceptionGroup("tasks", [ExceptionGroup("more", [mendable, other])])
+    assert _ending(nested, capsys) == (2, "error: mend me\n")
+    status, shown = _ending(ExceptionGroup("tasks", [other, mendable]), capsys)
+    assert status == 1 and "KeyError: 'other'" in shown and "error: " not in shown
+
+
+def test_a_variable_shows_the_traceback_of_every_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TRACEBACK, "1")
+    status, shown = _ending(InvalidInput("mend me"), capsys)
+    assert status == 2 and shown.startswith("Traceback") and shown.endswith("\nerror: mend me\n")
+
+
+@pytest.mark.parametrize("error", [InvalidInput("at http://me:secret@host"), OSError("at http://me:secret@host")])
+def test_no_error_shows_a_secret(capsys: pytest.CaptureFixture[str], error: Exception) -> None:
+    shown = _ending(error, capsys)[1]
+    assert "http://***@host" in shown and "me:secret@host" not in shown.splitlines()[-1]
+
+
+def test_an_error_in_the_users_code_ends_with_the_users_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(ENVIRONMENT)
+    (tmp_path / "run.toml").write_text('workflow = "broken.py:Broken"')
+    command = [sys.executable, "-m", "cli.main", "train", "run.toml", "--dry-run"]
+    environment = {"PYTHONPATH": str(PROJECT), "MILLRACE_HOME": str(tmp_path / "home"), "PATH": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    lines = done.stderr.splitlines()
+    places = [line.strip() for line in lines if line.startswith("  File ")]
+    assert done.returncode == 1 and lines[0] == "Traceback (most recent call last):" and "│" not in done.stderr
+    assert places[-2:] == [
+        f'File "{tmp_path / "broken.py"}", line 6, in tasks',
+        f'File "{tmp_path / "broken.py"}", line 9, in _read',
+    ]
+    assert lines[-1] == "ValueError: invalid literal for int() with base 10: 'x'"
+
+
+def test_the_option_that_prepares_every_command_is_explained_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_LOG_FORMAT", "prose")
+    result = CliRunner().invoke(app, ["runs"])
+    assert result.exit_code == 2 and "MILLRACE_LOG_FORMAT" in result.output and "Traceback" not in result.output
