@@ -39,14 +39,18 @@ from cli.report.report_groups import group_lists
 from cli.report.report_prompts import VISITS, prompt_history
 from cli.terminal.formatting import held_out
 from rollouts.production.evaluation import failure_of
+from settings.errors import in_one_line
 from storage.log.run_log import RunLog
 from storage.log.run_state import OUTCOMES
 from storage.log.runs import run_config
+from storage.shards.failed_attempts import kinds_of, newest_failures
 from storage.views.queries import Queries, open_queries
 
 MOST_STEPS = 240
 """Points of a curve; more steps than this are averaged in spans of equal width."""
 MOST_NOTES = 8
+MOST_FAILURES = 1000
+"""The newest failed attempts, which are counted by kind."""
 MOST_SESSIONS = 20
 
 
@@ -79,6 +83,7 @@ def gather(log: RunLog) -> dict[str, Any]:
         "counters": counters,
         "terms": [(name, counters[name]) for name in (*OUTCOMES, "pending")],
         "losses": _losses(queries),
+        "failures": kinds_of(newest_failures(log, MOST_FAILURES, include_eval=True))[:MOST_NOTES],
         "rewards": rewards,
         "evaluations": evaluations,
         "evaluation_seconds": sum(evaluation.seconds for evaluation in state.evaluations),
@@ -121,6 +126,7 @@ def render(report: dict[str, Any]) -> str:
         count=_count,
         counted=_counted,
         duration=_duration,
+        in_one_line=in_one_line,
         number=_number,
         percent=_percent,
         visible=_visible,

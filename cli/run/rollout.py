@@ -5,6 +5,7 @@ In: a run and a number of prompts. Out: every attempt with its messages, tool ca
 
 from __future__ import annotations
 
+from textwrap import indent
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -61,7 +62,7 @@ def _print_attempt(trajectory: Trajectory, console: Console) -> None:
     facts = f"reward {number(trajectory.reward)}" + (f" ({parts})" if parts else "")
     console.print(f"  attempt {trajectory.attempt}: {trajectory.status}, {escape(facts)}", style="cyan")
     if trajectory.error:
-        console.print(f"    {escape(trajectory.error)}", style="red")
+        console.print(escape(indent(printable(trajectory.error), "    ")), style="red")
     for message in trajectory.messages:
         console.print(f"    [dim]{message.role:>9}[/] {escape(printable(message.content))}")
     for turn in trajectory.turns:

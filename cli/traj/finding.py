@@ -16,6 +16,7 @@ from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
+    from storage.shards.failed_attempts import FailedAttempt
     from storage.views.queries import Queries
 
 NEWEST = "shard_number DESC, position DESC, attempt, sequence_idx"
@@ -83,6 +84,16 @@ def find_trajectories(
         )
     note_left_out(queries.left_out)
     return rows
+
+
+def find_failure(log: RunLog, trajectory_id: str) -> FailedAttempt | None:
+    """The attempt with this id, if it failed."""
+    from storage.shards.failed_attempts import read_failures
+
+    group, _ = split_id(trajectory_id)
+    shard_ids = shards_to_read(log, group=group, step=None, newest=False, count=1, held=True) or ()
+    failures = read_failures(log, [log.state.shards[shard_id] for shard_id in shard_ids])
+    return next((failure for failure in failures if failure.id == trajectory_id), None)
 
 
 def condition(where: str, include_eval: bool) -> str:

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 from rich.cells import cell_len
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
 from cli.terminal.formatting import number, one_line, versions_of
 from cli.traj.finding import NEWEST, condition, note_left_out, outcome_of, shards_to_read, why_missing
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, in_one_line
 
 _NARROWEST_TEXT = 8  # characters that prompt and reply keep on the narrowest terminal
 
@@ -27,12 +28,20 @@ def ls(
     where: WhereOption = "",
     include_eval: EvalOption = False,
     count: Annotated[int, typer.Option("-n", min=1, help="At most this many.")] = 20,
+    failed: Annotated[bool, typer.Option("--failed", help="Those that failed, with the error and its place.")] = False,
     store: StoreOption = "",
 ) -> None:
-    """List trajectories, newest first."""
+    """List trajectories, newest first, or the attempts that left none because they failed."""
+    from storage.shards.failed_attempts import newest_failures
     from storage.views.queries import open_queries
 
     log, console = open_named(run, store), Console(highlight=False)
+    if failed:
+        if where:
+            raise InvalidInput("--where is about trajectories, and attempts that failed left none")
+        for failure in newest_failures(log, count, include_eval=include_eval):
+            console.print(f"{escape(failure.id)}  {failure.status}  [red]{escape(in_one_line(failure.error))}[/]")
+        return
     shard_ids = shards_to_read(log, group=None, step=None, newest=not where, count=count, held=include_eval)
     sql = f"""
         SELECT id, sequence_idx, prompt, reply, reward, status, head_version, tail_version, outcome, step, num_sampled

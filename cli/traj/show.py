@@ -18,7 +18,7 @@ from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
 from cli.terminal.formatting import facts_table, number, one_line, printable, versions_of
-from cli.traj.finding import decode, find_trajectories, load_tokenizer, outcome_of
+from cli.traj.finding import decode, find_failure, find_trajectories, load_tokenizer, outcome_of
 
 if TYPE_CHECKING:
     from cli.traj.coloring import Coloring
@@ -44,11 +44,18 @@ def show(
     count: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 1,
     store: StoreOption = "",
 ) -> None:
-    """Print decoded trajectories with reward, logprobs and the policy version of every token."""
+    """Print decoded trajectories with reward, logprobs and the policy version of every token.
+
+    Of an attempt that failed, print the error and the places in your code that it came from.
+    """
     from cli.traj.coloring import Colorist
     from infra.environment import cache_folder
 
     log, console = open_named(run, store), Console(highlight=False)
+    if trajectory and (failure := find_failure(log, trajectory)):
+        error = Text(printable(failure.error), style="red")
+        console.print(Panel(error, title=escape(f"{failure.id}  {failure.status}, no reward"), title_align="left"))
+        return
     colorist, tokenizer = Colorist(log, color, cache=cache_folder()), load_tokenizer(log)
     rows = find_trajectories(
         log,

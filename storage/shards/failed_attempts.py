@@ -62,6 +62,17 @@ def read_failures(log: RunLog, shards: Sequence[Shard]) -> list[FailedAttempt]:
     return [FailedAttempt(**row) for table in tables for row in table.to_pylist()]
 
 
+def newest_failures(log: RunLog, count: int, *, include_eval: bool = False) -> list[FailedAttempt]:
+    """At most `count` failed attempts, those of the newest shards first."""
+    shards, failures = log.state.shards, list[FailedAttempt]()
+    for shard_id in reversed(list(shards)):
+        if len(failures) >= count:
+            break
+        if include_eval or not shards[shard_id].is_eval:
+            failures += reversed(read_failures(log, [shards[shard_id]]))
+    return failures[:count]
+
+
 def kinds_of(attempts: Iterable[FailedAttempt]) -> list[tuple[int, FailedAttempt]]:
     """How many failed in the same way, with the first of each kind; the most frequent kind first."""
     counts: Counter[str] = Counter()

@@ -278,6 +278,18 @@ def test_a_huge_conversation_is_shortened(tmp_path: Path) -> None:
     assert "998,500 characters left out" in page and "49,400 tokens left out" in page and "24 messages left out" in page
 
 
+def test_failures_are_counted_by_kind_with_an_example_and_its_frames(tmp_path: Path) -> None:
+    log = a_log(local_store(tmp_path))
+    failed = [
+        a_trajectory(None, attempt=n, status="env_error", error=f"KeyError: '<{n}>'\n  at my/env.py:31 in run: f()")
+        for n in range(3)
+    ]
+    _commit(log, "s0", a_group(0, trajectories=[*failed, a_trajectory(attempt=3)]))
+    page = _page(log, tmp_path)
+    assert "3 attempts: KeyError: &#39;&lt;2&gt;&#39; at my/env.py:31</summary>" in page
+    assert "<dt>0.task0/2</dt>" in page and "at my/env.py:31 in run: f()</dd>" in page
+
+
 def test_runs_with_little_in_them_have_a_page(tmp_path: Path) -> None:
     empty = create_run(local_store(tmp_path), "run", {})
     page = _page(empty, tmp_path)

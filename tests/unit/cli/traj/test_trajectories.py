@@ -473,3 +473,13 @@ def test_export_writes_a_data_set_and_says_what_is_in_it(log: RunLog, tmp_path: 
 
 def test_an_id_is_split_at_its_last_slash():
     assert split_id("0.a/b/3") == ("0.a/b", 3)
+
+
+def test_a_failed_attempt_is_listed_in_a_line_and_shown_with_its_frames(log: RunLog, invoke: Invoke):
+    error = "KeyError: 'answr'\n  at my/env.py:31 in look_up: f()\n  at my/env.py:12 in run: g()"
+    failed = a_trajectory(None, attempt=1, status="env_error", error=error)
+    _commit(log, "s2", [a_group(2, trajectories=[a_trajectory(), failed])], run_id="run")
+    assert invoke("ls", "run", "--failed").splitlines() == ["0.task2/1  env_error  KeyError: 'answr' at my/env.py:31"]
+    shown = invoke("show", "run", "0.task2/1")
+    assert "0.task2/1  env_error, no reward" in shown and all(line in shown for line in error.splitlines())
+    assert "no reward" not in invoke("show", "run", "0.task2/0")
