@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,9 +17,9 @@ from rollouts.engines.engine import Engine
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool
-from rollouts.workflow import RolloutWorkflow
-from storage.records import Message, RolloutGroup, RolloutTask, Sampling
-from tests.builders import ATTEMPT_LIMITS
+from rollouts.workflow import Workflow
+from storage.records import Message, RolloutGroup, Sampling, Task
+from tests.builders import a_config
 
 ADD: Any = {
     "type": "function",
@@ -81,25 +80,23 @@ def a_chat(tokens: ChatTokens, engine: Any, *, max_model_len: int = 4096, **samp
 
 
 async def play_group(
-    workflow: RolloutWorkflow,
+    workflow: Workflow,
     tokens: ChatTokens,
     engine: Engine,
-    task: RolloutTask,
+    task: Task,
     *,
     n_samples: int = 1,
-    max_model_len: int = 4096,
     tool_parser: Any = None,
-    **limits: Any,
+    **values: Any,
 ) -> RolloutGroup:
-    """A group of attempts, played as the worker plays it; `limits` are those of `AttemptLimits`."""
+    """A group of attempts, played as the worker plays it; `values` as in `a_config`."""
     async with RewardPool(num_processes=1, timeout=10.0) as rewards:
         player = Player(
             workflow=workflow,
             engine=engine,
             tokens=tokens,
             rewards=rewards,
-            limits=dataclasses.replace(ATTEMPT_LIMITS, **{"min_usable": 1, **limits}),
-            max_model_len=max_model_len,
+            config=a_config(**{"min_usable": 1, "max_model_len": 4096, **values}),
             tool_parser=tool_parser or Brackets(),
         )
         place = {"group_id": f"0.{task.id}", "position": 0, "epoch": 0}

@@ -21,8 +21,8 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import CallRequest, ParsedReply
 from rollouts.chat.tools import Tool, ToolUnavailable, run_calls, tool, tools_of
 from rollouts.engines.scripted_engine import ScriptedEngine
-from rollouts.workflow import RolloutWorkflow, Score, workflow_context
-from storage.records import RolloutTask, ToolCall
+from rollouts.workflow import Score, Workflow, workflow_context
+from storage.records import Task, ToolCall
 from tests.unit.rollouts.scripted_text import play_group
 
 
@@ -364,18 +364,18 @@ class _Parser:
         return ParsedReply(content="" if calls else text, tool_calls=calls)
 
 
-class _Workflow(RolloutWorkflow):
+class _Workflow(Workflow):
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__(None)
         self._tool = _no_parameters(function)
 
-    async def run(self, task: RolloutTask, chat: Chat) -> Score:
+    async def run(self, task: Task, chat: Chat) -> Score:
         return Score(reward=float(len(await chat.ask(task.prompt, tools=[self._tool]))))
 
 
 def _group(function: Callable[[], Any], tokens: ChatTokens, replies: Callable[[str], list[int]], **limits: Any) -> Any:
     engine = ScriptedEngine(lambda _, request_id: replies(request_id))
-    task = RolloutTask(id="t", prompt="3")
+    task = Task(id="t", prompt="3")
     played = play_group(_Workflow(function), tokens, engine, task, n_samples=3, tool_parser=_Parser(), **limits)
     return asyncio.run(played)
 

@@ -60,7 +60,7 @@ class Agent(AgentWorkflow):
         super().__init__()
         self._use = use
 
-    async def run_agent(self, task: RolloutTask, *, base_url: str, api_key: str) -> Any:
+    async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Any:
         self.address: dict[str, Any] = {"base_url": base_url, "api_key": api_key, "max_retries": 0}
         async with AsyncOpenAI(**self.address) as client:
             return await self._use(client)

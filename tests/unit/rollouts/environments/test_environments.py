@@ -22,8 +22,8 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.environments import environments
 from rollouts.environments.environments import Environment, EnvironmentWorkflow, Observation, returns
 from rollouts.rewards.scoring import score
-from rollouts.workflow import RolloutWorkflow, Score, WrongWorkflow, workflow_context
-from storage.records import RolloutGroup, RolloutTask, Trajectory
+from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
+from storage.records import RolloutGroup, Task, Trajectory
 from storage.shards.shards import commit_shard
 from storage.views.exports import export_sft
 from storage.views.queries import open_queries
@@ -68,7 +68,7 @@ class _Workflow(EnvironmentWorkflow):
         return self.made[-1]
 
 
-def _group(tokens: ChatTokens, workflow: RolloutWorkflow, *, engine: Any = None, **options: Any) -> RolloutGroup:
+def _group(tokens: ChatTokens, workflow: Workflow, *, engine: Any = None, **options: Any) -> RolloutGroup:
     """A group of attempts at `TASK` whose every reply is `7`, unless `engine` says something else."""
     return asyncio.run(play_group(workflow, tokens, engine or ScriptedEngine(lambda *_: [12, 1]), TASK, **options))
 

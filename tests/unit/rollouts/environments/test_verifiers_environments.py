@@ -19,7 +19,7 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import EngineError, Generation
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.environments.verifiers_environments import VerifiersWorkflow
-from storage.records import RolloutGroup, RolloutTask, Sampling, Trajectory
+from storage.records import RolloutGroup, Sampling, Task, Trajectory
 from tests.unit.rollouts.scripted_text import an_engine, play_group
 
 _TASKSETS = Path(__file__).parent / "verifiers_tasksets"
@@ -32,9 +32,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(_TASKSETS), os.environ.get("PYTHONPATH", "")]))
 
 
-def _group(
-    workflow: VerifiersWorkflow, task: RolloutTask, tokens: ChatTokens, engine: Any, **options: Any
-) -> RolloutGroup:
+def _group(workflow: VerifiersWorkflow, task: Task, tokens: ChatTokens, engine: Any, **options: Any) -> RolloutGroup:
     async def play() -> RolloutGroup:
         try:
             return await play_group(workflow, tokens, engine, task, **{"attempt_timeout": 60.0, **options})

@@ -18,7 +18,7 @@ from storage.log.entries import Evaluation, Quarantine, Retire, Shard
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.object_store import LocalStore
-from storage.records import RolloutTask, Trajectory
+from storage.records import Task, Trajectory
 from storage.shards.rescored_rewards import RewardsTaken, read_rewards, rewards_key
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, local_store, provenance
