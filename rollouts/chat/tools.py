@@ -98,8 +98,8 @@ def tool(function: Callable[..., Any]) -> Tool:
         schema = _without_titles(parameters.json_schema())
     except PydanticUserError as error:
         raise InvalidInput(f"tool {name!r}: a parameter's type has no JSON schema: {error.message}") from error
-    description = {"name": name, "description": docstring.description.strip(), "parameters": schema}
-    return Tool(function, name, {"type": "function", "function": description}, parameters)
+    function_format = {"name": name, "description": docstring.description.strip(), "parameters": schema}
+    return Tool(function, name, {"type": "function", "function": function_format}, parameters)
 
 
 def tools_of(environment: object) -> list[Tool]:
