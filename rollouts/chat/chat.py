@@ -5,7 +5,7 @@ History is never tokenised again: a later turn appends tokens to the branch of t
 
     u₁ a₁ u₂ a₂          sequence 0: one row, a₁ and a₂ trained
     u₁ a₁ u₂ a₂ u₃ a₃    the same branch goes on: sequence 0, only u₃ a₃ are added
-    u₁ a₁ v₂ b₂          no branch ends inside it: sequence 1 starts, everything before b₂ is context
+    u₁ a₁ v₂ b₂          it extends no branch: sequence 1 starts, everything before b₂ is context
 
 So no token is trained twice, whatever a workflow or an agent does with its history.
 """
@@ -32,55 +32,55 @@ class OutOfRoom(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What the policy said in one turn."""
+    """The policy's reply in one turn."""
 
     text: str
-    """All it wrote, as recorded: pass it on as the `content` of the assistant's message to go on from here."""
+    """The whole reply, as recorded. To go on from here, send it as the `content` of an assistant message."""
     content: str
-    """Without the tool calls."""
+    """The reply without its tool calls."""
     tool_calls: list[CallRequest]
-    """In the order they were written; empty where none were asked for, or no tools were on offer."""
+    """In the order they were written."""
     finish_reason: str
     """`stop` or `length`, from the engine."""
     turn_idx: int
-    """Which of the chat's `turns` it is."""
+    """Its index in `Chat.turns`."""
     num_prompt_tokens: int
     """Number of tokens before it."""
     malformed_call: str = ""
-    """The rest of a call that begins as one and cannot be read; empty otherwise."""
+    """The text after the mark that opens a call, if the call cannot be read."""
 
     @property
     def cut_off(self) -> bool:
-        """True when a length limit ended it."""
+        """True if a length limit ended it."""
         return self.finish_reason == "length"
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Branch:
-    """One line of the conversation: what was said, and its tokens. It becomes one training sequence."""
+    """One line of the conversation: its messages and its tokens. It becomes one training sequence."""
 
     sequence_idx: int
     messages: list[Message]
     ids: list[int]
     tools: list[dict[str, Any]]
-    """As the first prompt showed them to the policy."""
+    """Schemas in the first prompt."""
     reply: Reply
-    """The last one."""
+    """The last reply."""
     replied_at: float
-    """When it came, by `time.perf_counter`."""
+    """Time of the last reply, by `time.perf_counter`."""
     busy: bool = False
-    """True while the engine writes its next reply."""
+    """True while the engine writes the next reply."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Chat:
-    """One attempt's conversation; single use. Several `complete` may run at once."""
+    """One attempt's conversation; single use. Several calls of `complete` may run at once."""
 
     engine: Engine
     tokens: ChatTokens
     """The model's tokenizer and chat template."""
     sampling: Sampling
-    """How every reply is drawn; a single one may be shorter."""
+    """How replies are drawn."""
     max_model_len: int
     request_id: str
     tool_parser: ToolParser | None = None
@@ -88,20 +88,20 @@ class Chat:
     tool_timeout: float = 30.0
     tool_output_chars: int = 8192
     messages: list[Message] = dataclasses.field(default_factory=list, init=False)
-    """The conversation as it stands, the last reply included."""
+    """The current conversation, with the last reply."""
     recorded: list[Message] = dataclasses.field(default_factory=list, init=False)
-    """Every message of the attempt once, messages of abandoned histories too."""
+    """Every message of the attempt once, also those of abandoned histories."""
     turns: list[Turn] = dataclasses.field(default_factory=list, init=False)
     held_seconds: float = dataclasses.field(default=0.0, init=False)
-    """For how long the engine waited for its next policy before it began."""
+    """Seconds that the engine waited for its next policy before it began a reply."""
     max_turns_reached: bool = dataclasses.field(default=False, init=False)
-    """True when the policy asked for tools once more than `max_tool_turns` allows."""
+    """True if the policy asked for tools once more than `max_tool_turns` allows."""
     _num_requests: int = dataclasses.field(default=0, init=False)
     _num_tool_turns: int = dataclasses.field(default=0, init=False)
     _branches: list[_Branch] = dataclasses.field(default_factory=list, init=False)
 
     async def ask(self, text: str, *, tools: Sequence[Tool] = ()) -> str:
-        """Say something as the user; returns the policy's reply, the last one where it called tools on the way.
+        """Send `text` as the user; returns the policy's reply, the one after its tool calls if it made any.
 
         Raises what `complete` raises, and `ToolUnavailable` when a tool's infrastructure failed.
         """
@@ -120,7 +120,7 @@ class Chat:
     async def complete(
         self, messages: Sequence[Message], *, tools: Sequence[Tool | dict[str, Any]] = (), max_tokens: int | None = None
     ) -> Reply:
-        """The policy's reply to a whole conversation; the tools it asks for are not executed.
+        """The policy's reply to a whole conversation. Tool calls in it are not executed.
 
         `tools` are `Tool`s or schemas in OpenAI's function format. `max_tokens` may shorten the reply, not lengthen it.
         Raises `EngineError` when the engine fails and `OutOfRoom` when no token more fits.
@@ -134,7 +134,7 @@ class Chat:
         else:
             new = messages[len(branch.messages) :]
             history, context_ids = branch.ids, self.tokens.continuation(new, ended=not branch.reply.cut_off)
-            self._note_results(branch, new)
+            self._record_results(branch, new)
         prompt_ids = [*history, *context_ids]
         room = self.max_model_len - len(prompt_ids)
         if room < 1:
@@ -157,7 +157,7 @@ class Chat:
         finally:
             if branch is not None:
                 branch.busy = False
-        # From here on nothing waits, so that what runs at the same time finds all of the turn or nothing.
+        # No await from here on: a request that runs at the same time sees the whole turn or nothing of it.
         turn = Turn(
             context_ids=context_ids,
             sampled_ids=generation.token_ids,
@@ -177,12 +177,12 @@ class Chat:
             turn_idx=len(self.turns),
             num_prompt_tokens=len(prompt_ids),
         )
-        said = Message(role="assistant", content=text, is_completion=True)
+        message = Message(role="assistant", content=text, is_completion=True)
         self.turns.append(turn)
         num_recorded = max((_shared(branch.messages, messages) for branch in self._branches), default=0)
         new = messages[num_recorded:]
-        self.recorded += [*(dataclasses.replace(message, is_completion=False) for message in new), said]
-        self.messages = [*messages, said]
+        self.recorded += [*(dataclasses.replace(each, is_completion=False) for each in new), message]
+        self.messages = [*messages, message]
         grown = _Branch(
             sequence_idx=turn.sequence_idx,
             messages=list(self.messages),
@@ -196,42 +196,42 @@ class Chat:
 
     @property
     def cut_off(self) -> bool:
-        """True when the last reply was ended by a length limit."""
+        """True if a length limit ended the last reply."""
         return bool(self.turns) and self.turns[-1].finish_reason == "length"
 
     async def _run_tools(self, reply: Reply, tools: Sequence[Tool]) -> list[Message]:
-        """Execute what a reply asks for, note it in the reply's turn, and return the results as messages."""
+        """Execute a reply's tool calls, record them in its turn, and return the results as messages."""
         calls, unavailable = await run_calls(
             reply.tool_calls, tools, timeout=self.tool_timeout, output_chars=self.tool_output_chars
         )
         if not reply.tool_calls:
-            told = "error: this is no tool call that can be read; check its format"
-            calls = [ToolCall(name="", arguments=reply.malformed_call, result=told, failed=True)]
-        self._note_calls(reply, calls)
+            result = "error: this is no tool call that can be read; check its format"
+            calls = [ToolCall(name="", arguments=reply.malformed_call, result=result, failed=True)]
+        self._record_calls(reply, calls)
         if unavailable is not None:
             raise unavailable
         return [Message(role="tool", content=call.result) for call in calls]
 
-    def _note_calls(self, reply: Reply, calls: list[ToolCall]) -> None:
+    def _record_calls(self, reply: Reply, calls: list[ToolCall]) -> None:
         self.turns[reply.turn_idx] = dataclasses.replace(self.turns[reply.turn_idx], tool_calls=calls)
 
-    def _note_results(self, branch: _Branch, new: Sequence[Message]) -> None:
-        """Note what became of calls that the caller of `complete` executed itself; their time is all that passed."""
-        asked = branch.reply.tool_calls
+    def _record_results(self, branch: _Branch, new: Sequence[Message]) -> None:
+        """Record calls that the caller of `complete` executed itself. Their seconds are all those since the reply."""
+        requests = branch.reply.tool_calls
         results = [message.content for message in itertools.takewhile(lambda m: m.role == "tool", new)]
-        if not asked or len(results) != len(asked) or self.turns[branch.reply.turn_idx].tool_calls:
+        if not requests or len(results) != len(requests) or self.turns[branch.reply.turn_idx].tool_calls:
             return
         seconds = time.perf_counter() - branch.replied_at
         calls = [
             ToolCall(name=call.name, arguments=call.arguments, result=result, seconds=seconds)
-            for call, result in zip(asked, results, strict=True)
+            for call, result in zip(requests, results, strict=True)
         ]
-        self._note_calls(branch.reply, calls)
+        self._record_calls(branch.reply, calls)
 
     def _branch_for(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> _Branch | None:
-        """The branch that goes on with these messages: the longest that is, as a whole, the beginning of them.
+        """The branch that these messages extend: the longest one that they begin with.
 
-        A branch whose prompt did not show the tools on offer cannot go on, for the policy would not know them.
+        A branch whose prompt showed other tools cannot go on: the policy would not know these.
         """
         fitting = [
             branch
@@ -244,7 +244,7 @@ class Chat:
 
 
 def _shared(ones: Sequence[Message], others: Sequence[Message]) -> int:
-    """Length of the common beginning. What the model sees counts, not who is said to have written it."""
+    """Length of the common beginning. Only role and content count, which the model sees, not `is_completion`."""
     count = 0
     for one, other in zip(ones, others, strict=False):
         if (one.role, one.content) != (other.role, other.content):

@@ -1,14 +1,14 @@
-"""Functions a policy may call: their schema from the signature, and their execution with a deadline each.
+"""Functions that a policy may call: the schema comes from the signature, and each call has a deadline.
 
-In: typed functions with a docstring, sync or async, also methods of an environment object. Out: `ToolCall` records.
+In: typed functions with a docstring, sync or async, also methods of an environment. Out: `ToolCall` records.
 
     @tool
     def add(a: int, b: int) -> int:
         \"\"\"Add two numbers.\"\"\"
         return a + b
 
-Whose fault a failure is decides what becomes of it: what the policy wrote wrongly, and what a tool raised, is told to
-the policy and the attempt goes on; `ToolUnavailable` ends the attempt without a reward.
+A wrong call, or an error that a tool raises, is shown to the policy as the result, and the attempt goes on.
+`ToolUnavailable` ends the attempt without a reward.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ from storage.records import ToolCall
 logger = logging.getLogger("millrace.tools")
 
 MOST_HUNG_THREADS = 256
-"""Blocking tools that passed their deadline and still run; with more, calls of blocking tools are refused."""
+"""At most so many blocking tools may have passed their deadline and still run; then further ones are refused."""
 
 
 class ToolUnavailable(Exception):
-    """Raised by a tool whose infrastructure failed (a server answered 500): the attempt ends as `tool_error`, without
-    a reward, because the policy is not to blame."""
+    """Raise it in a tool whose infrastructure failed, for example when a server answers 500. The attempt ends as
+    `tool_error`, without a reward, because the policy is not to blame."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tool:
-    """A function a policy may call. Make one with `tool`; calling it calls the function."""
+    """A function that a policy may call. Make one with `tool`; calling it calls the function."""
 
     function: Callable[..., Any]
     name: str
     schema: dict[str, Any]
     """OpenAI's function format: name, description, JSON schema of the parameters."""
     parameters: TypeAdapter[dict[str, Any]]
-    """Checks the arguments a policy wrote."""
+    """Validates the arguments that a policy wrote."""
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self.function(*arguments, **keywords)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool:
-        """The method of an object, where the decorated function stands in a class."""
+        """The tool of one object, if the decorated function is a method."""
         if instance is None:
             return self
         return Tool(functools.partial(self.function, instance), self.name, self.schema, self.parameters)
@@ -69,7 +69,7 @@ class Tool:
 def tool(function: Callable[..., Any]) -> Tool:
     """Make a typed function, or a method inside a class, callable by a policy.
 
-    Raises `ValueError` where the docstring or a type hint is missing, or a parameter cannot be given by name.
+    Raises `InvalidInput` if the docstring or a type hint is missing, or a parameter cannot be given by name.
     """
     name = getattr(function, "__name__", repr(function))
     docstring = parse_docstring(inspect.getdoc(function) or "")
@@ -98,12 +98,12 @@ def tool(function: Callable[..., Any]) -> Tool:
         schema = _without_titles(parameters.json_schema())
     except PydanticUserError as error:
         raise InvalidInput(f"tool {name!r}: a parameter's type has no JSON schema: {error.message}") from error
-    described_as = {"name": name, "description": docstring.description.strip(), "parameters": schema}
-    return Tool(function, name, {"type": "function", "function": described_as}, parameters)
+    function_format = {"name": name, "description": docstring.description.strip(), "parameters": schema}
+    return Tool(function, name, {"type": "function", "function": function_format}, parameters)
 
 
 def tools_of(environment: object) -> list[Tool]:
-    """The methods of an object that are tools, in the order they were written."""
+    """The methods of an object that are tools, in the order of their definition."""
     kind = type(environment)
     names = dict.fromkeys(name for ancestor in reversed(kind.__mro__) for name in vars(ancestor))
     return [getattr(environment, name) for name in names if isinstance(getattr(kind, name, None), Tool)]
@@ -114,8 +114,8 @@ async def run_calls(
 ) -> tuple[list[ToolCall], ToolUnavailable | None]:
     """Execute the calls of one turn at the same time, each within `timeout` seconds.
 
-    Returns their records in order, and the first `ToolUnavailable` that one of them raised.
-    Raises `ValueError` for two tools of one name.
+    Returns their records in order, and the first `ToolUnavailable` that was raised.
+    Raises `InvalidInput` for two tools with the same name.
     """
     by_name = {each.name: each for each in tools}
     if len(by_name) < len(tools):
@@ -129,15 +129,15 @@ async def _run(request: CallRequest, tools: dict[str, Tool], timeout: float) -> 
     record = functools.partial(ToolCall, name=request.name, arguments=request.arguments, failed=True)
     if request.name not in tools:
         return record(result=f"error: there is no tool {request.name!r}, only {', '.join(tools)}"), None
-    wanted = tools[request.name]
+    chosen = tools[request.name]
     try:
-        arguments = wanted.parameters.validate_json(request.arguments or "{}")
+        arguments = chosen.parameters.validate_json(request.arguments or "{}")
     except ValidationError as error:
         return record(result=f"error: {_what_is_wrong(error)}"), None
     started = time.perf_counter()
-    execution = asyncio.create_task(_execute(wanted.function, arguments))
+    execution = asyncio.create_task(_execute(chosen.function, arguments))
     try:
-        # Waits for the task or the deadline, and not for the end of a task that ignores its cancellation.
+        # Does not wait for a task that ignores its cancellation.
         await asyncio.wait({execution}, timeout=timeout)
     finally:
         execution.cancel()
@@ -152,7 +152,7 @@ async def _run(request: CallRequest, tools: dict[str, Tool], timeout: float) -> 
 
 
 async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> str | BaseException:
-    """What the tool returned, as text, or what it raised: even a `sys.exit` in a tool must not end the worker."""
+    """What the tool returned, as text, or what it raised. Even `sys.exit` in a tool must not end the worker."""
     inner = function.func if isinstance(function, functools.partial) else function
     try:
         if inspect.iscoroutinefunction(inner):
@@ -162,7 +162,7 @@ async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> s
             if inspect.isawaitable(value):  # an async function behind a decorator
                 value = await value
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything: told to the policy
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool may raise anything; the policy sees it
         return error
 
 
@@ -172,42 +172,42 @@ _hung_threads: set[threading.Thread] = set()
 async def _in_thread(call: Callable[[], Any]) -> Any:
     """Run a blocking call in a thread of its own.
 
-    Nothing can stop a thread. One that passed the deadline runs on unwatched; because it is a thread of its own and a
-    daemon, it takes no place in a pool and does not keep the process from ending.
+    Nothing can stop a thread, so one that passed the deadline runs on. It takes no place in a pool, and as a daemon
+    it does not keep the process alive.
     """
     _hung_threads.difference_update([thread for thread in _hung_threads if not thread.is_alive()])
     if len(_hung_threads) >= MOST_HUNG_THREADS:
         raise ToolUnavailable(f"{len(_hung_threads)} earlier calls of blocking tools have not returned")
     context, returned = contextvars.copy_context(), concurrent.futures.Future[tuple[Any, BaseException | None]]()
-    returned.set_running_or_notify_cancel()  # a caller that gives up cannot cancel it any more
+    returned.set_running_or_notify_cancel()  # a caller that gives up cannot cancel it
 
     def body() -> None:
         try:
             returned.set_result((context.run(call), None))
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised to the caller
             returned.set_result((None, error))
 
     thread = threading.Thread(target=body, name="millrace-tool", daemon=True)
     thread.start()
     try:
-        value, raised = await asyncio.wrap_future(returned)
+        value, error = await asyncio.wrap_future(returned)
     except asyncio.CancelledError:
         _hung_threads.add(thread)
         logger.warning("a blocking tool was given up; its thread runs on, with %d others", len(_hung_threads) - 1)
         raise
-    if raised is not None:
-        raise raised
+    if error is not None:
+        raise error
     return value
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """All that a caller gives: without the `self` of a method that is being defined."""
+    """The parameters that a caller gives: without the `self` of a method that is being defined."""
     parameters = list(inspect.signature(function).parameters.values())
     return parameters[1:] if parameters and parameters[0].name in ("self", "cls") else parameters
 
 
 def _without_titles(schema: Any) -> Any:
-    """Pydantic gives every part a title made of its name; they tell a policy nothing."""
+    """A schema without the titles that pydantic makes of the names; they tell a policy nothing."""
     match schema:
         case dict():
             kept = {key: value for key, value in schema.items() if not (key == "title" and isinstance(value, str))}

@@ -1,13 +1,12 @@
-"""An OpenAI-compatible server in the rollout worker: what an agent asks through it becomes turns of its attempt.
+"""An OpenAI-compatible server in the rollout worker: an agent's requests become turns of its attempt.
 
     agent, in any process ── base_url, key ─┬▶ /v1/chat/completions ─┬▶ Session ─▶ Chat ─▶ engine
                                             ├▶ /v1/responses ────────┘
                                             └▶ /v1/sessions/reward ───▶ Session.reward
 
-In: requests on the loopback interface. Out: turns in the `Chat` of the attempt the key belongs to, and its reward.
-The server lives in the worker's event loop, one for all attempts, and starts with the first of them. A key is worth
-something only while its attempt runs. Nothing is recorded of a request that failed or whose client went away, so
-a client may retry.
+In: requests on the loopback interface. Out: turns in the `Chat` of the attempt that the key belongs to, and its reward.
+One server in the worker's event loop serves all attempts; it starts with the first one. A key is valid only while its
+attempt runs. A request that fails, or whose client disconnects, leaves no record, so a client may retry.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from rollouts.workflow import Score
 from storage.records import Message, Sampling
 
 _KEEP_ALIVE = 60
-"""Seconds an idle connection stays open; an agent may think that long before its client has to connect again."""
+"""Seconds that an idle connection stays open, so that an agent may think without a new connection."""
 
 
 class PostedReward(BaseModel):
@@ -54,7 +53,7 @@ class PostedReward(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     reward: FiniteFloat | None
-    """Null means not applicable, as in `Score`."""
+    """None (`null` in the JSON) means not applicable, as in `Score`."""
     parts: dict[str, FiniteFloat | None] = {}
 
 
@@ -64,19 +63,19 @@ class Session:
     def __init__(self, chat: Chat) -> None:
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self.reward: Score | None = None
-        """What the agent posted, null until then."""
+        """What the agent posted; None until then."""
         self.fault: Exception | None = None
-        """Why the last request could not be answered; null once one was. It explains an agent that then gave up."""
+        """Why the last request failed; None if it succeeded. It explains an agent that then gave up."""
         self.responses: dict[str, list[WireMessage]] = {}
-        """By id of a response (Responses API): the conversation up to and with it, its instructions left out."""
+        """Response id (Responses API) → the conversation up to and with that response, without instructions."""
         self._chat = chat
-        self._said_with_calls: dict[Any, tuple[str, str]] = {}
-        """By their tool calls: the words beside them, and all that the policy wrote."""
+        self._replies_with_calls: dict[Any, tuple[str, str]] = {}
+        """Tool calls → the text beside them, and the whole reply of the policy."""
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
     def sampling(self) -> Sampling:
-        """How the run draws this attempt's tokens."""
+        """The run's sampling settings."""
         return self._chat.sampling
 
     async def answer(self, request: ChatRequest) -> Answer:
@@ -103,7 +102,7 @@ class Session:
                 for call in reply.tool_calls
             ]
         if calls:
-            self._said_with_calls[_form(calls)] = (content, reply.text)
+            self._replies_with_calls[_form(calls)] = (content, reply.text)
         turn = self._chat.turns[reply.turn_idx]
         return Answer(
             content=content,
@@ -114,55 +113,55 @@ class Session:
         )
 
     def post_reward(self, score: Score) -> None:
-        """Keep the attempt's reward; once, though the same one may be posted again. Raises `Refused` (409)."""
+        """Keep the attempt's reward. The same one may be posted again; another raises `Refused` (409)."""
         if self.reward is not None and self.reward != score:
             raise Refused(409, f"this session's reward is {self.reward.reward} already; a session has one reward")
         self.reward = score
 
     def earlier(self, response_id: str) -> list[WireMessage]:
-        """The conversation up to and with an earlier response; none for an empty id. Raises `Refused`."""
+        """The conversation up to and with an earlier response; empty for an empty id. Raises `Refused`."""
         if response_id and response_id not in self.responses:
             raise Refused(400, f"this session has no response {response_id!r}", param="previous_response_id")
         return self.responses.get(response_id, [])
 
     async def run(self, work: Coroutine[Any, Any, Any], *, until: Coroutine[Any, Any, Any]) -> Any:
-        """Do `work`, cancelled when `until` comes first (`Refused` 499) or the session ends (`Refused` 401)."""
-        doing, ending = asyncio.create_task(work), asyncio.create_task(until)
-        self._running.add(doing)
+        """Do `work`; cancel it if `until` returns first (`Refused` 499) or if the session ends (`Refused` 401)."""
+        working, waiting = asyncio.create_task(work), asyncio.create_task(until)
+        self._running.add(working)
         try:
-            await asyncio.wait({doing, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if doing.cancelled():
+            await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if working.cancelled():
                 raise _unknown_key()
-            if not doing.done():
-                raise Refused(499, "the client has gone away")
-            return doing.result()
+            if not working.done():
+                raise Refused(499, "the client has disconnected")
+            return working.result()
         finally:
-            self._running.discard(doing)
-            await _cancelled(doing, ending)
+            self._running.discard(working)
+            await _cancel(working, waiting)
 
     async def close(self) -> None:
-        """Cancel what is running: after this nothing is added to the attempt's turns."""
-        await _cancelled(*self._running)
+        """Cancel running requests. After this no turn is added to the attempt."""
+        await _cancel(*self._running)
 
     def _message(self, wire: WireMessage) -> Message:
-        """The message as the policy saw it: its own replies as it sampled them, tool-call markup included."""
+        """The message as the policy saw it: its own replies as it sampled them, with the markup of tool calls."""
         role, text = "system" if wire.role == "developer" else wire.role, wire.content
         if wire.tool_calls:
-            content, said = self._said_with_calls.get(_form(wire.tool_calls), ("", ""))
-            if not said.startswith(content) or not said:
+            content, reply = self._replies_with_calls.get(_form(wire.tool_calls), ("", ""))
+            if not reply.startswith(content) or not reply:
                 raise Refused(
                     400,
                     "the history has tool calls that the policy did not make in this session; send its messages back "
                     "as they came, or say what happened in words",
                     param="messages",
                 )
-            # Some clients leave out the words beside the calls; other words are an edit, and the Chat forks.
-            text = said if text in ("", content) else text + said.removeprefix(content)
+            # Some clients leave out the text beside the calls. Any other text is an edit, and the Chat forks.
+            text = reply if text in ("", content) else text + reply.removeprefix(content)
         return Message(role=role, content=text)
 
 
 class AgentEndpoint:
-    """The server. It listens from the first moment on and serves until `close`, or the end of its event loop."""
+    """The server. It listens as soon as it exists, and serves until `close` or the end of its event loop."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
@@ -179,12 +178,12 @@ class AgentEndpoint:
                 timeout_graceful_shutdown=1,
             )
         )
-        # An empty context: this task outlives the attempt that happens to start it.
+        # An empty context: this task outlives the attempt that starts it.
         self._serving = asyncio.create_task(self._serve(), context=contextvars.Context())
 
     @contextlib.asynccontextmanager
     async def session(self, chat: Chat) -> AsyncIterator[Session]:
-        """A key for the attempt that `chat` belongs to; unknown again afterwards."""
+        """A key for the attempt of `chat`, valid inside this context."""
         session = Session(chat)
         self._sessions[session.key] = session
         try:
@@ -194,7 +193,7 @@ class AgentEndpoint:
             await session.close()
 
     async def close(self) -> None:
-        """Stop listening; requests in flight get a second."""
+        """Stop listening; running requests get one second."""
         self._server.should_exit = True
         await self._serving
 
@@ -228,7 +227,7 @@ async def close_agent_endpoint() -> None:
 
 class _Server(uvicorn.Server):
     def capture_signals(self) -> Any:
-        """Signals belong to the worker, not to the server inside it."""
+        """Leave signals to the worker."""
         return contextlib.nullcontext()
 
 
@@ -272,8 +271,8 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
         conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
         answer = await session.run(session.answer(asked.chat_request(conversation)), until=_disconnected(request))
         made = response(answer, body)
-        said = WireMessage(role="assistant", content=answer.content, tool_calls=answer.calls)
-        session.responses[made.id] = [*conversation, said]
+        reply = WireMessage(role="assistant", content=answer.content, tool_calls=answer.calls)
+        session.responses[made.id] = [*conversation, reply]
         if asked.stream:
             return _events(response_events(made))
         return JSONResponse(made.model_dump(mode="json", exclude_unset=True))
@@ -305,7 +304,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -316,7 +315,7 @@ def _unknown_key() -> Refused:
 
 
 def _form(calls: Sequence[Call]) -> Any:
-    """Calls as agents send them back: the arguments may have been parsed and written again on the way."""
+    """A form of calls that stays equal if an agent's client parses the arguments and writes them again."""
     return tuple((call.id, call.function.name, _normal(call.function.arguments)) for call in calls)
 
 

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API as another spelling of a chat: text, function tools, and `previous_response_id`.
+"""OpenAI's Responses API, translated to a chat: text, function tools, and `previous_response_id`.
 
-In: the JSON body of a request. Out: the `ChatRequest` it amounts to; from the policy's reply a `Response`, whole or as
-the events of a stream. What `openai_wire` refuses is refused here too.
+In: the JSON body of a request. Out: the equivalent `ChatRequest`; from the policy's reply a `Response`, whole or as the
+events of a stream. Options that `openai_wire` refuses are refused here too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ONLY_AT: dict[str, Any] = {
     "parallel_tool_calls": True,
     "text": {"format": {"type": "text"}},
 }
-"""Accepted at the value that changes nothing."""
+"""Accepted only at the value that has no effect."""
 
 
 class _Item(Strict):
@@ -47,7 +47,7 @@ class _Item(Strict):
 
 
 class MessageItem(_Item):
-    """Something said by anybody."""
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -56,7 +56,7 @@ class MessageItem(_Item):
 
 
 class CallItem(_Item):
-    """A call the policy made."""
+    """A call that the policy made."""
 
     type: Literal["function_call"]
     call_id: str
@@ -65,7 +65,7 @@ class CallItem(_Item):
 
 
 class ResultItem(_Item):
-    """What became of a call."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -100,7 +100,7 @@ class ResponseRequest(Strict):
 
     @property
     def messages(self) -> list[WireMessage]:
-        """The input as chat messages: calls belong to the assistant's message they follow."""
+        """The input as chat messages. A call belongs to the assistant message before it."""
         messages: list[WireMessage] = []
         for item in self.input:
             match item:
@@ -116,7 +116,7 @@ class ResponseRequest(Strict):
         return messages
 
     def chat_request(self, conversation: Sequence[WireMessage]) -> ChatRequest:
-        """The same request over a whole conversation, instructions in front, in the other format."""
+        """The request in the other format, over a whole conversation, with the instructions in front."""
         instructions = [WireMessage(role="system", content=self.instructions)] if self.instructions else []
         return ChatRequest(
             messages=[*instructions, *conversation],
@@ -132,7 +132,7 @@ def read_response_request(body: Any, sampling: Sampling) -> ResponseRequest:
 
 
 def response(answer: Answer, body: dict[str, Any]) -> Response:
-    """A reply as OpenAI's client expects it; `body` is the request, of which it repeats some fields."""
+    """A reply as OpenAI's client expects it. It repeats some fields of the request `body`."""
     status = "completed" if answer.turn.finish_reason == "stop" else "incomplete"
     output: list[dict[str, Any]] = []
     if answer.content or not answer.calls:

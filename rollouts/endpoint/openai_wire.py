@@ -1,8 +1,8 @@
-"""OpenAI's chat-completions format, as far as a policy in training can honour it.
+"""OpenAI's chat-completions format, as far as a policy in training supports it.
 
 In: the JSON body of a request. Out: messages, tools and limits for `Chat`; from its reply a `ChatCompletion`, whole or
-in chunks. The run decides how tokens are drawn, because the loss needs their exact probabilities: what would change
-the distribution of a reply is refused with a sentence, never ignored.
+in chunks. The run decides how tokens are drawn, because the loss needs their exact probabilities. An option that would
+change the distribution of a reply is refused with a message, never ignored.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ABOUT_THE_REQUEST = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
-"""Accepted and unused: they say who asks or what it costs, not what is answered."""
+"""Accepted and unused: they have no effect on the reply."""
 
 _ONLY_AT: dict[str, Any] = {
     "n": 1,
@@ -38,7 +38,7 @@ _ONLY_AT: dict[str, Any] = {
     "parallel_tool_calls": True,
     "response_format": {"type": "text"},
 }
-"""Accepted at the value that changes nothing."""
+"""Accepted only at the value that has no effect."""
 
 
 class Refused(Exception):
@@ -50,13 +50,13 @@ class Refused(Exception):
         super().__init__(message)
         self.status = status
         self.retry = retry
-        """OpenAI's clients try again after 409 and 5xx unless told not to."""
+        """OpenAI's clients retry after 409 and 5xx unless a header forbids it."""
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Strict(BaseModel):
-    """Unknown keys are errors, unless their value is null: clients echo the null fields of our own replies."""
+    """Unknown keys are errors, except with the value `null`: clients send back the null fields of our replies."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -67,7 +67,7 @@ class Strict(BaseModel):
 
 
 def _joined(content: Any) -> Any:
-    """A list of text parts as one text; anything else as it is. Raises `ValueError` for a part that is no text."""
+    """A list of text parts as one text; anything else as it is. Raises `InvalidInput` for a part that is no text."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -78,11 +78,11 @@ def _joined(content: Any) -> Any:
 
 
 Text = Annotated[str, BeforeValidator(_joined)]
-"""What is said in a message: a text, or a list of text parts."""
+"""The content of a message: a text, or a list of text parts."""
 
 
 class Function(Strict):
-    """A tool. As a dictionary without what was left out it is what the policy is shown."""
+    """A tool, as the policy sees it in the prompt."""
 
     name: str = Field(min_length=1)
     description: str = ""
@@ -112,7 +112,7 @@ class Call(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int = Field(default=0, exclude=True)
-    """Sent back by clients that have put a stream together; means nothing here."""
+    """Accepted and unused: clients that put a stream together send it back."""
 
 
 class WireMessage(Strict):
@@ -140,7 +140,7 @@ class ChatRequest(Strict):
     messages: list[WireMessage] = Field(min_length=1)
     tools: list[ToolSpecification] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    """`none` returns what looks like a call as text; the others would force the policy's tokens."""
+    """`none` returns calls as text. OpenAI's other values would force the policy's tokens."""
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -149,7 +149,7 @@ class ChatRequest(Strict):
 
     @property
     def limit(self) -> int | None:
-        """Longest reply asked for, in tokens; the run's own limit holds too."""
+        """Longest reply of this request, in tokens. The run's own limit holds too."""
         return min((n for n in (self.max_tokens, self.max_completion_tokens) if n is not None), default=None)
 
 
@@ -159,50 +159,50 @@ def read_request(body: Any, sampling: Sampling) -> ChatRequest:
 
 
 def without_neutral(body: Any, only_at: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
-    """The body less everything that has no effect; raises `Refused` for a value that would have one."""
+    """The body without options that have no effect. Raises `Refused` for a value that would have one."""
     if not isinstance(body, dict):
         raise Refused(400, "the body of the request is not a JSON object")
-    asked = {name: value for name, value in body.items() if value is not None and name not in _ABOUT_THE_REQUEST}
+    options = {name: value for name, value in body.items() if value is not None and name not in _ABOUT_THE_REQUEST}
     drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
     for name, allowed in {**only_at, **drawn}.items():
-        if name in asked and asked.pop(name) != allowed:
+        if name in options and options.pop(name) != allowed:
             raise Refused(
                 400,
                 f"`{name}` of this policy is {json.dumps(allowed)}: leave it out, the run file's [sampling] decides "
                 "how tokens are drawn (and evaluation has settings of its own)",
                 param=name,
             )
-    return asked
+    return options
 
 
 def read(model: type[_Model], body: Any) -> _Model:
-    """Validate; raises `Refused` (400) that names the first thing that is wrong."""
+    """Validate a body. Raises `Refused` (400) with the first problem."""
     try:
         return model.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the body"
-        wrong = "not supported here, leave it out" if first["type"] == "extra_forbidden" else first["msg"]
-        raise Refused(400, f"`{place}`: {wrong}", param=place) from None
+        problem = "not supported here, leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+        raise Refused(400, f"`{place}`: {problem}", param=place) from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The policy's reply, in neither of OpenAI's formats yet."""
+    """The policy's reply, before it is written in one of OpenAI's formats."""
 
     content: str
-    """Without the tool calls."""
+    """The reply without its tool calls."""
     calls: list[Call]
     turn: Turn
     """The recorded turn."""
     prompt_tokens: int
     """Number of tokens before the reply."""
     token_texts: list[str] | None
-    """Texts of the sampled tokens, null where no logprobs were asked for."""
+    """Texts of the sampled tokens; None if the request asked for no logprobs."""
 
 
 def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
-    """A reply as OpenAI's client expects it; `model` is echoed."""
+    """A reply as OpenAI's client expects it; `model` is that of the request."""
     turn, logprobs = answer.turn, None
     if answer.token_texts is not None:
         entries = [
@@ -235,9 +235,9 @@ def chat_completion(answer: Answer, *, model: str) -> ChatCompletion:
 def event_stream(completion: ChatCompletion, *, include_usage: bool) -> Iterator[str]:
     """A finished reply as the server-sent events of a streamed one: content, each call, finish reason, usage."""
     [choice] = completion.choices
-    said = choice.to_dict(exclude_unset=True)
-    message: Any = said["message"]
-    steps = [{"delta": {"role": "assistant", "content": message["content"]}, "logprobs": said["logprobs"]}]
+    fields = choice.to_dict(exclude_unset=True)
+    message: Any = fields["message"]
+    steps = [{"delta": {"role": "assistant", "content": message["content"]}, "logprobs": fields["logprobs"]}]
     for index, call in enumerate(message.get("tool_calls", [])):
         steps.append({"delta": {"tool_calls": [{"index": index, **call}]}})
     steps.append({"delta": {}, "finish_reason": choice.finish_reason})

@@ -1,7 +1,7 @@
-"""An engine without a model: answers come from a function, versions and logprobs behave like the real one's.
+"""An engine without a model: replies come from a function; versions and logprobs behave like the real engine's.
 
-In: a reply function. Out: generations stamped token by token with the version served at that moment.
-For tests, and for trying a pipeline's plumbing (`engine.kind = "scripted"`).
+In: a reply function. Out: generations; each token has the version that was served at that moment.
+For tests, and to try a pipeline without a model (`engine.kind = "scripted"`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Reply = Callable[[list[int], str], list[int]]
 
 
 class ScriptedEngine:
-    """Replies token by token; `num_choices` sets the logprob of every token to −ln(num_choices)."""
+    """Replies token by token. Every token has the logprob −ln(`num_choices`)."""
 
     def __init__(self, reply: Reply, *, num_choices: int = 10, seconds_per_token: float = 0.0) -> None:
         self._reply = reply
@@ -44,14 +44,14 @@ class ScriptedEngine:
         self.running += 1
         self.peak_running = max(self.peak_running, self.running)
         try:
-            wanted = self._reply(prompt_ids, request_id)
-            token_ids = wanted[: sampling.max_tokens]
+            reply = self._reply(prompt_ids, request_id)
+            token_ids = reply[: sampling.max_tokens]
             versions = []
             started = time.perf_counter()
             await self._open.wait()
             held_seconds = time.perf_counter() - started
             for _ in token_ids:
-                # Yields to the loop at every token, so that a policy swap can fall inside a reply.
+                # Yields to the loop at every token, so that a policy swap can happen inside a reply.
                 await asyncio.sleep(self._seconds_per_token)
                 versions.append(self.version)
         finally:
@@ -60,7 +60,7 @@ class ScriptedEngine:
             token_ids=token_ids,
             logprobs=[self._logprob] * len(token_ids),
             weight_versions=versions,
-            finish_reason="stop" if len(token_ids) == len(wanted) else "length",
+            finish_reason="stop" if len(token_ids) == len(reply) else "length",
             held_seconds=held_seconds,
             adapters={version: self._adapters[version] for version in set(versions) & self._adapters.keys()},
         )
@@ -93,7 +93,7 @@ class ScriptedEngine:
 
 
 def random_reply(*, seed: int, alphabet: list[int], end_id: int, longest: int) -> Reply:
-    """Replies of 1 … `longest` tokens drawn from `alphabet`: a pure function of seed, prompt and request id."""
+    """Replies of 1 … `longest` tokens from `alphabet`: a pure function of seed, prompt and request id."""
 
     def reply(prompt_ids: list[int], request_id: str) -> list[int]:
         digest = hashlib.sha256(f"{seed}/{request_id}/{prompt_ids}".encode()).digest()

@@ -1,4 +1,4 @@
-"""What vLLM is given in its own words: an engine's arguments, a request's sampling, the tokens that end a reply.
+"""Translates for vLLM: an engine's arguments, a request's sampling parameters, the tokens that end a reply.
 
 In: Millrace's settings and records, and a model folder. Out: vLLM's.
 """
@@ -18,9 +18,9 @@ from storage.records import Sampling
 
 
 def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's arguments so that the parts of an engine, where it has several, are child processes of ours.
+    """vLLM's arguments with which the parts of an engine, if it has several, are child processes of this one.
 
-    Raises `ValueError` where Ray is asked to start them: our process has all their devices already.
+    Raises `InvalidInput` if Ray is to start them: this process has all their devices already.
     """
     if num_parts(arguments) == 1:
         return arguments
@@ -33,17 +33,17 @@ def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
             "node; leave it out"
         )
     if current_platform.is_cpu():
-        # vLLM would bind each part to a NUMA node of its own, and most machines have one.
+        # vLLM would bind each part to its own NUMA node, and most machines have only one.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
         os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_parts(arguments)))
-    # Inside of a Ray placement group, where we are, vLLM would choose Ray.
+    # This process is in a Ray placement group, so vLLM would choose Ray.
     return {**arguments, "distributed_executor_backend": "mp"}
 
 
 @functools.lru_cache(maxsize=16)
 def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
-    """vLLM's form of them, which it copies for each request; all attempts without a seed share it."""
+    """vLLM's sampling parameters. vLLM copies them for each request, so attempts without a seed share one object."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -53,8 +53,8 @@ def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
         min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,
         seed=sampling.seed,
-        logprobs=0,  # the sampled token's own
-        flat_logprobs=True,  # a list, not a dictionary with an object per token
+        logprobs=0,  # only the sampled token's
+        flat_logprobs=True,  # lists, not a dictionary and an object per token
         stop_token_ids=list(stop_ids),
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -63,7 +63,7 @@ def sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
 
 
 def end_token_ids(folder: Path) -> list[int]:
-    """End-of-reply token ids of a model folder, from `generation_config.json`, else `config.json`."""
+    """Token ids that end a reply, from `generation_config.json` of a model folder, else from `config.json`."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None

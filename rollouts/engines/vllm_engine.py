@@ -1,16 +1,17 @@
 """vLLM's AsyncLLM behind the `Engine` protocol: the same code on CUDA and on the CPU build.
 
     load_policy:  pause(mode) ─▶ reload_policy ─▶ checksum verified ─▶ update_weight_version ─▶ resume (always)
-                       │ anything fails: the old weights, checksum and version again, or `EngineUnusable`
+                       │ on any failure: the old weights, checksum and version again, or `EngineUnusable`
 
-What becomes of running requests, by mode:
-    keep   frozen over the swap. With their cache cleared they are computed anew under the new weights and go on from
-           there; otherwise they go on with the keys and values of the old weights.
-    wait   finished first; new ones wait.
-    abort  ended by vLLM; `generate` continues each from its prompt and the tokens it has, as a new request.
-Every finished output carries per-token version spans, stamped by the engine.
+Running requests, by mode:
+    keep   are frozen during the change. If the cache is cleared, their tokens are computed anew under the new weights;
+           otherwise they go on with the keys and values of the old weights.
+    wait   finish first; new requests wait.
+    abort  are ended by vLLM; `generate` continues each as a new request, from its prompt and the tokens it has.
+vLLM stamps every finished output with the versions of its tokens.
 
-With adapters (LoRA) the base weights stay, and `load_policy` changes what the one adapter slot holds: `vllm_lora.py`.
+With adapters (LoRA) the base weights stay, and `load_policy` changes the content of the one adapter slot:
+`vllm_lora.py`.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ from storage.records import Sampling
 logger = logging.getLogger("millrace.engine")
 
 TRIES = 3
-"""How often old weights are put back, or the engine told to go on, before it is given up."""
+"""How often restoring old weights, or resuming the engine, is tried."""
 REHEARSAL_SECONDS = 1.0
-"""Of an engine that has just started; a large model on a CPU would take longer to answer everybody."""
+"""The rehearsal of a new engine ends then; a large model on a CPU would take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """A policy as the engine is asked to hold it."""
+    """A policy to load."""
 
     version: int
     digest: str
-    """Of the safetensors content."""
+    """Digest of the safetensors content."""
     fetch: Callable[[], Path]
-    """Its folder; may read it from the store first."""
+    """Returns its folder; may read it from the store first."""
 
 
 def _weights_in(folder: Path, version: int) -> _Weights:
@@ -60,7 +61,7 @@ def _weights_in(folder: Path, version: int) -> _Weights:
 
 
 class VllmEngine:
-    """One AsyncLLM in this process; its core and workers are child processes of vLLM's own."""
+    """One AsyncLLM in this process; vLLM runs its core and its workers in child processes."""
 
     def __init__(
         self,
@@ -74,11 +75,11 @@ class VllmEngine:
         base_folder: Path | None = None,
         ends_process: bool = False,
     ) -> None:
-        """`lora_rank` above 0 serves adapters of up to that rank on the weights in `base_folder`.
+        """With `lora_rank` above 0 the engine serves adapters of at most that rank on the weights in `base_folder`.
 
-        With `ends_process` the death of vLLM's core ends this process at once, and whoever watches it starts another:
-        requests that failed with the core must not be taken for failed attempts.
-        `arguments` go to vLLM as they are. Raises `ValueError` for a rank that vLLM cannot serve.
+        With `ends_process` this process ends at once if vLLM's core dies, and the driver starts another: requests that
+        failed with the core must not count as failed attempts.
+        `arguments` go to vLLM as they are. Raises `InvalidInput` for a rank that vLLM cannot serve.
         """
         assert (lora_rank > 0) == (base_folder is not None)
         self._base_folder = base_folder
@@ -86,32 +87,32 @@ class VllmEngine:
         self._arguments = {
             "max_model_len": max_model_len,
             "seed": seed,
-            "skip_tokenizer_init": True,  # we send and receive token ids; text is chat_tokens' business
-            "logprobs_mode": "processed_logprobs",  # after temperature, top-k, top-p: what was really sampled from
+            "skip_tokenizer_init": True,  # requests and replies are token ids; chat_tokens.py handles text
+            "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
             "disable_log_stats": True,
             "worker_extension_cls": "rollouts.engines.vllm_worker.ReloadExtension",
             **(adapter_arguments(lora_rank) if lora_rank else {}),
             **arguments,
         }
         if self._arguments.get("enforce_eager"):
-            # The sampler's one compiled function too: the first replies would wait for its compiler, and others when
-            # batches change their shape. The core inherits the environment.
+            # Otherwise the sampler has one compiled function: the first replies would wait for the compiler, and so
+            # would others when a batch has a new shape. The core inherits the environment.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._core = CoreStart(self._arguments)
         self.update_mode: UpdateMode = update_mode
-        """May be changed between updates; so may the next."""
+        """May be changed between updates, like `clear_cache_on_reload`."""
         self.clear_cache_on_reload = clear_cache_on_reload
         self.llm: Any = None
-        """vLLM's own engine, null before `start` and after `stop`."""
+        """vLLM's own engine; None before `start` and after `stop`."""
         self._as_input: Callable[[list[int]], Any]
         self._stop_ids: list[int] = []
         self._served: _Weights
         self._checksums: dict[str, str] = {}
         """Weights digest → the engine's checksum of them."""
         self._slot: Any = None
-        """The adapter slot every request names; null where whole weights are served."""
+        """The adapter slot that every request names; None if whole weights are served."""
         self._adapters: dict[int, str] = {}
-        """Version → weights digest of the adapter that vLLM's workers read and hold under it."""
+        """Version → weights digest of the adapter that vLLM's workers read."""
         self._update = asyncio.Lock()
         self._updating: asyncio.Task[WeightUpdate]
         self._running: set[str] = set()
@@ -128,19 +129,19 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         model = self._base_folder or folder
-        self._as_input = tokens_input  # imported once: a search in vLLM's package takes as long as all else here
+        self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
         self._stop_ids = end_token_ids(model)
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
         with self._core.starting():
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=str(model), **arguments))
-        enable_envs_cache()  # as the core does: every request would look up a few variables, each of them slowly
+        enable_envs_cache()  # as the core does; otherwise every request looks up some variables, slowly
         if self._base_folder is not None:
             self._slot = slot_request()
             await check_applied(self.llm)
         else:
             self._checksums[self._served.digest] = await self._read_checksum()
-        checksum = await self._install(self._served)  # a first reload, of the same weights: it must give the same
+        checksum = await self._install(self._served)  # reloads the same weights: the checksum must not change
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
         await self._rehearse()
         return checksum
@@ -152,19 +153,19 @@ class VllmEngine:
         finish_reason, num_parts, started = "abort", 0, time.perf_counter()
         while finish_reason == "abort":
             aborts_ended = self._aborts_ended
-            # A part that drew with the seed of the one before it would repeat that one's random numbers.
+            # With the seed of the part before it, a part would repeat that part's random numbers.
             seed = None if sampling.seed is None else sampling.seed + len(token_ids)
             part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=seed)
             name = f"{request_id}.part{num_parts}" if num_parts else request_id
             completion = await self._sample([*prompt_ids, *token_ids], part, name)
             sampled = list(completion.token_ids)
-            # processed logprobs of a sampled token may round to a hair above 0
+            # processed logprobs may round to slightly above 0
             logprobs += [min(0.0, logprob) for logprob in completion.logprobs.logprobs]
             versions += _expand(completion.weight_versions, len(sampled))
             token_ids += sampled
             finish_reason, num_parts = completion.finish_reason, num_parts + 1
             if finish_reason == "abort" and self._aborts_begun == aborts_ended:
-                break  # no weight update ended it
+                break  # it was not ended by a weight update
         if finish_reason not in ("stop", "length"):
             raise EngineError(f"request {request_id} was ended by the engine: {finish_reason}")
         return Generation(
@@ -194,12 +195,12 @@ class VllmEngine:
 
     async def stop(self) -> None:
         if self.llm is not None:
-            self.llm.shutdown(timeout=0)  # killed: it has nothing to lose, and three seconds of objects to tidy away
+            self.llm.shutdown(timeout=0)  # killed: there is nothing to save, and an orderly end takes three seconds
             self.llm = None
 
     async def _rehearse(self) -> None:
-        """Answer as many short requests as may run at once, while nobody waits: each size of batch that is new to the
-        engine's libraries costs the first replies time, and so does memory that was never touched."""
+        """Answer as many short requests as may run at once, before the first real one: a batch of a new size costs
+        extra time, and so does memory that is touched for the first time."""
         sampling = Sampling(max_tokens=4)
         prompt_ids = self._stop_ids[:1] * 4
         requests = (
@@ -211,13 +212,13 @@ class VllmEngine:
                 await asyncio.gather(*requests)
 
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Any:
-        """vLLM's completion of one request, whatever ended it."""
+        """vLLM's completion of one request, however it ended."""
         self._refuse_if_unusable()
         self._running.add(request_id)
         final = None
         try:
             parameters = sampling_parameters(sampling, tuple(self._stop_ids))
-            prompt = self._as_input(prompt_ids)  # ready for the core; vLLM would hand any other to a thread first
+            prompt = self._as_input(prompt_ids)  # in the core's form; vLLM would convert any other in a thread
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
         except Exception as error:
@@ -237,7 +238,7 @@ class VllmEngine:
     async def _change(
         self, what: str, weights: Callable[[], _Weights], broadcast: Broadcast | None = None
     ) -> WeightUpdate:
-        # A task of its own: a caller that is cancelled must not leave half of the new weights behind.
+        # In a task of its own: a cancelled caller must not leave half of the new weights behind.
         self._updating = asyncio.create_task(self._load(what, weights, broadcast))
         return await asyncio.shield(self._updating)
 
@@ -253,9 +254,9 @@ class VllmEngine:
                 checksum = await self._install(new, broadcast)
                 self._served, self._unusable = new, ""
             except Exception as error:
-                if paused:  # nothing was touched before
-                    lost = f"{what} was not loaded, and policy {old.version} could not be put back"
-                    await self._insist(lambda: self._install(old), lost)
+                if paused:  # otherwise nothing has changed
+                    complaint = f"{what} was not loaded, and policy {old.version} could not be put back"
+                    await self._insist(lambda: self._install(old), complaint)
                     self._unusable = ""
                 self._refuse_if_unusable()
                 raise EngineError(
@@ -275,7 +276,7 @@ class VllmEngine:
         aborting = mode == "abort"
         self._aborts_begun += aborting
         try:
-            # Not `llm.pause_generation`, which also sleeps 20 ms for callers that want every output before it returns.
+            # `llm.pause_generation` would also sleep 20 ms, for callers that want every output before it returns.
             core = self.llm.engine_core
             await self._call(core.pause_scheduler_async(mode=mode, clear_cache=self.clear_cache_on_reload))
         finally:
@@ -284,15 +285,15 @@ class VllmEngine:
     async def _install(self, weights: _Weights, broadcast: Broadcast | None = None) -> str:
         """Load weights into the paused engine and name their version; returns the verified checksum."""
         checksum = await (self._reload(weights, broadcast) if self._slot is None else self._fill_slot(weights))
-        known = self._checksums.get(weights.digest)
-        if self._slot is None and known is None and checksum == self._checksums[self._served.digest]:
-            # Other weights may round to the same numbers in the engine's precision. Zeros tell that from a load
-            # that did nothing.
+        expected = self._checksums.get(weights.digest)
+        if self._slot is None and expected is None and checksum == self._checksums[self._served.digest]:
+            # Either other weights round to the same numbers in the engine's precision, or the load did nothing.
+            # A second load, over zeros, shows which.
             await self._call(self.llm.collective_rpc("reset_weights"))
-            known = checksum
+            expected = checksum
             checksum = await self._reload(weights)
-        if known is not None and checksum != known:
-            raise EngineError(f"with policy {weights.version} the engine's checksum is {checksum}, not {known}")
+        if expected is not None and checksum != expected:
+            raise EngineError(f"with policy {weights.version} the engine's checksum is {checksum}, not {expected}")
         await self._call(self.llm.update_weight_version(str(weights.version)))
         self._checksums[weights.digest] = checksum
         return checksum
@@ -305,13 +306,13 @@ class VllmEngine:
             self._holds, self._held_until = False, time.perf_counter()
 
     async def _insist(self, work: Callable[[], Awaitable[Any]], complaint: str) -> None:
-        """Do `work`, in several tries if need be. Raises `EngineUnusable` where the last one fails too: every request
-        is refused from now on and those that run are ended; a later policy that loads makes the engine usable."""
+        """Do `work`, in at most `TRIES` tries. If all fail, end the running requests, refuse new ones, and raise
+        `EngineUnusable`; the next policy that loads makes the engine usable again."""
         for attempt in range(1, TRIES + 1):
             try:
                 await work()
                 return
-            except Exception as error:  # noqa: BLE001 - tried again, then named
+            except Exception as error:  # noqa: BLE001 - tried again, then reported
                 logger.warning("%s, try %d/%d: %s", complaint, attempt, TRIES, error)
                 reason = f"{complaint}: {type(error).__name__}: {error}"
         self._end_with_core()
@@ -320,13 +321,13 @@ class VllmEngine:
         raise EngineUnusable(self._unusable)
 
     def _end_with_core(self) -> None:
-        """Nothing where the core lives, or was stopped by us."""
+        """End this process if vLLM's core has died and `ends_process` is set."""
         if self._ends_process and self.llm is not None and self.llm.errored:
             logger.critical("vLLM's engine core has ended: this process ends too, another takes its place")
             os._exit(1)
 
     async def _reload(self, weights: _Weights, broadcast: Broadcast | None = None) -> str:
-        """Whole weights, by broadcast or from their folder; returns the checksum."""
+        """Load whole weights, by broadcast or from their folder; returns the checksum."""
         if broadcast is None:
             folder = await asyncio.to_thread(weights.fetch)
             results(await self._call(self.llm.collective_rpc("reload_policy", args=(str(folder),))))
@@ -336,34 +337,34 @@ class VllmEngine:
         return await self._read_checksum()
 
     async def _fill_slot(self, weights: _Weights) -> str:
-        """Change the adapter, compared with its file by the workers; returns a digest of what the engine computes with.
+        """Change the adapter; the workers compare it with its file. Returns a digest of all weights in use.
 
-        Raises `EngineError` where a worker read another file than the policy's seal describes.
+        Raises `EngineError` if a worker read another file than the policy's seal describes.
         """
         path = await asyncio.to_thread(weights.fetch)
         adapted = has_adapter(path)
         folder = str(path) if adapted else ""
-        answers = results(await self._call(self.llm.collective_rpc("load_adapter", args=(folder,))))
-        for sha256, _ in answers if adapted else []:
+        digests = results(await self._call(self.llm.collective_rpc("load_adapter", args=(folder,))))
+        for sha256, _ in digests if adapted else []:
             if (read := sha256_of_json({ADAPTER_WEIGHTS: sha256})) != weights.digest:
                 raise EngineError(f"the engine read adapter {read[:12]} in {path}, not {weights.digest[:12]}")
         if adapted:
             self._adapters[weights.version] = weights.digest
-        return sha256_of_json([await self._read_checksum(), [held for _, held in answers]])
+        return sha256_of_json([await self._read_checksum(), [slot for _, slot in digests]])
 
     async def _read_checksum(self) -> str:
         """One digest over the per-tensor checksums of every vLLM worker."""
         return sha256_of_json(await self._call(self.llm.compute_weight_checksums()))
 
     async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """The result of a call to the engine core, or `EngineError` where the core ends before it answers."""
-        answer = asyncio.ensure_future(call)
-        # vLLM leaves such a call waiting for ever, but the task that reads the core's outputs ends.
-        await asyncio.wait({answer, self.llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
-        if not answer.done():
-            answer.cancel()
+        """The result of a call to the engine core, or `EngineError` if the core ends before it answers."""
+        calling = asyncio.ensure_future(call)
+        # vLLM would let the call wait for ever, but its task that reads the core's outputs ends.
+        await asyncio.wait({calling, self.llm.output_handler}, return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done():
+            calling.cancel()
             raise EngineError("the engine core has ended")
-        return answer.result()
+        return calling.result()
 
 
 def _expand(spans: Any, length: int) -> list[int]:

@@ -1,13 +1,13 @@
-"""Adapters (LoRA) in vLLM: one slot that holds the policy, and proof that it holds what it should.
+"""Adapters (LoRA) in vLLM: one slot that holds the policy, and proof that vLLM applies it.
 
 In: an adapter folder in peft's format. Out: the adapter in the slot of every worker, every number compared with it.
 
-Every request names the slot, which is zero while the base model is the policy. So adapters change as whole weights do,
-under running requests and with one version for each token, and no request can outlive the adapter it began with.
+Every request names the slot. The slot is zero while the base model is the policy. So adapters change as whole weights
+do: under running requests, with one version per token, and for all requests at once.
 
-An engine can serve the base model where an adapter is asked for, and say nothing. Two checks together exclude it: the
-slot's numbers after each load, and once at the start that a slot full of numbers changes what the engine answers. (A
-policy's own first adapters would not do for the second: after one small step they change no logprob visibly.)
+vLLM can serve the base model although an adapter was asked for, without an error. Two checks exclude that: after each
+load the numbers in the slot are compared, and once at the start a slot full of numbers must change the engine's
+logprobs. (A policy's own first adapter is too small to change a logprob visibly.)
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ EXTENSION = "rollouts.engines.vllm_lora.AdapterExtension"
 _SLOT_ID = 1  # vLLM counts from 1; 0 is no adapter
 _PREFIX = "base_model.model."  # peft's name of the model around the model
 _PROMPT = list(range(8))
-_VISIBLE = 1e-3  # nats; what the check at the start must change at least, far above rounding
+_VISIBLE = 1e-3  # nats, far above rounding: the check at the start must change a logprob by more
 
 
 def adapter_arguments(rank: int) -> dict[str, Any]:
-    """vLLM's arguments for one adapter of at most this rank. Raises `ValueError` for a rank it cannot serve."""
+    """vLLM's arguments for one adapter of at most this rank. Raises `InvalidInput` for a rank it cannot serve."""
     from typing import get_args
 
     from vllm.config.lora import MaxLoRARanks
 
-    served = sorted(get_args(MaxLoRARanks))
-    fitting = [largest for largest in served if largest >= rank]
-    if not fitting:
-        raise InvalidInput(f"train.lora.rank = {rank}: vLLM serves adapters up to rank {served[-1]}")
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": fitting[0], "worker_extension_cls": EXTENSION}
+    ranks = sorted(get_args(MaxLoRARanks))
+    max_rank = next((each for each in ranks if each >= rank), None)
+    if max_rank is None:
+        raise InvalidInput(f"train.lora.rank = {rank}: vLLM serves adapters up to rank {ranks[-1]}")
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank, "worker_extension_cls": EXTENSION}
 
 
 def slot_request() -> Any:
-    """What a request to vLLM carries to be answered through the slot."""
+    """The argument with which a request to vLLM names the slot."""
     from vllm.lora.request import LoRARequest
 
-    # The path is never followed: should the slot be empty, vLLM fails to load it instead of serving the base model.
+    # The path does not exist: if the slot is empty, vLLM fails to load it instead of serving the base model.
     return LoRARequest(lora_name="policy", lora_int_id=_SLOT_ID, lora_path="the-slot-is-empty")
 
 
 async def check_applied(llm: Any) -> None:
-    """Raise `EngineError` unless a full slot changes the engine's answers and an empty one does not.
+    """Raise `EngineError` unless a full slot changes the engine's logprobs and an empty one does not.
 
-    Leaves the slot empty. For an engine that serves nobody yet.
+    Leaves the slot empty. For an engine that has no requests yet.
     """
     results(await llm.collective_rpc("load_adapter", args=("",)))
     base, empty = await _logprobs(llm, None), await _logprobs(llm, slot_request())
@@ -68,7 +68,7 @@ async def check_applied(llm: Any) -> None:
 
 
 async def _logprobs(llm: Any, adapter: Any) -> list[float]:
-    """Of a few fixed tokens, each after those before it."""
+    """Logprobs of a few fixed tokens."""
     from vllm import SamplingParams, TokensPrompt
 
     parameters = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -77,8 +77,8 @@ async def _logprobs(llm: Any, adapter: Any) -> list[float]:
     async for output in llm.generate(TokensPrompt(prompt_token_ids=_PROMPT), parameters, name, lora_request=adapter):
         final = output
     assert final is not None
-    seen = final.prompt_logprobs[1:]  # the first token has nothing before it
-    return [float(position[token].logprob) for position, token in zip(seen, _PROMPT[1:], strict=True)]
+    positions = final.prompt_logprobs[1:]  # the first token has no logprob
+    return [float(position[token].logprob) for position, token in zip(positions, _PROMPT[1:], strict=True)]
 
 
 class AdapterExtension(ReloadExtension):
@@ -86,11 +86,10 @@ class AdapterExtension(ReloadExtension):
 
     @answering
     def load_adapter(self, folder: str) -> tuple[str, str]:
-        """Put an adapter folder, or without one zeros, into the slot.
+        """Load an adapter folder into the slot, or zeros if `folder` is empty.
 
-        Returns the sha256 of the file with the weights, and a digest of what the slot of this worker now holds.
-        Fails with `ValueError` where a number in the slot is not the file's; what vLLM refuses leaves the slot as it
-        was.
+        Returns the sha256 of the weights file, and a digest of this worker's slot. Fails with `InvalidInput` if the
+        slot differs from the file. If vLLM refuses the adapter, the slot does not change.
         """
         from vllm.lora.request import LoRARequest
 
@@ -103,11 +102,11 @@ class AdapterExtension(ReloadExtension):
         path = Path(folder)
         manager.add_adapter(LoRARequest("policy", _SLOT_ID, folder, load_inplace=True))
         config = json.loads((path / "adapter_config.json").read_text())
-        held = self._compare_slot(_weights(path / ADAPTER_WEIGHTS), scale=config["lora_alpha"] / config["r"])
-        return sha256_of_file(path / ADAPTER_WEIGHTS), held
+        slot_digest = self._compare_slot(_weights(path / ADAPTER_WEIGHTS), scale=config["lora_alpha"] / config["r"])
+        return sha256_of_file(path / ADAPTER_WEIGHTS), slot_digest
 
     def fill_adapter(self) -> None:
-        """Numbers everywhere in the slot: no policy, only to see whether they are used."""
+        """Fill the slot with a constant, to see whether vLLM applies it."""
         for _, module in self._adapted():
             for stacked in (*module.lora_a_stacked, *module.lora_b_stacked):
                 stacked[0].fill_(0.05)
@@ -117,7 +116,7 @@ class AdapterExtension(ReloadExtension):
         return [(name, module) for name, module in sorted(modules.items()) if hasattr(module, "n_slices")]
 
     def _compare_slot(self, weights: dict[str, tuple[Any, Any]], *, scale: float) -> str:
-        """Digest of the slot, after comparing it with `weights`: layer → (A, B). A layer they lack must be zero."""
+        """Digest of the slot. Compares it with `weights`: layer → (A, B). A layer without weights must be zero."""
         packed = self.model_runner.lora_manager._adapter_manager.packed_modules
         digest, left = hashlib.sha256(), dict(weights)
         for name, module in self._adapted():
@@ -151,7 +150,7 @@ def _weights(file: Path) -> dict[str, tuple[Any, Any]]:
 
 
 def _holds(held: Any, matrix: Any, scale: float) -> bool:
-    """True where `held` is the matrix in its upper left corner, scaled as vLLM does it, and zero elsewhere."""
+    """True if `held` is the matrix, scaled as vLLM scales it, in its upper left corner, and zero elsewhere."""
     if matrix is None:
         return not held.any()
     rows, columns = matrix.shape

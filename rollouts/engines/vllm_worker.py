@@ -1,8 +1,8 @@
-"""What Millrace adds to vLLM's own workers: a weight reload that also renews what was derived from the weights.
+"""Millrace's extension of vLLM's workers: a weight reload that also renews what was derived from the weights.
 
 In: a policy folder, or a broadcast of its weights. Out: new weights in every worker. vLLM mixes this class into its
-worker (`worker_extension_cls`). An engine of several parts has a worker for each: all of them answer, and take what is
-theirs.
+worker (`worker_extension_cls`). An engine of several parts has a worker per part: all of them answer, and each takes
+its part of the weights.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger("millrace.engine")
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., tuple[Any, str]]:
-    """Let a method of a worker answer with its result and what went wrong, instead of raising. See `results`.
+    """Make a worker's method return its result and an error message instead of raising. See `results`.
 
-    vLLM 0.32 reads no further answer once a worker has raised: those of the others, still in their queues, would be
-    taken for what they say to the next call, and so on for ever.
+    Once a worker has raised, vLLM 0.32 reads no further answers. Those of the other workers stay in their queues and
+    would be read as answers to the next call.
     """
 
     @functools.wraps(method)
@@ -31,17 +31,17 @@ def answering(method: Callable[..., Any]) -> Callable[..., tuple[Any, str]]:
         try:
             return method(self, *arguments), ""
         except Exception as error:
-            logger.exception("%s: %s", method.__name__, error)  # with the stack, which the answer has not
+            logger.exception("%s: %s", method.__name__, error)  # with the traceback, which the answer lacks
             return None, f"{type(error).__name__}: {error}"
 
     return answer
 
 
 def results(answers: list[tuple[Any, str]]) -> list[Any]:
-    """What an `answering` method returned in each worker. Raises `EngineError` where one of them failed."""
-    failed = [f"worker {number} of {len(answers)}: {wrong}" for number, (_, wrong) in enumerate(answers) if wrong]
-    if failed:
-        raise EngineError(failed[0])
+    """What an `answering` method returned in each worker. Raises `EngineError` if one of them failed."""
+    for number, (_, error) in enumerate(answers):
+        if error:
+            raise EngineError(f"worker {number} of {len(answers)}: {error}")
     return [result for result, _ in answers]
 
 
@@ -51,7 +51,7 @@ class ReloadExtension:
     model_runner: Any
     device: Any
     rank: int
-    """Among the workers of one engine."""
+    """Rank among the workers of the engine."""
 
     @answering
     def reload_policy(self, folder: str) -> None:
@@ -60,43 +60,43 @@ class ReloadExtension:
 
     @answering
     def receive_policy(self, broadcast: dict[str, Any]) -> None:
-        """Take part in a `Broadcast`, given as its fields; not as the first load.
+        """Take part in a `Broadcast`, given as its fields. The first load must not be a broadcast.
 
-        Fails with `storage.objects.digests.DigestMismatch` where the weights that arrived are not the log's.
+        Fails with `storage.objects.digests.DigestMismatch` if the weights are not those in the log.
         """
         policy = Broadcast(**broadcast)
         weights = receive(policy, rank=policy.first_rank + self.rank, device=self.device)
         self._reload(f"the broadcast of policy {policy.version}", weights_iterator=weights)
 
     def _reload(self, what: str, **source: Any) -> None:
-        """vLLM's in-place reload, and then the output matrices that share their weight with the embeddings.
+        """Run vLLM's in-place reload, then renew output matrices that share their weight with the embeddings.
 
-        Raises `ValueError` where a layer got fewer elements than at the first load. vLLM 0.32 only warns of a missing
-        tensor, and not even that where it is a part of a fused one: the key projection without which a layer would
-        compute with uninitialised memory.
+        Raises `InvalidInput` if a layer got fewer elements than at the first load. vLLM 0.32 only warns of a missing
+        tensor, and says nothing if the tensor is a part of a fused one: the layer would compute with uninitialised
+        memory.
 
-        On the CPU an output matrix is multiplied from a packed copy. vLLM packs anew what the checkpoint names,
-        but a tied `lm_head` is not named there, so it would go on with the old copy.
+        On the CPU vLLM multiplies with a packed copy of an output matrix. It packs the tensors of the checkpoint anew,
+        but a tied `lm_head` is not among them, so its old copy would stay in use.
         """
         from vllm.platforms import current_platform
 
         model = self.model_runner.get_model()
         load_weights, incomplete = model.load_weights, {}
 
-        def load_and_look(weights: Iterable[tuple[str, Any]]) -> Any:
+        def load_and_check(weights: Iterable[tuple[str, Any]]) -> Any:
             nonlocal incomplete
             loaded = load_weights(weights)
             incomplete = self._incomplete_layers(model)
             return loaded
 
-        model.load_weights = load_and_look
+        model.load_weights = load_and_check
         try:
             self.model_runner.reload_weights(**source)
         except BaseException:
             self._end_reload(model)
             raise
         finally:
-            del model.load_weights  # the method of its class again
+            del model.load_weights  # back to the method of its class
         padded = self.__dict__.setdefault("_padded_layers", incomplete)
         wrong = [f"{name} {incomplete[name]}" for name in incomplete if incomplete[name] != padded.get(name)]
         if wrong:
@@ -107,19 +107,19 @@ class ReloadExtension:
                     module.quant_method.process_weights_after_loading(module)
 
     def _incomplete_layers(self, model: Any) -> dict[str, str]:
-        """Layers that still wait for elements after a load: padded ones, and those whose tensors are not there."""
+        """Layers that lack elements after a load: padded ones, and those whose tensors are missing."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        found = {name: get_layerwise_info(layer) for name, layer in model.named_modules()}
+        layers = {name: get_layerwise_info(layer) for name, layer in model.named_modules()}
         return {
-            name: f"{info.load_numel} of {info.load_numel_total}" for name, info in found.items() if info.can_load()
+            name: f"{info.load_numel} of {info.load_numel_total}" for name, info in layers.items() if info.can_load()
         }
 
     def _end_reload(self, model: Any) -> None:
-        """Put an interrupted reload's layers back in place, whatever they now hold.
+        """End an interrupted reload. Its layers may hold anything.
 
-        vLLM 0.32 would continue it with the next one: a layer of which half was loaded would count that half twice
-        and be closed before its last tensor arrives.
+        Otherwise vLLM 0.32 would continue it with the next reload: a half-loaded layer would count that half twice and
+        be finished before its last tensor arrives.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info

@@ -1,8 +1,8 @@
-"""Workflows for agents that speak to an OpenAI client instead of a `Chat`; the agent's own code does not change.
+"""Workflows for agents that use an OpenAI client instead of a `Chat`; the agent's own code does not change.
 
     AgentWorkflow:    run_agent(task, base_url=…, api_key=…)   async Python in the worker
     CommandWorkflow:  command(task)                            any program, OPENAI_BASE_URL and OPENAI_API_KEY set
-                      preload = ["openai"]                     … in Python, forked with this imported
+                      preload = ["openai"]                     a Python program, forked after this import
 
 In: a task. Out: a `Score`: returned by `run_agent`, computed from the program's output, or posted by the agent itself
 to `<base_url>/sessions/reward`. An agent that ends without one has failed, and its attempt enters no mean.
@@ -29,16 +29,16 @@ _KEPT_ERRORS = 2**14
 
 
 class AgentFailed(Exception):
-    """The agent ended without a reward, or its program failed; the message carries the program's own words."""
+    """The agent ended without a reward, or its program failed; the message has the program's own error output."""
 
 
 class AgentWorkflow(Workflow):
     """An agent in Python: subclass this and write `run_agent` with `openai.AsyncOpenAI`, or anything built on it."""
 
     async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Score | float | None:
-        """Solve the task with a client of this address and key; null where the reward is posted.
+        """Solve the task with a client of this address and key; return None if the reward is posted.
 
-        Everything asked with the key becomes turns of this attempt. Leave temperature and the like to the run file.
+        Every request with the key becomes a turn of this attempt. Leave sampling options to the run file.
         """
         raise NotImplementedError
 
@@ -49,7 +49,7 @@ class AgentWorkflow(Workflow):
             try:
                 returned = await self.run_agent(task, base_url=endpoint.base_url, api_key=session.key)
             except Exception as error:
-                if session.fault is not None:  # the agent gave up on it; it knows the reason by its HTTP status only
+                if session.fault is not None:  # the agent gave up because of it, but saw only an HTTP status
                     raise session.fault from error
                 raise
             if returned is not None:
@@ -66,22 +66,22 @@ class CommandWorkflow(AgentWorkflow):
     """An agent that is a program: write `command`, and `score` unless the program posts its reward itself."""
 
     preload: ClassVar[Sequence[str]] = ()
-    """Modules that programs are forked with, where `command` is `[sys.executable, "script.py", …]`: what would take
-    each attempt a second to import takes milliseconds. Only what starts no threads and draws no random numbers when it
-    is imported; without any, each program is a process from scratch."""
+    """Modules to import once, before programs are forked, if `command` is `[sys.executable, "script.py", …]`. It saves
+    each attempt the seconds of the import. Name only modules that start no threads and draw no random numbers when they
+    are imported. If it is empty, each program is a new process."""
     _launcher: Launcher | None = None
 
     def command(self, task: Task) -> Sequence[str]:
-        """Program and arguments; nothing is expanded by a shell."""
+        """Program and arguments; no shell expands them."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Let what programs are forked from end."""
+        """End the process that programs are forked from."""
         if self._launcher is not None:
             self._launcher.close()
 
     async def score(self, task: Task, output: str) -> Score | None:
-        """Judge what the program wrote to its standard output; null, the default, where it posts its reward."""
+        """Score the program's standard output. None, the default, means that the program posts its reward."""
         return None
 
     async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> Score | None:
@@ -97,7 +97,7 @@ class CommandWorkflow(AgentWorkflow):
         reading = asyncio.gather(_output(program), _last_errors(program))
         try:
             await _exit_of(program)
-            kill_group(program)  # children that are left: they would hold the pipes open
+            kill_group(program)  # remaining children would keep the pipes open
             output, errors = await reading
             code = await program.wait()
         finally:
@@ -111,7 +111,7 @@ class CommandWorkflow(AgentWorkflow):
 
 
 async def _exit_of(program: Program) -> None:
-    """Wait for the program alone; `Program.wait` may wait for its children too where they hold its pipes."""
+    """Wait for the program alone. `Program.wait` may also wait for its children, if they hold its pipes."""
     loop, exited = asyncio.get_running_loop(), asyncio.Event()
     try:
         descriptor = os.pidfd_open(program.pid)
@@ -149,7 +149,7 @@ def _as_score(returned: object, *, name: str) -> Score:
         return returned
     if not isinstance(returned, (int, float)):
         raise WrongWorkflow(
-            f"{name}.run_agent returned {type(returned).__name__}; return a Score, a number, or None where the agent "
+            f"{name}.run_agent returned {type(returned).__name__}; return a Score, a number, or None if the agent "
             "posts its reward"
         )
     return Score(reward=PostedReward(reward=float(returned)).reward)

@@ -16,10 +16,10 @@ from settings.errors import InvalidInput, NotFound, path_errors
 def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of one split.
 
-    `dataset` is a file, which then serves every split, a folder with one file per split (`train.jsonl`,
-    `test-00000.parquet`, …), or a hub id.
-    Raises `ValueError` naming file, line and key for a broken line or a missing key, `FileNotFoundError` where the
-    folder has no such split.
+    `dataset` is a file, which then serves every split; a folder with files per split (`train.jsonl`,
+    `test-00000.parquet`, …); or a hub id.
+    Raises `InvalidInput` with file, line and key for a broken line or a missing key, and `NotFound` if the folder has
+    no such split.
     """
     path = Path(dataset).expanduser()
     with path_errors(f"dataset = {dataset!r}"):
@@ -36,7 +36,7 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
 
 
 def read_rows(file: Path, *, required: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of one JSONL or Parquet file. Raises `ValueError` naming the line."""
+    """The rows of one JSONL or Parquet file. Raises `InvalidInput` with the number of the line."""
     if file.suffix == ".parquet":
         from storage.objects.tables import read_parquet_rows
 

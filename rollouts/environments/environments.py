@@ -1,13 +1,12 @@
-"""Environments that answer back: reset → observation → reply → step → observation …, one environment per attempt.
+"""Environments with several turns: reset → observation → reply → step → observation …, one environment per attempt.
 
     task ─▶ reset ─▶ observation ─▶ chat.ask ─▶ reply ─▶ step ─▶ observation and reward ─▶ … ─▶ close
                          ▲                                              │
                          └────────── not done, turns are left ──────────┘
 
-In: an `Environment` that the user writes. Out: a `Score` of discounted returns, a named part per turn. Every
-observation, the first one included, is what the policy reads as the user's message. An exception in `reset`, `step`
-or `close` is a fault of the environment: the attempt ends as `env_error`, without a reward, and the others go on.
-`examples/guess_number.py` is a whole one.
+In: an `Environment` that the user writes. Out: a `Score` of discounted returns, a named part per turn. The policy reads
+every observation as a message of the user. An exception in `reset`, `step` or `close` is a fault of the environment:
+the attempt ends as `env_error`, without a reward, and the others go on. `examples/guess_number.py` is an example.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rollouts.workflow import Score, Workflow
 from storage.records import Task
 
 CLOSE_SECONDS = 10.0
-"""How long an environment may take to close; a longer one is abandoned."""
+"""An environment that takes longer to close is abandoned."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,9 @@ class Observation:
     """What a step returns."""
 
     text: str = ""
-    """What the policy is told next; nobody reads it once `is_done` is set."""
+    """The next message to the policy; unused once `is_done` is set."""
     reward: float = 0.0
-    """What the reply was worth by itself; what it leads to later is added by the returns."""
+    """Reward of this reply alone; `returns` adds the later ones."""
 
 
 class Environment:
@@ -42,27 +41,27 @@ class Environment:
     """
 
     is_done: bool = False
-    """Set it, in `step` or in a tool, when the episode is over; a tool's episode ends with the reply that follows."""
+    """Set it in `step` or in a tool to end the episode; after a tool, it ends with the next reply."""
 
     async def reset(self, task: Task) -> str:
         """Prepare the task; returns the first observation."""
         raise NotImplementedError
 
     async def step(self, reply: str) -> Observation | str:
-        """Take the policy's reply; returns what it is told next. A string is an observation without a reward."""
+        """Take the policy's reply and return the next observation. A string is an observation without a reward."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Release everything. Called once for every environment that was made, failed and cancelled ones too."""
+        """Release everything. Called once for every environment, also after a failure or a cancellation."""
 
 
 class EnvironmentWorkflow(Workflow):
     """Plays `make_environment()` until it is done. Subclass this and give it `tasks` and `make_environment`."""
 
     max_turns: int = 8
-    """Replies the policy has; an episode that is not done by then ends with status `max_turns`."""
+    """Replies per episode; an episode that is not done by then ends with status `max_turns`."""
     discount: float = 1.0
-    """γ: what a reward is worth one turn earlier."""
+    """γ: the factor of a reward for each turn before it."""
 
     def make_environment(self) -> Environment:
         """A new environment, for one attempt."""
@@ -76,7 +75,7 @@ class EnvironmentWorkflow(Workflow):
         except BaseException as error:
             try:
                 await _close(environment)
-            except Exception as second:  # noqa: BLE001 - the first error is the one to report; this one is its note
+            except Exception as second:  # noqa: BLE001 - the first error is reported, this one as its note
                 error.add_note(f"then closing failed: {type(second).__name__}: {second}")
             raise
         await _close(environment)
@@ -90,22 +89,22 @@ class EnvironmentWorkflow(Workflow):
         rewards: list[float] = []
         while True:
             reply = await chat.ask(text, tools=tools)
-            if chat.max_turns_reached:  # it still wants tools: there is no reply to step with
+            if chat.max_turns_reached:  # the policy still asks for tools, so there is no reply for `step`
                 return [*rewards, 0.0]
-            seen = await environment.step(reply)
-            if isinstance(seen, str):
-                seen = Observation(text=seen)
-            rewards.append(seen.reward)
+            observation = await environment.step(reply)
+            if isinstance(observation, str):
+                observation = Observation(text=observation)
+            rewards.append(observation.reward)
             if environment.is_done:
                 return rewards
             if len(rewards) == self.max_turns:
                 chat.max_turns_reached = True
                 return rewards
-            text = seen.text
+            text = observation.text
 
 
 def returns(rewards: Sequence[float], *, discount: float) -> list[float]:
-    """R_t = r_t + γ · R_{t+1}: what turn t is worth with all that follows.
+    """The return of every turn: R_t = r_t + γ · R_{t+1}.
 
     Example: `returns([0, 0, 1], discount=0.5)` is `[0.25, 0.5, 1.0]`.
     """

@@ -1,12 +1,12 @@
-"""Forks Python programs from a process that has their imports behind it. Run as a script, by
-`rollouts.environments.programs`.
+"""Forks Python programs from a process that has imported their modules. `rollouts.environments.programs` runs it.
 
-In: file descriptor 0, a socket; each message on it carries four more: a request (JSON: script, arguments, environment),
-standard output, standard error, and where to tell of it. Out, there: the process's number, and its exit status later.
+In: a socket as file descriptor 0. Each message on it carries four descriptors: a request (JSON: script, arguments,
+environment), standard output, standard error, and one for reports. Out: reports, the process id and later the exit
+status.
 
     python rollouts/environments/program_launcher.py MODULE …
 
-It imports nothing of Millrace, because a program is to find what it would find when started by itself.
+It imports nothing of Millrace: a forked program must find what it would find if Python had started it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def serve(control: socket.socket) -> None:
-    """Until nobody holds the other end of the socket; the kernel ends with us what still runs."""
+    """Fork programs until the other end of the socket is closed. The kernel kills those that still run."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ, None)
     while True:
@@ -39,39 +39,41 @@ def serve(control: socket.socket) -> None:
                     return
                 _launch(descriptors, selector)
             else:
-                pid, told = key.data
+                pid, reports = key.data
                 _, status = os.waitpid(pid, 0)
-                _tell(told, os.waitstatus_to_exitcode(status))
-                os.close(told)
+                _report(reports, os.waitstatus_to_exitcode(status))
+                os.close(reports)
                 selector.unregister(key.fd)
                 os.close(key.fd)
 
 
 def _launch(descriptors: list[int], selector: selectors.BaseSelector) -> None:
-    request, output, errors, told = descriptors
+    request, output, errors, reports = descriptors
     pid = os.fork()
     if pid == 0:
-        for key in selector.get_map().values():  # of the others: they would not hear of our parent's end
+        for (
+            key
+        ) in selector.get_map().values():  # of other programs: open here, they would hide the end of this launcher
             for descriptor in (key.fd, key.data[1]) if key.data else (key.fd,):
                 os.close(descriptor)
-        _become(request, output, errors, told)
+        _become(request, output, errors, reports)
     for descriptor in (request, output, errors):
         os.close(descriptor)
-    _tell(told, pid)
-    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
+    _report(reports, pid)
+    selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, reports))
 
 
-def _become(request: int, output: int, errors: int, told: int) -> NoReturn:
-    """Be the program, as if Python had been started with it."""
+def _become(request: int, output: int, errors: int, reports: int) -> NoReturn:
+    """Run the program as if Python had been started with it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     with open(request) as file:
         program = json.load(file)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for ours, usual in ((nothing, 0), (output, 1), (errors, 2)):
-        os.dup2(ours, usual)
-        os.close(ours)
-    os.close(told)
+    for descriptor, standard in ((nothing, 0), (output, 1), (errors, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.close(reports)
     os.environ.clear()
     os.environ.update(program["environment"])
     script = program["script"]
@@ -82,7 +84,7 @@ def _become(request: int, output: int, errors: int, told: int) -> NoReturn:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit_:
         status = _status_of(exit_.code)
-    except BaseException:  # noqa: BLE001 - said as Python says it
+    except BaseException:  # noqa: BLE001 - printed as Python prints it
         sys.excepthook(*sys.exc_info())
         status = 1
     with contextlib.suppress(OSError):
@@ -100,18 +102,18 @@ def _status_of(code: object) -> int:
     return 1
 
 
-def _tell(told: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
-        os.write(told, b"%d\n" % number)
+def _report(reports: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the attempt has ended
+        os.write(reports, b"%d\n" % number)
 
 
 def main() -> None:
-    """Import what is named, then serve."""
+    """Import the modules named as arguments, then serve."""
     with socket.socket(fileno=os.dup(0)) as control:
         for module in sys.argv[1:]:
             importlib.import_module(module)
         gc.collect()
-        gc.freeze()  # a program that collects would copy every page of what it shares with us
+        gc.freeze()  # a garbage collection in a program would copy every shared page
         serve(control)
 
 

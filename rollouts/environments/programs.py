@@ -1,9 +1,8 @@
-"""Programs that play attempts: started by themselves, or forked from a Python that has their imports behind it.
+"""Programs that play attempts: started as new processes, or forked from a Python that has imported their modules.
 
-In: a command and environment variables. Out: a running process, whose output is read and which does not outlive the
-attempt.
+In: a command and environment variables. Out: a running process with pipes for its output.
 
-    start_program:  a process of its own, any program
+    start_program:  any program, as a new process
     Launcher:       `python script.py …`, forked; importing a client library takes a second of CPU, a fork milliseconds
 """
 
@@ -27,18 +26,18 @@ _LAUNCHER = Path(__file__).with_name("program_launcher.py")
 
 
 class LauncherEnded(Exception):
-    """The process that programs are forked from is gone; the next attempt has a new one."""
+    """The process that programs are forked from has ended. The next attempt starts a new one."""
 
 
 @dataclass
 class ForkedProgram:
-    """A child of the launcher, with as much of `asyncio.subprocess.Process` as an attempt needs."""
+    """A child of the launcher, with the part of `asyncio.subprocess.Process` that an attempt needs."""
 
     pid: int
     stdout: asyncio.StreamReader | None
     stderr: asyncio.StreamReader | None
     reports: asyncio.StreamReader
-    """Where the launcher writes the program's number and its exit status."""
+    """The launcher writes the process id and the exit status here."""
 
     async def wait(self) -> int:
         """The exit status, negative for a signal."""
@@ -49,23 +48,23 @@ Program = asyncio.subprocess.Process | ForkedProgram
 
 
 async def start_program(command: Sequence[str], environment: dict[str, str]) -> Program:
-    """Start it in a process group of its own."""
+    """Start a program in a process group of its own."""
     return await asyncio.create_subprocess_exec(
         *command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=environment, start_new_session=True
     )
 
 
 def kill_group(program: Program) -> None:
-    """Kill a program and its children, where some still run."""
+    """Kill a program and its children, if any still run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
 
 
 class Launcher:
-    """Forks Python programs, from a process that is started by the first of them."""
+    """Forks Python programs from one process, which starts with the first program."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """`modules`: what is imported once, for all of them."""
+        """`modules` are imported once, for all programs."""
         self._modules = list(modules)
         self._control: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -74,7 +73,7 @@ class Launcher:
     async def start(self, command: Sequence[str], environment: dict[str, str]) -> Program:
         """Fork a program; `command` is this Python, a script, and the script's arguments.
 
-        Raises `ValueError` for another command, `LauncherEnded`.
+        Raises `InvalidInput` for any other command, and `LauncherEnded`.
         """
         if len(command) < 2 or command[0] != sys.executable or not command[1].endswith(".py"):
             raise InvalidInput(f"{list(command)[:2]} cannot be forked: it is to be [sys.executable, 'script.py', …]")
@@ -110,7 +109,7 @@ class Launcher:
             return self._control
 
     def close(self) -> None:
-        """Let it end. Programs that still run are their attempts' to kill."""
+        """End the process. An attempt kills its own program."""
         if self._control is not None:
             self._control.close()
             self._control = None

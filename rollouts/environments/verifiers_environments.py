@@ -6,13 +6,13 @@
     task ─▶ Env.run_episode ─▶ harness ─▶ verifiers' interception ─▶ Session ─▶ Chat ─▶ engine
                  └─▶ its rewards and metrics ─▶ Score
 
-In: a taskset by name. Out: a task per row and, per attempt, one episode: the reward is verifiers' own weighted sum,
-the parts are its rewards and metrics by name (so set weights there, not in the run file's `[reward]`). Tasks,
-rewards, tools, stops and the control flow of an episode are the environment's; the tokens are recorded here.
+In: the name of a taskset. Out: a task per row, and an episode per attempt. The reward is verifiers' weighted sum, the
+parts are its rewards and metrics (so set weights there, not in the run file's `[reward]`). The environment controls
+tasks, rewards, tools, stops and the flow of an episode; this module records the tokens.
 
-Two defaults differ from verifiers', whose are made for remote sandboxes. A seat runs on this machine (`runtime`), and
-one that brings no harness of its own gets verifiers' chat loop inside the worker: the same program as its `null`
-harness, without a process for every attempt.
+Two defaults differ from verifiers' own, which suit remote sandboxes. A seat runs on this machine (`runtime`). A seat
+without a harness gets verifiers' chat loop inside the worker: the program of its `null` harness, without a process for
+every attempt.
 """
 
 from __future__ import annotations
@@ -48,33 +48,33 @@ from storage.records import Task
 __all__ = ["ChatLoop", "VerifiersWorkflow"]  # verifiers finds the harness of a module in this list
 
 MOST_TASKS = 10_000
-"""Taken of a taskset that never ends."""
+"""Number of tasks from an endless taskset."""
 _HARNESS_ID = "millrace_chat_loop"
-# Of the kind whose answers verifiers takes whole and streams on itself; nothing is ever sent to this address.
+# With a client of this type, verifiers takes whole replies and does the streaming. The address is never used.
 _POLICY = vf.TrainClientConfig(base_url="http://policy.invalid/v1", api_key_var="MILLRACE_NO_KEY")
 _LIMITS = {"max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens"}
 
 
 class EpisodeFailed(Exception):
-    """An episode of the environment ended with an error; the message carries verifiers' own words."""
+    """An episode of the environment ended with an error; the message is verifiers' own."""
 
 
 class VerifiersWorkflow(Workflow):
     """`dataset` names the taskset, or a TOML file with the keys of verifiers' `[env]` table."""
 
     def __init__(self, dataset: str | None = None) -> None:
-        """Raises `ValueError` where `dataset` is missing, and what verifiers raises for settings it does not know."""
+        """Raises `InvalidInput` if `dataset` is missing, and verifiers' own errors for wrong settings."""
         super().__init__(dataset)
         if not dataset:
             raise InvalidInput("dataset must be set: the id of a verifiers taskset, or a TOML file with its [env] keys")
-        given = Path(dataset)
-        settings = tomllib.loads(given.read_text()) if given.suffix == ".toml" else {"taskset": {"id": dataset}}
+        path = Path(dataset)
+        settings = tomllib.loads(path.read_text()) if path.suffix == ".toml" else {"taskset": {"id": dataset}}
         self._env = vf.load_environment(_env_config(settings))
         self._tasks: dict[str, vf.Task] = {}
         self._serving: _Serving | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The taskset's rows. Without a `split` setting of its own, every tenth is `test` and the others are not."""
+        """The taskset's rows. Without a `split` setting, `test` is every tenth row and other splits are the rest."""
         config = self._env.config.taskset
         has_splits = "split" in type(config).model_fields
         taskset = vf.load_taskset(config.model_copy(update={"split": split})) if has_splits else self._env.taskset
@@ -93,10 +93,10 @@ class VerifiersWorkflow(Workflow):
             self._serving = _Serving(self._env)
         interception = await self._serving.interception()
         session = Session(chat)
-        minted: list[str] = []
+        trace_ids: list[str] = []
 
         def watch(trace: vf.Trace) -> None:
-            minted.append(trace.id)
+            trace_ids.append(trace.id)
             interception.attempts[trace.id] = session
 
         try:
@@ -104,16 +104,16 @@ class VerifiersWorkflow(Workflow):
                 self._tasks[task.id], vf.ModelContext(model="policy", client=_POLICY), on_trace=watch
             )
         finally:
-            for trace_id in minted:
+            for trace_id in trace_ids:
                 del interception.attempts[trace_id]
             await session.close()
-        if session.fault is not None:  # the environment saw an HTTP status; the attempt is to say the reason
+        if session.fault is not None:  # the environment saw only an HTTP status
             raise session.fault
         trace = _trained(episode)
         chat.max_turns_reached = trace.stop_condition in _LIMITS
         rewards = {name: reward.score if reward else None for name, reward in trace.rewards.items()}
-        known = any(reward is not None for reward in rewards.values())
-        return Score(reward=trace.reward if known else None, parts={**trace.metrics, **rewards})
+        has_reward = any(reward is not None for reward in rewards.values())
+        return Score(reward=trace.reward if has_reward else None, parts={**trace.metrics, **rewards})
 
     async def close(self) -> None:
         """Stop the environment's servers."""
@@ -122,20 +122,20 @@ class VerifiersWorkflow(Workflow):
 
 
 class ChatLoop(NullHarness):
-    """verifiers' chat program with its tools over MCP, run in this process; its model calls go the usual way."""
+    """verifiers' chat program with its tools over MCP, run in this process. Its model calls go over HTTP as usual."""
 
     async def setup(self, runtime: vf.Runtime) -> None:
         return None
 
     async def launch(
-        self, ctx: vf.ModelContext, trace: vf.Trace, runtime: vf.Runtime, *given: Any, **named: Any
+        self, ctx: vf.ModelContext, trace: vf.Trace, runtime: vf.Runtime, *arguments: Any, **keywords: Any
     ) -> vf.ProgramResult:
-        here: Any = _InProcess(runtime)
-        return await super().launch(ctx, trace, here, *given, **named)
+        in_process: Any = _InProcess(runtime)
+        return await super().launch(ctx, trace, in_process, *arguments, **keywords)
 
 
 class _InProcess:
-    """The part of a runtime that launches a chat program, as the null harness uses it."""
+    """The part of a runtime with which the null harness launches a chat program."""
 
     def __init__(self, runtime: vf.Runtime) -> None:
         self._folder = Path(getattr(runtime.info, "id", None) or ".")
@@ -149,22 +149,22 @@ class _InProcess:
 
     async def run_program(self, argv: list[str], env: dict[str, str]) -> vf.ProgramResult:
         program: dict[str, Any] = {"__name__": _HARNESS_ID}
-        exec(_CHAT_PROGRAM, program)  # the library's own source, made to be run as a script
-        # The interception listens on the loopback, without TLS: reading the certificates costs 20 ms per attempt.
+        exec(_CHAT_PROGRAM, program)  # the library's own source, written to run as a script
+        # The interception listens on the loopback, without TLS. Reading certificates would cost 20 ms per attempt.
         program["DefaultAsyncHttpxClient"] = lambda **_: DefaultAsyncHttpxClient(verify=False, trust_env=False)
-        usual, sys.argv = sys.argv, ["chat", *argv]
+        original, sys.argv = sys.argv, ["chat", *argv]
         try:
             try:
                 arguments = program["parse_args"]()
             finally:
-                sys.argv = usual
+                sys.argv = original
             if arguments.initial_messages_file:
                 arguments.initial_messages_file = str(self._folder / arguments.initial_messages_file)
             program["parse_args"] = lambda: arguments
             await program["main"]()
         except SystemExit as end:
             return vf.ProgramResult(end.code if isinstance(end.code, int) else 1, "", str(end.code))
-        except Exception:  # noqa: BLE001 - what a program writes as it dies, for verifiers to make an error of
+        except Exception:  # noqa: BLE001 - verifiers makes an error of the traceback
             return vf.ProgramResult(1, "", traceback.format_exc())
         return vf.ProgramResult(0, "", "")
 
@@ -173,22 +173,22 @@ _CHAT_PROGRAM = compile(CHAT_PROGRAM_SOURCE, "<verifiers chat program>", "exec")
 
 
 class _Serving:
-    """The environment's own servers, entered and left in one task: MCP clients insist on that."""
+    """The environment's own servers, started and stopped in one task, as MCP clients require."""
 
     def __init__(self, env: vf.Env) -> None:
         self._env = env
         self._ready: asyncio.Future[_PolicyInterception] = asyncio.get_running_loop().create_future()
         self._stop = asyncio.Event()
-        # An empty context: this task outlives the attempt that happens to start it.
+        # An empty context: this task outlives the attempt that starts it.
         self._task = asyncio.create_task(self._serve(), context=contextvars.Context())
 
     @property
     def over(self) -> bool:
-        """True once nothing is served any more."""
+        """True once the servers have stopped."""
         return self._task.done()
 
     async def interception(self) -> _PolicyInterception:
-        """Raises what kept the servers from starting."""
+        """Raises the error with which the servers failed to start."""
         return await asyncio.shield(self._ready)
 
     async def close(self) -> None:
@@ -200,7 +200,7 @@ class _Serving:
             async with self._env.serving():
                 assert self._env._interception is not None
                 served = _PolicyInterception(self._env._interception)
-                self._env._interception = served  # where its agents look; there is no other way in
+                self._env._interception = served  # its agents read this attribute; there is no public one
                 self._ready.set_result(served)
                 await self._stop.wait()
         except Exception as error:
@@ -210,13 +210,13 @@ class _Serving:
 
 
 class _PolicyInterception(Interception):
-    """verifiers' interception, with the model behind every seat that the policy plays replaced by its attempt."""
+    """verifiers' interception; for a seat that the policy plays, the attempt takes the place of the model."""
 
     def __init__(self, inner: Interception) -> None:
         super().__init__()
         self._inner = inner
         self.attempts: dict[str, Session] = {}
-        """By trace id."""
+        """Trace id → attempt."""
 
     async def start(self) -> None:
         return None
@@ -236,7 +236,7 @@ class _PolicyInterception(Interception):
 
 
 class _PolicyClient(vf.Client):
-    """Answers a rollout's model calls from its attempt's conversation."""
+    """Sends a rollout's model calls to its attempt's conversation."""
 
     def __init__(self, attempt: Session) -> None:
         self._attempt = attempt
@@ -266,8 +266,8 @@ class _PolicyClient(vf.Client):
 
 
 def _env_config(settings: dict[str, Any]) -> vf.EnvConfig:
-    """verifiers' settings, with this machine and the chat loop as every seat's defaults."""
-    sys.modules.setdefault(_HARNESS_ID, sys.modules[__name__])  # it looks harnesses up among top-level modules
+    """verifiers' settings, with this machine and the chat loop as the defaults of every seat."""
+    sys.modules.setdefault(_HARNESS_ID, sys.modules[__name__])  # verifiers finds a harness as a top-level module
     taskset_id = settings.get("taskset", {}).get("id", "")
     declared = vf.env_config_type(taskset_id, settings.get("id", ""))
     own_harness = vf.default_harness_id(taskset_id) == taskset_id
@@ -275,11 +275,11 @@ def _env_config(settings: dict[str, Any]) -> vf.EnvConfig:
     for name, seat in seats.items():
         if not isinstance(seat, vf.AgentConfig):
             continue
-        wanted = settings.setdefault(name, {})
+        seat_settings = settings.setdefault(name, {})
         if "runtime" not in seat.model_fields_set:
-            wanted.setdefault("runtime", {"type": "subprocess"})
+            seat_settings.setdefault("runtime", {"type": "subprocess"})
         if seat.harness is None and not own_harness:
-            wanted.setdefault("harness", {"id": _HARNESS_ID})
+            seat_settings.setdefault("harness", {"id": _HARNESS_ID})
     return vf.resolve_env_config(settings)
 
 

@@ -1,8 +1,8 @@
 r"""Rewards for answers that can be checked: text in, 1.0 or 0.0 out.
 
 In: a model's reply and the reference answer, both plain text. Out: a float. The functions are pure and use no
-signals. `gsm8k` and `exact` raise nothing for any two strings and end soon; `math_answer` and `matches` may run for
-ever on some, so they are for a reward process (`score` in `scoring.py`), which can be killed.
+signals. `gsm8k` and `exact` accept any two strings and end soon. `math_answer` and `matches` may run for ever on some
+strings, so call them in a reward process (`score` in `scoring.py`), which can be killed.
 
 `gsm8k` compares the final answers of both:
 
@@ -10,12 +10,12 @@ ever on some, so they are for a reward process (`score` in `scoring.py`), which 
                                         ├─ same number, exactly? ──> 1.0 or 0.0
     answer ─final_answer──> "1234.5"  ──┘
 
-The final answer is the first of these that holds something readable; within each, the last one wins:
+The final answer is the first of these that contains a readable answer; of several alike, the last one counts:
 
 1. `#### 18`, GSM8K's own mark. The line must open with the answer: `#### Step 2` is a heading.
 2. `\boxed{18}`
 3. a phrase: `the answer is 18`, or one of the labels `Answer: 18`, `Final answer = 18` and, at the start of
-   a line, `A: 18`; after a label only the bare answer and a unit, as working often follows there
+   a line, `A: 18`; after a label only the bare answer and a unit count, because working often follows a label
 4. the text's last number
 """
 
@@ -24,9 +24,9 @@ from fractions import Fraction
 
 from settings.errors import InvalidInput
 
-_TAIL_CHARACTERS = 20_000  # answers come last; a runaway reply must not cost more than a long one
+_TAIL_CHARACTERS = 20_000  # the answer is at the end; a runaway reply must not cost more than a long one
 _REGION_CHARACTERS = 200  # how far after its mark an answer may reach
-_MARKS_TRIED = 20  # a reply can be nothing but marks
+_MARKS_TRIED = 20  # a reply may consist of marks
 _NUMBER_CHARACTERS = 100  # Python refuses to read numbers of more than 4,300 digits
 _EXPRESSION_CHARACTERS = 60  # what math-verify compares in well under a second
 
@@ -58,8 +58,8 @@ _SMALL_POWER_OR_ROOT = re.compile(
     r"\d ?\^ ?(?:\{-?\d{1,2}\}|-?\d{1,2}(?!\d))(?! ?\^)|\\sqrt ?(?:\{\d[\d.]*\}|\d)(?! ?\^)"
 )
 
-# A number's LaTeX and Markdown dress, in the order it is taken off.
-_DRESS = [
+# LaTeX and Markdown around a number, in the order in which it is removed.
+_MARKUP = [
     (re.compile(r"<<[^<>]*+>>"), ""),  # GSM8K's calculator notes: $<<9*2=18>>18
     (re.compile(r"[−–‐‑]|\\textminus"), "-"),
     (re.compile(r"\\approx|≈"), "="),
@@ -73,32 +73,32 @@ _FRACTION = re.compile(r"\\[dtc]?frac ?(?:\{(-?\d+)\}|(\d)) ?(?:\{([1-9]\d*)\}|(
 
 
 def gsm8k(reply: str, answer: str) -> float:
-    r"""1.0 when `reply` and `answer` end in the same number, else 0.0.
+    r"""1.0 if `reply` and `answer` end in the same number, else 0.0.
 
     `answer` is a GSM8K reference solution ("... #### 1,234") or the bare answer ("1234").
     Numbers are compared as exact fractions: 3/4 is 0.75, but 0.333 is not 1/3. A percent or currency
     sign and a unit are ignored, because GSM8K's answers leave them out: 50% is 50, never 0.5.
-    What is no plain number (`2\sqrt{81}`) goes to math-verify, which agrees to 6 decimals; powers above 99,
-    nested roots and more than 60 characters do not, as they can take hours, and score 0.0.
+    Other expressions (`2\sqrt{81}`) go to math-verify, which compares 6 decimals. Powers above 99, nested roots and
+    more than 60 characters can take hours, so they score 0.0.
 
-    Errors: none. A reply or an `answer` without an answer in it scores 0.0.
+    It raises nothing. A reply or an `answer` without a final answer scores 0.0.
 
     >>> gsm8k("So she makes $18.", "She makes 9 * 2 = <<9*2=18>>18 dollars.\n#### 18")
     1.0
     >>> gsm8k("I cannot tell.", "18")
     0.0
     """
-    found, expected = final_answer(reply), final_answer(answer)
-    if found is None or expected is None:
+    final, expected = final_answer(reply), final_answer(answer)
+    if final is None or expected is None:
         return 0.0
-    found_value, expected_value = _fraction(found), _fraction(expected)
-    if found_value is not None and expected_value is not None:
-        return float(found_value == expected_value)
-    return float(found == expected or _same_expression(found, expected))
+    final_value, expected_value = _fraction(final), _fraction(expected)
+    if final_value is not None and expected_value is not None:
+        return float(final_value == expected_value)
+    return float(final == expected or _same_expression(final, expected))
 
 
 def exact(reply: str, answer: str) -> float:
-    """1.0 when the two texts are equal but for the white space around them, else 0.0. Raises nothing.
+    """1.0 if the two texts are equal, apart from white space around them, else 0.0. Raises nothing.
 
     >>> exact(" Paris\\n", "Paris")
     1.0
@@ -109,14 +109,14 @@ def exact(reply: str, answer: str) -> float:
 
 
 def math_answer(reply: str, answer: str) -> float:
-    r"""1.0 when math-verify finds the last answer of `reply` equal to `answer`, else 0.0.
+    r"""1.0 if math-verify finds the last answer of `reply` equal to `answer`, else 0.0.
 
-    For LaTeX and plain expressions, intervals, sets, tuples, matrices and texts; values agree to 6 decimals. Boxes
-    beside each other are one answer of several values. `answer` is the bare answer (`\frac{1}{2}`), or a solution with
-    one in `\boxed{…}` or between `$`.
+    It compares LaTeX and plain expressions, intervals, sets, tuples, matrices and texts, to 6 decimals. Boxes beside
+    each other are one answer of several values. `answer` is the bare answer (`\frac{1}{2}`), or a solution with an
+    answer in `\boxed{…}` or between `$`.
 
-    Raises `ValueError` for an `answer` that holds nothing to compare with: a fault of the data, not of the reply. Some
-    replies (`9^{9^{9^{9}}}`) keep it busy for ever.
+    Raises `InvalidInput` for an `answer` without an expression, which is a fault of the data. It never returns for
+    some replies (`9^{9^{9^{9}}}`).
 
     >>> math_answer(r"So $x = \boxed{\frac{2}{4}}$.", "1/2"), math_answer("I cannot tell.", "1/2")
     (1.0, 0.0)
@@ -134,9 +134,9 @@ def math_answer(reply: str, answer: str) -> float:
 
 
 def matches(reply: str, pattern: str) -> float:
-    r"""1.0 when the regular expression `pattern` is found in `reply`, else 0.0. The dot also matches newlines.
+    r"""1.0 if `reply` contains a match of the regular expression `pattern`, else 0.0. The dot also matches newlines.
 
-    Raises `re.error` for a pattern that is none. Some patterns take for ever on some replies.
+    Raises `re.error` for an invalid pattern. Some patterns never return for some replies.
 
     >>> matches("<think>Hm.</think>42", r"^<think>.*</think>\s*\d+$"), matches("42", r"^<think>")
     (1.0, 0.0)
@@ -145,9 +145,9 @@ def matches(reply: str, pattern: str) -> float:
 
 
 def final_answer(text: str) -> str | None:
-    r"""The answer that `text` ends in, or None when it holds none; the module says which one is taken.
+    r"""The final answer in `text`, or None; the head of this module says which one counts.
 
-    A number comes back without commas, currency, percent sign and unit, a sum or a LaTeX expression as
+    A number is returned without commas, currency, percent sign and unit, a sum or a LaTeX expression as
     written. Only the last 20,000 characters are read, and 200 after each mark. Raises nothing.
 
     >>> final_answer("#### $1,234.50"), final_answer(r"Thus $\boxed{\dfrac34}$"), final_answer("Hello.")
@@ -161,27 +161,27 @@ def final_answer(text: str) -> str | None:
         if not _NUMBERED_HEADING.match(region) and (answer := _leading_answer(region)):
             return answer
     for mark in reversed(list(_BOX.finditer(text))[-_MARKS_TRIED:]):
-        region = _undress(_inside_braces(text, mark.end()))
+        region = _strip_markup(_inside_braces(text, mark.end()))
         if answer := _leading_answer(region) or _last_number(region):
             return answer
     for mark in reversed(list(_PHRASE.finditer(text))[-_MARKS_TRIED:]):
         sentence = re.split(r"\.\s", _first_line(text, mark.end()))[0]
-        # Base models write their whole working after `A:`, so there only a line that is the answer counts.
+        # Base models write their whole working after `A:`, so after a label the line must be the bare answer.
         is_working = mark["label"] and ("=" in sentence or len(sentence.split()) > 4)
         answer = None if is_working else _leading_answer(sentence)
         if answer or (not mark["label"] and (answer := _last_number(sentence))):
             return answer
-    text = _undress(text).strip().rstrip(".")
+    text = _strip_markup(text).strip().rstrip(".")
     bare = len(text) <= _REGION_CHARACTERS and _SUM.fullmatch(text)  # nothing but "1 234" or "2\sqrt{3}"
     return _leading_answer(text) if bare else _last_number(text)
 
 
 def _first_line(text: str, start: int) -> str:
-    return _undress(text[start : start + _REGION_CHARACTERS]).lstrip(" \t\r\n*:_").split("\n")[0]
+    return _strip_markup(text[start : start + _REGION_CHARACTERS]).lstrip(" \t\r\n*:_").split("\n")[0]
 
 
 def _inside_braces(text: str, start: int) -> str:
-    """What stands between the brace that ends at `start` and its partner; "" when that is missing."""
+    """The text between the brace that ends at `start` and its partner; empty if there is no partner."""
     depth = 1
     for brace in re.finditer(r"[{}]", text[start : start + _REGION_CHARACTERS]):
         depth += 1 if brace.group() == "{" else -1
@@ -190,8 +190,8 @@ def _inside_braces(text: str, start: int) -> str:
     return ""
 
 
-def _undress(text: str) -> str:
-    for pattern, replacement in _DRESS:
+def _strip_markup(text: str) -> str:
+    for pattern, replacement in _MARKUP:
         text = pattern.sub(replacement, text)
     return text
 
@@ -207,7 +207,7 @@ def _leading_answer(region: str) -> str | None:
     if equals and not _ASIDE.search(left):
         region = right
     region = region.lstrip(" \t\r\n:*_~'\"").rstrip(" \t\r\n:*_~'\".,;")
-    # Spaces group thousands only here: in running text "3 100 dollar bills" are two numbers.
+    # Only here do spaces group thousands: in running text "3 100 dollar bills" has two numbers.
     region = re.sub(r"(?<![\d.,])\d{1,3}(?: \d{3}){1,9}+(?![\d/])", lambda m: m[0].replace(" ", ","), region)
     plain = _plain_fractions(region).lstrip("{[( ")
     number = _NUMBER.match(plain)
@@ -232,15 +232,15 @@ def _fraction(answer: str) -> Fraction | None:
     return (-value if number["sign"] == "-" else value) * _SCALES[number["scale"]]
 
 
-def _same_expression(found: str, expected: str) -> bool:
+def _same_expression(final: str, expected: str) -> bool:
     from math_verify import parse, verify
 
-    # math-verify's own time limit is a signal, which works in main threads only. So what could run for long
-    # (10^{10^{10}}, a root of a root) never gets there, nor brackets whose partner it would guess.
-    for expression in (found, expected):
+    # math-verify's own time limit is a signal, which works only in the main thread. So an expression that could run for
+    # long (10^{10^{10}}, a root of a root) is not passed to it, nor one with unbalanced brackets, which it would guess.
+    for expression in (final, expected):
         balanced = all(expression.count(a) == expression.count(b) for a, b in ("()", "{}"))
         too_powerful = re.search(r"\^|sqrt|\*\*", _SMALL_POWER_OR_ROOT.sub("1", expression))
         if len(expression) > _EXPRESSION_CHARACTERS or not balanced or too_powerful:
             return False
-    parsed = [parse(f"${expression}$", parsing_timeout=None) for expression in (expected, found)]
+    parsed = [parse(f"${expression}$", parsing_timeout=None) for expression in (expected, final)]
     return bool(verify(parsed[0], parsed[1], timeout_seconds=None))

@@ -2,10 +2,10 @@
 
 In: a reply with a ```python block, and tests. Out: a float from 0 to 1.
 
-    stdin/stdout pairs   each pair: the code in a sandbox of its own; what it prints is compared here
+    stdin/stdout pairs   the code runs in a new sandbox for each pair; its output is compared here
     asserts              the code in one sandbox, the tests in another, which calls it (see `sandbox_process.py`)
 
-Runs in a reward process, like every reward; the sandboxes are its children and die with it.
+It runs in a reward process, like every reward. The sandboxes are children of that process and die with it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def unit_tests(
     """The share of `tests` that the last Python code block of `reply` passes; 0.0 without one.
 
     `tests` is one of
-    * Python code. Each top-level statement with an `assert` and each `test…` function is a test; where there are none,
-      each top-level call is (`check(add)`). What the code defines is there by name, and as module `solution`. Values
-      cross as plain data; what a class of the code makes can be used, and compared with others of its kind.
+    * Python code. Each top-level statement with an `assert` and each `test…` function is a test; if there are none,
+      each top-level call is one (`check(add)`). Tests use the names that the code defines, or import `solution`.
+      Values cross as plain data. Objects of the code's classes can be used, and compared with each other.
     * JSON: `[{"input": "2 3", "output": "5"}, …]` or `{"inputs": […], "outputs": […]}`: standard input and output.
       White space at the ends of lines is ignored; a script that ends with an error has failed.
 
-    `seconds` of wall-clock are for all tests together, `memory_gb` of address space for each process. What is not
-    passed by then counts as failed, so keep `seconds` below the run file's `reward.timeout`.
+    All tests together have `seconds` of wall-clock, each process has `memory_gb` of address space. A test that has not
+    passed by then has failed, so keep `seconds` below the run file's `reward.timeout`.
 
-    Raises `ValueError` for tests that cannot be run, whatever the code, and `SandboxUnavailable` where the machine
-    cannot isolate the code, unless `allow_unsandboxed`: both end as status `reward_error`, not as reward 0.
+    Raises `InvalidInput` for tests that can never run, and `SandboxUnavailable` if the machine cannot isolate the code,
+    unless `allow_unsandboxed`. Both end as status `reward_error`, not as reward 0.
     """
     if not allow_unsandboxed:
         require_sandbox()
@@ -61,7 +61,7 @@ def unit_tests(
 
 
 def _pairs(tests: str) -> list[tuple[str, str]] | None:
-    """Input and expected output; null where `tests` is code."""
+    """Pairs of input and expected output; None if `tests` is code."""
     try:
         data: Any = json.loads(tests)
     except ValueError:
@@ -79,7 +79,7 @@ def _pairs(tests: str) -> list[tuple[str, str]] | None:
 
 
 def _prints(code: str, given: str, expected: str, folder: Path, *, deadline: float, memory_gb: float) -> bool:
-    """True when the script, fed with `given`, prints `expected`."""
+    """True if the script, with `given` as its input, prints `expected`."""
     if deadline <= time.monotonic():
         return False
     status, printed = run_script(code, given, folder, deadline=deadline, memory_gb=memory_gb)
@@ -103,16 +103,16 @@ def _run_asserts(code: str, tests: str, folder: Path, *, deadline: float, memory
         server = start("serve", folder / "solution", pass_fds=[requests, tells])
         checker = start("check", folder / "tests", pass_fds=[asks, answers, verdicts.fileno()])
     for descriptor in (requests, asks, answers, tells):
-        os.close(descriptor)  # theirs now: the end of one is to be seen by the other
+        os.close(descriptor)  # only the children keep them, so that one notices the end of the other
     checker.wait(deadline)
     server.kill()
-    has_served = server.missing() is not None  # tests that cannot be run may end sooner than it begins
+    has_served = server.missing() is not None  # tests that cannot run may end before it begins
     check_started(checker.missing() is not None)
-    lines = (folder / "verdicts").read_text().split("\n")[:-1]  # a line that was being written is none yet
-    said = [json.loads(line) for line in lines]
-    if faults := [line["fault"] for line in said if "fault" in line]:
+    lines = (folder / "verdicts").read_text().split("\n")[:-1]  # without an unfinished line
+    messages = [json.loads(line) for line in lines]
+    if faults := [line["fault"] for line in messages if "fault" in line]:
         raise InvalidInput(faults[0])
-    check_started(has_served or (bool(said) and not said[0]["tests"]))
-    if not said or not said[0]["tests"]:
+    check_started(has_served or (bool(messages) and not messages[0]["tests"]))
+    if not messages or not messages[0]["tests"]:
         raise InvalidInput("the tests have no assert, no test function and no call, so there is nothing to pass")
-    return sum(line.get("passed", False) for line in said) / said[0]["tests"]
+    return sum(line.get("passed", False) for line in messages) / messages[0]["tests"]

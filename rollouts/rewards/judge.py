@@ -1,13 +1,13 @@
 """A reward given by another language model, over any OpenAI-compatible URL.
 
-In: the question, the policy's reply, and what the workflow knows of a good answer. Out: a `Score` from 0 to 1.
+In: the question, the policy's reply, and a good answer if the workflow has one. Out: a `Score` from 0 to 1.
 
     reply ─▶ POST <base_url>/chat/completions ─▶ … {"score": 7} ─▶ Score(0.7)
                  ├─ 429, 5xx, no connection, no verdict: again, later each time, until the deadline
                  └─ anything else, or the deadline: RewardFailed, so status `reward_error` and never reward 0
 
-Waits in the worker's own event loop and computes nothing there. The key is read from the environment and shown to
-nobody but the server.
+It waits in the worker's event loop and computes nothing there. The key is read from the environment and sent to no one
+but the server.
 """
 
 from __future__ import annotations
@@ -58,28 +58,28 @@ class Judge:
     """Make one in the workflow's `__init__`, and call it in `run`: `return await self.judge(task.prompt, reply)`.
 
     In `score_all` it is one part of several: `{"style": self.judge(task.prompt, reply)}`.
-    Raises `ValueError` for a URL that is none and for an environment variable that is not set.
+    Raises `InvalidInput` for an invalid URL, and for an environment variable that is not set.
     """
 
     base_url: str
-    """Ends in `/v1` as a rule."""
+    """It usually ends in `/v1`."""
     model: str
     api_key_env: str = ""
-    """The environment variable that holds the key; empty where the server wants none."""
+    """Name of the environment variable with the key; empty if the server needs none."""
     rubric: str = RUBRIC
-    """Says what is good."""
+    """Describes a good reply."""
     best: float = 10.0
     """The highest score the judge may give."""
     timeout: float = 180.0
-    """Seconds for one verdict, all retries and waiting included."""
+    """Seconds for one verdict, with all retries and waiting."""
     request_timeout: float = 60.0
     """Seconds for one request."""
     retries: int = 5
     first_delay: float = 1.0
-    """Seconds before the first retry; it doubles from one to the next."""
+    """Seconds before the first retry; each later delay is twice as long."""
     max_concurrent: int = 32
     options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0})
-    """Go into the request as they are."""
+    """Further fields of the request."""
     _opened: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = field(
         default=None, init=False
     )
@@ -95,13 +95,13 @@ class Judge:
             )
 
     async def __call__(self, question: str, reply: str, *, reference: str = "") -> Score:
-        """The verdict on `reply`, from 0 to 1, as the part `judge`. Raises `RewardFailed` where there is none."""
+        """The verdict on `reply`, from 0 to 1, as the part `judge`. Raises `RewardFailed` if there is none."""
         prompt = _TASK.format(
             rubric=self.rubric,
             question=question,
             reference=_REFERENCE.format(reference=reference) if reference else "",
             reply=reply,
-            mark=hashlib.sha256(reply.encode()).hexdigest()[:8],  # a reply that wants to end itself cannot know it
+            mark=hashlib.sha256(reply.encode()).hexdigest()[:8],  # a reply cannot contain it, so it cannot end itself
             best=self.best,
         )
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}], **self.options}
@@ -122,21 +122,21 @@ class Judge:
         raise self._failed(f"no verdict in {self.retries + 1} attempts; the last fault: {last_fault}")
 
     async def _verdict(self, client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[float | None, str]:
-        """The judge's score, or null and why there is none yet."""
+        """The judge's score and "", or None and the reason."""
         try:
             response = await client.post(self._url, json=body)
         except httpx.TransportError as error:
             return None, f"{type(error).__name__} {error}"
-        said = response.text
+        answer = response.text
         if response.status_code in _AGAIN or response.status_code >= 500:
-            return None, f"status {response.status_code}: {said[:_SHOWN_CHARACTERS]}"
+            return None, f"status {response.status_code}: {answer[:_SHOWN_CHARACTERS]}"
         if response.status_code != 200:
-            raise self._failed(f"status {response.status_code}: {said[:_SHOWN_CHARACTERS]}")
+            raise self._failed(f"status {response.status_code}: {answer[:_SHOWN_CHARACTERS]}")
         try:
             text = response.json()["choices"][0]["message"]["content"] or ""
             score = verdict_in(text)
         except (ValueError, LookupError, TypeError):
-            return None, f"an answer that is no chat completion: {said[:_SHOWN_CHARACTERS]!r}"
+            return None, f"an answer that is no chat completion: {answer[:_SHOWN_CHARACTERS]!r}"
         if score is None or not 0 <= score <= self.best:
             return None, f"an answer without a score from 0 to {self.best:g}: {text[-_SHOWN_CHARACTERS:]!r}"
         return score, ""
@@ -160,20 +160,20 @@ class Judge:
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
     def _failed(self, why: str) -> RewardFailed:
-        """Servers like to quote a wrong key, and a URL may hold one."""
-        words = f"judge {self.model} at {self._url}: {why}"
-        words = words.replace(self._key, "[key]") if self._key else words
-        return RewardFailed(re.sub(r"//[^/@\s]*@", "//[key]@", words))
+        """The error without the key: servers quote a wrong key, and a URL may contain one."""
+        message = f"judge {self.model} at {self._url}: {why}"
+        message = message.replace(self._key, "[key]") if self._key else message
+        return RewardFailed(re.sub(r"//[^/@\s]*@", "//[key]@", message))
 
 
 def verdict_in(text: str) -> float | None:
-    """The last score in a judge's answer, `{"score": 8.5}` or `Score: 8.5`; null where there is none.
+    """The last score in a judge's answer, `{"score": 8.5}` or `Score: 8.5`; None if there is none.
 
     >>> verdict_in('{"score": 1} would be harsh. {"reason": "good", "score": 8.5}'), verdict_in("It is fine.")
     (8.5, None)
     """
-    found = _VERDICT.findall(text)
-    return float(found[-1]) if found else None
+    scores = _VERDICT.findall(text)
+    return float(scores[-1]) if scores else None
 
 
 @functools.cache

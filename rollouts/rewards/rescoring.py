@@ -2,7 +2,7 @@
 
     committed shard ─▶ reply + the task's answer ─ RewardPool ─▶ rewards/<name>/<shard id>.arrow ─▶ `Rescore` log entry
 
-Killed at any point, the same call goes on with the shards that have no file yet.
+After a kill at any point, the same call goes on with the shards that have no file yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from storage.shards.reward_sets import (
 from storage.shards.shards import DamagedShard, read_shard
 
 SHARDS_PER_ENTRY = 64
-"""Files named by one log entry. A kill before the entry loses none of them: the next call finds the files."""
+"""Number of files in one log entry. A kill before the entry loses none of them: the next call finds the files."""
 
 
 @dataclass
@@ -45,11 +45,11 @@ class Comparison:
 
     attempts: int = 0
     changed: int = 0
-    """Attempts whose reward is another one now, null included."""
+    """Attempts whose reward has changed, also from or to None."""
     nulls: int = 0
-    """Attempts whose new reward is null."""
+    """Attempts whose new reward is None."""
     sums: list[float] = field(default_factory=lambda: [0.0] * 6)
-    """Over attempts with both: their number, Σ old, Σ new, Σ old², Σ new², Σ old · new."""
+    """Over attempts with both rewards: their number, Σ old, Σ new, Σ old², Σ new², Σ old · new."""
 
     def add(self, old: float | None, new: float | None) -> None:
         self.attempts += 1
@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def correlation(self) -> float | None:
-        """Pearson's, over attempts that have both; null where one of them is constant."""
+        """Pearson's, over attempts that have both; None if one of them is constant."""
         count, old, new, old_squares, new_squares, products = self.sums
         variance = (count * old_squares - old**2) * (count * new_squares - new**2)
         return (count * products - old * new) / math.sqrt(variance) if variance > 0 else None
@@ -75,7 +75,7 @@ class Comparison:
 
 @dataclass
 class Rescored:
-    """What a rescore did and found."""
+    """The result of a rescore."""
 
     rewards: RewardSet
     new_shards: int = 0
@@ -85,17 +85,17 @@ class Rescored:
     skipped: dict[str, str] = field(default_factory=dict)
     """Shards without new rewards, and why: damaged, quarantined or retired."""
     failures: Counter[str] = field(default_factory=Counter)
-    """Attempts of this call that got null, by reason."""
+    """Attempts of this call without a reward, by reason."""
     first_error: str = ""
-    """Words of the first reward that failed."""
+    """Message of the first failure."""
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     """By split, over all shards that have these rewards."""
 
 
 def load_reward(path: str, *, name: str = "") -> tuple[Callable[..., Any], RewardSet]:
-    """A reward function by import path, and what its rewards are called: by default like the function.
+    """A reward function by import path, and the name of its rewards, by default that of the function.
 
-    Raises `ValueError` for anything but a module-level function of (reply, answer), and for an unusable name.
+    Raises `InvalidInput` for anything but a module-level function of (reply, answer), and for an unusable name.
     """
     function = load_object(path)
     if not inspect.isfunction(function) or "." in function.__qualname__:
@@ -112,10 +112,10 @@ def load_reward(path: str, *, name: str = "") -> tuple[Callable[..., Any], Rewar
 
 
 class Rescoring:
-    """One rescore of one run. Building it checks everything that can be checked without reading a shard.
+    """One rescore of one run. The constructor checks everything that can be checked without reading a shard.
 
-    Raises `storage.shards.reward_sets.RewardNameInUse` for a name that belongs to other code, and `ValueError` for a
-    prompt the workflow's data set does not have.
+    Raises `storage.shards.reward_sets.RewardNameInUse` for a name that belongs to other code, and `InvalidInput` for
+    a prompt that is not in the workflow's data set.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Rescoring:
         dataset: str,
         eval_split: str | None,
     ) -> None:
-        """`eval_split` is the split of evaluation shards whose evaluation never came into the log; null leaves
-        evaluation shards out."""
+        """`eval_split` is the split of evaluation shards without an evaluation in the log; None leaves evaluation
+        shards out."""
         check_name(log.state, rewards, run=log.run_id)
         self._log = log
         self._function = function
@@ -143,11 +143,11 @@ class Rescoring:
 
     @property
     def num_attempts(self) -> int:
-        """Attempts of all shards that are looked at."""
+        """Number of attempts in the chosen shards."""
         return sum(group.usable for _, shard in self._shards for group in shard.groups)
 
     async def run(self, *, num_processes: int, timeout: float, on_attempts: Callable[[int], None]) -> Rescored:
-        """Score what has no such reward yet; `on_attempts` hears how many more attempts are done."""
+        """Score the shards without this reward; `on_attempts` is called with the number of further attempts done."""
         files: dict[str, str] = {}
         async with RewardPool(num_processes=num_processes, timeout=timeout) as pool:
             for split, shard in self._shards:
@@ -156,9 +156,9 @@ class Rescoring:
                 except DamagedShard as error:
                     self._result.skipped[shard.id] = error.reason
                     continue
-                known = self._log.state.rescored.get(self._result.rewards.name)
-                if known is not None and shard.id in known.files:
-                    table = read_rewards(self._log, shard, known.name)
+                logged = self._log.state.rescored.get(self._result.rewards.name)
+                if logged is not None and shard.id in logged.files:
+                    table = read_rewards(self._log, shard, logged.name)
                     self._result.known_shards += 1
                     on_attempts(len(attempts))
                 else:

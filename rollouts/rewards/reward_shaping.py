@@ -1,11 +1,11 @@
-"""What becomes of a score before it is trained on: weights, scale, clipping, and a penalty for length.
+"""Turns a score into the reward that is trained on: weights, scale, clipping, and a penalty for length.
 
 In: the named parts of one attempt, and the run file's `[reward]`. Out: its reward, and the part `overlong`.
 
     training    reward = clip((Σ weight · part + bias) · scale) + overlong
-    evaluation  reward = Σ weight · part: the weights say what is good, the rest only shapes the gradient
+    evaluation  reward = Σ weight · part: the weights define a good reply, the rest only shapes the gradient
 
-Parts are kept raw. An attempt without a reward keeps none, whatever its parts.
+Parts stay raw. An attempt without a reward gets none, whatever its parts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ OVERLONG = "overlong"
 
 
 def weighted_sum(parts: Mapping[str, float | None], weights: Mapping[str, float]) -> float | None:
-    """Σ weight · part over the parts that apply, weight 1 where none is given; null where no part applies.
+    """Σ weight · part over the parts that apply, with weight 1 by default; None if no part applies.
 
     >>> weighted_sum({"correct": 1.0, "format": 0.5, "style": None}, {"format": 0.2})
     1.1
     """
-    known = [weights.get(name, 1.0) * part for name, part in parts.items() if part is not None]
-    return sum(known) if known else None
+    weighted = [weights.get(name, 1.0) * part for name, part in parts.items() if part is not None]
+    return sum(weighted) if weighted else None
 
 
 def scaled(reward: float, *, bias: float, scale: float, clip: float | None) -> float:
@@ -51,7 +51,7 @@ def overlong(length: int, *, max_length: int, zone: int) -> float:
 def shaped(trajectory: Trajectory, settings: RewardSettings, *, max_tokens: int, is_eval: bool) -> Trajectory:
     """The attempt with the reward that is trained on. Its longest reply counts as its length.
 
-    Raises `ValueError` where the workflow has a part of its own called `overlong` beside the one of the run file.
+    Raises `InvalidInput` if the workflow has a part `overlong` and the run file's length penalty is on.
     """
     reward, parts = trajectory.reward, trajectory.reward_parts
     if reward is not None and settings.weights and parts:
@@ -74,7 +74,7 @@ def shaped(trajectory: Trajectory, settings: RewardSettings, *, max_tokens: int,
 def check_weights(unseen: set[str], trajectories: Sequence[Trajectory]) -> set[str]:
     """The weighted parts that no attempt has had so far, after one more group.
 
-    Raises `ValueError` where that is any and the group has rewards: a misspelt weight would weigh nothing.
+    Raises `InvalidInput` if there are any although the group has rewards: a misspelt weight would have no effect.
     """
     rewarded = [trajectory for trajectory in trajectories if trajectory.reward is not None]
     if not unseen or not rewarded:
@@ -83,6 +83,6 @@ def check_weights(unseen: set[str], trajectories: Sequence[Trajectory]) -> set[s
     if missing := sorted(unseen - set(names)):
         raise InvalidInput(
             f"reward.weights names {', '.join(missing)}, but the reward parts are {', '.join(names) or 'none at all'}. "
-            "Correct the name; a part that does not always apply is to be returned as None where it does not"
+            "Correct the name; a part that does not always apply must be returned as None if it does not"
         )
     return set()

@@ -1,6 +1,6 @@
-"""A tool for code: a Python program that the policy writes, run in a sandbox.
+"""A tool that runs a Python program of the policy in a sandbox.
 
-In: a program. Out: what it prints, as the policy is told.
+In: a program. Out: its output.
 
     await chat.ask(task.prompt, tools=[run_python])
 """
@@ -15,7 +15,7 @@ from rollouts.chat.tools import ToolUnavailable, tool
 from rollouts.sandbox.sandbox import require_sandbox, run_script
 
 SECONDS = 10.0
-"""Wall-clock that a program may take; keep `rollout.tool_timeout` above it."""
+"""Wall-clock of a program; keep `rollout.tool_timeout` above it."""
 MEMORY_GB = 1.0
 
 
@@ -33,7 +33,7 @@ def run_python(code: str) -> str:
             status, printed = run_script(
                 code, "", Path(folder), deadline=deadline, memory_gb=MEMORY_GB, shows_errors=True
             )
-    except RuntimeError as error:  # no sandbox here, or it ended before the program began
+    except RuntimeError as error:  # no sandbox on this machine, or it ended before the program began
         raise ToolUnavailable(str(error)) from error
     if status == 0:
         return printed

@@ -1,7 +1,6 @@
-"""Starts programs of `sandbox_process.py` in a sandbox: limited, without network, writing in their own folder only.
+"""Starts the programs of `sandbox_process.py`: limited, without network, with write access to their own folder only.
 
-In: a program's name and its files. Out: a process that can be waited for, with a deadline. What a sandbox takes away
-is in `sandbox_rules.py`.
+In: a program's name and its files. Out: a process to wait for, with a deadline. The rules are in `sandbox_rules.py`.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 _PRODUCT = Path(__file__).parents[2]
 _START = "from rollouts.sandbox.sandbox_process import main; main()"
 
 
 class SandboxUnavailable(RuntimeError):
-    """This machine cannot isolate foreign code; the message says what is missing and how to go on all the same."""
+    """This machine cannot isolate foreign code. The message says what is missing, and how to go on without it."""
 
 
 class SandboxedProcess:
-    """A running program. Kill it, or wait for it, before its folder is removed."""
+    """A running program. Kill it or wait for it before its folder is removed."""
 
     def __init__(
         self,
@@ -41,9 +40,10 @@ class SandboxedProcess:
         pass_fds: Sequence[int] = (),
         function: str = "",
     ) -> None:
-        """`function` is the import path of what the program `function` calls, found as this process finds it."""
-        self._said, says = os.pipe()
-        order = {"program": program, "folder": str(folder), "seconds": seconds, "memory_gb": memory_gb, "says": says}
+        """`function` is the import path of the function that the program `function` calls."""
+        self._report, report = os.pipe()
+        order: dict[str, Any] = {"program": program, "folder": str(folder), "report": report}
+        order |= {"seconds": seconds, "memory_gb": memory_gb}
         if function:
             order |= {"function": function, "path": [entry or os.getcwd() for entry in sys.path]}
         # What the user's module imports comes with it; our own packages are found first all the same.
@@ -54,14 +54,14 @@ class SandboxedProcess:
             stdout=stdout,
             stderr=stderr,
             cwd=folder,
-            # Threads of linear algebra cost address space, a gigabyte each.
+            # Each thread of linear algebra takes a gigabyte of address space.
             env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            pass_fds=[*pass_fds, says],
+            pass_fds=[*pass_fds, report],
         )
-        os.close(says)
+        os.close(report)
 
     def wait(self, deadline: float) -> int | None:
-        """The exit status; null where the process still ran at `deadline` (`time.monotonic`) and was killed."""
+        """The exit status; None if the process still ran at `deadline` (`time.monotonic`) and was killed."""
         try:
             return self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -69,24 +69,24 @@ class SandboxedProcess:
             return None
 
     def kill(self) -> None:
-        """Kill it, where it still runs. It could start no other process, so nothing is left."""
+        """Kill the process if it still runs. It cannot have started another one."""
         self._process.kill()
         self._process.wait()
 
     def missing(self) -> list[str] | None:
-        """What could not be isolated; null where the process ended before it said so. Call after it has ended."""
-        with os.fdopen(self._said, "rb") as said:
-            line = said.readline()
+        """What could not be isolated; None if the process ended before it reported. Call it after the end."""
+        with os.fdopen(self._report, "rb") as report:
+            line = report.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
 
 def run_script(
     code: str, given: str, folder: Path, *, deadline: float, memory_gb: float, shows_errors: bool = False
 ) -> tuple[int | None, str]:
-    """Run a program in a sandbox, `given` on its standard input; files are made in `folder`, which may be new.
+    """Run a program in a sandbox, with `given` on its standard input. Its files are in `folder`, which may be new.
 
-    Returns its exit status, null where it was killed at `deadline` (`time.monotonic`), and what it printed, with
-    `shows_errors` its error output too. Raises `RuntimeError` where it never began.
+    Returns its exit status, None if it was killed at `deadline` (`time.monotonic`), and its output; `shows_errors` adds
+    its error output. Raises `RuntimeError` if it never began.
     """
     work = folder / "work"
     work.mkdir(parents=True)
@@ -108,19 +108,19 @@ def run_script(
 
 
 def write_text(file: Path, text: str) -> None:
-    """Write what a policy wrote, whatever it is."""
-    file.write_text(text, encoding="utf-8", errors="replace")  # a reply may end within a character
+    """Write any text of a policy."""
+    file.write_text(text, encoding="utf-8", errors="replace")  # a reply may end inside a character
 
 
 def check_started(has_started: bool) -> None:
-    """Raises `RuntimeError` where a sandbox ended before its program began."""
+    """Raise `RuntimeError` if a sandbox ended before its program began."""
     if not has_started:
         raise RuntimeError("a sandbox ended before it ran the code; it may have too little time or memory to start")
 
 
 @functools.cache
 def sandbox_report() -> tuple[str, ...]:
-    """What this machine cannot isolate, a sentence each; empty where foreign code runs in a whole sandbox."""
+    """What this machine cannot isolate, one sentence each; empty if it can isolate everything."""
     with tempfile.TemporaryDirectory(prefix="millrace-sandbox-") as folder:
         process = SandboxedProcess("nothing", Path(folder), seconds=30.0, memory_gb=1.0)
         status = process.wait(time.monotonic() + 30.0)
@@ -131,7 +131,7 @@ def sandbox_report() -> tuple[str, ...]:
 
 
 def require_sandbox() -> None:
-    """Raises `SandboxUnavailable` where `sandbox_report` has anything to say."""
+    """Raise `SandboxUnavailable` unless `sandbox_report` is empty."""
     if missing := sandbox_report():
         raise SandboxUnavailable(
             f"this machine cannot isolate code that a policy wrote: {'; '.join(missing)}. Run where Landlock and "

@@ -1,4 +1,4 @@
-"""What runs inside a sandbox: a script; a tool; or functions that answer calls, and the tests that make those calls.
+"""The programs inside a sandbox: a script, a tool, and for tests of code the pair `serve` and `check`.
 
     check (has the tests)  ── {"do": "call", "arguments": [add, 2, 3]} ─▶  serve (has the policy's code)
                            ◀──────────── {"value": 5} ────────────────
@@ -30,7 +30,7 @@ from rollouts.sandbox.sandbox_rules import die_with_parent, lock_down
 
 
 def main() -> None:
-    """Lock the process down, say what could not be, and run one program."""
+    """Lock this process down, report what could not be isolated, and run one program."""
     _, product, order_text, *numbers = sys.argv
     sys.path.remove(product)
     order = json.loads(order_text)
@@ -38,12 +38,12 @@ def main() -> None:
     die_with_parent()
     function = _load_function(order) if order["program"] == "function" else None
     missing = lock_down(folder, seconds=order["seconds"], memory_gb=order["memory_gb"])
-    os.write(order["says"], json.dumps(missing).encode() + b"\n")
-    os.close(order["says"])
-    sys.set_int_max_str_digits(0)  # a factorial is a fine answer; time is limited anyway
+    os.write(order["report"], json.dumps(missing).encode() + b"\n")
+    os.close(order["report"])
+    sys.set_int_max_str_digits(0)  # code may print a large factorial; its time is limited anyway
     match order["program"], [int(number) for number in numbers]:
         case "script", []:
-            sys.excepthook = _tell_error
+            sys.excepthook = _print_error
             _run("__main__", folder / "solution.py")
         case "function", [answers]:
             assert function is not None
@@ -56,28 +56,28 @@ def main() -> None:
 
 
 def _load_function(order: dict[str, Any]) -> Callable[..., Any]:
-    """A function of the user's, imported as the process that asks for it does; before the lock, as its module may read.
+    """A function of the user, imported before the lock, because its module may read files.
 
-    Raises `RuntimeError` where the module started threads: the kernel would not lock those.
+    Raises `RuntimeError` if the module started threads: the kernel would not lock those.
     """
     sys.path[:] = order["path"]
     from infra.user_code import load_object
 
-    found = load_object(order["function"])
+    function = load_object(order["function"])
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("importing its module started threads, which cannot be locked down; start them when called")
-    return inspect.unwrap(getattr(found, "function", found))  # of a `Tool`, the function in it
+    return inspect.unwrap(getattr(function, "function", function))  # a `Tool` holds its function
 
 
 def _answer(function: Callable[..., Any], arguments: Path, answers: TextIO) -> None:
     try:
         _send(answers, {"value": function(**json.loads(arguments.read_text()))})
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - told to whoever called
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised again by the caller
         _send(answers, {"error": [type(error).__name__, str(error)]})
 
 
-def _tell_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Behind what was printed, from the program's own lines on."""
+def _print_error(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Print a traceback after the output, from the program's own first line on."""
     sys.stdout.flush()
     while trace is not None and trace.tb_frame.f_code.co_filename != "solution.py":
         trace = trace.tb_next
@@ -92,7 +92,7 @@ def _run(name: str, file: Path) -> dict[str, Any]:
     return vars(module)
 
 
-# --- plain data as JSON; what JSON does not know is an object with one key, anything else is a numbered reference
+# --- plain data as JSON; a type that JSON lacks is an object with one key, any other object is a numbered reference
 
 _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (tuple, list, tuple),
@@ -106,7 +106,7 @@ _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "Fraction": (Fraction, str, Fraction),
     "module": (types.ModuleType, lambda module: module.__name__, lambda name: _standard_module(name)),
 }
-"""Key → the type, what it is taken apart into, and how it is put together again."""
+"""Key → the type, its parts as JSON, and the value of such parts."""
 
 
 def _encode(value: Any, number_of: Callable[[Any], int]) -> Any:
@@ -139,7 +139,7 @@ def _standard_module(name: str) -> types.ModuleType | None:
 
 
 def _send(stream: TextIO, message: dict[str, Any]) -> None:
-    """One line of JSON. What JSON does not know, which only a user's own function returns, goes as its text."""
+    """Write one line of JSON. A tool may return what JSON lacks; it is written as its text."""
     stream.write(json.dumps(message, default=str) + "\n")
     stream.flush()
 
@@ -164,7 +164,7 @@ def _serve(file: Path, requests: TextIO, answers: TextIO) -> None:
     def do(order: dict[str, Any]) -> dict[str, Any]:
         arguments = _decode(order["arguments"], objects.__getitem__)
         value = _DOES[order["do"]](*arguments, **_decode(order["keywords"], objects.__getitem__))
-        # A function that sorts the caller's list in place has to change the list that the tests hold.
+        # A function may change a list of the caller in place; the tests' list must change too.
         after = [a if isinstance(a, list | dict | set) else None for a in arguments]
         return {"value": _encode(value, number_of), "after": _encode(after, number_of)}
 
@@ -175,7 +175,7 @@ def _serve(file: Path, requests: TextIO, answers: TextIO) -> None:
     for step, line in enumerate(requests):
         try:
             answer = (do if step else define)(json.loads(line))
-        except BaseException as error:  # noqa: BLE001 - whatever the code raises is for the tests to judge
+        except BaseException as error:  # noqa: BLE001 - the tests judge what the code raises
             answer = {"error": [type(error).__name__, str(error)]}
         _send(answers, answer)
 
@@ -184,24 +184,24 @@ def _serve(file: Path, requests: TextIO, answers: TextIO) -> None:
 
 
 class _NotPlain(BaseException):
-    """The tests hand over what cannot cross; no fault of the code, and nothing that tests may catch."""
+    """The tests pass an object that is no plain data. The code is not to blame, and tests cannot catch it."""
 
 
 class _Gone(BaseException):
-    """The code's process has ended."""
+    """The process of the code under test has ended."""
 
 
 class _Solution:
-    """The code under test, seen from its tests."""
+    """The code under test, as its tests see it."""
 
     def __init__(self, requests: TextIO, answers: TextIO) -> None:
         self._requests = requests
         self._answers = answers
 
     def names(self) -> dict[str, Any]:
-        """What the code defines; names of Python's own functions stay Python's, which the tests compare with."""
-        found = self.ask("define")
-        return {name: value for name, value in found.items() if not hasattr(builtins, name) and value is not None}
+        """The names that the code defines, without those of built-in functions, which the tests compare with."""
+        names = self.ask("define")
+        return {name: value for name, value in names.items() if not hasattr(builtins, name) and value is not None}
 
     def ask(self, does: str, *arguments: Any, **keywords: Any) -> Any:
         order = {
@@ -235,7 +235,7 @@ class _Solution:
 
 
 class _Remote:
-    """An object of the code under test. It is compared with others of its kind only: it could equal everything."""
+    """An object of the code under test. It is compared only with such objects, because it could equal everything."""
 
     def __init__(self, solution: _Solution, number: int) -> None:
         self.__dict__.update(_solution=solution, _number=number)
@@ -275,7 +275,7 @@ class _Remote:
 
 
 def exception_of(name: str, message: str) -> Exception:
-    """What was raised in a sandbox: Python's own kinds as they are, others named in the message."""
+    """An exception from a sandbox: built-in types as they are, others as `RuntimeError` with their name."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
         return kind(message)
@@ -292,7 +292,7 @@ def _become(argument: Any, after: Any) -> None:
 
 
 def _check(source: str, solution: _Solution, verdicts: TextIO) -> None:
-    """Say how many tests there are, and of each whether it passed, as soon as it is known."""
+    """Write the number of tests, then the verdict on each as soon as it has run."""
 
     try:
         body = ast.parse(source, "tests.py").body
@@ -301,7 +301,7 @@ def _check(source: str, solution: _Solution, verdicts: TextIO) -> None:
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     statements = [node for node in body if not isinstance(node, definitions) and _asserts(node)]
-    if not functions and not statements:  # the tests are in a function, as HumanEval's `check(add)`
+    if not functions and not statements:  # the tests are in a function, as in HumanEval's `check(add)`
         statements = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     _send(verdicts, {"tests": len(functions) + len(statements)})
     names = solution.names()
@@ -322,7 +322,7 @@ def _check(source: str, solution: _Solution, verdicts: TextIO) -> None:
             if error.name != "solution":
                 return _send(verdicts, {"fault": f"the tests cannot be run here: {error}"})
             passed = False
-        except Exception:  # noqa: BLE001 - however a test fails, it has failed
+        except Exception:  # noqa: BLE001 - any exception fails the test
             passed = False
         if node in statements or node in calls:
             _send(verdicts, {"passed": passed})

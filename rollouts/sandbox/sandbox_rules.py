@@ -1,15 +1,15 @@
-"""What a process gives up for good before it runs code that a policy wrote; unprivileged, one process, no namespaces.
+"""The rights that a process drops for good before it runs code of a policy; without privileges or namespaces.
 
-In: the folder it may write to, and limits. Out: a list of what this machine could not take away; empty is a sandbox.
+In: the folder it may write to, and limits. Out: a list of the rights it could not drop; an empty list is a sandbox.
 
     rlimits      CPU seconds, address space, file size, open files, no core
-    capabilities dropped, where the process is root
-    Landlock     files: writes in its own folder only, reads there and where Python and its packages are
+    capabilities dropped, if the process is root
+    Landlock     files: write access in its own folder only, read access there and to Python and its packages
     seccomp      no sockets, no new processes, no signals to others, no ptrace, no changed owners or modes
 
-Landlock and seccomp work in containers as well, where namespaces mostly do not: Docker's default profile allows both.
-They keep a policy from cheating its reward and from doing harm by accident; against attacks on the kernel itself, run
-the whole worker in a virtual machine. Imports only the standard library: the sandboxed interpreter starts with it.
+Landlock and seccomp also work in containers, where namespaces mostly do not: Docker's default profile allows both.
+They keep a policy from cheating its reward and from doing harm by accident. Against attacks on the kernel itself, run
+the whole worker in a virtual machine. Only the standard library is imported: the sandboxed interpreter starts with it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _MEGABYTE = 2**20
 _MOST_FILE_BYTES = 16 * _MEGABYTE
 _MOST_OPEN_FILES = 64
 
-# linux/landlock.h; each version of the interface added rights: refer (2), truncate (3), ioctl on devices (5).
+# linux/landlock.h; later versions of the interface added rights: refer (2), truncate (3), ioctl on devices (5).
 _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 1, 1 << 2, 1 << 3
 _ALL_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
 _ALL_RIGHTS_NOW = (1 << 16) - 1
 _FORBIDDEN_IN_THE_FOLDER = 1 << 0 | 1 << 6 | 1 << 9 | 1 << 11 | 1 << 15  # execute, devices, sockets, ioctl on devices
 
-# Numbers on x86_64 and aarch64 (asm/unistd_64.h, asm-generic/unistd.h); null where a machine has no such call.
+# Numbers on x86_64 and aarch64 (asm/unistd_64.h, asm-generic/unistd.h); None if the machine lacks the call.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
     # network, and sockets of other processes on this machine
     **{"socket": (41, 198), "connect": (42, 203), "sendmsg": (46, 211), "sendmmsg": (307, 269), "bind": (49, 200)},
@@ -51,13 +51,13 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     **{"process_madvise": (440, 440), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118)},
     **{"sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122), "sched_setattr": (314, 274)},
     **{"migrate_pages": (256, 238), "move_pages": (279, 239)},
-    # what Landlock leaves open about files: truncation (before Linux 6.2), modes, owners, times, attributes
+    # files, as far as Landlock does not cover them: truncation (before Linux 6.2), modes, owners, times, attributes
     **{"truncate": (76, 45), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452)},
     **{"chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None)},
     **{"utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5)},
     **{"lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15)},
     **{"fremovexattr": (199, 16), "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469)},
-    # memory and queues shared by user id, and wide doors into the kernel
+    # memory and queues shared by user id, and large interfaces of the kernel
     **{"shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186)},
     **{"mq_open": (240, 180), "mq_unlink": (241, 181), "add_key": (248, 217), "request_key": (249, 218)},
     **{"keyctl": (250, 219), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282)},
@@ -77,7 +77,7 @@ def die_with_parent() -> None:
 
 
 def lock_down(folder: Path, *, seconds: float, memory_gb: float) -> list[str]:
-    """Give up everything that code in `folder` does not need; returns what could not be given up, and why."""
+    """Drop every right that code in `folder` does not need; returns those that could not be dropped, and why."""
     limit(resource.RLIMIT_CPU, int(seconds) + 2)
     limit(resource.RLIMIT_AS, int(memory_gb * 2**30))
     limit(resource.RLIMIT_FSIZE, _MOST_FILE_BYTES)
@@ -99,7 +99,7 @@ def limit(which: int, most: int) -> None:
 def _drop_capabilities() -> None:
     for capability in range(64):
         if _LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0):
-            break  # past the last one, or no right to drop what is not there
+            break  # past the last capability, or not root
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _LIBC.capset(header, bytes(24))
 
@@ -122,7 +122,7 @@ def _restrict_files(folder: Path) -> list[str]:
 def _allow(rules: int, path: Path, rights: int) -> None:
     try:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # not there, or not for this user
+    except OSError:  # it does not exist, or this user may not open it
         return
     rule = struct.pack("=Qi", rights if path.is_dir() else rights & ~_READ_DIR, opened)
     _LIBC.syscall(_LANDLOCK_ADD_RULE, rules, _RULES_VERSION, rule, 0)
@@ -132,7 +132,7 @@ def _allow(rules: int, path: Path, rights: int) -> None:
 def _restrict_calls() -> list[str]:
     machine = os.uname().machine
     if machine not in _MACHINES:
-        return [f"network and processes: the filter knows {' and '.join(_MACHINES)}, not {machine}"]
+        return [f"network and processes: there are filters for {' and '.join(_MACHINES)}, not for {machine}"]
     program = _filter(*_MACHINES[machine])
     instructions = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: number of instructions, padding, their address
@@ -143,7 +143,7 @@ def _restrict_calls() -> list[str]:
 
 
 def _filter(column: int, machine: int) -> bytes:
-    """The seccomp program (linux/filter.h): call numbers are compared one by one, the first that fits decides."""
+    """The seccomp program (linux/filter.h): call numbers are compared one by one, and the first match decides."""
     kill, allow, deny, missing = 0x80000000, 0x7FFF0000, 0x00050000 | _EPERM, 0x00050000 | _ENOSYS
     program: list[tuple[int, int, int, int]] = []
 
@@ -163,7 +163,7 @@ def _filter(column: int, machine: int) -> bytes:
         return 16 + 8 * index + (4 if high else 0)
 
     def only_if(call: tuple[int, int], index: int, test: int, values: list[int], *, met: int, unmet: int) -> None:
-        """`met` where an argument's low half fits one of `values`."""
+        """Leave with `met` if the low half of an argument fits one of `values`, else with `unmet`."""
         jump(equal, call[column], otherwise=len(values) + 3)
         load(argument(index))
         for position, value in enumerate(values):
@@ -175,20 +175,20 @@ def _filter(column: int, machine: int) -> bytes:
     jump(equal, machine, then=1)
     leave(kill)
     load(number)
-    jump(at_least, 0x40000000, otherwise=1)  # x32, whose numbers mean other calls
+    jump(at_least, 0x40000000, otherwise=1)  # x32 has other numbers
     leave(kill)
     for calls in _DENIED.values():
         if (call := calls[column]) is not None:
             jump(equal, call, otherwise=1)
             leave(deny)
     only_if(_CLONE, 0, has_bits, [_CLONE_THREAD], met=allow, unmet=deny)
-    jump(equal, _CLONE3[column], otherwise=1)  # its flags are out of sight; without it libc takes `clone`
+    jump(equal, _CLONE3[column], otherwise=1)  # its flags are in memory; without this call libc uses `clone`
     leave(missing)
     for signalling in (_KILL, _TGKILL):
         only_if(signalling, 0, equal, [own], met=allow, unmet=deny)
     only_if(_PRLIMIT, 0, equal, [0, own], met=allow, unmet=deny)
     only_if(_PRCTL, 0, equal, [_PR_SET_PDEATHSIG], met=deny, unmet=allow)
-    # `send` on a socket pair, which asyncio wakes itself with, is `sendto` without an address.
+    # asyncio wakes its loop with `send` on a socket pair, which is `sendto` without an address.
     jump(equal, _SENDTO[column], otherwise=5)
     load(argument(4))
     jump(equal, 0, otherwise=2)

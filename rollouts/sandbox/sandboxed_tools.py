@@ -1,6 +1,6 @@
-"""Tools of the user's own in the sandbox of code rewards: for those that a policy's arguments could turn against you.
+"""Runs a user's own tools in a sandbox, for tools whose arguments could do harm.
 
-In: a typed function of a module. Out: one that runs in a process of its own for each call.
+In: a typed function of a module. Out: the function, each call in a sandboxed process of its own.
 
     @tool
     @sandboxed(seconds=5)
@@ -8,8 +8,8 @@ In: a typed function of a module. Out: one that runs in a process of its own for
         \"\"\"Compute an expression with sympy.\"\"\"
         return str(sympy.sympify(expression))
 
-The module is imported before the process is locked down, so what it needs from files or the network it loads then, at
-its top level. The arguments, all that a policy has a say in, are read behind the lock.
+The module is imported before the process is locked down, so it can load files or use the network at its top level.
+The arguments, which the policy wrote, are read after the lock.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from settings.errors import InvalidInput
 
 
 def sandboxed(*, seconds: float = 10.0, memory_gb: float = 1.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Have every call of a function run without network, other processes, and files but Python's own.
+    """Make every call of a function run without network, other processes, and files except Python's own.
 
-    `seconds` of wall-clock and `memory_gb` of address space count from the start of the process, so they include
-    importing the function's module; keep `rollout.tool_timeout` above `seconds`. Arguments and the result are plain
-    JSON data. What the function raises is raised to the caller.
+    `seconds` of wall-clock and `memory_gb` of address space include the import of the function's module; keep
+    `rollout.tool_timeout` above `seconds`. Arguments and result are plain JSON data. An exception of the function is
+    raised to the caller.
 
-    Raises `ValueError` for a method, a nested function, an async one, and one of the program's main file.
+    Raises `InvalidInput` for a method, a nested function, an async function, and a function of the main file.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def _call(function: str, arguments: dict[str, Any], *, seconds: float, memory_gb
     try:
         require_sandbox()
         text = json.dumps(arguments)
-    except (RuntimeError, TypeError) as error:  # no sandbox on this machine; not plain data
+    except (RuntimeError, TypeError) as error:  # no sandbox on this machine, or not plain data
         raise ToolUnavailable(f"{function}: {error}") from error
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory(prefix="millrace-tool-", ignore_cleanup_errors=True) as name:
@@ -78,15 +78,15 @@ def _call(function: str, arguments: dict[str, Any], *, seconds: float, memory_gb
             )
             status = process.wait(deadline)
         has_started = process.missing() is not None
-        answered = (folder / "answer").read_text()
-        said = (folder / "errors").read_text(errors="replace").rstrip().rpartition("\n")[2]
+        line = (folder / "answer").read_text()
+        last_error = (folder / "errors").read_text(errors="replace").rstrip().rpartition("\n")[2]
     if status is None:
         raise TimeoutError(f"stopped after {seconds:g} s")
     if not has_started:
-        raise ToolUnavailable(f"{function}: a sandbox ended before it called the function: {said}")
-    if status or not answered:
-        raise RuntimeError(f"ended with status {status}: {said}")
-    result = json.loads(answered)
+        raise ToolUnavailable(f"{function}: a sandbox ended before it called the function: {last_error}")
+    if status or not line:
+        raise RuntimeError(f"ended with status {status}: {last_error}")
+    result = json.loads(line)
     if "error" not in result:
         return result["value"]
     kind, message = result["error"]

@@ -86,18 +86,17 @@ async def play_group(
     task: Task,
     *,
     n_samples: int = 1,
-    max_model_len: int = 4096,
     tool_parser: Any = None,
-    **limits: Any,
+    **values: Any,
 ) -> RolloutGroup:
-    """A group of attempts, played as the worker plays it; `limits` as in `a_config`."""
+    """A group of attempts, played as the worker plays it; `values` as in `a_config`."""
     async with RewardPool(num_processes=1, timeout=10.0) as rewards:
         player = Player(
             workflow=workflow,
             engine=engine,
             tokens=tokens,
             rewards=rewards,
-            config=a_config(**{"min_usable": 1, "max_model_len": max_model_len, **limits}),
+            config=a_config(**{"min_usable": 1, "max_model_len": 4096, **values}),
             tool_parser=tool_parser or Brackets(),
         )
         place = {"group_id": f"0.{task.id}", "position": 0, "epoch": 0}

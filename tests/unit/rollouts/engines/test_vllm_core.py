@@ -28,7 +28,7 @@ def in_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that is started as vLLM starts its core."""
     vllm = SimpleNamespace(utils=SimpleNamespace(get_mp_context=_spawning))
     monkeypatch.setitem(sys.modules, "vllm.v1.engine", vllm)
-    monkeypatch.setattr("rollouts.engines.vllm_core.IMPORTED", ["colorsys"])
+    monkeypatch.setattr("rollouts.engines.vllm_core.IMPORTED", ["tabnanny"])
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # it may be another test's
 
     def call(arguments: dict[str, Any], function: Callable[..., Any], *given: Any) -> Any:
@@ -44,12 +44,12 @@ def in_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
 @pytest.mark.parametrize(("kind", "imported"), [("forked", True), ("spawned", False)])
 def test_a_core_of_one_part_has_imported_everything_when_it_starts(in_core: Any, kind: str, imported: bool):
-    assert in_core(ARGUMENTS[kind], has_imported, "colorsys") is imported
+    assert in_core(ARGUMENTS[kind], has_imported, "tabnanny") is imported
 
 
 def test_on_gpus_the_core_is_started_as_vllm_does_it(in_core: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rollouts.engines.vllm_core.CPU_BUILD", "no-such-distribution")
-    assert not in_core({}, has_imported, "colorsys")
+    assert not in_core({}, has_imported, "tabnanny")
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
