@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cli.run.notebook import Run, evaluate, open_run, replay, train
     from rollouts.chat.chat import Chat, OutOfRoom, Reply
     from rollouts.chat.tool_parsing import CallRequest
     from rollouts.chat.tools import Tool, ToolUnavailable, tool
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from trainers.objective.losses import LossInputs, LossOutput
 
 _NAMES = {
+    "cli.run.notebook": ("Run", "evaluate", "open_run", "replay", "train"),
     "rollouts.chat.chat": ("Chat", "OutOfRoom", "Reply"),
     "rollouts.chat.tool_parsing": ("CallRequest",),
     "rollouts.chat.tools": ("Tool", "ToolUnavailable", "tool"),

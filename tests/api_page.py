@@ -35,6 +35,7 @@ SECTIONS = {
     "Tools": "tool Tool run_python sandboxed",
     "Rewards": "score score_all exact gsm8k math_answer matches final_answer unit_tests Judge RUBRIC",
     "A loss of your own": "LossInputs LossOutput",
+    "Notebooks": "open_run Run train evaluate replay",
     "What rollouts produce": "RolloutGroup Trajectory Turn ToolCall Sampling",
     "Errors": (
         "UserError InvalidInput NotFound WrongWorkflow ToolUnavailable AgentFailed RewardFailed RewardTimeout "

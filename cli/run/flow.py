@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -92,7 +93,8 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Resul
         task.cancel()
 
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, stop)
+    if threading.current_thread() is threading.main_thread():  # in a notebook's thread there are no signals
+        loop.add_signal_handler(signal.SIGINT, stop)
     try:
         result = await task
     except asyncio.CancelledError:

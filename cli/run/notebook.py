@@ -1,0 +1,143 @@
+"""A run in a notebook: its tables, its trajectories, a policy as a folder; and what `train`, `eval` and `replay` start.
+
+In: names as the commands take them. Out: Arrow tables, which have `.to_pandas()` and which `polars.from_arrow` reads;
+and the records that the commands print.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cli.terminal.arguments import open_named
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from storage.log.run_log import RunLog
+
+
+class Run:
+    """A run as its log is now; every property looks again. Made by `millrace.open_run`."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+
+    def __repr__(self) -> str:
+        return f"<run {self._log.run_id!r} at step {self._log.refresh().step}>"
+
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        return self._log.run_id
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What `millrace status RUN --json` prints."""
+        from cli.operate.status import run_status
+
+        self._log.refresh()
+        return run_status(self._log)
+
+    @property
+    def steps(self) -> pa.Table:
+        """One row per optimizer step, with a column for each metric of docs/metrics.md."""
+        return self.sql("SELECT * FROM steps ORDER BY step")
+
+    @property
+    def metrics(self) -> pa.Table:
+        """The metrics of `steps` in long form: step, metric, value."""
+        import pyarrow as pa
+
+        table = self.steps
+        numbers = [n for n in table.column_names if pa.types.is_float64(table.schema.field(n).type)]
+        rows = [
+            {"step": step, "metric": name, "value": value}
+            for name in numbers
+            for step, value in zip(table["step"].to_pylist(), table[name].to_pylist(), strict=True)
+            if value is not None
+        ]
+        schema = pa.schema([("step", pa.int32()), ("metric", pa.string()), ("value", pa.float64())])
+        return pa.Table.from_pylist(rows, schema=schema)
+
+    @property
+    def evaluations(self) -> pa.Table:
+        """One row per held-out score of a policy version."""
+        return self.sql("SELECT * FROM evaluations ORDER BY written_at")
+
+    @property
+    def trajectories(self) -> pa.Table:
+        """One row per training sequence: prompt, reply, reward, outcome, step. For a part of a large run, use `sql`."""
+        return self.sql("SELECT * FROM trajectories")
+
+    def sql(self, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
+        """The answer to a query over the views that `millrace traj sql` has. Raises `InvalidInput` for wrong SQL."""
+        from storage.retention.retention import reading
+        from storage.views.queries import open_queries
+
+        self._log.refresh()
+        with reading(self._log, "notebook", quiet=True):
+            return open_queries(self._log).select(query, parameters)
+
+    def policy(self, version: int | None = None) -> Path:
+        """A local folder with a policy in Hugging Face's layout, by default the newest; with LoRA, the adapter's.
+
+        Raises `InvalidInput` for a version the run does not have, or not any more.
+        """
+        from infra.environment import cache_folder
+        from storage.log.runs import find_policy
+        from storage.policies.policies import PolicyReader
+
+        self._log.refresh()
+        return PolicyReader(self._log, cache_folder()).fetch(find_policy(self._log, version))
+
+
+def open_run(name: str, *, store: str = "") -> Run:
+    """A run of a store, by default `$MILLRACE_STORE` or `.millrace/store`. Raises `NotFound`, naming its runs."""
+    return Run(open_named(name, store))
+
+
+def train(run: str | Path | dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    """Train the run of a run file, or of its content as a dictionary, as `millrace train` does; returns its status.
+
+    `overrides` go over the settings: `train("my.toml", steps=50)`; for dotted keys write `**{"train.loss": "cispo"}`.
+    """
+    from cli.run.train import train_run
+
+    return _outside_of_a_loop(lambda: train_run(run if isinstance(run, dict) else Path(run), overrides))
+
+
+def evaluate(run: str, *, version: int | None = None, store: str = "", **changes: Any) -> dict[str, Any]:
+    """Score a policy version on held-out tasks, as `millrace eval` does; returns the score and what it is made of.
+
+    `changes` are `split`, `num_tasks`, `n_samples` and `temperature`.
+    """
+    from cli.run.eval import evaluate_run
+
+    return _outside_of_a_loop(lambda: evaluate_run(run, version=version, store=store, **changes))
+
+
+def replay(run: str, *, first: int = 1, last: int | None = None, store: str = "", **changes: Any) -> dict[str, Any]:
+    """Train recorded steps again, as `millrace replay` does; returns how each came out beside the record.
+
+    `changes` are settings of the trainer that differ: `learning_rate=1e-5`, `**{"train.loss": "cispo"}`.
+    """
+    from cli.run.replay import replay_run
+
+    return _outside_of_a_loop(lambda: replay_run(run, first=first, last=last, store=store, changes=changes))
+
+
+def _outside_of_a_loop(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Jupyter runs cells inside an event loop, where no other one may start: then a thread has its own."""
+    from infra.environment import prepare_environment
+
+    prepare_environment()
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
