@@ -23,7 +23,8 @@ def batch_sha256(claim: Claim, samples: Samples) -> str:
     def digest_of(array: np.ndarray) -> str:
         return f"{array.dtype} {array.shape} {sha256_of(np.ascontiguousarray(array).tobytes())}"
 
-    return sha256_of(json.dumps(to_json([claim, samples]), sort_keys=True, default=digest_of).encode())
+    batch = {"claim": to_json(claim), "samples": vars(samples)}
+    return sha256_of(json.dumps(batch, sort_keys=True, default=digest_of).encode())
 
 
 def compare_updates(new: Path, recorded: Path, *, start: Path) -> tuple[float | None, float | None]:
