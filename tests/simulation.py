@@ -28,8 +28,7 @@ from rollouts.production.quota import Quota
 from settings.rollout import Fallback
 from settings.train import StalePolicy
 from storage.log.claims import next_claim, num_counted
-from storage.log.entries import Claim, Lease
-from storage.log.run_state import claimed_groups
+from storage.log.entries import Claim, Lease, claimed_groups
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import summarise
 from tests.builders import a_config, a_log, a_shard, a_step, wait_for_work

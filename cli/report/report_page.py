@@ -40,8 +40,8 @@ from cli.report.report_prompts import VISITS, prompt_history
 from cli.terminal.formatting import held_out
 from rollouts.production.evaluation import failure_of
 from settings.errors import in_one_line
+from storage.log.entries import OUTCOMES
 from storage.log.run_log import RunLog
-from storage.log.run_state import OUTCOMES
 from storage.log.runs import run_config
 from storage.shards.failed_attempts import kinds_of, newest_failures
 from storage.views.queries import Queries, open_queries

@@ -74,7 +74,7 @@ def parse_filters(
     state: RunState, *, reward: str, status: str, version: str, step: int | None, outcome: str, include_eval: bool
 ) -> Filters:
     """Filters as typed on the command line. Raises `ValueError` with how to write the one that cannot be read."""
-    from storage.log.run_state import OUTCOMES
+    from storage.log.entries import OUTCOMES
     from storage.records import TRAINABLE_STATUSES
     from storage.views.search_query import Filters
 

@@ -5,11 +5,15 @@ In: nothing. Out: frozen dataclasses and their JSON.
     RolloutGroup ─▶ GroupSummary ─▶ Shard ──┐
     Claim ──one optimizer step──▶ Step ─────┼─▶ LogEntry, one numbered JSON file
     Policy, Evaluation, Alias, Rescore, … ──┘
+
+A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`, which says what it changes. One whose
+retry can be told, or that can contradict the log, has a `case` in `conflicts` too.
 """
 
 from __future__ import annotations
 
 import json
+import typing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -147,6 +151,15 @@ class Step:
     """Folder in the store with optimizer and random state; null on steps that saved none."""
     session_id: str
     """Which start of the driver made it."""
+
+
+OUTCOMES = ("trained", "filtered", "stale", "failed", "cancelled")
+"""What a step decides about a group; the names of a claim's fields."""
+
+
+def claimed_groups(step: Step) -> list[tuple[str, ClaimedGroup]]:
+    """Every group a step took out of the queue, with its outcome."""
+    return [(outcome, group) for outcome in OUTCOMES for group in getattr(step.claim, outcome)]
 
 
 def piece_id(shard_id: str, number: int) -> str:
@@ -348,22 +361,9 @@ Entry = (
     | Resume
 )
 ENTRY_KINDS: dict[str, type] = {
-    "session": Session,
-    "join": Join,
-    "lease": Lease,
-    "release": Release,
-    "shard": Shard,
-    "step": Step,
-    "policy": Policy,
-    "eval": Evaluation,
-    "alias": Alias,
-    "registration": Registration,
-    "quarantine": Quarantine,
-    "rescore": Rescore,
-    "retire": Retire,
-    "pause": Pause,
-    "resume": Resume,
+    "eval" if record is Evaluation else record.__name__.lower(): record for record in typing.get_args(Entry)
 }
+"""What an entry's document calls its kind → the record."""
 
 
 @dataclass(frozen=True, kw_only=True)

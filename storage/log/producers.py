@@ -8,7 +8,7 @@ those who have been silent for too long.
 
 The log says who takes part. Whether they live is no fact that lasts, so each writes its file anew again and again, and
 an observer looks whether it changes. No clock is compared with another one, and the observer's is monotonic: clocks
-that differ, or jump, decide nothing. One that is given up and lives after all does no harm: see `RunState.fits`.
+that differ, or jump, decide nothing. One that is given up and lives after all does no harm: see `conflicts`.
 """
 
 from __future__ import annotations

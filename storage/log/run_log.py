@@ -15,11 +15,13 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator, MutableSequence
+from collections.abc import Iterator
 
-from storage.log.entries import Entry, LogEntry, decode_entry, encode_entry
-from storage.log.run_state import LogDamaged, RunState
-from storage.log.segments import Archive, LazyList, Segment, encode_segment, merge_segments, read_entry
+from storage.log.conflicts import check_fits, holds
+from storage.log.entries import Entry, decode_entry, encode_entry
+from storage.log.history import History
+from storage.log.run_state import Conflict, LogDamaged, RunState
+from storage.log.segments import Archive, Segment, encode_segment, merge_segments, read_entry
 from storage.objects.object_store import ObjectStore, StoreError
 
 logger = logging.getLogger("millrace.log")
@@ -43,7 +45,6 @@ class RunLog:
         self.run_id = run_id
         self.prefix = f"runs/{run_id}"
         self.state = RunState()
-        self.entries: MutableSequence[LogEntry] = []
         self._is_open = False
         self._segments: list[Segment] = []
         """Those that `entries` and `state` begin with, still packed."""
@@ -54,6 +55,11 @@ class RunLog:
         self._num_merged = 0
         self._documents: list[bytes] = []
         """JSON of the entries after those."""
+
+    @property
+    def entries(self) -> History:
+        """Every entry folded so far, in order."""
+        return self.state.history
 
     def key(self, relative: str) -> str:
         """Store key of something inside this run."""
@@ -99,9 +105,9 @@ class RunLog:
         """
         while True:
             state = self.refresh()
-            if state.holds(body):
+            if holds(state, body):
                 return state
-            state.fits(body)
+            check_fits(state, body)
             data = encode_entry(body, number=state.entries, written_at=time.time())
             decode_entry(data, number=state.entries)  # an entry that cannot be read back is not written
             if self.store.put_if_absent(self._entry_key(state.entries), data):
@@ -116,8 +122,11 @@ class RunLog:
     def _fold(self, document: bytes) -> None:
         number = self.state.entries
         entry = read_entry(document, number=number, source=f"{self.store.uri}/{self._entry_key(number)}")
+        try:
+            check_fits(self.state, entry.body)
+        except Conflict as error:
+            raise LogDamaged(f"log entry {number}: {error}") from error
         self.state.apply(entry)
-        self.entries.append(entry)
         self._documents.append(document)
 
     def _entry_key(self, number: int) -> str:
@@ -129,7 +138,7 @@ class RunLog:
     def _open_segments(self) -> None:
         """Start from the segments there are, as far as they follow one another."""
         segments = list(self._segments)
-        archived = sum(segment.index.num_rows for segment in segments)
+        archived = sum(map(len, segments))
         merged, reached = self._num_merged, -1
         while reached < archived:
             reached = archived
@@ -141,8 +150,8 @@ class RunLog:
                     archived += size
         if segments:
             archive = Archive(segments)
-            self.state = archive.fold()
-            self.entries = LazyList(range(len(archive)), archive.entry)
+            self.state = RunState(history=History(len(archive), archive.entry))
+            self.state.apply_archived(archive.columns())
             self._segments, self._num_archived, self._num_merged = segments, archived, merged
 
     def _open_anew(self) -> None:

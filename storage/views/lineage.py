@@ -25,9 +25,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from settings.errors import InvalidInput
-from storage.log.entries import Evaluation, GroupSummary, Policy, Step
+from storage.log.entries import OUTCOMES, Evaluation, GroupSummary, Policy, Step
 from storage.log.run_log import RunLog
-from storage.log.run_state import OUTCOMES, RunState
+from storage.log.run_state import RunState
 from storage.objects.digests import DigestMismatch, verify_folder
 from storage.policies.policies import PolicyReader
 from storage.shards.schema import flat

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.fs
 
 from settings.errors import InvalidInput
-from storage.log.entries import Evaluation, LogEntry, Shard, Step, to_json
+from storage.log.entries import OUTCOMES, Evaluation, LogEntry, Shard, Step, to_json
 from storage.log.run_log import RunLog
-from storage.log.run_state import OUTCOMES, RunState
+from storage.log.run_state import RunState
 from storage.views.query_rewards import RewardRows
 from storage.views.query_shards import ShardRows
 

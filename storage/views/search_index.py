@@ -28,9 +28,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from settings.errors import InvalidInput, NotFound
-from storage.log.entries import Shard
+from storage.log.entries import Shard, claimed_groups
 from storage.log.run_log import RunLog
-from storage.log.run_state import claimed_groups
 from storage.objects.digests import sha256_of
 from storage.objects.object_store import LocalStore, StoreError
 from storage.shards.shards import DamagedShard, read_shard

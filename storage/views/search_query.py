@@ -91,7 +91,7 @@ class Filters:
     step: int | None = None
     """The optimizer step that passed over the group."""
     outcome: str = ""
-    """`pending`, or one of `storage.log.run_state.OUTCOMES`."""
+    """`pending`, or one of `storage.log.entries.OUTCOMES`."""
     include_eval: bool = False
     """Held-out attempts too."""
 

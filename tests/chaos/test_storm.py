@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from storage.log.entries import OUTCOMES
 from storage.log.run_log import RunLog
-from storage.log.run_state import OUTCOMES, RunState
+from storage.log.run_state import RunState
 from storage.objects.opening import open_store
 from tests.builders import a_log
 from tests.chaos import storm

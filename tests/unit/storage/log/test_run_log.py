@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from storage.log.claims import next_claim
 from storage.log.entries import (
+    OUTCOMES,
     Alias,
     Entry,
     Evaluation,
@@ -34,7 +35,7 @@ from storage.log.entries import (
     Step,
 )
 from storage.log.run_log import RunLog
-from storage.log.run_state import OUTCOMES, Conflict, LogDamaged, RunState
+from storage.log.run_state import Conflict, LogDamaged, RunState
 from tests.builders import BASE, MemoryStore, a_claim, a_config, a_log, a_shard, a_step, a_summary, local_store
 from tests.processes import commit_shards, run_together
 
