@@ -1,8 +1,8 @@
-"""Environment variables every Millrace process starts with: where state lives, no telemetry, quiet servers.
+"""Environment variables of every Millrace process: the state folder, no telemetry, quiet servers.
 
-In: the state folder (`MILLRACE_HOME`, by default `.millrace` in the working directory), and where a deployment has its
-store and its MLflow (`MILLRACE_STORE`, `MILLRACE_TRACKING`). Out: `os.environ` with
-defaults filled in; what the user has set is kept. Call it before importing Prefect, Ray, MLflow or vLLM.
+In: the state folder (`MILLRACE_HOME`, by default `.millrace` in the working directory), and the store and MLflow server
+of a deployment (`MILLRACE_STORE`, `MILLRACE_TRACKING`). Out: `os.environ` with defaults; what the user has set is kept.
+Call `prepare_environment` before importing Prefect, Ray, MLflow or vLLM.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TELEMETRY_OFF = {
 
 
 def home() -> Path:
-    """The folder that holds runs, databases and logs unless the run file says otherwise."""
+    """The state folder: runs, databases and logs, unless the run file names other places."""
     return Path(os.environ.get("MILLRACE_HOME", ".millrace")).resolve()
 
 
@@ -71,7 +71,7 @@ def _git(*arguments: str) -> str:
 
 
 def prepare_environment() -> Path:
-    """Fill in the defaults, let no log message say a secret, and return the state folder.
+    """Set the defaults, remove secrets from all log messages, and return the state folder.
 
     Raises `ValueError` for an unknown `MILLRACE_LOG_FORMAT`.
     """
@@ -88,9 +88,9 @@ def prepare_environment() -> Path:
         "PREFECT_LOGGING_LEVEL": "WARNING",
         "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "millrace",
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; a flow run that falls silent is marked Crashed
-        # The server takes in what task runs report once a second, not each of their states by itself: a transaction
-        # costs it more than all that is in it.
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",  # seconds; a flow run without heartbeats is marked Crashed
+        # The server writes the states of task runs once a second instead of one by one: a transaction costs more than
+        # its content.
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_BATCH_SIZE": "500",
         "PREFECT_SERVER_SERVICES_TASK_RUN_RECORDER_FLUSH_INTERVAL": "1",
         "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_BATCH_SIZE": "500",
@@ -98,17 +98,17 @@ def prepare_environment() -> Path:
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        # vLLM's CPU worker inside its engine core: as a process of its own it spins for a second after each message,
+        # vLLM's CPU worker runs inside its engine core: as a separate process it spins for a second after each message,
         # on a core that training needs.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "MLFLOW_LOGGING_LEVEL": "WARNING",
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # the log is the outbox: a later sync repeats what failed
-        # Arrow's own allocator keeps what shards and log segments once took: the driver would grow with every round.
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",  # a later sync sends what failed, from the log
+        # Arrow's own allocator keeps the memory of shards and log segments: the driver would grow with every round.
         "ARROW_DEFAULT_MEMORY_POOL": "system",
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # it would tear the table in which a run is watched
-        # Engine and trainer share the cores: a thread that waits must sleep, not spin on the core another one needs.
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # it would break the table that shows a run
+        # Engine and trainer share the cores: a waiting thread must sleep instead of spinning on a core.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),  # Ray would give every actor one
     }

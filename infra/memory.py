@@ -1,6 +1,6 @@
-"""Peak memory of this process and everything it started, sampled in the background.
+"""Peak memory of this process and its descendants, sampled in the background.
 
-In: nothing. Out: bytes. Proportional set size where the kernel tells it, so shared pages count once.
+Out: bytes, as proportional set size, so shared pages count once.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import time
 import psutil
 
 _SHARE_OF_A_CORE = 0.01
-"""What looking may cost."""
+"""Share of a core that measuring may use."""
 
 
 class PeakMemory:
-    """A context manager; `peak_bytes` grows while it is open."""
+    """A context manager; `peak_bytes` is updated while it is open."""
 
     def __init__(self, *, every_seconds: float = 2.0) -> None:
         self._every_seconds = every_seconds
@@ -36,7 +36,7 @@ class PeakMemory:
         while not self._stop.wait(pause):
             started = time.thread_time()
             self.peak_bytes = max(self.peak_bytes, tree_bytes())
-            # The kernel walks every page of every process for it, on cores that have other work.
+            # The kernel visits every page of every process for this, on cores that have other work.
             pause = max(self._every_seconds, (time.thread_time() - started) / _SHARE_OF_A_CORE)
 
 
@@ -48,5 +48,5 @@ def tree_bytes() -> int:
         try:
             total += process.memory_full_info().pss
         except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # it ended while we looked
+            continue  # it ended meanwhile
     return total

@@ -1,7 +1,7 @@
-"""What a killed driver leaves behind, and the next command takes away.
+"""End the Prefect servers that killed drivers have left behind.
 
-In: the state folder. Out: the processes that were ended. Workers and engines die with their driver; the
-server that Prefect starts beside a flow, where `millrace up` runs none, does not watch for its end.
+In: the state folder. Out: the processes that were ended. Workers and engines die with their driver. The server that
+Prefect starts beside a flow, if `millrace up` runs none, does not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,6 @@ def end_orphaned_servers(home: Path) -> list[int]:
                 continue
             process.terminate()
         except psutil.Error:
-            continue  # it ended meanwhile, or is somebody else's
+            continue  # it ended meanwhile, or belongs to another user
         ended.append(process.pid)
     return ended

@@ -1,6 +1,6 @@
-"""Places in a Ray cluster: devices reserved together, for all parts of one engine or for all ranks of a trainer.
+"""Reserve devices of a Ray cluster together, for all parts of an engine or all ranks of a trainer.
 
-In: what each process needs. Out: a `Placement`, which has it all or waits and says so, and is given back once.
+In: what each process needs. Out: a `Placement`, which is given back once. Until everything is free, `reserve` waits.
 
     one engine of 4 parts     [4 GPUs]                            one process; all its devices on one node
     a trainer of 4 ranks      [1 GPU] [1 GPU] [1 GPU] [1 GPU]     a process each, on as few nodes as possible
@@ -24,7 +24,7 @@ _LOOKS_PER_WARNING = 12
 
 
 def node_resources() -> list[dict[str, float]]:
-    """What each living node of the cluster has: "CPU", "GPU" and others by their Ray names."""
+    """Resources of each living node of the cluster: "CPU", "GPU" and others by their Ray names."""
     import ray
 
     return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
@@ -44,8 +44,8 @@ def gpu_share(nodes: Sequence[Mapping[str, float]], *, num_workers: int) -> floa
 def check_shares(
     nodes: Sequence[Mapping[str, float]], *, num_workers: int, gpus_per_engine: int, num_ranks: int
 ) -> None:
-    """Raises `ValueError` where ranks, or the parts of one engine, would share a GPU, which NCCL refuses, and where the
-    nodes have not the devices for all parts of each engine on one of them."""
+    """Raises `ValueError` if ranks or the parts of an engine would share a GPU, which NCCL refuses, or if the nodes
+    cannot hold each engine with all its parts on one node."""
     num_gpus, shared = gpus_of(nodes), 0 < gpu_share(nodes, num_workers=num_workers) < 1
     num_engines = (num_workers - num_ranks) // gpus_per_engine
     if gpus_per_engine > 1 and num_engines:
@@ -76,7 +76,7 @@ def check_shares(
 
 
 def bundle(*, num_gpus: float = 0, num_cpus: float = 1) -> dict[str, float]:
-    """What one process needs. No process has less than a CPU: on a GPU node that is a slot, and costs nothing."""
+    """The resources of one process. Each has at least one CPU; on a GPU node that is only a slot."""
     return {"CPU": num_cpus, "GPU": num_gpus} if num_gpus else {"CPU": num_cpus}
 
 
@@ -91,7 +91,7 @@ class Placement:
         self._group: Any = placement_group(self._bundles, strategy="STRICT_PACK" if len(bundles) == 1 else "PACK")
 
     def options(self, number: int) -> dict[str, Any]:
-        """Of the Ray actor that takes all of one bundle."""
+        """Options of the Ray actor that uses one bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         taken = self._bundles[number]
@@ -99,9 +99,9 @@ class Placement:
         return {"num_cpus": taken["CPU"], "num_gpus": taken.get("GPU", 0), "scheduling_strategy": inside}
 
     def give_back(self) -> None:
-        """Others may have the devices; a process that is still there is killed. A second time does nothing.
+        """Free the devices and kill a process that still uses them. A second call does nothing.
 
-        Without it a place outlives its processes, and on a node that is lost Ray would reserve it anew elsewhere.
+        Otherwise a placement outlives its processes, and if its node is lost Ray reserves it again elsewhere.
         """
         from ray.util.placement_group import remove_placement_group
 
@@ -110,7 +110,7 @@ class Placement:
             remove_placement_group(group)
 
     async def wait(self) -> None:
-        """Return once everything is reserved; until then a warning now and then says what is missing."""
+        """Return when everything is reserved. Until then log from time to time what is missing."""
         for look in itertools.count():
             if await asyncio.to_thread(self._group.wait, _LOOK_SECONDS):
                 return
@@ -131,9 +131,9 @@ class Placement:
 
 
 async def reserve(name: str, bundles: Sequence[dict[str, float]]) -> Placement:
-    """Reserve all bundles together, a single one on one node and several on as few as possible.
+    """Reserve all bundles together: one bundle on one node, several on as few nodes as possible.
 
-    Waits for as long as it takes: another run may end, or a node that was lost may come back.
+    Waits without a limit: another run may end, or a lost node may come back.
     """
     placement = Placement(name, bundles)
     try:

@@ -1,4 +1,4 @@
-"""TCP ports for what will listen soon, kept from everybody else until it does."""
+"""Reserve TCP ports for servers that will listen soon."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _KEEP = 16
 
 
 def free_port(preferred: int = 0, *, host: str = "127.0.0.1") -> int:
-    """`preferred` if nobody listens there on `host` (empty: any address) or is about to, else one the kernel picks.
+    """`preferred` if it is free on `host` (empty: any address) and not reserved, else a port that the kernel picks.
 
-    The last 16 stay bound by this process, which does not listen: until then the kernel gives them to no connection and
-    to nobody who asks for any port, while a server that sets SO_REUSEADDR, as servers do, may listen there. Raises
-    `OSError` where no port is left.
+    This process keeps its last 16 ports bound without listening. Meanwhile the kernel gives them to no connection and
+    to no process that asks for any port, but a server that sets SO_REUSEADDR, as servers do, may listen there.
+    Raises `OSError` if no port is left.
     """
     for port in (preferred, 0) if preferred else (0,):
         with ExitStack() as kept:
@@ -22,7 +22,7 @@ def free_port(preferred: int = 0, *, host: str = "127.0.0.1") -> int:
                 bound = kept.enter_context(socket.socket())
                 bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 bound.bind((host, port))
-                if port:  # so could another process that prefers it, and neither listens yet
+                if port:  # another process may have reserved it and not listen yet
                     kept.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0millrace/port/{port}")
             except OSError as error:
                 failed = error
@@ -35,6 +35,6 @@ def free_port(preferred: int = 0, *, host: str = "127.0.0.1") -> int:
 
 
 def somebody_listens(port: int) -> bool:
-    """On this machine's own address, 127.0.0.1."""
+    """True if a server listens on this port of 127.0.0.1."""
     with socket.socket() as asking:
         return asking.connect_ex(("127.0.0.1", port)) == 0

@@ -1,7 +1,7 @@
 """The long-running services of one machine: Prefect server, MLflow server, a Prefect worker.
 
-In: a state folder. Out: detached processes, and `services.json` that names exactly those, by pid and start time, so
-that `stop_services` can never hit a process that merely inherited a pid.
+In: a state folder. Out: detached processes, and `services.json`, which identifies them by pid and start time, so that
+`stop_services` never stops another process that has got the same pid.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from settings.errors import UserError
 
 POOL = "local"
 GPU_QUEUE = "gpu"
-"""Queue of the deployments that use GPUs. A run takes all that its process sees, so on a machine with GPUs one at a
-time runs from here."""
+"""Queue of the deployments that use GPUs. A run takes every visible GPU, so the queue runs one at a time on a machine
+with GPUs."""
 GPU_RUNS = "MILLRACE_GPU_RUNS"
-"""Environment variable of `python -m tasks.prefect.flow_runs`: how many that is."""
+"""Environment variable of `python -m tasks.prefect.flow_runs`: how many runs of the queue at a time."""
 NOTIFY = "MILLRACE_NOTIFY"
-"""Another one: who is told of failures. It may hold a token, so no service and no flow run inherits it."""
+"""Environment variable: the address of notifications. It may hold a token, so services and flow runs do not get it."""
 
 
 class ServiceFailed(UserError):
-    """A service did not come up; the message names its log."""
+    """A service did not start; the message names its log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +46,16 @@ class Service:
     name: str
     pid: int
     started_at: float
-    """As the kernel tells it, to recognise the process again."""
+    """Start time by the kernel, which identifies the process."""
     url: str = ""
 
     @property
     def port(self) -> int:
-        """Where it listens; 0 for one that does not."""
+        """The port it listens on; 0 if it does not listen."""
         return httpx.URL(self.url).port or 0
 
     def process(self) -> psutil.Process | None:
-        """The process, or null when it has ended."""
+        """The process, or None if it has ended."""
         try:
             process = psutil.Process(self.pid)
             same = abs(process.create_time() - self.started_at) < 1 and process.status() != psutil.STATUS_ZOMBIE
@@ -70,7 +70,7 @@ def running_services(home: Path) -> dict[str, Service]:
 
 
 def mlflow_url(home: Path) -> str:
-    """Where MLflow shows what this state folder's runs track; empty where `start_services` has none running."""
+    """Address of the MLflow server of this state folder; empty if none is running."""
     server = running_services(home).get("mlflow")
     return server.url if server is not None else ""
 
@@ -78,7 +78,7 @@ def mlflow_url(home: Path) -> str:
 def start_services(home: Path, project: Path, *, tracking: str, announce: Callable[[str], None]) -> dict[str, Service]:
     """Start what is not running yet, deploy `prefect.yaml`, and return all services.
 
-    Raises `ServiceFailed` when one does not answer in time; what was started before it is stopped again.
+    Raises `ServiceFailed` if a service does not answer in time; all services are stopped then.
     """
     services = running_services(home)
     logs = home / "logs"
@@ -89,7 +89,7 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             announce("starting the Prefect server")
             if "prefect" in services:
                 _end(services.pop("prefect"))
-            # Where it was: a worker, or flow runs that have outlived theirs, report to it.
+            # The same port: a worker, or flow runs that have outlived theirs, still report to it.
             before = _recorded_services(home).get("prefect")
             port = free_port(before.port if before is not None else 4200)
             services["prefect"] = _start_prefect(port, logs, evaluates_triggers=not deploying)
@@ -139,7 +139,7 @@ def stop_services(home: Path) -> list[str]:
 
 
 def num_gpus() -> int:
-    """NVIDIA's GPUs of this machine."""
+    """Number of NVIDIA GPUs of this machine."""
     if not shutil.which("nvidia-smi"):
         return 0
     listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -147,7 +147,7 @@ def num_gpus() -> int:
 
 
 def _recorded_services(home: Path) -> dict[str, Service]:
-    """What `start_services` started last, alive or not, by name."""
+    """The services that `start_services` started last, alive or not, by name."""
     file = home / "services.json"
     if not file.exists():
         return {}
@@ -155,10 +155,10 @@ def _recorded_services(home: Path) -> dict[str, Service]:
 
 
 def _start_prefect(port: int, logs: Path, *, evaluates_triggers: bool) -> Service:
-    """Automations are made and changed only while their triggers are not evaluated.
+    """Start Prefect's server. Make and change automations only while it does not evaluate triggers.
 
-    On SQLite, Prefect 3.7.7's server stops for ever where one is committed in the moment in which the service that
-    evaluates them reads them (`update_cache_after_commit` and `reconcile_automations` wait for each other).
+    On SQLite, Prefect 3.7.7's server deadlocks if an automation is committed while the service that evaluates triggers
+    reads it: `update_cache_after_commit` and `reconcile_automations` wait for each other.
     """
     return _start(
         "prefect",
@@ -167,23 +167,23 @@ def _start_prefect(port: int, logs: Path, *, evaluates_triggers: bool) -> Servic
         url=f"http://127.0.0.1:{port}",
         extra={
             "PREFECT_SERVER_SERVICES_TRIGGERS_ENABLED": str(evaluates_triggers).lower(),
-            # Else the pages ask port 4200, whoever listens there.
+            # Otherwise the pages ask port 4200, whichever server listens there.
             "PREFECT_UI_API_URL": f"http://127.0.0.1:{port}/api",
-            # In memory, a deployment's slots would be forgotten, and a flow run that cannot renew its own ends itself.
+            # In memory, slots would not survive a restart, and a flow run that cannot renew its slot ends itself.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
         },
     )
 
 
 def _end(service: Service) -> None:
-    """Stop a service, its children included."""
+    """Stop a service and its children."""
     process = service.process()
     if process is None:
         return
     alive = [process, *process.children(recursive=True)]
     for number, seconds in ((signal.SIGTERM, 10), (signal.SIGKILL, 5)):
         for member in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it was faster
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
                 member.send_signal(number)
         _, alive = psutil.wait_procs(alive, timeout=seconds)
 

@@ -1,12 +1,11 @@
-"""A policy's weights straight from the trainer into engines, in one broadcast: for machines that share a fast network.
+"""Send a policy's weights from the trainer directly to engines, in one broadcast over a fast network.
 
     trainer, rank 0                                    vLLM's workers, ranks 1, 2, …
     send(file, broadcast)  ── header, by the rendezvous ─▶  receive(broadcast, rank) ─▶ (name, tensor), …
                            ── tensors, bucket by bucket ─▶          └─ the digest of it all, compared with the log's
 
-What crosses is the safetensors file the trainer has written, byte for byte, so what arrives is verified as a file from
-the store is. A receiver may load tensors before the last bucket has come: it must not serve them before `receive` has
-ended.
+The trainer's safetensors file is sent byte for byte, so receivers verify it like a file from the store. A receiver may
+load tensors before the last bucket arrives, but must not serve them before `receive` has ended.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from storage.objects.digests import WEIGHTS_FILE, DigestMismatch, sha256_of_json
 
 Backend = Literal["gloo", "nccl"]
 BUCKET_BYTES = 256 * 2**20
-"""Most that is in flight at once, but for a tensor that is larger by itself."""
+"""Most bytes in flight at once; a single larger tensor is sent whole."""
 SECONDS = 60.0
-"""How long one side waits for the others, at the rendezvous and in each bucket."""
+"""How long each side waits for the others, at the rendezvous and in each bucket."""
 _LENGTH_BYTES = 8
-"""safetensors: the header's length, little-endian, before the header."""
+"""A safetensors file starts with the length of its header, little-endian, in so many bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Broadcast:
-    """One broadcast of one policy. Address and port are free on the trainer's node."""
+    """One broadcast of one policy. The port is free on the trainer's node."""
 
     host: str
     port: int
     backend: Backend
     version: int
     weights_sha256: str
-    """The policy's weights digest, as in the log."""
+    """Digest of the weights in the log."""
     num_receivers: int
     first_rank: int = 1
-    """Of the receivers that belong to one engine; the sender is rank 0."""
+    """First rank of the receivers of one engine; the sender is rank 0."""
 
 
 def send(file: Path, broadcast: Broadcast, *, bucket_bytes: int = BUCKET_BYTES) -> None:
     """Send a safetensors file to all receivers; returns when they have it.
 
-    Raises what torch raises where a receiver does not come, or goes away, within `SECONDS`.
+    Raises torch's error if a receiver does not join, or leaves, within `SECONDS`.
     """
     import torch
 
@@ -68,8 +67,8 @@ def receive(
 ) -> Iterator[tuple[str, Any]]:
     """Names and tensors, on `device`.
 
-    Raises `storage.objects.digests.DigestMismatch` at the end where the whole is not what the log says, and what torch
-    raises where the sender does not come, or goes away, within `SECONDS`.
+    Raises `storage.objects.digests.DigestMismatch` at the end if the digest differs from the log's, and torch's error
+    if the sender does not join, or leaves, within `SECONDS`.
     """
     import torch
 
@@ -81,14 +80,14 @@ def receive(
             group.broadcast(buffer)
             digest.update(buffer.cpu().numpy())
             for name, about, start, end in tensors:
-                # A copy: a layer may keep it until its last tensor is there, and bytes may begin where no number can.
+                # A copy: a layer may keep it until its last tensor arrives, and its bytes may be unaligned.
                 yield name, buffer[start:end].clone().view(_dtype(about["dtype"])).view(about["shape"])
     if sha256_of_json({WEIGHTS_FILE: digest.hexdigest()}) != broadcast.weights_sha256:
         raise DigestMismatch(f"policy {broadcast.version} arrived by broadcast with other weights than the log's")
 
 
 def _buckets(header: bytes, most_bytes: int) -> Iterator[tuple[int, list[tuple[str, dict[str, Any], int, int]]]]:
-    """Both sides cut the file alike: size of a bucket, and its tensors with start and end within it."""
+    """Size of each bucket, and its tensors with start and end in it. Both sides cut the file in the same way."""
     described = {name: about for name, about in json.loads(header).items() if name != "__metadata__"}
     tensors: list[tuple[str, dict[str, Any], int, int]] = []
     size = begin = 0
@@ -104,7 +103,7 @@ def _buckets(header: bytes, most_bytes: int) -> Iterator[tuple[int, list[tuple[s
 
 
 def _dtype(name: str) -> Any:
-    """safetensors' name of a dtype → torch's."""
+    """The torch dtype of a safetensors name."""
     import torch
 
     return {
@@ -124,7 +123,7 @@ def _dtype(name: str) -> Any:
 
 
 class _Group:
-    """The processes of one broadcast, joined for its length: who takes part may be others the next time."""
+    """The processes of one broadcast. Each broadcast has its own group, because its members may differ."""
 
     def __init__(self, broadcast: Broadcast, *, rank: int) -> None:
         import torch.distributed as dist
@@ -148,7 +147,7 @@ class _Group:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for all, because the sender holds the rendezvous; not where something has gone wrong."""
+        """Wait for all members, because the sender holds the rendezvous; do not wait after an error."""
         try:
             if kind is None and self._rank:
                 self.store.set(f"done/{self._rank}", "")
@@ -158,7 +157,7 @@ class _Group:
             self._group.abort()
 
     def broadcast(self, buffer: Any) -> None:
-        """From rank 0 to all, and wait for it."""
+        """Send a buffer from rank 0 to all, and wait."""
         self._group.broadcast([buffer], self._options).wait()
         if buffer.is_cuda:
             import torch

@@ -1,4 +1,4 @@
-"""A worker's own process, as Ray starts it: its output goes to its log file, and it ends with whoever started it.
+"""The process of a worker, started by Ray: it writes to its log file, and ends with the process that started it.
 
 In: the import path of a plain class or function. Out: what its methods return.
 """
@@ -25,7 +25,7 @@ from settings.redaction import redact_logs
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _STUCK_SECONDS = 120.0
-_COLLECT_AFTER = 100_000  # new objects; Python's own 700 are a few attempts
+_COLLECT_AFTER = 100_000  # new objects; Python's default of 700 is a few attempts
 _WATCHERS: list[subprocess.Popen[bytes]] = []
 
 
@@ -57,8 +57,8 @@ class Host:
             assert method == "open", f"{method}() before open()"
             module, _, name = self._path.partition(":")
             self._target = await getattr(importlib.import_module(module), name).open(*arguments, **keywords)
-            # Libraries, engine and model stay until the end, and hundreds of attempts at once are no reason to look for
-            # garbage: the collector need not walk either again and again.
+            # Libraries, engine and model stay until the end: the garbage collector need not visit them again and again,
+            # nor run because of the objects of many concurrent attempts.
             gc.collect()
             gc.freeze()
             gc.set_threshold(_COLLECT_AFTER)
@@ -68,7 +68,7 @@ class Host:
 
 
 async def _log_stacks_when_stuck() -> None:
-    """Write every thread's stack to the log when this process's event loop has not turned for a while."""
+    """Write the stack of every thread to the log if the event loop is blocked for a while."""
     while True:
         faulthandler.dump_traceback_later(_STUCK_SECONDS)
         await asyncio.sleep(_STUCK_SECONDS / 4)
@@ -82,21 +82,21 @@ def run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:
 
 
 def _die_with_parent() -> None:
-    """Let this process and all its children be killed when the raylet dies or this process does.
+    """Kill this process when the raylet dies, and its children when this process dies.
 
-    A killed run must leave no worker behind that holds memory or commits. The kernel tells us of the raylet's end;
-    our children (vLLM's engine does not watch for ours) are killed by a shell that waits for our end of a pipe.
+    A killed run must leave no worker that holds memory or commits. The kernel signals the raylet's end. The children,
+    such as vLLM's engine, do not notice ours: a shell that waits at a pipe kills them.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     watch = f"cat > /dev/null; kill -9 -{os.getpid()}"
     watcher = subprocess.Popen(["/bin/sh", "-c", watch], stdin=subprocess.PIPE, start_new_session=True)
-    _WATCHERS.append(watcher)  # kept: dropping it would close the pipe
+    _WATCHERS.append(watcher)  # kept: without a reference the pipe would close
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _redirect_output(log_file: str) -> None:
-    """Send this process's output, and that of the children it will start, to its log file."""
+    """Redirect the output of this process and its future children to its log file."""
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

@@ -231,5 +231,5 @@ def test_no_key_leads_out_of_the_store(store: ObjectStore, key: str):
         lambda key: store.put(key, b""),
         lambda key: store.delete([key]),
     ):
-        with pytest.raises(StoreError, match="is no key of a file in the store"):
+        with pytest.raises(StoreError, match="is not a key of the store"):
             ask(key)

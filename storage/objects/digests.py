@@ -1,6 +1,6 @@
-"""Digests of files and folders, so that what is read is what was written.
+"""Digests of files and folders, to detect any change after writing.
 
-In: bytes or a folder. Out: sha256 hex, and `digest.json`, written last into a folder to mark it complete.
+In: bytes or a folder. Out: sha256 as hex, and `digest.json`, the seal: written last, it marks a folder as complete.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from settings.errors import UserError
 
 DIGEST_FILE = "digest.json"
 WEIGHTS_FILE = "model.safetensors"
-"""The weights of a policy that is whole."""
+"""The weights of a policy that is not a delta."""
 
 
 class DigestMismatch(UserError):
-    """A file is not what its digest says; the message names it."""
+    """A file differs from its digest; the message names the file."""
 
 
 def sha256_of(data: bytes) -> str:
-    """Hex sha256 of some bytes."""
+    """Hex sha256 of bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -39,7 +39,7 @@ def sha256_of_file(path: Path) -> str:
 
 
 def seal_folder(folder: Path) -> str:
-    """Write `digest.json` for a finished folder; returns the digest of its safetensors weights."""
+    """Write `digest.json` into a finished folder; returns the digest of its safetensors files."""
     payload = [path for path in sorted(folder.iterdir()) if path.is_file() and path.name != DIGEST_FILE]
     files = {path.name: sha256_of_file(path) for path in payload}
     weights = sha256_of_json({name: digest for name, digest in files.items() if name.endswith(".safetensors")})
@@ -49,16 +49,16 @@ def seal_folder(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Seal:
-    """What `digest.json` says about the folder it is in."""
+    """The content of `digest.json`."""
 
     weights_sha256: str
-    """Of the safetensors files."""
+    """Digest of all safetensors files together."""
     files: dict[str, str]
     """Name → hex sha256."""
 
 
 def read_seal(folder: Path) -> Seal:
-    """A folder's seal. Raises `DigestMismatch` when it is missing (a half-written folder) or unreadable."""
+    """A folder's seal. Raises `DigestMismatch` when the seal is missing (an unfinished folder) or damaged."""
     file = folder / DIGEST_FILE
     try:
         content = json.loads(file.read_bytes())
@@ -72,7 +72,7 @@ def read_seal(folder: Path) -> Seal:
 def verify_folder(folder: Path) -> str:
     """Check every file of a sealed folder; returns the weights digest.
 
-    Raises `DigestMismatch` when the seal is missing (a half-written folder) or damaged, or a file differs.
+    Raises `DigestMismatch` as `read_seal` does, and for a file that is missing or differs.
     """
     seal = read_seal(folder)
     for name, digest in seal.files.items():

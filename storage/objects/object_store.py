@@ -1,9 +1,9 @@
-"""Where bytes live: one small interface over a local folder and S3, and the local folder.
+"""The interface of a store of bytes, and its implementation in a local folder.
 
-In: keys and bytes. Out: what `storage/objects/opening.py` opens by URI, an `ObjectStore`.
-The one operation everything else rests on is `put_if_absent`: of many writers of one key exactly one wins.
-Locally that is `os.link` of a finished temporary file (fsspec's exists-then-write lets two win);
-on S3 (`storage/objects/s3_store.py`) it is `If-None-Match: *`.
+In: keys and bytes. Out: `ObjectStore`, which `storage/objects/opening.py` opens by URI; `LocalStore`.
+Everything rests on `put_if_absent`: of many writers of one key exactly one wins.
+In a folder it is `os.link` of a finished temporary file (fsspec checks first and writes then, so two writers can win).
+On S3 (`storage/objects/s3_store.py`) it is the header `If-None-Match: *`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import pyarrow as pa
 from settings.errors import UserError
 
 MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
-"""Environment variable: gigabytes (10^9 bytes) of a disk that shards and policies leave free; 1 unless set."""
+"""Environment variable: gigabytes (10^9 bytes) that shards and policies leave free on a disk; default 1."""
 
 STORE_REMEDY = "Make room with `millrace gc`, choose another `store`"
 BLOCK_BYTES = 2**20
-"""How much of a file is in memory while it is copied."""
+"""Bytes of a file in memory while it is copied."""
 
 
 class StoreError(UserError):
@@ -37,75 +37,75 @@ class StoreError(UserError):
 
 
 class StoreFull(StoreError):
-    """There is no room for a write; nothing of it was written, and all that was committed is still there."""
+    """The store has no space for a write. Nothing of it was written, and everything committed is still there."""
 
 
 class ConditionRefused(StoreError):
-    """The store knows `If-None-Match` and will not do it, so `put_if_absent` is impossible there."""
+    """The store answers `If-None-Match` with an error, so `put_if_absent` is impossible."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """One key of a store, as a listing shows it."""
+    """One key of a store in a listing."""
 
     key: str
     num_bytes: int
     modified_at: float
-    """Unix seconds on the store's clock."""
+    """Unix seconds by the store's clock."""
 
 
 class ObjectStore(Protocol):
     """Keys are relative paths with `/`; values are bytes.
 
-    Writing raises `StoreFull` where there is no room. An error of the connection leaves open whether the write
-    arrived: writing the same again is safe, and so is reading what is there.
+    A write raises `StoreFull` if there is no space. After a connection error the write may or may not have happened;
+    writing the same again is safe.
     """
 
     uri: str
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write `data` unless `key` exists; True for the one writer that wins, and for nobody else.
+        """Write `data` unless `key` exists; True only for the one writer that wins.
 
-        Meant for small things, log entries above all: they may use the space that `put` leaves free.
+        Meant for small values such as log entries, which may use the space that `put` leaves free.
         """
 
     def put(self, key: str, data: bytes) -> None:
-        """Write or replace; readers see the old or the new bytes, never a mixture."""
+        """Write or replace. Readers see the old or the new bytes, never a mixture."""
 
     def get(self, key: str) -> bytes:
-        """The bytes at `key`; `FileNotFoundError` when there are none."""
+        """The bytes at `key`. Raises `FileNotFoundError` if the key does not exist."""
 
     def get_buffer(self, key: str) -> pa.Buffer:
-        """`get` without a copy of a local file, which is mapped: shortening that file would kill its readers."""
+        """`get` without a copy: a local file is memory-mapped, so it must never be shortened in place."""
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The bytes at each key, null where there are none; on S3 many requests are under way at once."""
+        """The bytes at each key, None for one that does not exist; S3 serves many requests at once."""
 
     def exists(self, key: str) -> bool:
         """True when `key` has a value."""
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove keys; one that does not exist is no error."""
+        """Remove keys. A key that does not exist is no error."""
 
     def walk(self, prefix: str) -> list[StoredFile]:
-        """Every key under the folder `prefix`, at any depth, sorted; for housekeeping, never for truth."""
+        """Every key under the folder `prefix`, at any depth, sorted. For housekeeping only: the log is the truth."""
 
     def open_input(self, key: str) -> pa.NativeFile:
-        """The bytes at `key` for Arrow to read in pieces, of which only those asked for are fetched.
+        """The bytes at `key` as a file from which Arrow fetches only the pieces it reads.
 
-        Raises `FileNotFoundError` when there are none. Damage, and errors of the connection, come up when it is read.
+        Raises `FileNotFoundError` if the key does not exist. Reading raises what damage or the connection causes.
         """
 
     def names(self, prefix: str) -> list[str]:
-        """Names directly under the folder `prefix`, sorted; for people and housekeeping, never for truth."""
+        """Names directly under the folder `prefix`, sorted. For display and housekeeping only."""
 
     def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
-        """Copy the files of a local folder, `last` after all others, so its presence means the rest is there."""
+        """Copy the files of a local folder. `last` is copied last, so that its presence means that all are there."""
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:
-        """A local folder with the files under `prefix`: the folder itself, or a copy under `cache`.
+        """A local folder with the files under `prefix`: the store's own, or a copy under `cache`.
 
-        Raises `FileNotFoundError` when there are none.
+        Raises `FileNotFoundError` if there are no files.
         """
 
 
@@ -137,13 +137,13 @@ class LocalStore:
             return file.read_buffer()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        found: list[bytes | None] = []
+        values: list[bytes | None] = []
         for key in keys:
             try:
-                found.append(self.get(key))
+                values.append(self.get(key))
             except FileNotFoundError:
-                found.append(None)
-        return found
+                values.append(None)
+        return values
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
@@ -156,7 +156,7 @@ class LocalStore:
         return self._walk(prefix, hidden=False)
 
     def unfinished(self, prefix: str) -> list[StoredFile]:
-        """Temporary files under the folder `prefix`: of writes that are under way, or whose writer was killed."""
+        """Temporary files under the folder `prefix`, of running writes and of writers that were killed."""
         return [file for file in self._walk(prefix, hidden=True) if file.key.endswith(".tmp")]
 
     def open_input(self, key: str) -> pa.NativeFile:
@@ -192,7 +192,7 @@ class LocalStore:
         files = []
         for folder, _, names in os.walk(self._path(prefix)):
             for path in (Path(folder, name) for name in names if name.startswith(".") == hidden):
-                with contextlib.suppress(FileNotFoundError):  # deleted since the folder was listed
+                with contextlib.suppress(FileNotFoundError):  # deleted after the folder was listed
                     status = path.stat()
                     key = path.relative_to(self.root).as_posix()
                     files.append(StoredFile(key=key, num_bytes=status.st_size, modified_at=status.st_mtime))
@@ -205,7 +205,7 @@ class LocalStore:
     def _write(
         self, key: str, source: BinaryIO, num_bytes: int, *, reserve: float, publish: Callable[[Path, Path], None]
     ) -> None:
-        """Write a temporary file, and give it its name by `publish`."""
+        """Write a temporary file, then give it its name with `publish`."""
         path = self._path(key)
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
         with room_for(num_bytes, path.parent, reserve=reserve, what=f"store {self.uri}"):
@@ -224,7 +224,7 @@ class LocalStore:
 
 
 def reserved_bytes() -> float:
-    """How much `put` leaves free on a disk. Raises `StoreError` where the variable is no number."""
+    """Bytes that `put` leaves free on a disk. Raises `StoreError` if the variable is not a number."""
     setting = os.environ.get(MIN_FREE_VARIABLE) or "1"
     try:
         gigabytes = float(setting)
@@ -236,28 +236,28 @@ def reserved_bytes() -> float:
 
 
 def checked_key(key: str) -> str:
-    """The key, or the empty prefix, as it is: logs name files of the store, and no entry may lead out of it.
+    """The key, or the empty prefix, unchanged. Keys come from log entries, and none may lead out of the store.
 
-    Raises `StoreError` for a key that is absolute, or has a part that is empty, `.`, `..` or unprintable.
+    Raises `StoreError` for a key that is absolute or unprintable, or has a part that is empty, `.` or `..`.
     """
     if key and (not key.isprintable() or "\\" in key or any(part in ("", ".", "..") for part in key.split("/"))):
-        raise StoreError(f"{key!r} is no key of a file in the store: keys are names joined by single slashes")
+        raise StoreError(f"{key!r} is not a key of the store: keys are names joined by single slashes")
     return key
 
 
 @contextlib.contextmanager
 def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy: str = STORE_REMEDY) -> Iterator[None]:
-    """Raise `StoreFull` unless `num_bytes` fit on the disk of `folder`, which need not exist yet, beside `reserve`.
+    """Raise `StoreFull` unless `num_bytes` and `reserve` fit on the disk of `folder`, which need not exist yet.
 
-    The same error comes where a write inside the block finds the disk full, or the quota of this user.
+    A write inside the block that exceeds the disk or the user's quota raises the same error.
     """
 
     def full(free: int) -> StoreFull:
-        kept = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
+        reserved = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
         return StoreFull(
-            f"{what} is full: {_size(free)} free, {_size(num_bytes)} to write{kept}. "
+            f"{what} is full: {_size(free)} free, {_size(num_bytes)} to write{reserved}. "
             f"{remedy}, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
-            "Nothing that was committed is lost: the same command goes on from there"
+            "Nothing that was committed is lost: the same command continues"
         )
 
     free = _free_bytes(folder)
@@ -272,7 +272,7 @@ def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy:
 
 
 def last_after_others(folder: Path, last: str) -> list[Path]:
-    """The files of a folder in the order in which they are copied."""
+    """The files of a folder, sorted, `last` after all others."""
     files = [path for path in folder.iterdir() if path.is_file()]
     return sorted(files, key=lambda file: (file.name == last, file.name))
 
@@ -284,7 +284,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder and those above it, to outlast a power loss."""
+    """Make a folder and its parents so that they survive a power loss."""
     made = []
     while not folder.exists():
         made.append(folder)
@@ -295,12 +295,12 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Bring a folder's names to the disk: a file that is synced while its name is not is gone after a power loss."""
+    """Sync a folder's names: without its name, a synced file is lost after a power loss."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems sync names by themselves, and refuse to be asked
+        if error.errno != errno.EINVAL:  # some network file systems sync names themselves and refuse this call
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Opening a store by its URI, and trying whether it keeps what everything rests on.
+"""Open a store by its URI, and test whether its conditional writes work.
 
 In: a URI (`file:///data/millrace`, a plain path, or `s3://bucket/prefix`). Out: an `ObjectStore`.
 """
@@ -15,7 +15,7 @@ from storage.objects.object_store import ConditionRefused, LocalStore, ObjectSto
 
 
 def open_store(uri: str) -> ObjectStore:
-    """Open a store by URI.
+    """Open a store by URI or plain path.
 
     Raises `StoreError` for a scheme other than `file`, `s3` or a plain path, for a `file` URI that names a host, and
     for an `s3` URI with credentials in it: URIs are written into runs. Raises it for a folder that cannot be read, too.
@@ -26,12 +26,12 @@ def open_store(uri: str) -> ObjectStore:
 
         if "@" in parsed.netloc:
             raise StoreError(
-                "the store's URI has credentials in it, and URIs are written into runs: use s3://bucket/prefix, "
-                "and give credentials to the AWS chain (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
+                "the store's URI contains credentials, and runs store the URI: use s3://bucket/prefix, and give the "
+                "credentials to the AWS chain (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)"
             )
         return S3Store(uri)
     if parsed.scheme == "file" and parsed.netloc:
-        raise StoreError(f"store {uri!r}: {parsed.netloc!r} would be a host; a file URI has three slashes: file:///…")
+        raise StoreError(f"store {uri!r}: {parsed.netloc!r} is a host; a file URI has three slashes: file:///…")
     if parsed.scheme in ("", "file"):
         path = unquote(parsed.path) if parsed.scheme else uri  # `LocalStore.uri` quotes spaces and the like
         return _open_folder(Path(path).expanduser().resolve())
@@ -49,20 +49,20 @@ def _open_folder(root: Path) -> LocalStore:
 
 
 def probe(store: ObjectStore) -> bool:
-    """Write one key twice with put-if-absent: True where the second write is refused, as it must be.
+    """Write one key twice with put-if-absent, then remove it: True if the second write is refused, as it must be.
 
-    False: the store ignores the condition, so two writers would overwrite each other and only one may use it.
-    Raises `ConditionRefused` for a store that answers the condition with an error, `StoreFull` for one without room,
-    and `StoreError` when nothing can be written at all. What it writes is gone afterwards.
+    False: the store ignores the condition, so two writers would overwrite each other.
+    Raises `ConditionRefused` if the store answers the condition with an error, `StoreFull` if it has no space, and
+    `StoreError` if it cannot be written at all.
     """
     key = f"probe/{uuid.uuid4().hex}"
     try:
         first = store.put_if_absent(key, b"1")
         second = store.put_if_absent(key, b"2")
-        store.put(key, b"3")  # what is not conditional needs more free space, and on S3 may need another permission
+        store.put(key, b"3")  # needs more free space, and on S3 perhaps another permission
         store.delete([key])
     except Exception as error:
-        with contextlib.suppress(Exception):  # the first error tells more
+        with contextlib.suppress(Exception):  # the first error matters
             store.delete([key])
         if isinstance(error, StoreFull) or (isinstance(error, ConditionRefused) and _takes_any(store, key)):
             raise
@@ -71,13 +71,13 @@ def probe(store: ObjectStore) -> bool:
             hint = "check that the bucket exists, the endpoint and the AWS credentials"
         raise StoreError(f"store {store.uri} cannot be written ({error}); {hint}") from error
     if not first:
-        raise ConditionRefused(f"store {store.uri} said of a new key that it is already there")
+        raise ConditionRefused(f"store {store.uri} reported a new key as already there")
     return not second
 
 
 def _takes_any(store: ObjectStore, key: str) -> bool:
-    """True when the store takes a write without a condition, so that the condition is what it refused."""
-    with contextlib.suppress(Exception):  # the first error tells more
+    """True if the store accepts an unconditional write, so it was the condition that it refused."""
+    with contextlib.suppress(Exception):  # the first error matters
         store.put(key, b"")
         store.delete([key])
         return True

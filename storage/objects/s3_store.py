@@ -1,15 +1,15 @@
-"""An S3 bucket as a store: AWS, Ceph, MinIO and whatever else speaks S3 with conditional writes.
+"""An S3 bucket as a store: AWS, Ceph, MinIO and any other S3 server with conditional writes.
 
-In: `s3://bucket/prefix`; endpoint and credentials from the usual AWS chain (environment, profile, instance), never from
-us. Out: an `ObjectStore`. All requests go through s3fs.
+In: `s3://bucket/prefix`; endpoint and credentials from the AWS chain (environment, profile, instance).
+Out: an `ObjectStore`. All requests go through s3fs.
 
-    403, 404, 412, 501 …                          ─▶ no second try: a named error, or the answer
+    403, 404, 412, 501 …                          ─▶ not sent again: an error, or the result
     503 SlowDown, 500, timeout, cut connection    ─▶ sent again, with growing pauses
     a body that ends early                        ─▶ read again from the start
-    412: the key exists                           ─▶ is it our own write, sent again? The object's `writer` tells
+    412: the key exists                           ─▶ the object's metadata `writer` shows whether we wrote it
 
-A multipart upload appears when it is completed; one that fails is aborted. `put_if_absent` is always a single request,
-because not every server checks the condition when parts are put together (Ceph 16 does not).
+A multipart upload appears when it is completed; a failed one is aborted. `put_if_absent` is always a single request,
+because some servers (Ceph 16) do not check the condition when they assemble parts.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ from storage.objects.object_store import (
 )
 
 MOST_CONDITIONAL_BYTES = 2**30
-"""Largest body of a `put_if_absent`: it is one request."""
+"""Largest body of a `put_if_absent`, which is one request."""
 PART_BYTES = 50 * 2**20
-"""Size of a part of a multipart upload; a body of two parts or more is uploaded that way."""
+"""Size of a part of a multipart upload, which a body of at least two parts becomes."""
 ATTEMPTS = 6
-"""How often botocore sends a request: about 15 s with its pauses. `AWS_MAX_ATTEMPTS` changes it.
+"""How often botocore sends a request, about 15 s with its pauses; `AWS_MAX_ATTEMPTS` changes it.
 
-s3fs doubles that for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a connection it kept.
+s3fs doubles that for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a kept connection.
 """
 READ_ATTEMPTS = 2
-"""How often a body that ends early is read; it is s3fs's number of tries for everything else too."""
+"""How often a body that ends early is read, and s3fs's number of tries for everything else."""
 CONFLICT_ATTEMPTS = 10
 REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
-"""How servers without conditional writes answer `If-None-Match`, apart from those that ignore it."""
+"""Error codes of servers without conditional writes; others ignore `If-None-Match`."""
 MOST_REQUESTS = 50
-"""Requests under way at once."""
+"""Most requests at once."""
 _ERRORS = (
     OSError,
-    ValueError,  # an endpoint that is no URL
+    ValueError,  # an endpoint that is not a URL
     botocore.exceptions.BotoCoreError,
     botocore.exceptions.ClientError,
     *S3_RETRYABLE_ERRORS,
 )
 
 _KEPT: list[Any] = []
-"""Connections of this process, a handful: one that is dropped while an event loop runs closes itself in that loop
-instead of its own, and prints a traceback."""
+"""Connections of this process, kept: one that is dropped while another event loop runs closes itself in that loop and
+prints a traceback."""
 
 
 class S3Store:
@@ -88,20 +88,20 @@ class S3Store:
         self._fs = s3fs.S3FileSystem(
             use_listings_cache=False,
             skip_instance_cache=True,
-            default_cache_type="none",  # reading ahead fetches every column where one is asked for
+            default_cache_type="none",  # reading ahead would fetch every column instead of one
             config_kwargs=config,
             **options,
         )
         self._fs.retries = READ_ATTEMPTS
         _KEPT.append(self._fs)
-        for name in ("botocore", "aiobotocore", "s3fs"):  # at DEBUG they write session tokens and signatures
+        for name in ("botocore", "aiobotocore", "s3fs"):  # at DEBUG they log session tokens and signatures
             logger = logging.getLogger(name)
             if logger.getEffectiveLevel() < logging.INFO:
                 logger.setLevel(logging.INFO)
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         if len(data) > MOST_CONDITIONAL_BYTES:
-            raise InvalidInput(f"{key}: {len(data)} bytes cannot be written with put-if-absent, which is one request")
+            raise InvalidInput(f"{key}: {len(data)} bytes are too many for put-if-absent, which is one request")
         writer = uuid.uuid4().hex
         for attempt in range(CONFLICT_ATTEMPTS):
             try:
@@ -117,21 +117,20 @@ class S3Store:
             except FileExistsError:
                 pass
             except StoreError as error:
-                # AWS and moto raise FileExistsError; Ceph's answer reaches us as an error with the status in its cause.
+                # AWS and moto raise FileExistsError; Ceph's response arrives as an error with the status in its cause.
                 code, status, _ = _response(error)
                 if code in REFUSALS or status == 501:
                     raise ConditionRefused(
                         f"store {self.uri} refuses conditional writes (If-None-Match), which keep writers apart: "
-                        f"{_reason(error)}. Use a folder, or an S3 server that has them"
+                        f"{_reason(error)}. Use a folder, or an S3 server that supports them"
                     ) from error
                 if status not in (409, 412):
                     raise
-            # Three layers below may have sent the request again without saying so: then this answer may be about our
-            # own first one.
+            # Three layers below may have sent the request again silently: the key may exist by our own first request.
             metadata = self._metadata(key)
             if metadata is not None:
                 return metadata.get("writer") == writer
-            # 409: another write of this key was under way and has not succeeded. S3 asks to try again.
+            # 409: another write of this key was running and has not succeeded. S3 asks to try again.
             time.sleep(random.random() * min(0.05 * 2**attempt, 2))
         raise StoreError(f"store {self.uri}: {key} was busy {CONFLICT_ATTEMPTS} times; run the same command again")
 
@@ -149,17 +148,17 @@ class S3Store:
         if not keys:
             return []
         paths = [self._path(key) for key in keys]
-        values = self._fs.cat_ranges(paths, None, None, max_concurrency=1, batch_size=MOST_REQUESTS)
-        found: list[bytes | None] = []
-        for key, value in zip(keys, values, strict=True):
+        results = self._fs.cat_ranges(paths, None, None, max_concurrency=1, batch_size=MOST_REQUESTS)
+        values: list[bytes | None] = []
+        for key, value in zip(keys, results, strict=True):
             if isinstance(value, FileNotFoundError):
-                found.append(None)
+                values.append(None)
             elif isinstance(value, BaseException):
                 with self._explained("read", key):
                     raise value
             else:
-                found.append(bytes(value))
-        return found
+                values.append(bytes(value))
+        return values
 
     def exists(self, key: str) -> bool:
         return self._metadata(key) is not None
@@ -168,23 +167,23 @@ class S3Store:
         for start in range(0, len(keys), 1000):
             batch = [{"Key": self._path(key).partition("/")[2]} for key in keys[start : start + 1000]]
             with self._explained("delete", keys[start]):
-                answer = self._fs.call_s3(
+                response = self._fs.call_s3(
                     "delete_objects", Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True}
                 )
-            for error in answer.get("Errors", []):
+            for error in response.get("Errors", []):
                 if error.get("Code") != "NoSuchKey":
                     raise StoreError(f"store {self.uri}: {error.get('Key')} cannot be deleted: {error.get('Code')}")
 
     def walk(self, prefix: str) -> list[StoredFile]:
         with self._explained("list", prefix):
-            found = self._fs.find(self._path(prefix) + "/", detail=True)
+            files = self._fs.find(self._path(prefix) + "/", detail=True)
         return [
             StoredFile(
                 key=path.removeprefix(f"{self._prefix}/"),
                 num_bytes=info["size"],
                 modified_at=info["LastModified"].timestamp(),
             )
-            for path, info in sorted(found.items())
+            for path, info in sorted(files.items())
             if info["type"] == "file"
         ]
 
@@ -241,7 +240,7 @@ class S3Store:
                 with self._explained("write", key):
                     return write()
             except FileNotFoundError as error:
-                # A multipart upload whose completion was answered into a lost connection is unknown when asked again.
+                # The response to completing a multipart upload was lost, and now the upload is complete and unknown.
                 code, status, _ = _response(error)
                 if code == "NoSuchUpload" and not is_last:
                     continue
@@ -253,12 +252,12 @@ class S3Store:
             try:
                 return self._fs.get_file(self._path(key), str(file))
             except S3_RETRYABLE_ERRORS:
-                # s3fs reads a large file in ranges at once, and does not repeat one that ends early.
+                # s3fs reads a large file in parallel ranges, and does not repeat one that ends early.
                 if is_last:
                     raise
 
     def _metadata(self, key: str) -> dict[str, str] | None:
-        """What was written beside the bytes at `key`; None when it has no value."""
+        """The metadata of the object at `key`; None if it does not exist."""
         try:
             with self._explained("look for", key):
                 return dict(self._fs.metadata(self._path(key)))
@@ -267,9 +266,9 @@ class S3Store:
 
     @contextlib.contextmanager
     def _explained(self, action: str, key: str) -> Iterator[None]:
-        """Raise what went wrong as a sentence about this store; `FileNotFoundError` and `FileExistsError` pass.
+        """Turn errors into `StoreError`s that name store and key; `FileNotFoundError` and `FileExistsError` pass.
 
-        `DigestMismatch` where the server's own checksum speaks against the bytes it returned.
+        Raises `DigestMismatch` if the bytes contradict the server's own checksum, `StoreFull` if there is no space.
         """
         try:
             yield
@@ -281,9 +280,8 @@ class S3Store:
                 raise DigestMismatch(f"store {self.uri}: {key} is not what was written there: {reason}") from error
             if re.search("QuotaExceeded|StorageFull", code) or status == 507:
                 raise StoreFull(
-                    f"store {self.uri} is full: it does not take {key}: {reason}. Make room with `millrace gc`, raise "
-                    "its quota, or choose another `store`. Nothing that was committed is lost: the same command goes "
-                    "on from there"
+                    f"store {self.uri} is full: it refuses {key}: {reason}. Make room with `millrace gc`, raise its "
+                    "quota, or choose another `store`. Nothing that was committed is lost: the same command continues"
                 ) from error
             raise StoreError(f"store {self.uri}: cannot {action} {key}: {reason}") from error
 
@@ -293,7 +291,7 @@ def _has_size(file: Path, num_bytes: int) -> bool:
 
 
 def _response(error: BaseException | None) -> tuple[str, int | None, str]:
-    """Code, HTTP status and message of the server's response that an error of ours or of s3fs is about."""
+    """Code, HTTP status and message of the server's response behind an error; "", None and "" if there is none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -305,7 +303,7 @@ def _response(error: BaseException | None) -> tuple[str, int | None, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """What happened, with the server's code."""
+    """The error as text, with the server's code."""
     code, status, message = _response(error)
     reason = message or str(error) or type(error).__name__
     if status is not None:

@@ -1,7 +1,4 @@
-"""Tables as files: the Arrow IPC bytes of one, and the rows of a Parquet file.
-
-In: a table, or a Parquet file. Out: bytes, or rows as dictionaries.
-"""
+"""A table as Arrow IPC bytes, and the rows of a Parquet file as dictionaries."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ def ipc_bytes(table: pa.Table, *, compression: str) -> bytes:
     file = io.BytesIO()
     with pa.ipc.new_file(file, table.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
         writer.write_table(table)
-    return file.getvalue()  # hands out its buffer, where Arrow's own stream would copy it
+    return file.getvalue()  # shares its buffer; Arrow's own stream would copy it
 
 
 def read_parquet_rows(file: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""Adapters (LoRA) of a run: which policies have one, and that tokens were sampled with it.
+"""Adapters (LoRA) of a run: which policies have one, and proof that it sampled the tokens.
 
-In: a policy folder, or a shard's table and the log's policies. Out: nothing, or the sentence that says which row was
-sampled by other weights than the log names.
+In: a policy folder, or a shard's table and the log's policies. Out: an error that names a row with other weights than
+the log's.
 
-An engine that serves adapters can fall back to the base model without an error. So the digest of the adapter that the
-engine holds stands beside every row, and is compared before the row is trained.
+An engine that serves adapters can fall back to the base model without an error. So every row stores the digest of the
+adapter in the engine, which is compared before the row is trained.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from storage.shards.schema import ADAPTERS, flat, row_offsets
 from storage.shards.shards import DamagedShard
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-"""In the folder of a policy that is an adapter of the run's base model."""
+"""The weights of a policy that is an adapter of the run's base model."""
 ADAPTER_CONFIG = "adapter_config.json"
-"""Beside it: rank, scale and adapted layers, as peft writes them."""
+"""Its rank, scale and adapted layers, as peft writes them."""
 
 
 def has_adapter(folder: Path) -> bool:
-    """True for the folder of a policy that is an adapter, false for one with whole weights."""
+    """True if the policy in a folder is an adapter, False if it has whole weights."""
     return (folder / ADAPTER_WEIGHTS).exists()
 
 
 def check_adapters(table: pa.Table, *, shard_id: str, policies: Mapping[int, Policy]) -> None:
-    """Raise `storage.shards.shards.DamagedShard` unless every token's version was served with that version's adapter.
+    """Raise `storage.shards.shards.DamagedShard` unless every token was sampled with the adapter of its version.
 
-    For shards of a run that trains adapters. `policies` by version: the one at 0, and those that share its files
-    because no step has trained anything yet, have no adapter. `table` needs `group_id`, `attempt`, `weight_versions`,
-    `head_version`, `tail_version` and, where the file has it, `adapters`.
+    For shards of a run that trains adapters. `policies` by version: policy 0 has no adapter, nor have those that share
+    its files because no step has trained anything yet. `table` needs `group_id`, `attempt`, `weight_versions`,
+    `head_version`, `tail_version` and, if the file has it, `adapters`.
     """
     digests = {
         version: "" if policy.path == policies[0].path else policy.weights_sha256
@@ -46,18 +46,18 @@ def check_adapters(table: pa.Table, *, shard_id: str, policies: Mapping[int, Pol
     heads, tails = table["head_version"].to_pylist(), table["tail_version"].to_pylist()
     versions_T, starts = flat(table["weight_versions"]), row_offsets(table["weight_versions"])
     for row, served in enumerate(served_B):
-        found = dict(served or [])
+        adapters = dict(served or [])
         versions = {heads[row], tails[row]}
         if len(versions) > 1:
             versions = {int(v) for v in np.unique(versions_T[starts[row] : starts[row + 1]]) if v >= 0}
         for version in sorted(versions):
-            if found.get(version, "") == digests.get(version):
+            if adapters.get(version, "") == digests.get(version):
                 continue
             expected = "is not in the log" if version not in digests else f"has {_named(digests[version])}"
             raise DamagedShard(
                 shard_id,
                 f"row {row} (group {table['group_id'][row]}, attempt {table['attempt'][row]}) has tokens of policy "
-                f"version {version} that the engine sampled with {_named(found.get(version, ''))}; that policy "
+                f"version {version} that the engine sampled with {_named(adapters.get(version, ''))}; that policy "
                 f"{expected}",
             )
 

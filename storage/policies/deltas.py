@@ -1,15 +1,15 @@
-"""A policy as the values in which it differs from an earlier one, its anchor: smaller, and exact to the last bit.
+"""A policy as its differences from an earlier policy, the anchor: smaller, and exact to the last bit.
 
-In: two safetensors files with the same tensors. Out: a delta file, and from anchor and delta the other file again, byte
-for byte.
+In: two safetensors files with the same tensors. Out: a delta file; and from anchor and delta the second file, byte for
+byte.
 
     anchor ─┬─▶ write_delta ─▶ delta ─┬─▶ apply_delta ─▶ whole
     whole ──┘                 anchor ─┘
 
-A delta is a safetensors file too. Of each tensor that changed it has `<name>/gaps`, uint8: how many values stayed the
-same before each one that changed, where 255 stands for 255 of them and more to come; and `<name>/values`: the bits of
-the new values, as unsigned integers of their width. Values are compared as integers, so that NaN equals itself and
-−0.0 is not 0.0.
+A delta is a safetensors file too. For each tensor that changed it has two: `<name>/gaps`, uint8, the number of
+unchanged values before each changed one (255 means 255 and that the next gap is added); and `<name>/values`, the bits
+of the new values as unsigned integers of their width. Values are compared as integers, so NaN equals itself and −0.0
+differs from 0.0.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from storage.objects.digests import DigestMismatch
 
 FORMAT = "millrace-delta-1"
 CHUNK = 2**22
-"""Values compared at once: what the comparison needs of memory is a few times this."""
+"""Values compared at once; the comparison needs a few times their memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """A safetensors file, its tensors as integers that share its memory."""
+    """A memory-mapped safetensors file."""
 
     header: bytes
     tensors: dict[str, np.ndarray]
-    """By name, flat, each value an unsigned integer of its width."""
+    """Name → flat tensor, each value an unsigned integer of its width."""
 
 
 def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about: dict[str, str]) -> float | None:
-    """Write what of `whole` differs from `anchor`; returns the share of the values whose bits differ.
+    """Write the difference of `whole` from `anchor`; returns the share of the values whose bits differ.
 
-    Null, and no file, where that would take more than `most_bytes`, or where the files do not hold the same tensors.
-    `about` goes into the file's metadata. Up to `most_bytes` are held in memory.
+    Returns None and writes no file if that takes more than `most_bytes`, or if the files hold different tensors.
+    `about` goes into the file's metadata. Needs up to `most_bytes` of memory.
     """
     new, old = _open(whole), _open(anchor)
     if new.header != old.header:
         return None
-    at_least = 0  # counting is much cheaper than encoding, where most values change and there will be no delta
+    at_least = 0  # counting is much cheaper than encoding if most values changed
     for name, values in new.tensors.items():
         for start in range(0, values.size, CHUNK):
             differs = values[start : start + CHUNK] != old.tensors[name][start : start + CHUNK]
@@ -76,14 +76,14 @@ def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about
 
 
 def apply_delta(anchor: Path, delta: Path, file: Path) -> None:
-    """Write the file that `delta` was made of.
+    """Write the file from which `delta` was made.
 
-    Raises `storage.objects.digests.DigestMismatch` where the delta does not belong to this anchor.
+    Raises `storage.objects.digests.DigestMismatch` if the delta does not belong to this anchor.
     """
     shutil.copyfile(anchor, file)
     tensors = _open(file, mode="r+").tensors
     with safe_open(str(delta), framework="numpy") as stored:
-        for key in stored.keys():  # noqa: SIM118 - the file is no mapping
+        for key in stored.keys():  # noqa: SIM118 - the file is not a mapping
             name, _, part = key.rpartition("/")
             if part != "gaps":
                 continue
@@ -97,7 +97,7 @@ def apply_delta(anchor: Path, delta: Path, file: Path) -> None:
 
 
 def read_about(delta: Path) -> dict[str, str]:
-    """The metadata of a delta. Raises `storage.objects.digests.DigestMismatch` for a file that is none."""
+    """The metadata of a delta. Raises `storage.objects.digests.DigestMismatch` for any other file."""
     with safe_open(str(delta), framework="numpy") as stored:
         about = stored.metadata() or {}
     if about.get("format") != FORMAT:
@@ -106,7 +106,7 @@ def read_about(delta: Path) -> dict[str, str]:
 
 
 def _changes(new: np.ndarray, old: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(gaps, values) of each stretch of a tensor in which something changed."""
+    """(gaps, values) of each chunk of a tensor that changed."""
     last = -1
     for start in range(0, new.size, CHUNK):
         values = new[start : start + CHUNK]
@@ -118,7 +118,7 @@ def _changes(new: np.ndarray, old: np.ndarray) -> Iterator[tuple[np.ndarray, np.
 
 
 def _gaps(positions: np.ndarray, *, after: int) -> np.ndarray:
-    """Rising positions as bytes."""
+    """Rising positions as gaps of one byte or more."""
     between = np.diff(positions, prepend=after) - 1
     ends = np.cumsum(between // 255 + 1) - 1
     gaps = np.full(ends[-1] + 1, 255, np.uint8)
@@ -127,7 +127,7 @@ def _gaps(positions: np.ndarray, *, after: int) -> np.ndarray:
 
 
 def _positions(gaps: np.ndarray) -> np.ndarray:
-    """The positions that `_gaps` wrote."""
+    """The positions that `_gaps` encoded."""
     ends = np.flatnonzero(gaps != 255)
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(ends.size)
 
@@ -135,7 +135,7 @@ def _positions(gaps: np.ndarray) -> np.ndarray:
 def _open(file: Path, *, mode: Any = "r") -> _Weights:
     """Map a safetensors file. The format: 8 bytes with the header's length, the header as JSON, the tensors.
 
-    Raises `storage.objects.digests.DigestMismatch` for a file that is none.
+    Raises `storage.objects.digests.DigestMismatch` for any other file.
     """
     try:
         content = np.memmap(file, dtype=np.uint8, mode=mode)
@@ -147,7 +147,7 @@ def _open(file: Path, *, mode: Any = "r") -> _Weights:
                 begin, end = tensor["data_offsets"]
                 size = math.prod(tensor["shape"])
                 width = (end - begin) // size if size else 1
-                # What is packed closer than a byte per value, or lies in no integer's width, goes byte by byte.
+                # Values smaller than a byte, or of no integer's width, are compared byte by byte.
                 width = width if width in (1, 2, 4, 8) and width * size == end - begin else 1
                 tensors[name] = content[start + begin : start + end].view(f"<u{width}")
     except (ValueError, LookupError, TypeError, AttributeError) as error:

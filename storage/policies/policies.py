@@ -1,14 +1,14 @@
-"""Policies in the store, whole or as a delta: what writes them, and what makes any of them a local, verified folder.
+"""Policies in the store, whole or as a delta: write them, and fetch any of them as a local, verified folder.
 
-In: the whole folder a trainer wrote, or a policy of the log. Out: files in the store, or a folder in HF layout that
-`transformers` and vLLM load.
+In: the whole folder that a trainer wrote, or a policy of the log. Out: files in the store, or a folder in HF layout,
+which `transformers` and vLLM load.
 
     whole folder ─▶ PolicyWriter ─▶ policies/<v>-<attempt>/  every file                  an anchor
                          └────────▶ policies/<v>-<attempt>/  delta.safetensors           against the newest anchor
     PolicyReader ◀── the store's own folder, or its copy in the cache                    an anchor
           └────────◀ anchor + delta ─▶ cache/whole/…, its digest compared with the log   a delta
 
-A folder says by its seal which of the two it is: a trainer may put the whole weights where a delta was damaged.
+The seal of a folder shows which of the two it is: a trainer may replace a damaged delta by the whole weights.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ logger = logging.getLogger("millrace.policies")
 
 DELTA_FILE = "delta.safetensors"
 LARGEST_DELTA = 0.5
-"""Of the whole's size. A larger delta is not worth reading two files instead of one."""
+"""Share of the whole's size. A larger delta is not worth reading two files instead of one."""
 HELD = 3
-"""Folders made from deltas that a reader keeps for as long as it lives: an engine may have to go back to an old one."""
+"""Folders made from deltas that a reader keeps: an engine may have to go back to an earlier policy."""
 
 
 class DamagedDelta(DigestMismatch):
-    """A policy cannot be made from its anchor and its delta; the message says why, and what to do."""
+    """A policy cannot be made from its anchor and its delta; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What became of a policy's files."""
+    """How a policy was stored."""
 
     anchor: int | None
-    """The version that the delta is against; null where every file was written."""
+    """The version that the delta is against; None if the policy was written whole."""
     num_bytes: int
-    """In the store."""
+    """Size in the store."""
     changed_fraction: float | None
-    """Share of the weights whose bits differ from the anchor's; null where no delta was made."""
+    """Share of the weights whose bits differ from the anchor's; None without a delta."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As a step's metrics."""
+        """For the metrics of a step."""
         changed = {} if self.changed_fraction is None else {"policy_changed_fraction": self.changed_fraction}
         return {"policy_bytes": float(self.num_bytes), **changed}
 
 
 class PolicyWriter:
-    """Puts one run's policies into its store: every so often whole, else what changed since then."""
+    """Writes the policies of one run: every `anchor_every`th whole, the others as deltas against it."""
 
     def __init__(self, log: RunLog, cache: Path, *, anchor_every: int) -> None:
         self._log = log
         self._cache = cache
         self._anchor_every = anchor_every
         self._verified: tuple[str, Path] | None = None
-        """An anchor and where it can be read from: this writer wrote it, or has checked it."""
+        """Store path and local folder of an anchor that this writer wrote or verified."""
         self._kept: tempfile.TemporaryDirectory[str] | None = None
 
     def put(self, folder: Path, path: str, *, version: int) -> Written:
-        """Copy a sealed folder in HF layout to `path`, or a delta, where one is due and smaller.
+        """Copy a sealed folder in HF layout to `path`, or a delta if one is due and smaller.
 
         Raises `storage.objects.object_store.StoreFull`.
         """
@@ -99,8 +99,8 @@ class PolicyWriter:
         return Written(anchor=None, num_bytes=_size(folder), changed_fraction=None)
 
     def _anchor_of(self, version: int) -> Policy | None:
-        """The newest whole policy; null where the next whole one is due. The base model is none: it may be stored in
-        another layout."""
+        """The newest whole policy; None if the next whole one is due. The base model is no anchor: its layout may
+        differ."""
         state = self._log.state
         for earlier in range(version - 1, max(0, version - self._anchor_every), -1):
             policy = state.policies[earlier]
@@ -109,7 +109,7 @@ class PolicyWriter:
         return None
 
     def _write_delta(self, folder: Path, anchor: Policy, target: Path) -> float | None:
-        """Make a sealed folder with the delta; returns the changed share of the weights, null where there is none."""
+        """Make a sealed folder with the delta; returns the changed share of the weights, None without a delta."""
         seal = read_seal(folder)
         try:
             anchor_folder = self._fetch_anchor(anchor)
@@ -124,7 +124,7 @@ class PolicyWriter:
                 most_bytes=int((folder / WEIGHTS_FILE).stat().st_size * LARGEST_DELTA),
                 about={"anchor_sha256": anchor.weights_sha256, "weights_sha256": seal.weights_sha256},
             )
-        except (FileNotFoundError, DigestMismatch) as error:  # also of one that was there before
+        except (FileNotFoundError, DigestMismatch) as error:  # a damaged anchor, or one that is gone
             logger.warning("the next policy is written whole, because its anchor cannot be read: %s", error)
             return None
         if changed is not None:
@@ -132,7 +132,7 @@ class PolicyWriter:
         return changed
 
     def _keep(self, folder: Path, path: str) -> Path:
-        """Where to find what was just put, without fetching it again."""
+        """A local copy of the folder that was just put, so that it need not be fetched."""
         if isinstance(self._log.store, LocalStore):
             return self._log.store.fetch_folder(path, self._cache)
         self._kept = tempfile.TemporaryDirectory(prefix="millrace-anchor-")
@@ -152,10 +152,10 @@ class PolicyWriter:
 
 
 class PolicyReader:
-    """One consumer's way to a run's policies. What it has made of deltas stays while it lives, but for old ones.
+    """Fetches the policies of one run. The last `HELD` folders that it made from deltas stay while it lives.
 
-    Several processes may share a cache: a folder that somebody holds is locked (`flock`), and what nobody holds goes
-    when the next one is made.
+    Several processes may share a cache. A folder in use is locked (`flock`); the others are removed when the next one
+    is made.
     """
 
     def __init__(self, log: RunLog, cache: Path) -> None:
@@ -165,7 +165,7 @@ class PolicyReader:
         """Folder → descriptor of the lock on it, the oldest first."""
 
     def damage_of(self, policy: Policy) -> str:
-        """Why a policy cannot be made from its delta; empty where it can, or is none."""
+        """Why a policy cannot be made from its delta; empty if it can, or if it is whole."""
         try:
             if policy.anchor is not None:
                 self.fetch(policy)
@@ -174,10 +174,9 @@ class PolicyReader:
         return ""
 
     def fetch(self, policy: Policy) -> Path:
-        """A local folder in HF layout, verified; of a delta the log must know the anchor. What the cache has of a
-        remote store is fetched again where it is damaged.
+        """A local, verified folder in HF layout. Damaged copies of a remote store's files are fetched again.
 
-        Raises `DamagedDelta` where the policy is one and it or its anchor is not what the log says, else
+        Raises `DamagedDelta` if the policy is a delta and it or its anchor differs from the log, else
         `FileNotFoundError` and `storage.objects.digests.DigestMismatch`.
         """
         try:
@@ -206,8 +205,7 @@ class PolicyReader:
             ) from error
 
     def _forget_damaged_copies(self, policy: Policy) -> bool:
-        """Remove copies of the policy's files, or its anchor's, that are not what they were; true where there were
-        any."""
+        """Remove damaged copies of the files of the policy and its anchor; True if there were any."""
         store, anchor = self._log.store, self._log.state.policies.get(policy.anchor) if policy.anchor else None
         forgotten = False
         if isinstance(store, LocalStore):
@@ -254,22 +252,22 @@ class PolicyReader:
             for name in seal.files.keys() - {WEIGHTS_FILE}:
                 shutil.copyfile(anchor_folder / name, made / name)
             apply_delta(anchor_folder / WEIGHTS_FILE, delta, made / WEIGHTS_FILE)
-            # One reading tells: where anchor and delta were right, so is what was made of them.
+            # One check is enough: if anchor and delta are intact, so is the result.
             if seal_folder(made) != policy.weights_sha256 or _beside(read_seal(made)) != _beside(seal):
                 verify_folder(anchor_folder)
                 raise DigestMismatch(f"{delta} does not give the weights of policy {policy.version}")
             try:
                 os.rename(made, target)
             except OSError:
-                if not target.exists():  # on a file system without locks another process may have been faster
+                if not target.exists():  # without locks another process may have been faster
                     raise
 
     def _hold(self, folder: Path, policy: Policy) -> bool:
-        """Keep a folder from being removed; false where there is none, or not with the policy's weights."""
+        """Lock a folder against removal; False if it does not exist or has other weights than the policy."""
         lock = self._held.pop(folder, -1)
         try:
             lock = _lock(folder, fcntl.LOCK_SH) if lock < 0 else lock
-            # Another folder has its name when it was removed before the lock took hold.
+            # If it was removed before it was locked, another folder has its name.
             if os.path.samestat(os.fstat(lock), os.stat(folder)) and verify_folder(folder) == policy.weights_sha256:
                 self._keep(folder, lock)
                 return True
@@ -285,17 +283,20 @@ class PolicyReader:
             os.close(self._held.pop(next(iter(self._held))))
 
     def _prune(self, folder: Path) -> None:
-        """Remove what nobody holds."""
+        """Remove the folders that no process has locked."""
         for old in (path for path in folder.iterdir() if path not in self._held):
-            with contextlib.suppress(OSError), _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB):  # else somebody holds it
+            with (
+                contextlib.suppress(OSError),
+                _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB),
+            ):  # else another process uses it
                 _remove(old)
 
 
 def _lock(folder: Path, kind: int) -> int:
-    """Lock a folder until the returned descriptor is closed. Raises `OSError` where it is not there, or another process
-    has it and `kind` is not to wait.
+    """Lock a folder until the returned descriptor is closed.
 
-    A file system without locks is used without them: nothing is removed there, because that never waits.
+    Raises `OSError` if the folder does not exist, or if `kind` does not wait and another process has the lock. On a
+    file system without locks only a `kind` that does not wait fails, so nothing is removed there.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -317,14 +318,14 @@ def _locked(folder: Path, kind: int) -> Iterator[None]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder whole: nobody sees a part of it under its name."""
+    """Remove a folder at once: no process sees a part of it under its name."""
     away = folder.parent / f".{folder.name}.{uuid.uuid4().hex}.tmp"
     os.rename(folder, away)
     shutil.rmtree(away, ignore_errors=True)
 
 
 def _only_weights(seal: Seal) -> str | None:
-    """Which of the two files a sealed folder has; null for weights in several files, or in others."""
+    """Which of the two files a sealed folder has; None for weights in several or other files."""
     names = [name for name in seal.files if name.endswith(".safetensors")]
     return names[0] if names in ([WEIGHTS_FILE], [DELTA_FILE]) else None
 

@@ -1,14 +1,15 @@
-"""Which files of a run nothing needs any more, and removing them so that nothing needed can go with them.
+"""Find the files of a run that nothing needs any more, and remove them safely.
 
-In: runs, and rules by age, size, aliases and counts. Out: what is, or would be, removed; a `Retire` entry per run.
+In: runs, and rules by age, size, aliases and counts. Out: what was, or would be, removed; a `Retire` entry per run.
 
     walk the files ─▶ fold the log ─▶ plan ─▶ append `Retire` ─▶ readers? ─▶ delete
-                          ▲                      │ Conflict: what the plan takes has become needed
+                          ▲                      │ Conflict: a planned item is needed now
                           └──────────────────────┘
 
-The log says what is gone before the first file goes: killed in between, the next run of this finishes the deletion.
-That goes for files without an entry too: the log then refuses the entry of a writer that slept and comes after all.
-A reader registers before it folds the log and we look for readers after `Retire`, so it either is seen, or sees.
+The log records a removal before the first file is deleted. If the process is killed in between, the next call finishes
+the deletion. Files without an entry are recorded too: the log then refuses the late entry of their writer.
+A reader registers before it folds the log, and we look for readers after `Retire`: either we see the reader, or it sees
+the entry.
 """
 
 from __future__ import annotations
@@ -36,43 +37,43 @@ logger = logging.getLogger("millrace.retention")
 
 Kind = Literal["policy", "state", "shard", "orphan", "temporary"]
 Chosen = set[tuple[str, Kind, str]]
-"""Run, kind and name of the items that go."""
+"""Run, kind and name of the items to remove."""
 
 _READER_SECONDS = 3 * 3600.0
-"""How old a registration of a reader is at most while it lives, on the store's clock."""
+"""Greatest age of the registration of a living reader, by the store's clock."""
 _RENEW_SECONDS = 3600.0
 _MOST_CONFLICTS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Somebody who reads a run's files."""
+    """A process that reads a run's files."""
 
     what: str
-    """What it does: `replay`, `index`."""
+    """Its purpose: `replay`, `index`."""
     host: str
     pid: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """Files that go together."""
+    """Files that are removed together."""
 
     kind: Kind
     name: str
-    """Policy version, or those that share the files; shard id, or the path inside the run."""
+    """Policy version, or the versions that share the files; shard id; or the path inside the run."""
     reason: str
     """Why nothing needs it."""
     num_bytes: int
     modified_at: float
-    """Unix seconds on the store's clock, of the newest file."""
+    """Time of the newest file, in Unix seconds by the store's clock."""
     keys: tuple[str, ...]
     retired: bool
-    """True where the log says so already and only the deletion is left to be done."""
+    """True if the log has its entry already and only the deletion is missing."""
 
     @property
     def is_leftover(self) -> bool:
-        """True for what no log entry names any more, or ever did: it goes whatever its age."""
+        """True if no log entry needs it, or none ever named it: it is removed whatever its age."""
         return self.retired or self.kind in ("orphan", "temporary")
 
 
@@ -82,16 +83,16 @@ class RunReport:
 
     run: str
     num_bytes: int = 0
-    """All of the run's files before."""
+    """Size of all files of the run before."""
     kept: dict[int, str] = field(default_factory=dict)
     """Kept policy versions and why."""
     items: list[Item] = field(default_factory=list)
     readers: list[Reader] = field(default_factory=list)
-    """Who is reading; while there are any, nothing is deleted."""
+    """Current readers; nothing is deleted while there are any."""
     removed: bool = False
-    """False after a dry run, and where readers held it up."""
+    """False after a dry run, or if there were readers."""
     problem: str = ""
-    """Why the run was left alone: its log is damaged."""
+    """Why the run was skipped: its log is damaged."""
 
     @property
     def freed_bytes(self) -> int:
@@ -109,26 +110,26 @@ class RunReport:
 
 @contextlib.contextmanager
 def reading(log: RunLog, what: str, *, quiet: bool = False) -> Iterator[None]:
-    """Keep retention away from a run's files while the block runs. Folds the log: what is retired by then is gone.
+    """Prevent the deletion of a run's files while the block runs. Refreshes the log after it has registered.
 
-    The registration is written anew every hour. A reader that dies without a word holds retention up for three hours,
-    by the store's clock. Whoever may only read the store reads all the same, with a warning unless `quiet`.
+    The registration is renewed every hour. A reader that is killed blocks retention for three hours, by the store's
+    clock. A process that cannot write to the store reads without a registration, with a warning unless `quiet`.
     """
     document = json.dumps(to_json(Reader(what=what, host=socket.gethostname(), pid=os.getpid()))).encode()
     ended = threading.Event()
 
     def register() -> str:
         key = log.key(f"readers/{uuid.uuid4().hex}.json")
-        # Unlike `put`, also where the disk is full and retention is called to make room: so a new name every time.
+        # Unlike `put` this works on a full disk, where retention is to make room; it needs a new name each time.
         log.store.put_if_absent(key, document)
         return key
 
     def stay_registered(key: str) -> None:
         while not ended.wait(_RENEW_SECONDS):
-            with contextlib.suppress(OSError, StoreError):  # the next one is early enough
+            with contextlib.suppress(OSError, StoreError):  # the next one comes in time
                 old, key = key, register()
                 log.store.delete([old])
-        with contextlib.suppress(OSError, StoreError):  # one that cannot be deleted is forgotten by its age
+        with contextlib.suppress(OSError, StoreError):  # its age ends one that cannot be deleted
             log.store.delete([key])
 
     try:
@@ -151,10 +152,10 @@ def reading(log: RunLog, what: str, *, quiet: bool = False) -> Iterator[None]:
 def collect_garbage(
     store: ObjectStore, run_ids: Sequence[str], rules: Rules, *, dry_run: bool, ignore_readers: bool = False
 ) -> list[RunReport]:
-    """Remove what nothing needs from some runs, or from all of the store's where none is named.
+    """Remove what nothing needs from the named runs, or from all runs of the store if none is named.
 
-    Safe beside producers, trainers and a second call of itself. Raises `FileNotFoundError` for an unknown run, and
-    `LogDamaged` for a named one; where none is named, damaged ones are reported and left alone.
+    Safe beside producers, trainers and other calls. Raises `FileNotFoundError` for an unknown run, and `LogDamaged` for
+    a damaged one that is named; if none is named, damaged runs are reported and skipped.
     """
     named = list(dict.fromkeys(run_ids))
     now = _now(store)
@@ -181,27 +182,27 @@ def collect_garbage(
 
 
 class _Survey:
-    """A run's files as they were listed, and its log, which may have grown since."""
+    """The files of a run as they were listed, and its log, which may have grown since."""
 
     def __init__(self, log: RunLog, *, now: float) -> None:
         self.log = log
         self._now = now
-        # Listed before the fold: what the log has retired by then and is listed still needs deleting; what is written
-        # later is not listed and so never touched.
+        # Listed before the log is refreshed: a listed file that the log has retired still needs deleting, and a file
+        # that is written later is not listed, so it is never touched.
         self._files = log.store.walk(log.prefix)
         self.num_bytes = sum(file.num_bytes for file in self._files)
-        # A local store has temporary files of writers that died; S3 shows nothing before it is whole.
+        # A local store keeps temporary files of killed writers; S3 shows only complete objects.
         self._unfinished = log.store.unfinished(log.prefix) if isinstance(log.store, LocalStore) else []
         self._facts = Facts()
         log.refresh()
 
     def _kept(self, rules: Rules) -> dict[int, str]:
-        """Policy versions that stay by the log as it is now, and why."""
+        """Policy versions that stay, and why."""
         self._facts.extend(self.log)
         return with_anchors(kept_policies(self.log.state, rules, self._facts.evaluations), self._facts.anchors)
 
     def removable(self, rules: Rules) -> list[Item]:
-        """What may go by the log as it is now, whatever its age, as long as it is not just being written."""
+        """What may be removed, whatever its age, unless it is being written."""
         state, facts = self.log.state, self._facts
         kept = self._kept(rules)
         needed_shards, needed_states = reach(state, facts, kept)
@@ -221,10 +222,10 @@ class _Survey:
             match folder:
                 case "policies" if path in facts.versions_at:
                     versions = facts.versions_at[path]
-                    if kept.keys().isdisjoint(versions):  # what is retired is not kept, whatever the rules are now
+                    if kept.keys().isdisjoint(versions):  # a retired policy is never kept
                         retired = state.retired_policies.issuperset(versions)
                         anchor = facts.anchors.get(versions[0])
-                        # An anchor that may go takes the deltas against it along: without it they are nothing.
+                        # Deltas are removed together with their anchor: they are useless without it.
                         leader = anchor if anchor is not None and not retired and anchor not in kept else versions[-1]
                         going.setdefault((leader, retired), []).append((versions, files))
                 case "state" if path in facts.states:
@@ -252,7 +253,7 @@ class _Survey:
         return items
 
     def collect(self, rules: Rules, chosen: Chosen, *, dry_run: bool, ignore_readers: bool) -> RunReport:
-        """Retire and delete the chosen items that may still go, unless the run is being read."""
+        """Retire and delete the chosen items that may still be removed, unless the run has readers."""
         items, readers = self._still_chosen(rules, chosen), self._readers()
         removed = not dry_run and (ignore_readers or not readers)
         if removed:
@@ -272,7 +273,7 @@ class _Survey:
         )
 
     def _readers(self) -> list[Reader]:
-        """Who reads the run's files now."""
+        """The current readers of the run's files."""
         files = [f for f in self.log.store.walk(self.log.key("readers")) if self._now - f.modified_at < _READER_SECONDS]
         documents = self.log.store.get_many([file.key for file in files])
         return [from_json(Reader, json.loads(document)) for document in documents if document is not None]
@@ -281,7 +282,7 @@ class _Survey:
         return [item for item in self.removable(rules) if (self.log.run_id, item.kind, item.name) in chosen]
 
     def _retire(self, rules: Rules, chosen: Chosen) -> list[Item]:
-        """Append the entry that says what goes; returns what then may be deleted."""
+        """Append the entry that names the items; returns the items that may be deleted."""
         for _ in range(_MOST_CONFLICTS):
             self.log.refresh()
             items = self._still_chosen(rules, chosen)
@@ -289,15 +290,15 @@ class _Survey:
                 self.log.append(self._entry([item for item in items if not item.retired], rules))
                 break
             except Conflict:
-                continue  # an alias was set, or an orphan got its entry meanwhile: plan again
+                continue  # an alias was set, or an orphan got its entry: plan again
         else:
             raise Conflict(f"run {self.log.run_id!r} changed {_MOST_CONFLICTS} times while it was planned; try again")
-        # The append folded the log once more: orphaned rewards may have got their entry, which it does not refuse.
+        # The append refreshed the log. It does not refuse the entry of orphaned rewards, which may have come meanwhile.
         left = {key for item in self.removable(rules) for key in item.keys}
         return [item for item in items if left.issuperset(item.keys)]
 
     def _entry(self, items: Sequence[Item], rules: Rules) -> Retire:
-        """What is retired; an entry without anything in it is one that every log holds already."""
+        """The entry that names the items. Appending an empty one changes nothing."""
         folder = self.log.key("shards/")
         lost = [item.name for item in items if item.kind == "orphan"]
         writers = (self.log.key("policies/"), self.log.key("state/"))
@@ -328,7 +329,7 @@ class _Survey:
                     known = (rescored is not None and shard_id in rescored.files) or shard_id in state.retired_shards
                     owned["shards" if known else "rewards", shard_id if known else f"{rewards}/{name}"].append(file)
                 case _:
-                    pass  # the log, the search index, and whatever else lives here is not ours to judge
+                    pass  # the log, the search index and other files are not for retention to judge
         return owned
 
 
@@ -345,7 +346,7 @@ def _item(kind: Kind, name: str, files: Sequence[StoredFile], reason: str, retir
 
 
 def _choose(surveys: Sequence[_Survey], rules: Rules, *, now: float) -> Chosen:
-    """Which items go: leftovers always; the rest by age, and oldest first until the size is reached."""
+    """Choose items: leftovers always, the others by age, oldest first, until the size is reached."""
     num_bytes = sum(survey.num_bytes for survey in surveys)
     items = [(survey.log.run_id, item) for survey in surveys for item in survey.removable(rules)]
     chosen: Chosen = set()
@@ -361,7 +362,7 @@ def _choose(surveys: Sequence[_Survey], rules: Rules, *, now: float) -> Chosen:
 
 
 def _remove_empty_folders(store: ObjectStore, items: Sequence[Item]) -> None:
-    """A disk keeps the folders of deleted files. Only folders of one writer go: into the others somebody may write."""
+    """Remove the empty folders of policies and states. Other folders have several writers, which need them."""
     if isinstance(store, LocalStore):
         folders = {key.rpartition("/")[0] for item in items for key in item.keys}
         for folder in (f for f in folders if f.split("/")[2:3] in (["policies"], ["state"])):
@@ -370,9 +371,9 @@ def _remove_empty_folders(store: ObjectStore, items: Sequence[Item]) -> None:
 
 
 def _now(store: ObjectStore) -> float:
-    """Unix seconds on the store's clock, with which every age is measured."""
+    """Unix seconds by the store's clock, which measures every age."""
     key = f"clock/{uuid.uuid4().hex}"
-    store.put_if_absent(key, b"")  # unlike `put`, also where the disk is full and we are called to make room
+    store.put_if_absent(key, b"")  # unlike `put` this works on a full disk
     now = next(file.modified_at for file in store.walk("clock") if file.key == key)
     store.delete([key])
     return now

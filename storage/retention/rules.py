@@ -1,11 +1,11 @@
-"""What retention keeps: the rules, how people write them, and what they keep of a run.
+"""The rules of retention: how users write them, and what they keep of a run.
 
-In: counts, an age and a size; a run's log. Out: `Rules`; the policies they keep, and what these reach.
+In: counts, an age and a size; a run's log. Out: `Rules`; the policies that they keep, and the files that these need.
 
-A policy is kept while it is the base model, live, named by an alias, among the newest, one of every so many, or has the
-best score; and while one of these is stored as a delta against it. A kept policy reaches what trains it again: its
-shards, the saved state before its step, and the shards of the steps in between. What resumes the run, and every shard
-with a pending group, is reached always.
+A policy is kept if it is the base model, live, named by an alias, among the newest, one of every `keep_every`, or the
+best on a split; and if a kept policy is a delta against it. A kept policy needs what trains it again: its shards, the
+saved state before its step, and the shards of the steps in between. What resumes the run, and every shard with a
+pending group, is always kept.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from storage.log.run_state import RunState
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What to keep. Without an age or a size, everything goes that no kept policy reaches."""
+    """What to keep. Without an age and a size, everything that no kept policy needs is removed."""
 
     keep_last: int = 5
-    """The newest policies, the live one among them; an engine may still be loading one that is no longer live."""
+    """Number of newest policies, including the live one; an engine may still be loading an earlier one."""
     keep_every: int = 0
-    """Every so many versions one more; 0: none."""
+    """Also keep every version that is a multiple of this; 0: none."""
     older_than_seconds: float = 0.0
-    """Only what was written at least so long ago goes."""
+    """Remove only what was written at least so long ago."""
     max_bytes: int | None = None
-    """Only so much goes, oldest first, that the runs together come down to this size; null: all of it goes."""
+    """Remove the oldest first, until all runs together have at most this size; None: remove everything."""
     orphan_seconds: float = 3600.0
-    """How old a file without a log entry must be: a writer puts the file first and the entry behind it."""
+    """Age at which a file without a log entry is removed: a writer writes the file before the entry."""
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "older_than_seconds"):
@@ -51,27 +51,27 @@ class Rules:
 
 @dataclass
 class Facts:
-    """What a plan looks up, taken from every entry once: decoding 10⁵ entries takes seconds, and a plan is made often.
+    """What a plan needs of the log, collected from each entry once: decoding 10⁵ entries takes seconds.
 
-    Holds names and numbers, not entries: those of a long run would fill gigabytes.
+    Holds names and numbers, not entries, which fill gigabytes in a long run.
     """
 
     steps: list[tuple[int, str | None, tuple[str, ...]]] = field(default_factory=list)
-    """Per step: the version it made, the folder of its saved state, the shards it read."""
+    """Per step: its policy version, the folder of its saved state, the shards that it read."""
     states: set[str] = field(default_factory=set)
     versions_at: dict[str, list[int]] = field(default_factory=dict)
-    """Folder → its policy versions, rising: a step that was skipped makes a version without files of its own."""
+    """Folder → its policy versions, rising: a skipped step makes a version that shares its parent's files."""
     anchors: dict[int, int] = field(default_factory=dict)
-    """Policy version stored as a delta → the version it is against."""
+    """Policy version stored as a delta → the version of its anchor."""
     evaluations: list[Evaluation] = field(default_factory=list)
     eval_shards: dict[str, int] = field(default_factory=dict)
-    """Id of a shard of evaluation rows → the version that sampled it."""
+    """Id of an evaluation shard → the policy version that sampled it."""
     scored_shards: dict[str, int] = field(default_factory=dict)
-    """Those that an evaluation names → the version it is about. The others are of one that runs, or was killed."""
+    """Id of a shard that an evaluation names → its policy version. The others belong to a running or killed one."""
     _seen: int = 0
 
     def extend(self, log: RunLog) -> None:
-        """Take in the entries that were folded since the last call."""
+        """Add the entries since the last call."""
         for number in range(self._seen, len(log.entries)):
             match log.entries[number].body:
                 case Step(policy=policy, state_path=state_path, shard_sha256=shards):
@@ -94,7 +94,7 @@ class Facts:
 
 
 def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluation]) -> dict[int, str]:
-    """Policy versions that stay, and why. What is retired already stays retired."""
+    """Policy versions to keep, and why. A retired version is never kept."""
     best: dict[str, tuple[float, int]] = {}
     for evaluation in evaluations:
         if evaluation.version not in state.retired_policies and not evaluation.failed:
@@ -115,17 +115,14 @@ def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluatio
 
 
 def with_anchors(kept: dict[int, str], anchors: Mapping[int, int]) -> dict[int, str]:
-    """Kept versions with those that they are stored as deltas against; `anchors` by version."""
+    """Kept versions and the anchors of their deltas; `anchors` by version."""
     needed = {anchors[version]: version for version in reversed(kept) if version in anchors}
     reasons = {anchor: f"anchor of {version}" for anchor, version in needed.items()}
     return dict(sorted({**reasons, **kept}.items()))
 
 
 def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> tuple[set[str], set[str]]:
-    """Shards and state folders that policies `kept`, a resume and the queue need.
-
-    `facts` must have taken in what `state` has.
-    """
+    """Shards and state folders that the kept policies, a resume and the queue need. `facts` must be up to `state`."""
     kept = set(kept)
     shards = {state.shard_of[group_id] for group_id in state.pending}
     shards |= {shard_id for shard_id, version in facts.scored_shards.items() if version in kept}
@@ -136,7 +133,7 @@ def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> tuple[set[str],
         if path is not None and path not in state.retired_states
     }
     numbers = list(saved)
-    # Training step n again starts from the newest state before it; a resume is about to train the next step.
+    # Training step n again starts from the newest state before it; a resume trains the next step.
     targets = [number for number, (version, _, _) in enumerate(facts.steps, start=1) if version in kept]
     for target in [*targets, state.step + 1]:
         before = bisect.bisect_left(numbers, target)
@@ -154,9 +151,9 @@ _BYTES |= {"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40}
 
 
 def make_rules(*, keep_last: int, keep_every: int, older_than: str, max_size: str) -> Rules:
-    """Rules as people write them: `older_than="30d", max_size="50GB"`, empty for none.
+    """Rules from text such as `older_than="30d", max_size="50GB"`, empty for none.
 
-    Raises `ValueError` naming what cannot be read.
+    Raises `ValueError` for text that cannot be read.
     """
     return Rules(
         keep_last=keep_last,

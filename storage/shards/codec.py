@@ -1,8 +1,8 @@
-"""Shard schema v1: groups of trajectories ⇄ one Arrow IPC file, checked on the way in and on the way out.
+"""Groups of trajectories ⇄ a table of shard schema v1, one row per training sequence.
 
-In: `RolloutGroup`s. Out: file bytes (Arrow IPC), one row per training sequence; and back, as a table.
-Facts are stored, views are derived: advantages, masks over turns and batches are never in a shard.
-The format is written down for other languages in docs/shard_format.md.
+In: `RolloutGroup`s. Out: a checked table, which is written as one Arrow IPC file; and a table from the file's bytes.
+A shard stores facts only: advantages, masks over turns and batches are derived.
+docs/shard_format.md describes the format for other languages.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from storage.shards.schema import (
 )
 
 COMPRESSION = "lz4"
-"""Of the buffers inside the file; chosen by measurement, see docs/shard_format.md. A reader takes any."""
+"""Of the buffers in the file; measured in docs/shard_format.md. A reader accepts any."""
 _FLUSH_EARLIER = "flush shards earlier: lower `shard_bytes` in the run file's [rollout]"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """What a shard says about where it comes from; written into the file's metadata."""
+    """Where a shard comes from; written into the file's metadata."""
 
     run_id: str
     shard_id: str
@@ -53,7 +53,7 @@ class Provenance:
 
 
 def summarise(group: RolloutGroup) -> GroupSummary:
-    """The log's view of a group."""
+    """What the log stores of a group."""
     usable = group.usable
     versions: set[int] = set().union(*(_distinct(turn.weight_versions) for t in usable for turn in t.turns))
     rewards = [t.reward for t in usable if t.reward is not None]
@@ -83,7 +83,7 @@ def summarise(group: RolloutGroup) -> GroupSummary:
 
 
 def _distinct(versions: list[int]) -> set[int]:
-    """The policies that sampled a turn: nearly always one, and then counting is much faster than hashing."""
+    """The policies that sampled a turn. It is nearly always one, and then counting is much faster than hashing."""
     one = versions[:1]
     return set(one if one and versions.count(one[0]) == len(versions) else versions)
 
@@ -91,15 +91,15 @@ def _distinct(versions: list[int]) -> set[int]:
 def shard_table(
     groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
 ) -> pa.Table:
-    """The usable attempts of some groups as rows, checked, with the file's metadata on the schema.
+    """The usable attempts of groups as rows, checked, with the file's metadata in the schema.
 
-    Raises `BadShard` when a row breaks a rule of the schema or a shard cannot hold so much.
+    Raises `BadShard` if a row breaks a rule of the schema, or there is more than a shard can hold.
     """
     rows = [row for group in groups for row in _rows(group)]
     try:
         tokens = _token_columns(rows)
         with ThreadPoolExecutor(max_workers=1) as beside:
-            digest = beside.submit(content_sha256, pa.table(tokens))  # hashing leaves the interpreter to us
+            digest = beside.submit(content_sha256, pa.table(tokens))  # hashing does not hold the interpreter
             facts = _fact_columns(rows, sampling=sampling, is_eval=is_eval, worker_id=provenance.producer)
             adapters = [list(_adapters(row).items()) for row in rows]
     except _Unwritable as error:
@@ -123,7 +123,7 @@ def shard_table(
 
 
 def open_shard(data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table in some shard bytes, its values not looked at: call `check` before trusting them.
+    """The table in the bytes of a shard. Its values are not checked: call `check` before trusting them.
 
     With `columns` only those are decompressed, and the ones `check` needs. Columns that a newer minor writer added
     are kept; a missing column, a column of another type or a newer major schema is an error.
@@ -140,12 +140,12 @@ def open_shard(data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | N
 
 
 class _Unwritable(Exception):
-    """What the groups hold has no place in a shard; `shard_table` adds which one."""
+    """A value that a shard cannot store; `shard_table` adds the name of the shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One training sequence, before it is columns."""
+    """One training sequence before it is split into columns."""
 
     group: RolloutGroup
     num_usable: int
@@ -163,7 +163,7 @@ def _rows(group: RolloutGroup) -> Iterator[_Row]:
 
 
 def _sequence_turns(trajectory: Trajectory) -> list[list[Turn]]:
-    """The attempt's turns by training sequence; a sequence in which nothing was sampled trains nothing."""
+    """The attempt's turns by training sequence, without sequences in which nothing was sampled."""
     sequences: dict[int, list[Turn]] = {}
     for turn in trajectory.turns:
         sequences.setdefault(turn.sequence_idx, []).append(turn)
@@ -172,7 +172,7 @@ def _sequence_turns(trajectory: Trajectory) -> list[list[Turn]]:
 
 
 def _adapters(row: _Row) -> dict[int, str]:
-    """Policy version → digest of the adapter it sampled the row's tokens with; without adapters empty."""
+    """Policy version → digest of the adapter that sampled the row's tokens; empty without adapters."""
     served: dict[int, str] = {}
     for turn in row.turns:
         for version, digest in turn.adapters.items():
@@ -182,7 +182,7 @@ def _adapters(row: _Row) -> dict[int, str]:
 
 
 def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:
-    """The ragged columns and what follows from them. Every row has a sampled token."""
+    """The columns with a value per token, and those derived from them. Every row has a sampled token."""
     turns = [turn for row in rows for turn in row.turns]
     context = np.array([len(turn.context_ids) for turn in turns], dtype=np.int64)
     sampled = np.array([len(turn.sampled_ids) for turn in turns], dtype=np.int64)
@@ -201,9 +201,9 @@ def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:
     _place("input_ids", ids, [turn.sampled_ids for turn in turns], ends - sampled)
     _place("logprobs", logprobs, [turn.logprobs for turn in turns], ends - sampled)
     # Nearly every turn was sampled by one policy; only the others are copied version by version.
-    found = [_distinct(turn.weight_versions) for turn in turns]
-    mixed = [index for index, versions in enumerate(found) if len(versions) > 1]
-    _place("weight_versions", one, [[next(iter(versions), NOT_SAMPLED) for versions in found]], np.zeros(1, np.int64))
+    sampled_by = [_distinct(turn.weight_versions) for turn in turns]
+    mixed = [index for index, versions in enumerate(sampled_by) if len(versions) > 1]
+    _place("weight_versions", one, [[next(iter(v), NOT_SAMPLED) for v in sampled_by]], np.zeros(1, np.int64))
     spans = np.stack([context, sampled], axis=1).ravel()
     versions = np.repeat(np.stack([np.full_like(one, NOT_SAMPLED), one], axis=1).ravel(), spans)
     _place("weight_versions", versions, [turns[index].weight_versions for index in mixed], (ends - sampled)[mixed])
@@ -214,7 +214,7 @@ def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:
         "weight_versions": pa.array(versions),
     }
     starts = np.cumsum(lengths) - lengths
-    # Unsigned, −1 is the largest number of all, and the smallest one is the oldest version that sampled.
+    # Unsigned, −1 is the largest number, so the minimum is the oldest version that sampled.
     heads = np.minimum.reduceat(versions.view(np.uint32), starts).view(np.int32) if rows else versions
     tails = np.maximum.reduceat(versions, starts) if rows else versions
     return {
@@ -226,7 +226,7 @@ def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:
 
 
 def _place(name: str, into: np.ndarray, lists: Sequence[Sequence[float]], starts: np.ndarray) -> None:
-    """Copy lists of numbers to where they belong; `struct` is the fastest way out of a list that Python has."""
+    """Copy each list of numbers to its start; `struct` is the fastest way in Python."""
     code, size = into.dtype.char, into.itemsize
     try:
         for numbers, start in zip(lists, starts.tolist(), strict=True):
@@ -236,7 +236,7 @@ def _place(name: str, into: np.ndarray, lists: Sequence[Sequence[float]], starts
 
 
 def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, worker_id: str) -> dict[str, pa.Array]:
-    """Everything that is not per token."""
+    """The columns with one value per row."""
     facts: dict[str, list[Any]] = {
         "group_id": [row.group.id for row in rows],
         "prompt_id": [row.group.task.id for row in rows],
@@ -265,15 +265,14 @@ def _fact_columns(rows: Sequence[_Row], *, sampling: Sampling, is_eval: bool, wo
         sampled_len=_array([len(turn.sampled_ids) for turn in turns], TURN.field("sampled_len")),
         tool_calls=_lists([len(turn.tool_calls) for turn in turns], _structs(calls, CALL), pa.list_(CALL)),
     )
-    # Written once per trajectory: a forked sequence refers to the first one's.
+    # Written once per trajectory, in the row of its first sequence.
     messages = [row.trajectory.messages if row.sequence_idx == 0 else [] for row in rows]
+    message_column = _structs([message for row in messages for message in row], MESSAGE)
     return {
         **{key: _array(values, SCHEMA.field(key)) for key, values in facts.items()},
         **{key: pa.repeat(pa.scalar(v, SCHEMA.field(key).type), len(rows)) for key, v in constants.items()},
         "turns": _lists([len(row.turns) for row in rows], turn_column, pa.list_(TURN)),
-        "messages": _lists(
-            [len(m) for m in messages], _structs([m for said in messages for m in said], MESSAGE), pa.list_(MESSAGE)
-        ),
+        "messages": _lists([len(row) for row in messages], message_column, pa.list_(MESSAGE)),
         "multimodal_features": pa.nulls(len(rows)),
         "multimodal_positions": pa.nulls(len(rows)),
     }
@@ -284,13 +283,13 @@ def _array(values: Sequence[Any], field: pa.Field) -> pa.Array:
         array = pa.array(values, type=field.type)
     except pa.ArrowException as error:
         raise _Unwritable(f"{field.name}: {error}") from error
-    if isinstance(array, pa.ChunkedArray):  # its text has outgrown the 32-bit offsets of one array
+    if isinstance(array, pa.ChunkedArray):  # its text exceeds the 32-bit offsets of one array
         raise _Unwritable(f"{field.name}: more than {LARGEST} bytes of text; {_FLUSH_EARLIER}")
     return array
 
 
 def _structs(records: Sequence[Any], kind: pa.StructType, **given: pa.Array) -> pa.Array:
-    """Records as a struct array, field by field; `given` are the fields that are no attributes."""
+    """Records as a struct array; `given` are the fields that are not attributes of the records."""
     fields = [given[f.name] if f.name in given else _array([getattr(r, f.name) for r in records], f) for f in kind]
     return pa.StructArray.from_arrays(fields, fields=list(kind))
 

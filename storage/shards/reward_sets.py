@@ -1,10 +1,10 @@
-"""Rewards computed again: one Arrow file per shard and name, beside the recorded rewards, which stay as they are.
+"""Rewards computed again: one Arrow file per shard and name. The recorded rewards in the shard do not change.
 
     shard ─▶ attempts (reply, recorded reward) ─ a reward function ─▶ rewards/<name>/<shard id>.arrow ─▶ `Rescore` entry
     `Rescore` entry ─▶ read bytes ─▶ sha256 as recorded? ─▶ the shard's rows with these rewards, else DamagedRewards
 
-One row per attempt. A file is written once; whoever finds one that no entry names, from a rescore that was cut off,
-takes it as it is.
+A file has one row per attempt and is written once. A rescore that was cut off leaves files that no log entry names; the
+next one uses them.
 """
 
 from __future__ import annotations
@@ -33,58 +33,57 @@ SCHEMA = pa.schema(
 
 
 class DamagedRewards(InvalidInput):
-    """A file of rewards is not what the log says; the message names it and the way out."""
+    """A file of rewards differs from its entry in the log; the message names the file and the remedy."""
 
 
 class RewardNameInUse(InvalidInput):
-    """The name belongs to rewards of another function; the message suggests a free one."""
+    """The name belongs to rewards of another function; the message suggests a free name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSet:
-    """Whose rewards these are."""
+    """A named set of rewards, and the function that made them."""
 
     name: str
-    """What the set is called."""
     reward: str
     """Import path of the function."""
     reward_sha256: str
-    """Digest of the file the function is in."""
+    """Digest of the file of the function."""
 
     def is_of(self, reward: str, reward_sha256: str) -> bool:
-        """True for the same function of the same file, wherever that file lies on this machine."""
+        """True if this function in a file with this digest made the set, wherever the file is."""
         return reward.rpartition(":")[2] == self.reward.rpartition(":")[2] and reward_sha256 == self.reward_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """What a reward function needs to know of an attempt."""
+    """The input of a reward function."""
 
     group_id: str
     prompt_id: str
     attempt: int
     reply: str | None
-    """The policy's last message; null where it wrote none."""
+    """The policy's last message; None if it wrote none."""
     recorded: float | None
-    """The reward it was given at the time."""
+    """The reward in the shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewReward:
-    """What an attempt is worth now."""
+    """The new reward of an attempt."""
 
     reward: float | None
-    """Null: not applicable, or the function failed."""
+    """None: not applicable, or the function failed."""
     parts: dict[str, float | None]
     """Named components."""
 
 
 SCORED_COLUMNS = ("group_id", "prompt_id", "attempt", "sequence_idx", "messages", "reward")
-"""What of a shard `attempts_of` needs."""
+"""The columns of a shard that `attempts_of` needs."""
 
 
 def attempts_of(table: pa.Table) -> list[Attempt]:
-    """The attempts of a shard, in row order; a forked attempt counts once, by its first sequence."""
+    """The attempts of a shard in row order; a forked attempt once, by its first sequence."""
     first = table.filter(pc.equal(table["sequence_idx"], 0))
     columns = [first[name].to_pylist() for name in ("group_id", "prompt_id", "attempt", "messages", "reward")]
     return [
@@ -100,7 +99,7 @@ def attempts_of(table: pa.Table) -> list[Attempt]:
 
 
 def check_name(state: RunState, reward_set: RewardSet, *, run: str) -> None:
-    """Raise `RewardNameInUse` when the name holds rewards of other code, naming the next free one."""
+    """Raise `RewardNameInUse` if the name holds rewards of other code."""
     rescore = state.rescored.get(reward_set.name)
     if rescore is not None and not reward_set.is_of(rescore.reward, rescore.reward_sha256):
         raise _name_in_use(state, reward_set, run=run, other=f"{rescore.reward} at sha256 {rescore.reward_sha256[:12]}")
@@ -109,9 +108,9 @@ def check_name(state: RunState, reward_set: RewardSet, *, run: str) -> None:
 def put_rewards(
     log: RunLog, shard: Shard, reward_set: RewardSet, attempts: Sequence[Attempt], rewards: Sequence[NewReward]
 ) -> tuple[str, pa.Table]:
-    """Write a shard's new rewards unless they are there; returns the sha256 and the rows of the file that is.
+    """Write a shard's new rewards unless their file exists; returns the sha256 and the rows of the file.
 
-    Raises `RewardNameInUse` when a file of other code is there.
+    Raises `RewardNameInUse` if a file of other code exists.
     """
     table = pa.table(
         {
@@ -128,14 +127,14 @@ def put_rewards(
     if log.store.put_if_absent(rewards_key(log, reward_set.name, shard.id), data):
         return sha256_of(data), table
     existing = find_rewards(log, shard, reward_set)
-    assert existing is not None, "what could not be written is there"
+    assert existing is not None, "the file exists"
     return existing
 
 
 def find_rewards(log: RunLog, shard: Shard, reward_set: RewardSet) -> tuple[str, pa.Table] | None:
-    """The sha256 and rows of a file that a rescore wrote before it was cut off; null where there is none.
+    """The sha256 and rows of the file that a rescore wrote before it was cut off; None if there is none.
 
-    Raises `RewardNameInUse` when it was made by other code, `DamagedRewards` when it cannot be read.
+    Raises `RewardNameInUse` if other code made it, `DamagedRewards` if it cannot be read.
     """
     key = rewards_key(log, reward_set.name, shard.id)
     try:
@@ -152,9 +151,9 @@ def find_rewards(log: RunLog, shard: Shard, reward_set: RewardSet) -> tuple[str,
 
 
 def read_rewards(log: RunLog, shard: Shard, name: str) -> pa.Table:
-    """One row per attempt of a shard, as the rewards `name` have it.
+    """The rewards `name` of a shard, one row per attempt.
 
-    Raises `DamagedRewards` when the file is missing or altered, `KeyError` when the log names none.
+    Raises `DamagedRewards` if the file is missing or altered, `KeyError` if the log does not name it.
     """
     key = rewards_key(log, name, shard.id)
     try:
@@ -167,13 +166,13 @@ def read_rewards(log: RunLog, shard: Shard, name: str) -> pa.Table:
 
 
 def with_rewards(table: pa.Table, rewards: pa.Table) -> pa.Table:
-    """The rows of a shard with other rewards, those of `read_rewards`; every sequence of an attempt gets its reward.
+    """The rows of a shard with the rewards of `read_rewards`. Every sequence of an attempt gets the attempt's reward.
 
-    Raises `DamagedRewards` when an attempt has none, not even null.
+    Raises `DamagedRewards` if an attempt has no row in `rewards`.
     """
     rank = pc.index_in(_attempt_keys(table), value_set=_attempt_keys(rewards))
     if rank.null_count:
-        raise DamagedRewards(f"{rank.null_count} rows of a shard have no attempt in its new rewards; {_WAY_OUT}")
+        raise DamagedRewards(f"{rank.null_count} rows of a shard have no attempt in its new rewards; {_REMEDY}")
     for name in {"reward", "reward_parts"}.intersection(table.column_names):
         values = rewards[name].combine_chunks().take(rank)
         table = table.set_column(table.column_names.index(name), table.schema.field(name), values)
@@ -181,15 +180,15 @@ def with_rewards(table: pa.Table, rewards: pa.Table) -> pa.Table:
 
 
 def rewards_key(log: RunLog, name: str, shard_id: str) -> str:
-    """Store key of one file."""
+    """Store key of the file of one shard."""
     return log.key(f"rewards/{name}/{shard_id}.arrow")
 
 
-_WAY_OUT = "put it back from a copy, or compute the rewards anew under another name: `millrace rescore … --name`"
+_REMEDY = "restore it from a copy, or compute the rewards again under another name: `millrace rescore … --name`"
 
 
 def _attempt_keys(table: pa.Table) -> pa.Array:
-    """One string per row that names its attempt."""
+    """For each row a string that identifies its attempt."""
     attempts = table["attempt"].combine_chunks().cast(pa.string())
     return pc.binary_join_element_wise(table["group_id"].combine_chunks(), attempts, "\0")
 
@@ -198,14 +197,14 @@ def _decode(data: bytes, *, log: RunLog, key: str) -> pa.Table:
     try:
         table = pa.ipc.open_file(pa.BufferReader(data)).read_all()
     except (pa.ArrowInvalid, OSError) as error:
-        raise _damaged(log, key, f"it is no Arrow IPC file, or cut off ({error})") from error
+        raise _damaged(log, key, f"it is not an Arrow IPC file, or cut off ({error})") from error
     if missing := set(SCHEMA.names) - set(table.column_names):
         raise _damaged(log, key, f"columns {sorted(missing)} are missing")
     return table.combine_chunks()
 
 
 def _damaged(log: RunLog, key: str, problem: str) -> DamagedRewards:
-    return DamagedRewards(f"{log.store.uri}/{key}: {problem}; {_WAY_OUT}")
+    return DamagedRewards(f"{log.store.uri}/{key}: {problem}; {_REMEDY}")
 
 
 def _name_in_use(state: RunState, reward_set: RewardSet, *, run: str, other: str) -> RewardNameInUse:
@@ -214,5 +213,5 @@ def _name_in_use(state: RunState, reward_set: RewardSet, *, run: str, other: str
         number += 1
     return RewardNameInUse(
         f"run {run!r} has rewards {name!r} already, made by {other}; they stay as they are. "
-        f"Take another name: --name {name}-{number}"
+        f"Use another name: --name {name}-{number}"
     )

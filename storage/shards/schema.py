@@ -1,7 +1,6 @@
-"""Shard schema v1: its columns, the rules they keep, and the digest of the tokens.
+"""Shard schema v1: its columns, its rules, and the digest of the tokens.
 
-In: an Arrow table. Out: `BadShard` where it is no shard of this version; columns as flat arrays.
-The format is written down for other languages in docs/shard_format.md.
+In: an Arrow table. Out: `BadShard` if it breaks the schema; columns as flat arrays.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from storage.records import NOT_SAMPLED
 
 SCHEMA_VERSION = 1
 LARGEST = 2**31 - 1
-"""Most tokens, and most bytes of text in one column, that the 32-bit offsets of one shard address."""
+"""Most tokens, and most bytes of text in one column, that the 32-bit offsets of a shard can address."""
 
 
 class BadShard(Exception):
-    """A shard that breaks the schema's rules; the message names the shard and the rule."""
+    """A shard breaks the schema; the message names the shard and the rule."""
 
 
 class NewerSchema(BadShard, ValueError):
-    """A shard of a later major version: nothing is wrong with it, but this Millrace is too old to read it."""
+    """A shard of a later major version. It is intact, but this Millrace is too old to read it."""
 
 
 CALL = pa.struct(
@@ -95,11 +94,11 @@ SCHEMA = pa.schema(
 )
 
 ADAPTERS = pa.field("adapters", pa.map_(pa.int32(), pa.string()))
-"""Beside the columns above where adapters (LoRA) sampled: policy version → digest of the adapter the engine held."""
+"""An additional column if adapters (LoRA) sampled: policy version → digest of the adapter in the engine."""
 
 
 def check_schema(schema: pa.Schema, *, name: str) -> None:
-    """Raise `BadShard` unless this version's columns are all there with their types; others may stand beside them.
+    """Raise `BadShard` unless all columns of this version are there with their types. Other columns are allowed.
 
     Raises `NewerSchema` for a later major version.
     """
@@ -113,19 +112,19 @@ def check_schema(schema: pa.Schema, *, name: str) -> None:
     if missing:
         raise BadShard(f"shard {name}: columns {missing} are missing")
     for field in [*SCHEMA, ADAPTERS] if ADAPTERS.name in schema.names else SCHEMA:
-        if (found := schema.field(field.name).type) != field.type:
-            raise BadShard(f"shard {name}: column {field.name} has type {found}, schema version 1 has {field.type}")
+        if (actual := schema.field(field.name).type) != field.type:
+            raise BadShard(f"shard {name}: column {field.name} has type {actual}, schema version 1 has {field.type}")
 
 
 def check(table: pa.Table, *, name: str) -> None:
-    """Raise `BadShard` unless every rule of schema v1 holds, in whole columns rather than row by row."""
+    """Raise `BadShard` unless every rule of schema v1 holds. Works on whole columns, not row by row."""
 
     def rule(holds: Any, sentence: str) -> None:
         if not holds:
             raise BadShard(f"shard {name}: {sentence}")
 
     try:
-        table.validate(full=True)  # offsets within bounds: below they are trusted
+        table.validate(full=True)  # offsets are within bounds: the code below trusts them
     except pa.ArrowException as error:
         raise BadShard(f"shard {name}: {error}") from error
     for key in CHECKED:
@@ -137,7 +136,7 @@ def check(table: pa.Table, *, name: str) -> None:
     columns = {key: _whole(table[key]) for key in _TOKEN_COLUMNS}
     rule(not any(column.flatten().null_count for column in columns.values()), "a token has a null")
     mask, logprobs, versions = (flat(columns[key]) for key in ("loss_mask", "logprobs", "weight_versions"))
-    # Comparisons of whole columns, no boolean index: that would cost ten times as much.
+    # Whole columns are compared: a boolean index would take ten times as long.
     rule((logprobs <= 0).all() and logprobs.min(initial=0) > -np.inf, "a logprob is positive or not finite")
     rule(not ((logprobs != 0) > mask).any(), "a logprob is set where nothing was sampled")
     rule(not ((versions != NOT_SAMPLED) > mask).any(), "a weight version is set where nothing was sampled")
@@ -173,7 +172,7 @@ def row_offsets(column: pa.Array | pa.ChunkedArray) -> np.ndarray:
 
 
 def content_sha256(table: pa.Table) -> str:
-    """Digest of the token columns' values and row lengths, independent of compression and chunking."""
+    """Digest of the token columns and the row lengths, independent of compression and chunking."""
     digest = hashlib.sha256(np.ascontiguousarray(row_offsets(table["input_ids"]), dtype="<i8").data)
     for name, dtype in _TOKEN_COLUMNS.items():
         digest.update(np.ascontiguousarray(flat(table[name]), dtype=dtype).data)
@@ -182,7 +181,7 @@ def content_sha256(table: pa.Table) -> str:
 
 _TOKEN_COLUMNS = {"input_ids": "<i4", "loss_mask": "?", "logprobs": "<f4", "weight_versions": "<i4"}
 CHECKED = (*_TOKEN_COLUMNS, "head_version", "tail_version", "group_id", "attempt", "group_usable")
-"""Columns that `check` reads; none of them has nulls."""
+"""Columns that `check` reads, which have no nulls."""
 
 
 def _whole(column: pa.Array | pa.ChunkedArray) -> pa.Array:

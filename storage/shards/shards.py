@@ -1,4 +1,4 @@
-"""Writing a shard so that it is committed once, and reading one so that it is what was committed.
+"""Write a shard and commit it once; read a shard exactly as it was committed.
 
 groups ─▶ encode ─▶ put shards/<id>.arrow ─▶ append a `Shard` entry to the run's log   (data first, the log last)
 log entry ─▶ map or fetch the file ─▶ sha256 as recorded? ─▶ rules kept? ─▶ table, else DamagedShard
@@ -25,7 +25,7 @@ from storage.shards.schema import BadShard, NewerSchema, check, flat
 
 
 class DamagedShard(UserError):
-    """A committed shard cannot be read as committed. Quarantine it and go on: its prompts run again."""
+    """A shard cannot be read as it was committed. Quarantine it and continue: its prompts run again."""
 
     def __init__(self, shard_id: str, reason: str, file: str = "") -> None:
         super().__init__(f"shard {shard_id}: {reason}" + (f" ({file})" if file else ""))
@@ -46,18 +46,18 @@ def commit_shard(
     is_eval: bool = False,
     seconds: dict[str, float] | None = None,
 ) -> Shard:
-    """Write the groups as one shard and commit it; returns what the log holds.
+    """Write the groups as one shard and commit it; returns the log's entry.
 
-    Calling it again with the same shard id changes nothing, whatever the groups are.
-    Raises `storage.log.run_log.Conflict` when another producer has committed one of the prompts meanwhile;
-    the file then stays behind unreferenced.
+    A second call with the same shard id changes nothing, whatever the groups are.
+    Raises `storage.log.run_state.Conflict` if another producer has committed one of the prompts; the file then has no
+    log entry.
     """
     recorded = log.refresh().shards.get(provenance.shard_id)
     if recorded is not None:
         return recorded
     started = time.perf_counter()
     table = shard_table(groups, provenance=provenance, sampling=sampling, is_eval=is_eval)
-    with ThreadPoolExecutor(max_workers=2) as beside:  # compressing, hashing and the disk leave the interpreter free
+    with ThreadPoolExecutor(max_workers=2) as beside:  # compressing, hashing and writing do not hold the interpreter
         summarising = beside.submit(lambda: [summarise(group) for group in groups])
         data = ipc_bytes(table, compression=COMPRESSION)
         digesting = beside.submit(sha256_of, data)
@@ -84,9 +84,9 @@ def commit_shard(
 def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of a committed shard; a local file is memory-mapped.
 
-    With `columns` the others are left compressed and out of the table, but for the few that the rules are about.
-    Raises `DamagedShard` when the file is missing, cut off, altered, of another run or tokenised differently, breaks
-    a rule, or was removed by retention; `NewerSchema` when a newer Millrace wrote it.
+    With `columns` only these are decompressed, and the few that the rules need.
+    Raises `DamagedShard` if the file is missing, cut off, altered, of another run or another tokenizer, breaks a rule,
+    or was removed by retention; `NewerSchema` if a newer Millrace wrote it.
     """
     table = _committed(log, shard, columns=columns)
     tokenizer = _tokenizer_of(table)
@@ -106,10 +106,10 @@ def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = Non
 
 
 def _committed(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table in a shard's file, as the log knows it.
+    """The table in the file of a shard, whose bytes have the digest in the log.
 
-    The content digest inside the file is not looked at: the bytes are the ones whose digest the writer put into the
-    log after it had checked and digested the values in them. It is for files that no log vouches for.
+    The content digest in the file is not compared: it is for files without a log. The writer had checked and digested
+    the values before it wrote the digest of the bytes into the log.
     """
     file = _file(log, shard)
     damaged = functools.partial(DamagedShard, shard.id, file=file)
@@ -144,15 +144,15 @@ def _file(log: RunLog, shard: Shard) -> str:
 
 
 def _tokenizer_of(table: pa.Table) -> str:
-    """Digest of the vocabulary the rows were made with; empty where the producer did not say."""
+    """Digest of the vocabulary of the rows; empty if the producer did not record it."""
     return str(table.schema.metadata.get(b"tokenizer_sha256", b"").decode())
 
 
 @functools.lru_cache(maxsize=8)
 def _first_readable(log: RunLog, num_retired: int, num_quarantined: int) -> str:
-    """Id of the run's first shard that is still there, looked for again when one more is not.
+    """Id of the run's first shard that is still there, looked up again when another shard is retired or quarantined.
 
-    Raises `LookupError`, which is not kept, where there is none: the next shard will be the first.
+    Raises `LookupError` if there is none. The cache does not keep that: the next shard will be the first.
     """
     state = log.state
     for shard_id in state.shards:
@@ -163,7 +163,7 @@ def _first_readable(log: RunLog, num_retired: int, num_quarantined: int) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _first_tokenizer(log: RunLog, shard_id: str) -> str:
-    """What every shard of the run is compared with, read once per log; empty where that file is no more."""
+    """Tokenizer digest that every shard of the run must have, read once per log; empty if the file cannot be read."""
     try:
         return _tokenizer_of(_committed(log, log.state.shards[shard_id], columns=()))
     except (DamagedShard, NewerSchema):

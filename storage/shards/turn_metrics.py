@@ -1,6 +1,6 @@
-"""What the trained attempts of a step did in their turns: how many, how often they called tools, and how that went.
+"""Metrics of turns and tool calls of the attempts that a step trains on.
 
-In: the claimed groups and the tables of their shards. Out: metrics by name, each explained in docs/metrics.md.
+In: the claimed groups and the tables of their shards. Out: metrics by name; docs/metrics.md explains each.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pyarrow.compute as pc
 from storage.log.entries import ClaimedGroup
 
 COLUMNS = ("group_id", "attempt", "turns")
-"""What of a shard the metrics are made of."""
+"""The columns of a shard that the metrics need."""
 
 
 def turn_metrics(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> dict[str, float]:
     """Means over the attempts of `groups`; `tables` maps shard id to its table.
 
-    An attempt that forked into several rows counts once. Where nobody called a tool there is nothing to say of tools.
+    An attempt that forked into several rows counts once. Without tool calls there are no metrics of tools.
     """
     rows = []
     for shard_id in dict.fromkeys(group.shard_id for group in groups):
