@@ -224,7 +224,9 @@ def test_an_alias_of_a_version_somebody_deleted_in_mlflow_is_left_out(tmp_path: 
     assert mirror.run().data.tags["millrace.synced_entries"] == str(log.state.entries)
 
 
-def test_a_sync_decodes_only_the_entries_after_its_cursor(mirror: _Mirror, tmp_path: Path):
+def test_a_sync_decodes_only_the_entries_after_its_cursor(
+    mirror: _Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """And reads the configuration once, however many versions there are to register."""
     read: list[str] = []
 
@@ -240,7 +242,8 @@ def test_a_sync_decodes_only_the_entries_after_its_cursor(mirror: _Mirror, tmp_p
 
     log = RunLog(Store(mirror.log.store.root), "run")  # type: ignore[attr-defined]
     log.refresh()
-    log.entries = Entries(log.entries)
+    entries = Entries(log.entries)
+    monkeypatch.setattr(RunLog, "entries", property(lambda _: entries))
     cursor = log.state.entries - 1
     mirror.client.set_tag(mirror.run().info.run_id, "millrace.synced_entries", str(cursor))
     read.clear()
