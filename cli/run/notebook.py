@@ -100,14 +100,15 @@ def open_run(name: str, *, store: str = "") -> Run:
     return Run(open_named(name, store))
 
 
-def train(run: str | Path | dict[str, Any], **overrides: Any) -> dict[str, Any]:
+def train(run_file: str | Path | dict[str, Any], /, **overrides: Any) -> dict[str, Any]:
     """Train the run of a run file, or of its content as a dictionary, as `millrace train` does; returns its status.
 
     `overrides` go over the settings: `train("my.toml", steps=50)`; for dotted keys write `**{"train.loss": "cispo"}`.
     """
     from cli.run.train import train_run
 
-    return _outside_of_a_loop(lambda: train_run(run if isinstance(run, dict) else Path(run), overrides))
+    source = run_file if isinstance(run_file, dict) else Path(run_file)
+    return _outside_of_a_loop(lambda: train_run(source, overrides))
 
 
 def evaluate(run: str, *, version: int | None = None, store: str = "", **changes: Any) -> dict[str, Any]:
