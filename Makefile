@@ -6,6 +6,8 @@
 # A run file, and more arguments for `train`, `test`, `up` and `down`.
 RUNFILE ?= examples/arithmetic.toml
 ARGS ?=
+# What `make quick` looks at.
+QUICK ?= tests/unit tests/test_architecture.py
 # How many faults `make chaos` draws, and from which seed.
 FAULTS ?= 100
 SEED ?= 0
@@ -44,7 +46,7 @@ train: $(INSTALLED) ## train a policy: RUNFILE=examples/arithmetic.toml, ARGS="m
 	.venv/bin/millrace train $(RUNFILE) $(ARGS)
 
 quick: $(INSTALLED) ## run the unit tests that need no server, no engine and no processes of their own: minutes
-	.venv/bin/python -m pytest tests/unit tests/test_architecture.py -m 'not (slow or server or engine)' $(ARGS)
+	.venv/bin/python -m pytest $(QUICK) -m 'not (slow or server or engine)' $(ARGS)
 
 test: $(INSTALLED) ## run all tests but the slow ones: ARGS="-k name" or any other pytest arguments
 	.venv/bin/python -m pytest $(ARGS)

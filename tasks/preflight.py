@@ -40,11 +40,10 @@ def check_run(config: RunConfig) -> Workflow:
     workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
         raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of millrace.Workflow")
-    for name in ("tasks", "run") if config.model else ("tasks", "run", "demonstrations"):
-        if getattr(workflow_class, name) is getattr(Workflow, name):
-            fix = ", or set `model` in the run file" if name == "demonstrations" else ""
-            raise InvalidInput(f"{config.workflow} has no {name}(); write it{fix}")
     loaded = workflow_class(config.dataset or None)
+    for name in ("tasks", "run"):
+        if getattr(workflow_class, name) is getattr(Workflow, name):
+            raise InvalidInput(f"{config.workflow} has no {name}(); write it")
     for split in dict.fromkeys(["train", config.evaluation.split]):
         if not loaded.tasks(split):
             raise InvalidInput(
@@ -53,6 +52,8 @@ def check_run(config: RunConfig) -> Workflow:
     check_tool_parser(config.engine.tool_parser)
     if config.model:
         check_model(config.model)
+    elif workflow_class.demonstrations is Workflow.demonstrations:
+        raise InvalidInput(f"{config.workflow} has no demonstrations(); write it, or set `model` in the run file")
     else:
         loaded.demonstrations(1, seed=0)
     if config.train.reference.model:

@@ -56,8 +56,10 @@ def test_every_training_passes_its_dry_run(tmp_path: Path, base_model: Path, mon
     (tmp_path / "examples").symlink_to(PROJECT / "examples")
     for file, text in tutorial_files().items():
         (tmp_path / file).write_text(text)
+    sums = tmp_path / "gsm8k"
+    sums.mkdir()
     for file in ("train.jsonl", "test.jsonl"):
-        (tmp_path / file).write_text('{"question": "Three boxes of 6?", "answer": "3*6 = 18\\n#### 18"}\n')
+        (sums / file).write_text('{"question": "Three boxes of 6?", "answer": "3*6 = 18\\n#### 18"}\n')
     questions = {split: [Problem(id=split, question="Who?", answer="Ada")] for split in ("train", "test")}
     write_dataset(Path("data/hotpotqa"), [Passage(id="1", title="", text="Ada.")], questions)
     (notes,) = [shlex.split(line) for line in of_the_corpus() if ".world data/notes " in line]
@@ -69,7 +71,7 @@ def test_every_training_passes_its_dry_run(tmp_path: Path, base_model: Path, mon
     stands_for = {
         "FILE": str(SCRIPTED),
         "model=/models/qwen": f"model={base_model}",
-        "dataset=/data/gsm8k": f"dataset={tmp_path}",
+        "dataset=/data/gsm8k": f"dataset={sums}",
     }
     asked = trainings()
     assert len(asked) > 8

@@ -22,6 +22,9 @@ class Broken(Workflow):
     def tasks(self, split):
         return _read("x")
 
+    async def run(self, task, chat): ...
+    def demonstrations(self, count, seed): ...
+
 def _read(text):
     return [int(text)]
 """
@@ -75,7 +78,7 @@ def test_an_error_in_the_users_code_ends_with_the_users_file_and_line(tmp_path: 
     assert done.returncode == 1 and lines[0] == "Traceback (most recent call last):" and "│" not in done.stderr
     assert places[-2:] == [
         f'File "{tmp_path / "broken.py"}", line 6, in tasks',
-        f'File "{tmp_path / "broken.py"}", line 9, in _read',
+        f'File "{tmp_path / "broken.py"}", line 12, in _read',
     ]
     assert lines[-1] == "ValueError: invalid literal for int() with base 10: 'x'"
 
