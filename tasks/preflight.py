@@ -19,6 +19,7 @@ from infra.user_code import load_object
 from rollouts.chat.chat import Chat, Reply
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser, check_tool_parser
+from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
@@ -109,8 +110,9 @@ def local_folder(model: str) -> Path | None:
 def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 20) -> int:
     """Play `reference_reply` on the first tasks of each split; returns how many tasks were won, each with reward 1.
 
-    Tasks are passed over if `reference_reply` returns None, or if it calls tools and the model, whose tokenizer reads
-    such calls, is not on this machine. Raises `InvalidInput` if any other task is not won.
+    Tasks are passed over if `reference_reply` returns None, if a tool's server is not there, or if it calls tools and
+    the model, whose tokenizer reads such calls, is not on this machine. Raises `InvalidInput` if any other task is not
+    won.
     """
     if type(workflow).reference_reply is Workflow.reference_reply:
         return 0
@@ -149,6 +151,8 @@ async def _play_references(
                 problem = f"run returned {type(score).__name__}, not a Score"
             elif type(workflow).score_group is Workflow.score_group and not (score.reward or 0.0) >= CORRECT:
                 problem = f"its reward is {score.reward}, and an attempt that wins has {CORRECT:g}"
+        except ToolUnavailable:  # a server that the run will have, perhaps
+            return None
         except Exception as error:  # noqa: BLE001 - user code may raise anything; it is the outcome
             problem = failure_text(error)
         return None if chat.reference_is_unknown else problem
