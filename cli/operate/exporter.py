@@ -71,8 +71,8 @@ def exporter(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
         ) from error
     address = f"http://{host}:{server.server_port}/metrics"
-    Console(highlight=False, soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
     try:
+        Console(highlight=False, soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
         thread.join()
     except KeyboardInterrupt:
         server.shutdown()
