@@ -56,7 +56,7 @@ class Registry:
         self._log = log
         self._tracking_uri = tracking_uri
         self._experiment = experiment
-        self._run_id: str | None = None
+        self._run_id = ""
         self._experiment_id = ""
         self._is_running = False
         self._versions: dict[int, str] = {}
@@ -109,70 +109,84 @@ class Registry:
             raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
 
     def _replay(self, finished: bool) -> list[Registration]:
-        run_id = self._ensure_run()
-        cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
-        if cursor == 0:
-            self._log_config(run_id)
+        self._ensure_run()
+        cursor = int(self._client.get_run(self._run_id).data.tags.get(_CURSOR, "0"))
+        if cursor == 0:  # logging the same again changes nothing
+            from mlflow.entities import Param
+
+            parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
+            self._log_batch({"millrace.config_sha256": self._config_sha256}, params=parameters)
         entries, sessions = self._log.entries[cursor:], self._log.state.sessions
         # What made a version is the session before it, which need not be the one that tells MLflow.
         num_before = len(sessions) - sum(isinstance(entry.body, Session) for entry in entries)
         session = sessions[num_before - 1] if num_before else None
         for block in _blocks(entries):
-            session = self._send(run_id, block, session)
+            session = self._send(block, session)
         if finished:
-            self._client.set_terminated(run_id)
+            self._client.set_terminated(self._run_id)
             self._is_running = False
         elif not self._is_running:
-            self._client.update_run(run_id, status="RUNNING")
+            self._client.update_run(self._run_id, status="RUNNING")
             self._is_running = True
-        return self._unannounced(run_id)
+        return self._unannounced()
 
-    def _send(self, run_id: str, block: Sequence[LogEntry], session: Session | None) -> Session | None:
+    def _send(self, block: Sequence[LogEntry], session: Session | None) -> Session | None:
         """Some entries, and the cursor behind them last; returns the session the next entries belong to."""
-        self._log_shards(run_id, [entry.body for entry in block if isinstance(entry.body, Step)])
-        self._versions = self._newest_versions(run_id, sum(isinstance(entry.body, Policy | Step) for entry in block))
-        aliases: dict[str, Alias] = {}
+        from mlflow.entities import Metric
+
+        self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
+        self._versions = self._newest_versions(sum(isinstance(entry.body, Policy | Step) for entry in block))
+        aliases: dict[str, int] = {}
         for entry in block:
             match entry.body:
                 case Session() as session:
-                    self._tag_session(run_id, session)
+                    self._log_batch(_code_tags(session))
                 case Policy() as policy:
-                    self._register(run_id, policy, step=None, session=session)
+                    self._register(policy, step=None, session=session)
                 case Step() as step:
-                    self._register(run_id, step.policy, step=step, session=session)
+                    self._register(step.policy, step=step, session=session)
                 case Retire() as retire:
-                    self._tag_retired(run_id, retire)
-                case Alias() as alias:
-                    aliases[alias.name] = alias
+                    self._tag_retired(retire)
+                case Alias(name=name, version=policy_version):
+                    aliases[name] = policy_version
                 case _:
                     pass
-        for alias in aliases.values():  # where each stands now; where it stood in between is in the log
-            self._set_alias(run_id, alias)
-        find_model = functools.partial(self._find_version, run_id)
+        for name, policy_version in aliases.items():  # where each stands now; where it stood in between is in the log
+            self._set_alias(name, policy_version)
         for entry in block:
             if isinstance(entry.body, Evaluation | Step):
-                self._traces.send(entry, experiment_id=self._experiment_id, run_id=run_id, find_model=find_model)
-        self._log_metrics(run_id, block)
+                self._traces.send(
+                    entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._find_version
+                )
+        metrics = [
+            Metric(key, value, int(entry.written_at * 1000), axis_of(entry))
+            for entry in block
+            for key, value in metrics_of(entry).items()
+        ]
+        self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
         return session
+
+    def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
+        """Tags of the MLflow run, and parameters or metrics, in one call."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items()], **more)
 
     def _ensure_run(self) -> str:
         """The MLflow run that mirrors this one, made at the first call."""
-        if self._run_id is not None:
+        if self._run_id:
             return self._run_id
         experiment = self._client.get_experiment_by_name(self._experiment)
-        experiment_id = experiment.experiment_id if experiment else self._create_experiment()
+        self._experiment_id = str(experiment.experiment_id if experiment else self._create_experiment())
         identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
-        self._experiment_id = str(experiment_id)
-        found = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1)
-        if found:
-            self._run_id = str(found[0].info.run_id)
-            return self._run_id
-        # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
-        if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
-            self._client.create_registered_model(self.model_name, tags=identity)
-        run = self._client.create_run(experiment_id, run_name=self._log.run_id, tags=identity)
-        self._run_id = str(run.info.run_id)
+        runs = self._client.search_runs([self._experiment_id], filter_string=wanted, max_results=1)
+        if not runs:
+            # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
+            if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
+                self._client.create_registered_model(self.model_name, tags=identity)
+            runs = [self._client.create_run(self._experiment_id, run_name=self._log.run_id, tags=identity)]
+        self._run_id = str(runs[0].info.run_id)
         return self._run_id
 
     def _create_experiment(self) -> Any:
@@ -189,49 +203,23 @@ class Registry:
     def _config_sha256(self) -> str:
         return sha256_of_json(self._config)
 
-    def _log_config(self, run_id: str) -> None:
-        """The run's configuration as parameters; logging the same again changes nothing."""
-        from mlflow.entities import Param, RunTag
-
-        parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
-        tags = [RunTag("millrace.config_sha256", self._config_sha256)]
-        self._client.log_batch(run_id, params=parameters, tags=tags)
-
-    def _tag_session(self, run_id: str, session: Session) -> None:
-        """The code of the newest session, on the run; that of each version's own session is on the version."""
-        from mlflow.entities import RunTag
-
-        tags = {"millrace.code_version": session.code_version, "millrace.reward_sha256": session.reward_sha256}
-        self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-
-    def _set_alias(self, run_id: str, alias: Alias) -> None:
-        version = self._find_version(run_id, alias.version)
+    def _set_alias(self, name: str, policy_version: int) -> None:
+        version = self._find_version(policy_version)
         if version is None:  # the log names a policy before its alias, so somebody has deleted it in MLflow
             logger.warning(
-                "MLflow has no version of policy %d any more, so alias %s is not set there", alias.version, alias.name
+                "MLflow has no version of policy %d any more, so alias %s is not set there", policy_version, name
             )
         else:
-            self._client.set_registered_model_alias(self.model_name, alias.name, version)
+            self._client.set_registered_model_alias(self.model_name, name, version)
 
-    def _tag_retired(self, run_id: str, retire: Retire) -> None:
+    def _tag_retired(self, retire: Retire) -> None:
         """Say on each version that its weights are gone; what made it stays visible."""
         for policy_version in retire.policy_versions:
-            version = self._find_version(run_id, policy_version)
+            version = self._find_version(policy_version)
             if version is not None:  # somebody may have deleted it in MLflow, now that its weights are gone
                 self._client.set_model_version_tag(self.model_name, version, "millrace.retired", retire.reason)
 
-    def _log_metrics(self, run_id: str, block: Sequence[LogEntry]) -> None:
-        """Metrics of some entries, and the cursor behind them, in one call."""
-        from mlflow.entities import Metric, RunTag
-
-        metrics = [
-            Metric(key, value, int(entry.written_at * 1000), axis_of(entry))
-            for entry in block
-            for key, value in metrics_of(entry).items()
-        ]
-        self._client.log_batch(run_id, metrics=metrics, tags=[RunTag(_CURSOR, str(block[-1].number + 1))])
-
-    def _log_shards(self, run_id: str, steps: Sequence[Step]) -> None:
+    def _log_shards(self, steps: Sequence[Step]) -> None:
         """Each step's shards as a logged dataset input, so that MLflow shows what a version was trained on."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -247,7 +235,7 @@ class Registry:
             for step in steps
         ]
         tag = InputTag("mlflow.data.context", "training")
-        self._client.log_inputs(run_id, [DatasetInput(dataset, [tag]) for dataset in datasets])
+        self._client.log_inputs(self._run_id, [DatasetInput(dataset, [tag]) for dataset in datasets])
 
     def _shards_of(self, step: Step) -> list[dict[str, Any]]:
         shards = self._log.state.shards
@@ -262,7 +250,7 @@ class Registry:
             for shard_id, digest in step.shard_sha256.items()
         ]
 
-    def _register(self, run_id: str, policy: Policy, *, step: Step | None, session: Session | None) -> None:
+    def _register(self, policy: Policy, *, step: Step | None, session: Session | None) -> None:
         """Make the policy a version of the registered model, with tags that lead back; a second call does nothing."""
         if policy.version in self._versions:
             return
@@ -273,8 +261,7 @@ class Registry:
             "millrace.weights_sha256": policy.weights_sha256,
             "millrace.anchor": "" if policy.anchor is None else str(policy.anchor),
             "millrace.config_sha256": self._config_sha256,
-            "millrace.code_version": session.code_version if session else "",
-            "millrace.reward_sha256": session.reward_sha256 if session else "",
+            **_code_tags(session),
         }
         description = f"Policy {policy.version} of run {self._log.run_id}: the base model."
         if step is not None:
@@ -295,7 +282,7 @@ class Registry:
         created = self._client.create_model_version(
             name=self.model_name,
             source=self._source_of(policy),
-            run_id=run_id,
+            run_id=self._run_id,
             tags=tags,
             description=description,
             await_creation_for=0,
@@ -309,36 +296,35 @@ class Registry:
             store = f"millrace://{self._log.run_id}"
         return f"{store}/{policy.path}"
 
-    def _unannounced(self, run_id: str) -> list[Registration]:
+    def _unannounced(self) -> list[Registration]:
         """Versions that MLflow has and the log does not say so, also those of a session that died in between."""
         missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
-        found = {policy_version: self._find_version(run_id, policy_version) for policy_version in sorted(missing)}
+        found = {policy_version: self._find_version(policy_version) for policy_version in sorted(missing)}
         return [
             Registration(version=policy_version, model_name=self.model_name, registry_version=version)
             for policy_version, version in found.items()
             if version is not None
         ]
 
-    def _find_version(self, run_id: str, policy_version: int) -> str | None:
+    def _find_version(self, policy_version: int) -> str | None:
         if policy_version not in self._versions:
-            wanted = f"{self._ours(run_id)} and tags.`millrace.version` = '{policy_version}'"
+            wanted = f"{self._ours()} and tags.`millrace.version` = '{policy_version}'"
             found = self._client.search_model_versions(wanted, max_results=1)
             if not found:
                 return None
             self._versions[policy_version] = str(found[0].version)
         return self._versions[policy_version]
 
-    def _newest_versions(self, run_id: str, count: int) -> dict[int, str]:
+    def _newest_versions(self, count: int) -> dict[int, str]:
         """By our number: those of a block may be there, and are the newest then, where its last sending broke off."""
         if not count:
             return {}
-        found = self._client.search_model_versions(
-            self._ours(run_id), max_results=count, order_by=["version_number DESC"]
-        )
+        newest = ["version_number DESC"]
+        found = self._client.search_model_versions(self._ours(), max_results=count, order_by=newest)
         return {int(version.tags["millrace.version"]): str(version.version) for version in found}
 
-    def _ours(self, run_id: str) -> str:
-        return f"name = '{self.model_name}' and run_id = '{run_id}'"
+    def _ours(self) -> str:
+        return f"name = '{self.model_name}' and run_id = '{self._run_id}'"
 
 
 def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
@@ -403,6 +389,14 @@ def prepare_database(tracking_uri: str) -> float:
     started = time.perf_counter()
     mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
     return time.perf_counter() - started
+
+
+def _code_tags(session: Session | None) -> dict[str, str]:
+    """The code of a session; the run has that of its newest one, and each version that of its own."""
+    return {
+        "millrace.code_version": session.code_version if session else "",
+        "millrace.reward_sha256": session.reward_sha256 if session else "",
+    }
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -129,39 +129,65 @@ def _trace_id(log: RunLog, shard_id: str, row: dict[str, Any]) -> str:
     return "tr-" + sha256_of(place.encode())[:32]
 
 
-def _spans(trace_id: str, rows: Sequence[dict[str, Any]]) -> Iterator[Any]:
-    """The attempt, and below it each turn, each tool call and the scoring, one after another."""
+class _Part(NamedTuple):
+    """A stretch of an attempt's time, in Unix nanoseconds."""
+
+    name: str
+    kind: str
+    start: int
+    end: int
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+    failed: bool = False
+
+
+def _parts(rows: Sequence[dict[str, Any]]) -> Iterator[_Part]:
+    """The attempt, then each turn, each tool call and the scoring, one after another."""
     from mlflow.entities import SpanType
 
     first = rows[0]
-    start, end = _nanoseconds(first["started_at"]), _nanoseconds(first["finished_at"])
-    end = max(start, end)
-    turns = [turn for row in rows for turn in row["turns"]]
+    now = _nanoseconds(first["started_at"])
+    end = max(now, _nanoseconds(first["finished_at"]))
     asked, said = _conversation(first["messages"])
-    root = _span_id(trace_id, 0)
     outcome = {"status": first["status"], "reward": first["reward"], "reply": said[-1] if said else ""}
-    shown = [{"messages": asked[0]} if asked else {}, outcome]
-    yield _span(trace_id, root, None, "attempt", SpanType.AGENT, start, end, *shown)
-    now, number = start, 0
-    for index, turn in enumerate(turns):
-        until = min(end, now + _nanoseconds(turn["generate_seconds"]))
-        number += 1
-        facts = {"sampled_tokens": turn["sampled_len"], "finish_reason": turn["finish_reason"]}
+    yield _Part("attempt", SpanType.AGENT, now, end, {"messages": asked[0]}, outcome)
+    for index, turn in enumerate(turn for row in rows for turn in row["turns"]):
+        start, now = now, min(end, now + _nanoseconds(turn["generate_seconds"]))
         inputs = {"messages": asked[index]} if index < len(asked) else {}
-        outputs = {"reply": said[index], **facts} if index < len(said) else facts
-        name = f"turn {index + 1}"
-        yield _span(trace_id, _span_id(trace_id, number), root, name, SpanType.CHAT_MODEL, now, until, inputs, outputs)
-        now = until
+        outputs = {"reply": said[index]} if index < len(said) else {}
+        outputs |= {"sampled_tokens": turn["sampled_len"], "finish_reason": turn["finish_reason"]}
+        yield _Part(f"turn {index + 1}", SpanType.CHAT_MODEL, start, now, inputs, outputs)
         for call in turn["tool_calls"]:
-            until = min(end, now + _nanoseconds(call["seconds"]))
-            number += 1
-            shown = [{"arguments": _short(call["arguments"])}, {"result": _short(call["result"])}]
-            place = (trace_id, _span_id(trace_id, number), root)
-            yield _span(*place, call["name"] or "tool", SpanType.TOOL, now, until, *shown, failed=call["failed"])
-            now = until
-    parts = dict(first["reward_parts"] or [])
-    place = (trace_id, _span_id(trace_id, number + 1), root)
-    yield _span(*place, "reward", SpanType.EVALUATOR, now, end, {}, {"reward": first["reward"], "parts": parts})
+            start, now = now, min(end, now + _nanoseconds(call["seconds"]))
+            shown = {"arguments": _short(call["arguments"])}, {"result": _short(call["result"])}
+            yield _Part(call["name"] or "tool", SpanType.TOOL, start, now, *shown, call["failed"])
+    scored = {"reward": first["reward"], "parts": dict(first["reward_parts"] or [])}
+    yield _Part("reward", SpanType.EVALUATOR, now, end, {}, scored)
+
+
+def _spans(trace_id: str, rows: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """A span per part of an attempt, all of them below the first, which is the attempt itself."""
+    from mlflow.entities import Span
+
+    for number, part in enumerate(_parts(rows)):
+        attributes = {
+            "mlflow.traceRequestId": trace_id,
+            "mlflow.spanType": part.kind,
+            "mlflow.spanInputs": part.inputs,
+            "mlflow.spanOutputs": part.outputs,
+        }
+        yield Span.from_dict(
+            {
+                "trace_id": trace_id,
+                "span_id": _span_id(trace_id, number),
+                "parent_span_id": _span_id(trace_id, 0) if number else None,
+                "name": part.name,
+                "start_time_unix_nano": part.start,
+                "end_time_unix_nano": part.end,
+                "status": {"code": "ERROR" if part.failed else "OK", "message": ""},
+                "attributes": {key: json.dumps(value) for key, value in attributes.items()},
+            }
+        )
 
 
 def _conversation(messages: Sequence[dict[str, Any]]) -> tuple[list[list[dict[str, str]]], list[str]]:
@@ -175,41 +201,6 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> tuple[list[list[dict[st
         else:
             asked[-1].append({"role": message["role"], "content": _short(message["content"])})
     return asked[: max(1, len(said))], said
-
-
-def _span(
-    trace_id: str,
-    span_id: str,
-    parent: str | None,
-    name: str,
-    kind: str,
-    start: int,
-    end: int,
-    inputs: dict[str, Any],
-    outputs: dict[str, Any],
-    *,
-    failed: bool = False,
-) -> Any:
-    from mlflow.entities import Span
-
-    attributes = {
-        "mlflow.traceRequestId": trace_id,
-        "mlflow.spanType": kind,
-        "mlflow.spanInputs": inputs,
-        "mlflow.spanOutputs": outputs,
-    }
-    return Span.from_dict(
-        {
-            "trace_id": trace_id,
-            "span_id": span_id,
-            "parent_span_id": parent,
-            "name": name,
-            "start_time_unix_nano": start,
-            "end_time_unix_nano": end,
-            "status": {"code": "ERROR" if failed else "OK", "message": ""},
-            "attributes": {key: json.dumps(value) for key, value in attributes.items()},
-        }
-    )
 
 
 def _trace_info(
