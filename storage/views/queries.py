@@ -25,8 +25,7 @@ from settings.errors import InvalidInput
 from storage.log.entries import OUTCOMES, Evaluation, LogEntry, Shard, Step, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
-from storage.views.query_rewards import RewardRows
-from storage.views.query_shards import ShardRows
+from storage.views.query_rows import RewardRows, ShardRows
 
 Result = TypeVar("Result")
 

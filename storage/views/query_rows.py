@@ -1,6 +1,6 @@
-"""The rows of a run's shards as DuckDB scans them: the columns a query names, from files that were checked first.
+"""The rows of a run's shards and the rewards of every rescore, as DuckDB scans them: only the columns of a query.
 
-In: a run's log and some of its shards. Out: `ShardRows`, a dataset; a damaged file is left out and noted.
+In: a run's log and some of its shards. Out: `ShardRows` and `RewardRows`; a damaged file is left out and noted.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from storage.log.entries import Shard
 from storage.log.run_log import RunLog
 from storage.objects.digests import DigestMismatch, sha256_of
 from storage.objects.object_store import StoreError
+from storage.shards.reward_sets import SCHEMA as REWARD_COLUMNS
+from storage.shards.reward_sets import DamagedRewards, read_rewards
 from storage.shards.schema import SCHEMA, BadShard, check_schema
 from storage.shards.shards import DamagedShard, read_shard
 
@@ -27,12 +29,25 @@ WHOLE_BYTES = 2**20
 """A shard of no more is fetched by one request: its columns take dozens, each of which lasts longer than the rest of
 the file."""
 
+REWARDS_SCHEMA = pa.schema([pa.field("name", pa.string()), *REWARD_COLUMNS, pa.field("shard_id", pa.string())])
 ROWS_SCHEMA = SCHEMA.append(pa.field("shard_id", pa.string()))
 _FLAT_COLUMNS = [field.name for field in ROWS_SCHEMA if not pa.types.is_nested(field.type)]
 
 
-class ShardRows(ds.FileSystemDataset):
-    """The rows of some shards. DuckDB hands `scanner` the columns and the filter of each query.
+class _Rows(ds.FileSystemDataset):
+    """A dataset. DuckDB calls `scanner` with the columns and the filter of each query; `_batches` makes the rows."""
+
+    def scanner(self, columns: list[str] | None = None, filter: ds.Expression | None = None) -> ds.Scanner:
+        chosen = self.schema.names if columns is None else columns
+        schema = pa.schema([self.schema.field(name) for name in chosen])
+        return ds.Scanner.from_batches(pa.RecordBatchReader.from_batches(schema, self._batches(chosen, filter)))
+
+    def _batches(self, columns: list[str], mask: ds.Expression | None) -> Iterator[pa.RecordBatch]:
+        raise NotImplementedError
+
+
+class ShardRows(_Rows):
+    """The rows of some shards.
 
     Every file is read by itself, so that a damaged one is told apart, and is checked before anybody follows its
     offsets: Arrow reads what it finds, and DuckDB would run over the end of a buffer. As a dataset it only says which
@@ -57,12 +72,6 @@ class ShardRows(ds.FileSystemDataset):
         rows._log, rows._verify, rows._left_out, rows.failure = log, verify, left_out, None
         rows._shards = {shard.id: shard for shard in shards}
         return rows
-
-    def scanner(self, columns: list[str] | None = None, filter: ds.Expression | None = None) -> ds.Scanner:
-        chosen = self.schema.names if columns is None else columns
-        schema = pa.schema([self.schema.field(name) for name in chosen])
-        reader = pa.RecordBatchReader.from_batches(schema, self._batches(chosen, filter))
-        return ds.Scanner.from_batches(reader)
 
     def _batches(self, columns: list[str], mask: ds.Expression | None) -> Iterator[pa.RecordBatch]:
         """In log order, with the next few files being read meanwhile."""
@@ -134,6 +143,32 @@ class ShardRows(ds.FileSystemDataset):
                 f"store {self._log.store.uri}: shard {shard.id} could not be read at first; run this again"
             )
         return _other_bytes(shard, len(data))
+
+
+class RewardRows(_Rows):
+    """One row per attempt and name. It has no fragments: the rows are made file by file."""
+
+    @classmethod
+    def of(cls, log: RunLog, shard_ids: set[str], *, left_out: dict[str, str]) -> RewardRows:
+        """The rewards of these shards; what cannot be read goes into `left_out`, by shard id."""
+        rows = cls([], REWARDS_SCHEMA, ds.IpcFileFormat(), pa.fs.LocalFileSystem())
+        rows._log, rows._shard_ids, rows._left_out = log, shard_ids, left_out
+        return rows
+
+    def _batches(self, columns: list[str], mask: ds.Expression | None) -> Iterator[pa.RecordBatch]:
+        state = self._log.state
+        for name, rescore in state.rescored.items():
+            for shard_id in rescore.files:
+                if shard_id not in self._shard_ids:
+                    continue
+                try:
+                    table = read_rewards(self._log, state.shards[shard_id], name).select(REWARD_COLUMNS.names)
+                except DamagedRewards as error:
+                    self._left_out[f"rewards {name} of {shard_id}"] = str(error)
+                    continue
+                table = table.add_column(0, "name", pa.repeat(pa.scalar(name), len(table)))
+                table = table.append_column("shard_id", pa.repeat(pa.scalar(shard_id), len(table)))
+                yield from _narrowed(table, columns, mask)
 
 
 def _other_bytes(shard: Shard, num_bytes: int) -> str:
