@@ -1,7 +1,7 @@
 """What the fold of a log needs of an entry, as plain columns; a segment stores them beside the entry's JSON.
 
-In: an entry. Out: `Columns`. The kinds that a long run has many of are folded from their columns alone, so that opening
-it decodes none of them. Of every other kind the fold reads the record: a new kind needs nothing here.
+In: an entry. Out: `Columns`. Kinds that are frequent in a long run are folded from their columns alone, so opening the
+run decodes none of them. For all other kinds the fold reads the record: a new kind needs nothing here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Columns(NamedTuple):
     """What the fold looks the entry up by, in text."""
     written_at: float
     num_rows: int | None = None
-    """Of a training shard; None tells the shard of an evaluation."""
+    """Of a training shard; None for the shard of an evaluation."""
     group_ids: list[str] | None = None
     """Of a training shard, or of a step's claim."""
     positions: list[int] | None = None

@@ -1,6 +1,6 @@
-"""Whether an entry may be appended to a log: it may be there already, or contradict what was committed before.
+"""May a record be appended to a log? It may be there already, or contradict what is committed.
 
-In: the fold of a log, and a record. Out: True or False; `Conflict`.
+In: the fold of a log, and a record. Out: a bool from `holds`; `Conflict` from `check_fits`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from storage.log.run_state import Conflict, RunState
 
 
 def holds(state: RunState, body: Entry) -> bool:
-    """True when the log already says this, so that appending it again is a no-op."""
+    """True if the log has this record already; appending it again is a no-op."""
     match body:
         case entries.Session():
             return any(session.id == body.id for session in state.sessions)
@@ -40,8 +40,8 @@ def holds(state: RunState, body: Entry) -> bool:
         case entries.Quarantine():
             return body.shard_id in state.quarantined
         case entries.Rescore():
-            known = state.rescored.get(body.name)
-            return known is not None and known.files.items() >= body.files.items()
+            earlier = state.rescored.get(body.name)
+            return earlier is not None and earlier.files.items() >= body.files.items()
         case entries.Retire():
             return (
                 state.retired_shards.issuperset(body.shard_ids)
@@ -57,23 +57,23 @@ def holds(state: RunState, body: Entry) -> bool:
 
 
 def check_fits(state: RunState, body: Entry) -> None:
-    """Raise `Conflict` when `body` contradicts what is already committed."""
+    """Raise `Conflict` if `body` contradicts what is committed."""
     match body:
         case entries.Lease() if body.number != state.num_leases:
-            raise Conflict(f"{body.holder} reckoned its lease before another worker's was committed")
+            raise Conflict(f"{body.holder} chose its lease before another worker's was committed")
         case entries.Lease(positions=positions):
-            if taken := _taken(positions, state.positions) or _taken(positions, state.leased):
-                raise Conflict(f"prompt positions {taken[:5]} are not free for {body.holder}")
+            if repeated := _repeated(positions, state.positions) or _repeated(positions, state.leased):
+                raise Conflict(f"prompt positions {repeated[:5]} are not free for {body.holder}")
         case entries.Shard() if body.id in state.retired_shards:
             raise Conflict(f"shard {body.id} came so late that its file was removed; write it again under a new id")
         case entries.Shard(is_eval=False, groups=groups):
             wanted = [group.position for group in groups if not group.retried]
             again = [group.position for group in groups if group.retried]
-            if taken := _taken(wanted, state.positions) or _taken(set(again), state.positions):
-                raise Conflict(f"shard {body.id}: prompt positions {taken} are already committed")
-            if taken := _taken([group.id for group in groups], state.groups):
+            if repeated := _repeated(wanted, state.positions) or _repeated(set(again), state.positions):
+                raise Conflict(f"shard {body.id}: prompt positions {repeated} are already committed")
+            if repeated := _repeated([group.id for group in groups], state.groups):
                 raise Conflict(
-                    f"shard {body.id}: groups {taken[:5]} are already committed at other positions; "
+                    f"shard {body.id}: groups {repeated[:5]} are already committed at other positions; "
                     "the data set has changed under this run"
                 )
         case entries.Step(claim=claim, policy=policy):
@@ -104,9 +104,9 @@ def check_fits(state: RunState, body: Entry) -> None:
         case entries.Rescore(name=name, reward_sha256=digest):
             if unknown := body.files.keys() - state.shards.keys():
                 raise Conflict(f"rewards {name!r} name shards that are not in this log: {sorted(unknown)[:5]}")
-            known = state.rescored.get(name)
-            if known is not None and known.reward_sha256 != digest:
-                raise Conflict(f"rewards {name!r} were made by another version of {known.reward}; choose a new name")
+            earlier = state.rescored.get(name)
+            if earlier is not None and earlier.reward_sha256 != digest:
+                raise Conflict(f"rewards {name!r} were made by another version of {earlier.reward}; choose a new name")
         case entries.Retire():
             needed = {state.shard_of[group_id] for group_id in state.pending}.intersection(body.shard_ids)
             if needed:
@@ -117,7 +117,7 @@ def check_fits(state: RunState, body: Entry) -> None:
             anchors = {state.policies[version].anchor for version in named if version in state.policies}
             if kept_anchors := [version for version in body.policy_versions if version in anchors]:
                 raise Conflict(f"policy versions {kept_anchors} are anchors of what is live or has an alias")
-            # A plan may take these for files no step has committed; what a resume needs is never retired otherwise.
+            # A plan may take these for files that no step committed.
             newest = {state.live.path, state.steps[-1].state_path} if state.live and state.steps else set()
             if kept_paths := newest.intersection(body.state_paths):
                 raise Conflict(f"{', '.join(sorted(map(str, kept_paths)))} is the newest step's")
@@ -125,6 +125,6 @@ def check_fits(state: RunState, body: Entry) -> None:
             pass
 
 
-def _taken(wanted: Iterable[Any], known: Container[Any]) -> list[Any]:
-    """What of `wanted` is known already, or in there twice."""
-    return sorted(value for value, count in Counter(wanted).items() if count > 1 or value in known)
+def _repeated(values: Iterable[Any], committed: Container[Any]) -> list[Any]:
+    """The values that are committed already, or in there twice."""
+    return sorted(value for value, count in Counter(values).items() if count > 1 or value in committed)
