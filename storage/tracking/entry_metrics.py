@@ -1,6 +1,6 @@
 """What MLflow charts of a log entry, by the names of docs/metrics.md.
 
-In: a log entry. Out: metrics by name, and where they stand on the axis of steps.
+In: a log entry. Out: metrics by name, and their place on the axis of steps.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from storage.log.entries import Evaluation, LogEntry, Step
 
 SYSTEM = "system/"
-"""Prefix of what a machine was doing, where MLflow has a page of its own for it."""
+"""Prefix of the metrics of a machine; MLflow shows them on a page of their own."""
 
 
 def metrics_of(entry: LogEntry) -> dict[str, float]:
@@ -23,7 +23,7 @@ def metrics_of(entry: LogEntry) -> dict[str, float]:
 
 
 def axis_of(entry: LogEntry) -> int:
-    """Where its metrics stand on the axis of steps."""
+    """The step at which its metrics are charted."""
     match entry.body:
         case Step() as step:
             return step.claim.step
@@ -34,7 +34,7 @@ def axis_of(entry: LogEntry) -> int:
 
 
 def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """What MLflow charts of an evaluation; no score where every attempt failed, for it would look like a bad policy."""
+    """No score if every attempt failed: it would look like a bad policy."""
     metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
     if evaluation.n_samples:
         metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)

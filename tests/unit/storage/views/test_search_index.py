@@ -22,7 +22,7 @@ from storage.objects.opening import open_store
 from storage.records import Message, ToolCall, Trajectory
 from storage.shards.shards import commit_shard
 from storage.views import search_index
-from storage.views.search_index import BadIndex, Found, SearchIndex, index_folder
+from storage.views.search_index import BadIndex, Match, SearchIndex, index_folder
 from storage.views.search_query import Filters, SearchQuery
 from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, a_turn, local_store, provenance
 
@@ -50,7 +50,7 @@ def _index(log: RunLog, folder: Path) -> SearchIndex:
     return SearchIndex(log, folder / "index", load_embedding=_no_embedding)
 
 
-def _find(index: SearchIndex, text: str, *, count: int = 100, similar: bool = False, **filters: object) -> list[Found]:
+def _find(index: SearchIndex, text: str, *, count: int = 100, similar: bool = False, **filters: object) -> list[Match]:
     return index.find(SearchQuery(text), Filters(**filters), count=count, similar=similar)  # type: ignore[arg-type]
 
 
