@@ -1,4 +1,4 @@
-"""What rollouts produce: a prompt, an attempt at it, a group of attempts. What is kept of them is in `log_entries`.
+"""What rollouts produce: a task, an attempt at it, a group of attempts. What a log keeps of them: `log/entries.py`.
 
 In: nothing. Out: frozen dataclasses, plain data, no behaviour beyond checks.
 
@@ -40,9 +40,9 @@ class Task:
     prompt: str
     """What the policy is asked first."""
     answer: str = ""
-    """What the reward compares with; empty where the workflow knows better."""
+    """What the reward compares with; empty if the workflow does not need it."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """Anything else the workflow wants back; never shown to the policy."""
+    """Anything else that the workflow needs; never shown to the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class Message:
     content: str
     """Text as the chat template saw it."""
     is_completion: bool = False
-    """True where the policy wrote it."""
+    """True if the policy wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class ToolCall:
     result: str
     """What was shown to the policy."""
     failed: bool = False
-    """True when the tool raised or timed out."""
+    """True if the tool raised or timed out."""
     seconds: float = 0.0
     """Wall-clock of the execution."""
 
@@ -112,7 +112,7 @@ class Sampling:
     max_tokens: int = 256
     """Longest reply of one turn, in tokens."""
     seed: int | None = None
-    """Per-request seed, null where the engine's own stream was used."""
+    """Seed of the request; None for the engine's own stream."""
     logprobs_mode: str = "processed_logprobs"
     """`processed_logprobs`: after temperature, top-k and top-p; `raw_logprobs`: before."""
 
@@ -130,7 +130,7 @@ class Trajectory:
     status: str
     """One of `Status`; only trainable ones are written as rows."""
     reward: float | None
-    """Total reward; null means not applicable and enters nothing."""
+    """Total reward; None if there is none, which enters no mean and no loss."""
     reward_parts: dict[str, float | None] = field(default_factory=dict)
     """Named components of the reward."""
     reward_seconds: float = 0.0
@@ -140,13 +140,13 @@ class Trajectory:
     finished_at: float = 0.0
     """Unix seconds."""
     error: str = ""
-    """What went wrong, where the status names a fault."""
+    """The error, if the status names a failure."""
     excluded: bool = False
-    """True where the run file's `rollout.exclude_statuses` names this status: counted, and not trained."""
+    """True if `rollout.exclude_statuses` names this status: the attempt is counted, and not trained."""
 
     @property
     def usable(self) -> bool:
-        """True when this attempt may be trained on."""
+        """True if this attempt may be trained on."""
         fit = self.status in TRAINABLE_STATUSES and self.reward is not None and not self.excluded
         return fit and any(t.sampled_ids for t in self.turns)
 
@@ -156,7 +156,7 @@ class RolloutGroup:
     """All attempts at one task in one epoch: the unit of admission, claim and advantage."""
 
     id: str
-    """`<epoch>.<task id>`, with `.retry<k>` where the prompt runs again: it came to nothing, or its shard was lost."""
+    """`<epoch>.<task id>`; with `.retry<k>` if the prompt runs again, as its group failed or its shard was lost."""
     task: Task
     """The problem."""
     position: int
@@ -168,13 +168,13 @@ class RolloutGroup:
     trajectories: list[Trajectory]
     """Every attempt that returned, usable or not."""
     accepted: bool = True
-    """False when a filter rejected the whole group; it is stored all the same, and never trained."""
+    """False if a filter rejected the group; it is stored all the same, and never trained."""
     reject_reason: str = ""
     """Why it was rejected."""
     queued_at: float = 0.0
     """Unix seconds at admission."""
     will_retry: bool = False
-    """True where the group came to nothing and its prompt runs again, under another group id."""
+    """True if the group failed and its prompt runs again, under another group id."""
 
     @property
     def usable(self) -> list[Trajectory]:

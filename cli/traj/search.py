@@ -21,7 +21,7 @@ from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
     from storage.log.run_state import RunState
-    from storage.views.search_index import Found
+    from storage.views.search_index import Match
     from storage.views.search_query import Filters, Operator, SearchQuery
 
 _SNIPPET = 120
@@ -97,7 +97,7 @@ def parse_filters(
     )
 
 
-def _print(found: list[Found], query: SearchQuery, console: Console) -> None:
+def _print(found: list[Match], query: SearchQuery, console: Console) -> None:
     """A line or two for each, the matches highlighted."""
     if not found:
         console.print(

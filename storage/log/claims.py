@@ -1,6 +1,6 @@
 """Which groups the next optimizer step takes: a deterministic function of the log.
 
-In: the fold of a run's log, and its settings. Out: a `Claim`, or null while too few groups are committed.
+In: the fold of a run's log, and its settings. Out: a `Claim`, or None while too few groups are committed.
 The staleness bound is enforced here, from the versions the engine stamped on every token;
 `rollouts/production/quota.py` only paces production.
 
@@ -26,11 +26,11 @@ from storage.log.run_state import RunState
 Versions = TypeVar("Versions", int, np.ndarray)
 
 CANCELLED = "cancelled"
-"""How the reject reason of a group begins that was given up from outside."""
+"""Start of the reject reason of a group that was cancelled."""
 
 
 class NothingAccepted(UserError):
-    """A step's every attempt failed or was rejected; the message counts the reasons."""
+    """No group of a step was accepted; the message counts the reasons."""
 
 
 def updates_behind(versions: Versions, *, live: int, steps_per_update: int) -> Versions:
@@ -42,16 +42,16 @@ def updates_behind(versions: Versions, *, live: int, steps_per_update: int) -> V
 
 
 def next_claim(state: RunState, config: RunConfig) -> Claim | None:
-    """What the next step takes; null when the pending groups do not suffice, in which case nothing is taken.
+    """What the next step takes; None if the pending groups do not suffice.
 
-    Trained are the first `batch_size` groups that were accepted and are within the bound, those with the oldest token
-    first: at the edge of the bound it is now or never. Every other pending group that can never be trained gets its
-    outcome with them. `strict` drops a group for one token over the bound; `mask` drops it where it has no other, and
-    the trainer masks the old tokens of the rest; `correct` drops none.
+    It trains the first `batch_size` groups that were accepted and are within the staleness bound, those with the oldest
+    token first, because the next step may be too late for them. Pending groups that can never be trained get their
+    outcome in the same claim. `strict` drops a group for one token over the bound. `mask` drops it if all its tokens
+    are, and the trainer masks the old tokens of the others. `correct` drops none.
 
-    With `dynamic_batch` the step takes the first `batch_size` groups in that order, whatever became of them, and trains
-    what it can. Else it goes with fewer than a batch once `max_attempts` batches are pending. With nothing to train
-    at all, `fallback` is set, or `NothingAccepted` raised, by `on_nothing_accepted`.
+    With `dynamic_batch` the step takes the first `batch_size` groups in that order, accepted or not, and trains what it
+    can. Otherwise it trains fewer than a batch only if `max_attempts` batches are pending. If it has nothing to train,
+    `on_nothing_accepted` decides between `fallback` and `NothingAccepted`.
     """
     live = state.live
     assert live is not None, "a run has its base policy before anything is claimed"
@@ -86,10 +86,11 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
 
 
 def num_counted(state: RunState, config: RunConfig) -> int:
-    """Pending groups that use up a quota's room: those a step may still train, or attempts where it takes these.
+    """Pending groups that count against the quota: those that a step may still train; with `dynamic_batch`, all that
+    will not run again.
 
-    One that went over the bound while it waited is not among them: else the room for its replacement would never come
-    back before the step that drops it, which waits for the replacement.
+    A group that went over the bound while it waited does not count. The step that drops it waits for a replacement,
+    which needs the room.
     """
     pending = (state.groups[group_id] for group_id in state.pending)
     if config.rollout.dynamic_batch:
@@ -100,7 +101,7 @@ def num_counted(state: RunState, config: RunConfig) -> int:
 
 
 def _first_attempted(pending: Sequence[GroupSummary], count: int) -> list[GroupSummary]:
-    """The groups up to the `count`-th that will not run again; none where there are fewer."""
+    """The groups up to the `count`-th that will not run again; an empty list if there are fewer."""
     attempted = 0
     for number, group in enumerate(pending, start=1):
         attempted += not group.retried
@@ -110,7 +111,7 @@ def _first_attempted(pending: Sequence[GroupSummary], count: int) -> list[GroupS
 
 
 def _reason(group: GroupSummary, live: int, config: RunConfig) -> tuple[str, str]:
-    """The outcome of a group that cannot be trained, and why; two empty strings where it can."""
+    """Outcome and reason of a group that cannot be trained; two empty strings if it can be."""
     if group.reject_reason.startswith(CANCELLED):
         return "cancelled", group.reject_reason
     if group.usable < config.rollout.min_usable:
@@ -134,6 +135,6 @@ def _report(step: int, groups: Sequence[GroupSummary], reasons: dict[str, tuple[
     attempts = ", ".join(f"{count} {status}" for status, count in failures.most_common())
     return (
         f"step {step} has nothing to train: none of {len(groups)} groups was accepted: {listed}"
-        + (f" (attempts that came to nothing: {attempts})" if attempts else "")
+        + (f" (failed attempts: {attempts})" if attempts else "")
         + ". Mend the workflow or its filters, or let such steps pass: rollout.on_nothing_accepted = 'skip_step'"
     )

@@ -1,30 +1,15 @@
 """What the fold of a log needs of an entry, as plain columns; a segment stores them beside the entry's JSON.
 
-In: an entry. Out: `Columns`. The kinds that a long run has many of are folded from their columns alone, so that opening
-it decodes none of them. Of every other kind the fold reads the record: a new kind needs nothing here.
+In: an entry. Out: `Columns`. Kinds that are frequent in a long run are folded from their columns alone, so opening the
+run decodes none of them. For all other kinds the fold reads the record: a new kind needs nothing here.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from storage.log.entries import (
-    OUTCOMES,
-    Alias,
-    Evaluation,
-    Join,
-    Lease,
-    LogEntry,
-    Policy,
-    Quarantine,
-    Registration,
-    Release,
-    Rescore,
-    Session,
-    Shard,
-    Step,
-    claimed_groups,
-)
+from storage.log import entries
+from storage.log.entries import OUTCOMES, LogEntry, claimed_groups
 
 
 class Columns(NamedTuple):
@@ -35,7 +20,7 @@ class Columns(NamedTuple):
     """What the fold looks the entry up by, in text."""
     written_at: float
     num_rows: int | None = None
-    """Of a training shard; None tells the shard of an evaluation."""
+    """Of a training shard; None for the shard of an evaluation."""
     group_ids: list[str] | None = None
     """Of a training shard, or of a step's claim."""
     positions: list[int] | None = None
@@ -50,7 +35,7 @@ def columns_of(entry: LogEntry) -> Columns:
     """The columns of an entry."""
     kind, written_at = entry.kind, entry.written_at
     match entry.body:
-        case Shard(is_eval=False) as shard:
+        case entries.Shard(is_eval=False) as shard:
             return Columns(
                 kind,
                 shard.id,
@@ -60,7 +45,7 @@ def columns_of(entry: LogEntry) -> Columns:
                 positions=[group.position for group in shard.groups],
                 retried=[group.retried for group in shard.groups],
             )
-        case Step() as step:
+        case entries.Step() as step:
             claimed = claimed_groups(step)
             return Columns(
                 kind,
@@ -69,13 +54,19 @@ def columns_of(entry: LogEntry) -> Columns:
                 group_ids=[group.group_id for _, group in claimed],
                 outcomes=[OUTCOMES.index(outcome) for outcome, _ in claimed],
             )
-        case Lease(holder=holder, positions=positions):
+        case entries.Lease(holder=holder, positions=positions):
             return Columns(kind, holder, written_at, positions=positions)
-        case Policy(version=version) | Registration(version=version):
+        case entries.Policy(version=version) | entries.Registration(version=version):
             return Columns(kind, str(version), written_at)
-        case Session(id=key) | Shard(id=key) | Alias(name=key) | Rescore(name=key) | Join(holder=key):
+        case (
+            entries.Session(id=key)
+            | entries.Shard(id=key)
+            | entries.Alias(name=key)
+            | entries.Rescore(name=key)
+            | entries.Join(holder=key)
+        ):
             return Columns(kind, key, written_at)
-        case Release(holder=key) | Evaluation(shard_id=key) | Quarantine(shard_id=key):
+        case entries.Release(holder=key) | entries.Evaluation(shard_id=key) | entries.Quarantine(shard_id=key):
             return Columns(kind, key, written_at)
         case _:
             return Columns(kind, "", written_at)

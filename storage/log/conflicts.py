@@ -1,6 +1,6 @@
-"""Whether an entry may be appended to a log: it may be there already, or contradict what was committed before.
+"""May a record be appended to a log? It may be there already, or contradict what is committed.
 
-In: the fold of a log, and a record. Out: True or False; `Conflict`.
+In: the fold of a log, and a record. Out: a bool from `holds`; `Conflict` from `check_fits`.
 """
 
 from __future__ import annotations
@@ -9,91 +9,74 @@ from collections import Counter
 from collections.abc import Container, Iterable
 from typing import Any
 
-from storage.log.entries import (
-    Alias,
-    Entry,
-    Evaluation,
-    Join,
-    Lease,
-    Pause,
-    Policy,
-    Quarantine,
-    Registration,
-    Release,
-    Rescore,
-    Resume,
-    Retire,
-    Session,
-    Shard,
-    Step,
-    claimed_groups,
-)
+from storage.log import entries
+from storage.log.entries import Entry, claimed_groups
 from storage.log.run_state import Conflict, RunState
 
 
 def holds(state: RunState, body: Entry) -> bool:
-    """True when the log already says this, so that appending it again is a no-op."""
+    """True if the log has this record already; appending it again is a no-op."""
     match body:
-        case Session():
+        case entries.Session():
             return any(session.id == body.id for session in state.sessions)
-        case Lease():
+        case entries.Lease():
             return all(state.leased.get(position) == body.holder for position in body.positions)
-        case Join():
+        case entries.Join():
             return state.producers.get(body.holder) == body
-        case Release():
+        case entries.Release():
             return body.holder not in state.producers and body.holder not in state.leased.values()
-        case Shard():
+        case entries.Shard():
             return body.id in state.shards
-        case Step(claim=claim, policy=policy):
+        case entries.Step(claim=claim, policy=policy):
             return claim.step <= state.step and state.steps[claim.step - 1].policy.path == policy.path
-        case Policy():
+        case entries.Policy():
             return state.policies.get(body.version) == body
-        case Evaluation():
+        case entries.Evaluation():
             return body.shard_id in state.evaluation_shards
-        case Alias():
+        case entries.Alias():
             return state.aliases.get(body.name) == body
-        case Registration():
+        case entries.Registration():
             return state.registrations.get(body.version) == body
-        case Quarantine():
+        case entries.Quarantine():
             return body.shard_id in state.quarantined
-        case Rescore():
-            known = state.rescored.get(body.name)
-            return known is not None and known.files.items() >= body.files.items()
-        case Retire():
+        case entries.Rescore():
+            earlier = state.rescored.get(body.name)
+            return earlier is not None and earlier.files.items() >= body.files.items()
+        case entries.Retire():
             return (
                 state.retired_shards.issuperset(body.shard_ids)
                 and state.retired_policies.issuperset(body.policy_versions)
                 and state.retired_states.issuperset(body.state_paths)
             )
-        case Pause():
+        case entries.Pause():
             return bool(state.paused)
-        case Resume():
+        case entries.Resume():
             return not state.paused
         case _:
             return False
 
 
 def check_fits(state: RunState, body: Entry) -> None:
-    """Raise `Conflict` when `body` contradicts what is already committed."""
+    """Raise `Conflict` if `body` contradicts what is committed."""
     match body:
-        case Lease() if body.number != state.num_leases:
-            raise Conflict(f"{body.holder} reckoned its lease before another worker's was committed")
-        case Lease(positions=positions):
-            if taken := _taken(positions, state.positions) or _taken(positions, state.leased):
-                raise Conflict(f"prompt positions {taken[:5]} are not free for {body.holder}")
-        case Shard() if body.id in state.retired_shards:
+        case entries.Lease() if body.number != state.num_leases:
+            raise Conflict(f"{body.holder} chose its lease before another worker's was committed")
+        case entries.Lease(positions=positions):
+            if repeated := _repeated(positions, state.positions) or _repeated(positions, state.leased):
+                raise Conflict(f"prompt positions {repeated[:5]} are not free for {body.holder}")
+        case entries.Shard() if body.id in state.retired_shards:
             raise Conflict(f"shard {body.id} came so late that its file was removed; write it again under a new id")
-        case Shard(is_eval=False, groups=groups):
+        case entries.Shard(is_eval=False, groups=groups):
             wanted = [group.position for group in groups if not group.retried]
             again = [group.position for group in groups if group.retried]
-            if taken := _taken(wanted, state.positions) or _taken(set(again), state.positions):
-                raise Conflict(f"shard {body.id}: prompt positions {taken} are already committed")
-            if taken := _taken([group.id for group in groups], state.groups):
+            if repeated := _repeated(wanted, state.positions) or _repeated(set(again), state.positions):
+                raise Conflict(f"shard {body.id}: prompt positions {repeated} are already committed")
+            if repeated := _repeated([group.id for group in groups], state.groups):
                 raise Conflict(
-                    f"shard {body.id}: groups {taken[:5]} are already committed at other positions; "
+                    f"shard {body.id}: groups {repeated[:5]} are already committed at other positions; "
                     "the data set has changed under this run"
                 )
-        case Step(claim=claim, policy=policy):
+        case entries.Step(claim=claim, policy=policy):
             if claim.step != state.step + 1:
                 raise Conflict(
                     f"step {claim.step} does not follow step {state.step}: another trainer is working on this run; "
@@ -112,19 +95,19 @@ def check_fits(state: RunState, body: Entry) -> None:
             lost = [group_id for group_id, count in counts.items() if count > 1 or group_id not in state.pending]
             if lost:
                 raise Conflict(f"step {claim.step} claims groups twice, or that are not pending: {lost[:5]}")
-        case Policy() if body.version in state.policies:
+        case entries.Policy() if body.version in state.policies:
             raise Conflict(f"policy version {body.version} is already published")
-        case Quarantine() if body.shard_id not in state.shards:
+        case entries.Quarantine() if body.shard_id not in state.shards:
             raise Conflict(f"shard {body.shard_id} is not in this log")
-        case Alias(version=version) if version in state.retired_policies:
+        case entries.Alias(version=version) if version in state.retired_policies:
             raise Conflict(f"policy version {version} was retired: its weights are gone")
-        case Rescore(name=name, reward_sha256=digest):
+        case entries.Rescore(name=name, reward_sha256=digest):
             if unknown := body.files.keys() - state.shards.keys():
                 raise Conflict(f"rewards {name!r} name shards that are not in this log: {sorted(unknown)[:5]}")
-            known = state.rescored.get(name)
-            if known is not None and known.reward_sha256 != digest:
-                raise Conflict(f"rewards {name!r} were made by another version of {known.reward}; choose a new name")
-        case Retire():
+            earlier = state.rescored.get(name)
+            if earlier is not None and earlier.reward_sha256 != digest:
+                raise Conflict(f"rewards {name!r} were made by another version of {earlier.reward}; choose a new name")
+        case entries.Retire():
             needed = {state.shard_of[group_id] for group_id in state.pending}.intersection(body.shard_ids)
             if needed:
                 raise Conflict(f"shards {sorted(needed)[:5]} hold groups no step has taken")
@@ -134,7 +117,7 @@ def check_fits(state: RunState, body: Entry) -> None:
             anchors = {state.policies[version].anchor for version in named if version in state.policies}
             if kept_anchors := [version for version in body.policy_versions if version in anchors]:
                 raise Conflict(f"policy versions {kept_anchors} are anchors of what is live or has an alias")
-            # A plan may take these for files no step has committed; what a resume needs is never retired otherwise.
+            # A plan may take these for files that no step committed.
             newest = {state.live.path, state.steps[-1].state_path} if state.live and state.steps else set()
             if kept_paths := newest.intersection(body.state_paths):
                 raise Conflict(f"{', '.join(sorted(map(str, kept_paths)))} is the newest step's")
@@ -142,6 +125,6 @@ def check_fits(state: RunState, body: Entry) -> None:
             pass
 
 
-def _taken(wanted: Iterable[Any], known: Container[Any]) -> list[Any]:
-    """What of `wanted` is known already, or in there twice."""
-    return sorted(value for value, count in Counter(wanted).items() if count > 1 or value in known)
+def _repeated(values: Iterable[Any], committed: Container[Any]) -> list[Any]:
+    """The values that are committed already, or in there twice."""
+    return sorted(value for value, count in Counter(values).items() if count > 1 or value in committed)

@@ -1,4 +1,4 @@
-"""What a run's log says: shards, claims, steps, policies and everything else that was committed.
+"""The records of a run's log: shards, claims, steps, policies and everything else that is committed.
 
 In: nothing. Out: frozen dataclasses and their JSON.
 
@@ -6,8 +6,8 @@ In: nothing. Out: frozen dataclasses and their JSON.
     Claim ──one optimizer step──▶ Step ─────┼─▶ LogEntry, one numbered JSON file
     Policy, Evaluation, Alias, Rescore, … ──┘
 
-A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`, which says what it changes. One whose
-retry can be told, or that can contradict the log, has a `case` in `conflicts` too.
+A new kind is a class here, named in `Entry`, and a `case` in `RunState._change`. It has a `case` in `conflicts` too if
+its retry can be recognised, or if it can contradict the log.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ class GroupSummary:
     """What the log keeps of a group, so that a run is folded without opening a shard."""
 
     id: str
-    """The group's id."""
     prompt_id: str
-    """The task's id."""
     position: int
     """Place in the endless prompt order."""
     epoch: int
-    """Pass over the data set."""
     expected: int
     """Attempts asked for."""
     usable: int
@@ -41,11 +38,11 @@ class GroupSummary:
     rows: int
     """Rows in the shard: one per training sequence, ≥ usable."""
     accepted: bool
-    """False when a filter or too few usable attempts took it out."""
+    """False if a filter rejected it, or if too few of its attempts are usable."""
     reject_reason: str
-    """Why; empty when accepted."""
+    """Why it was not accepted; empty if it was."""
     failures: dict[str, int]
-    """Count of attempts by failing status."""
+    """Number of attempts by failing status."""
     head_version: int
     """Oldest policy version of any sampled token; −1 without rows."""
     tail_version: int
@@ -53,7 +50,7 @@ class GroupSummary:
     mean_reward: float | None
     """Over usable attempts."""
     retried: bool = False
-    """True where the group came to nothing and its prompt runs again: the position stays free."""
+    """True if the group failed and its prompt runs again: the position stays free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +64,20 @@ class Shard:
     num_rows: int
     """Training sequences."""
     num_tokens: int
-    """Sampled tokens, the ones with loss mask 1."""
+    """Sampled tokens, those with loss mask 1."""
     num_bytes: int
-    """File size."""
     head_version: int
     """Oldest policy version in it."""
     tail_version: int
     """Newest policy version in it."""
     is_eval: bool
-    """True for evaluation rows, which are never claimable."""
+    """True for the attempts of an evaluation, which no step takes."""
     groups: list[GroupSummary]
     """In row order."""
     producer: str
     """Name of the rollout worker."""
     seconds: dict[str, float]
-    """Where the producer's time went: generate, reward, commit."""
+    """Time of the producer by phase: generate, reward, commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,14 +87,14 @@ class Policy:
     version: int
     """0 is the base model; every step makes the next one."""
     path: str
-    """Folder in the store: `runs/<run>/policies/<version>-<attempt>`, or `models/<name>` for a base model.
-    A version that a step without anything to train has made shares its parent's folder."""
+    """Folder in the store: `runs/<run>/policies/<version>-<attempt>`, or `models/<name>` for a base model. The version
+    of a step that had nothing to train shares its parent's folder."""
     weights_sha256: str
     """Digest of the safetensors content; equal weights have equal digests."""
     parent: int | None
-    """Version it was trained from; null for the base model."""
+    """Version it was trained from; None for the base model."""
     anchor: int | None = None
-    """Version whose weights the folder's `delta.safetensors` is against; null where the weights are there whole."""
+    """Version that the folder's `delta.safetensors` is a difference to; None if the folder has whole weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,33 +102,32 @@ class ClaimedGroup:
     """One group of one shard."""
 
     shard_id: str
-    """Where its rows are."""
+    """The shard that has its rows."""
     group_id: str
-    """Which rows of the shard."""
     reason: str = ""
-    """Why it is stale, filtered or failed; empty when trained."""
+    """Why it was not trained; empty if it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one optimizer step takes out of the queue: every group it passed over, by outcome."""
+    """What one optimizer step takes out of the queue: groups by outcome."""
 
     step: int
-    """The step that takes it, from 1."""
+    """Number of the step, from 1."""
     base_version: int
     """The policy version being trained."""
     trained: list[ClaimedGroup]
     """In prompt order."""
     stale: list[ClaimedGroup]
-    """Over the staleness bound under `strict`."""
+    """Over the staleness bound."""
     filtered: list[ClaimedGroup]
     """Rejected by a filter."""
     failed: list[ClaimedGroup]
     """Too few usable attempts."""
     cancelled: list[ClaimedGroup] = field(default_factory=list)
-    """Given up while they were running."""
+    """Cancelled while they ran."""
     fallback: str = ""
-    """What the step does where nothing was accepted: `skip_step` or `masked`; empty where something is trained."""
+    """What the step does if no group was accepted: `skip_step` or `masked`; empty if it trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,17 +135,17 @@ class Step:
     """A committed optimizer step."""
 
     claim: Claim
-    """What it consumed."""
+    """The groups it took."""
     policy: Policy
-    """What it made."""
+    """The policy it made."""
     shard_sha256: dict[str, str]
     """Digest of every shard it read, by shard id."""
     metrics: dict[str, float]
-    """Loss, reward, staleness, seconds by phase and the like; see docs/metrics.md."""
+    """Loss, reward, staleness, seconds by phase and more; see docs/metrics.md."""
     state_path: str | None
-    """Folder in the store with optimizer and random state; null on steps that saved none."""
+    """Folder in the store with optimizer and random state; None if the step saved none."""
     session_id: str
-    """Which start of the driver made it."""
+    """The session that made it."""
 
 
 OUTCOMES = ("trained", "filtered", "stale", "failed", "cancelled")
@@ -163,7 +158,7 @@ def claimed_groups(step: Step) -> list[tuple[str, ClaimedGroup]]:
 
 
 def piece_id(shard_id: str, number: int) -> str:
-    """Id of one of an evaluation's shards, counted from 0; `shard_id` is that of the first."""
+    """Id of an evaluation's shard `number`, from 0; `shard_id` is the id of the first."""
     return f"{shard_id}-{number}" if number else shard_id
 
 
@@ -172,83 +167,80 @@ class Evaluation:
     """Held-out score of one policy version."""
 
     version: int
-    """The only version that sampled its tokens."""
+    """The policy version that sampled all its tokens."""
     split: str
-    """Which split of the workflow."""
+    """The split of the workflow."""
     score: float
-    """avg@n: mean reward over all attempts at all problems, failed attempts counted as 0."""
+    """avg@n: mean reward over all attempts at all tasks; a failed attempt counts as 0."""
     num_tasks: int
-    """Problems asked."""
+    """Tasks attempted."""
     num_failed: int
-    """Attempts that ended in a failing status; they are in the denominator."""
+    """Attempts that failed; the score counts them."""
     shard_id: str
-    """Where the trajectories are, or the first of them: see `shard_ids`."""
+    """The first of its shards; see `shard_ids`."""
     seconds: float
     """Wall-clock."""
     n_samples: int = 0
-    """Attempts per problem; 0 where an older log did not say."""
+    """Attempts per task; 0 in logs from before this was recorded."""
     pass_at: dict[str, float] = field(default_factory=dict)
-    """k → pass@k, the unbiased estimate of how often one of k attempts is correct, for k = 1, 2, 4, … n_samples."""
+    """k → pass@k, the unbiased estimate of how often one of k attempts is correct; k = 1, 2, 4, … n_samples."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Count of attempts by failing status."""
+    """Number of attempts by failing status."""
     last_error: str = ""
-    """What one of the failed attempts said, shortened; empty where none failed."""
+    """Error of a failed attempt, shortened; empty if none failed."""
     standard_error: float | None = None
-    """Of the score, over problems; null with fewer than two."""
+    """Standard error of the score, over tasks; None with fewer than two."""
     num_shards: int = 1
-    """Files the trajectories are in."""
+    """Number of its shards."""
 
     @property
     def shard_ids(self) -> list[str]:
-        """Every shard of it, in the order they were committed."""
+        """Its shards, in commit order."""
         return [piece_id(self.shard_id, number) for number in range(self.num_shards)]
 
     @property
     def failed(self) -> bool:
-        """True where every attempt failed: the score, 0, then says nothing about the policy."""
+        """True if every attempt failed; the score 0 then says nothing about the policy."""
         return 0 < self.num_tasks * self.n_samples == self.num_failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """A name that points at a policy version."""
+    """A name for a policy version."""
 
     name: str
     """For example `rollout`."""
     version: int
-    """The policy version it names from now on."""
     checksum: str
-    """Digest of the weights as the engine holds them after loading; empty where the driver has no engine."""
+    """Digest of the weights that the engine holds after loading; empty if the driver has no engine."""
     update_mode: str = ""
-    """What became of the engine's running requests: `keep`, `wait` or `abort`; empty where it was started with it."""
+    """What the engine did with running requests: `keep`, `wait` or `abort`; empty if it started with this policy."""
     cache_cleared: bool = False
-    """True where the keys and values that the policy before had computed were dropped."""
+    """True if the keys and values of the policy before were dropped."""
     paused_seconds: float = 0.0
-    """Wall-clock from asking the engine to pause until it went on."""
+    """Wall-clock from the request to pause the engine until it went on."""
     transfer: str = ""
-    """How the weights came to the engine: `store`, or the trainer's broadcast by `gloo` or `nccl`; empty as above."""
+    """How the weights reached the engine: `store`, or a broadcast by `gloo` or `nccl`; empty as above."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """A policy version became visible in the model registry."""
+    """A policy version is in the model registry."""
 
     version: int
-    """Policy version."""
     model_name: str
     """Registered model name in MLflow."""
     registry_version: str
-    """MLflow's own version number for it."""
+    """MLflow's own number of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quarantine:
-    """A shard nothing reads any more."""
+    """A damaged shard, which nothing reads any more."""
 
     shard_id: str
-    """The damaged shard."""
     reason: str
-    """What was wrong with it."""
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,11 +248,11 @@ class Rescore:
     """New rewards for committed shards, in files of their own beside them; the recorded rewards stay."""
 
     name: str
-    """What the set of rewards is called; a later entry of the same name adds shards to it."""
+    """Name of the set of rewards; a later entry of the same name adds shards to it."""
     reward: str
     """Import path of the reward function."""
     reward_sha256: str
-    """Digest of the file the function is in; one name holds one digest."""
+    """Digest of the function's file; one name has one digest."""
     files: dict[str, str]
     """Shard id → sha256 of `rewards/<name>/<shard id>.arrow`."""
 
@@ -270,69 +262,66 @@ class Retire:
     """Files that retention removes; committed before the first of them is deleted."""
 
     shard_ids: list[str]
-    """Shards whose file goes, their summaries stay in the log; and files no entry names, which none may name later."""
+    """Shards whose file is removed; their summaries stay in the log. Also files that no entry names, nor ever may."""
     policy_versions: list[int]
-    """Policies whose weights go."""
+    """Policies whose weights are removed."""
     state_paths: list[str]
-    """Folders of optimizer state that go, and folders of policies and states that no step committed."""
+    """Folders of optimizer state that are removed, and folders of policies and states that no step committed."""
     reason: str
-    """The retention rule, for people."""
+    """The retention rules, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One start of the run's driver: a fresh one, or a resume after a stop or a crash."""
+    """One start of the run's driver, also after a stop or a crash."""
 
     id: str
-    """Random; every step names the session that made it."""
+    """Random; steps name it."""
     code_version: str
     """Commit of the code, or the package version outside a checkout."""
     reward_sha256: str = ""
     """Digest of the workflow's source file and of those of the functions it scores with."""
     steps: int = 0
-    """Up to which step it means to train; 0 where an older log did not say."""
+    """The step that it trains to; 0 in logs from before this was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Join:
-    """A rollout worker takes part from now on; what an earlier one of its name had leased is free again."""
+    """A rollout worker takes part from now on; positions leased to an earlier one of its name are free again."""
 
     holder: str
-    """Name of the rollout worker."""
     id: str
-    """Random: one that was given up for dead and comes back joins anew."""
+    """Random; a worker that was given up for dead and returns joins again."""
     outside: bool = False
-    """True for one that the driver has not started: it outlives the driver's session, and gives signs of life."""
+    """True if the driver did not start it: it outlives the driver's session, and gives signs of life."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Prompts that a rollout worker is about to attempt, so that no other starts them."""
+    """Prompts that a rollout worker attempts from now on, so that no other starts them."""
 
     holder: str
-    """Name of the rollout worker."""
     positions: list[int]
     """Places of the prompt order."""
     number: int
-    """How many leases the log held when this one was reckoned; if it holds more by now, it has to be reckoned anew."""
+    """Leases in the log when this one was chosen; if there are more by now, it must be chosen again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Release:
-    """A rollout worker has left: what it had leased and not committed is free again."""
+    """A rollout worker has left: positions leased to it and not committed are free again."""
 
     holder: str
-    """Name of the rollout worker."""
     reason: str
     """Why, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """Nothing new is begun from here on: no attempt, no step. What runs is finished and committed."""
+    """No attempt and no step begins from here on. What runs is finished and committed."""
 
     reason: str
-    """Who asked for it, for people; not empty."""
+    """Who paused the run, for people; not empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +329,7 @@ class Resume:
     """The run goes on."""
 
     reason: str
-    """Who asked for it, for people."""
+    """Who resumed it, for people."""
 
 
 Entry = (
@@ -363,7 +352,7 @@ Entry = (
 ENTRY_KINDS: dict[str, type] = {
     "eval" if record is Evaluation else record.__name__.lower(): record for record in typing.get_args(Entry)
 }
-"""What an entry's document calls its kind → the record."""
+"""Kind, as an entry's document has it → record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,7 +364,7 @@ class LogEntry:
     kind: str
     """Key of `ENTRY_KINDS`."""
     written_at: float
-    """Unix seconds on the writer's clock; for people, never for decisions."""
+    """Unix seconds on the writer's clock; decides nothing."""
     body: Entry
     """The record."""
 
@@ -396,17 +385,17 @@ _BODIES: dict[str, msgspec.json.Decoder[Any]] = {
 
 
 def encode_entry(body: Entry, *, number: int, written_at: float) -> bytes:
-    """An entry's document. Numbers and text are spelled as Python's own `json` spells them, in every version."""
+    """An entry's document, with the bytes that Python's `json` writes: every version writes the same."""
     document = {"number": number, "kind": _KINDS[type(body)], "written_at": written_at, "body": to_json(body)}
     return json.dumps(document, separators=(",", ":")).encode()
 
 
 def decode_entry(document: bytes, *, number: int) -> LogEntry:
-    """An entry from its document. Raises `ValueError`, `KeyError` or `TypeError` for one that cannot be read."""
+    """An entry from its document. Raises `ValueError`, `KeyError` or `TypeError` if it cannot be read."""
     try:
         line = _LINE.decode(document)
         kind, written_at, body = line.kind, line.written_at, _BODIES[line.kind].decode(line.body)
-    except msgspec.DecodeError:  # damaged, or with a NaN, an infinity or half a surrogate pair, which `json` writes
+    except msgspec.DecodeError:  # damaged, or with NaN, infinity or half a surrogate pair, which `json` writes
         fields = json.loads(document)
         kind, written_at = fields["kind"], fields["written_at"]
         body = from_json(ENTRY_KINDS[kind], fields["body"])
@@ -414,12 +403,12 @@ def decode_entry(document: bytes, *, number: int) -> LogEntry:
 
 
 def to_json(record: Any) -> Any:
-    """Plain JSON value of a record: dataclasses become objects, in field order."""
+    """Plain JSON value of a record; dataclasses become dictionaries, in field order."""
     return msgspec.to_builtins(record, enc_hook=_plain)
 
 
 def from_json(kind: type[Record], value: Any) -> Record:
-    """Rebuild a record of type `kind`; unknown keys are ignored (a newer writer), missing ones raise `ValueError`."""
+    """A record from its JSON value. Unknown keys are ignored: a newer writer. Missing ones raise `ValueError`."""
     return msgspec.convert(value, kind, str_keys=True)
 
 

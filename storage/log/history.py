@@ -1,4 +1,4 @@
-"""The entries of a log, and the records in them, read when they are asked for.
+"""The entries of a log, and the records in them, read when they are needed.
 
 In: entries, those in segments still packed. Out: sequences and mappings that unpack one entry at a time.
 """
@@ -58,7 +58,7 @@ class RecordMap(Mapping[K, V]):
 
 
 class History(RecordList[LogEntry]):
-    """Every entry of a log: the first ones are read from segments, the later ones are held as records."""
+    """Every entry of a log: the first ones are read from segments, the others are held."""
 
     def __init__(self, num_archived: int = 0, read_archived: Callable[[int], LogEntry] | None = None) -> None:
         self._num_archived = num_archived

@@ -1,13 +1,13 @@
-"""Whether a policy may become the champion, and the entry that makes it one.
+"""May a policy become the champion? And the entry that makes it the champion.
 
-In: a run's log and a policy version, or an evaluation of it. Out: sentences against it; or the alias `champion`, which
-tracking carries over to MLflow like any other.
+In: a run's log and a policy version, or an evaluation of it. Out: sentences against it, or the alias `champion`, which
+MLflow gets like every alias.
 """
 
 from __future__ import annotations
 
 from settings.errors import InvalidInput
-from storage.log.entries import Alias, Evaluation, Step
+from storage.log.entries import Alias, Evaluation
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.log.runs import find_policy
@@ -15,11 +15,11 @@ from storage.log.runs import find_policy
 CHAMPION = "champion"
 """Alias of the newest promoted policy."""
 GAP = "trainer–engine gap:"
-"""How the reason of a quarantine begins where engine and trainer disagreed about the policy that sampled the shard."""
+"""Start of a quarantine's reason if engine and trainer disagreed about the policy that sampled the shard."""
 
 
 class NotPromoted(InvalidInput):
-    """Something in the log speaks against the policy; the message has a line for each."""
+    """The log speaks against the policy; the message has a line per problem."""
 
     def __init__(self, run_id: str, version: int, problems: list[str]) -> None:
         lines = "".join(f"\n  {problem}" for problem in problems)
@@ -28,13 +28,12 @@ class NotPromoted(InvalidInput):
 
 
 def why_not_promote(state: RunState, version: int, *, max_gap: float) -> list[str]:
-    """What the log says against a policy, one sentence each; empty where nothing does.
+    """A sentence for every problem of a policy in the log.
 
-    Looked at are the steps that led from the champion to it, or from the base model where there is none. `max_gap` is
-    the largest `engine_gap` of a step, in nats per token, that passes.
+    It looks at the steps since the champion, or since the base model if there is no champion. `max_gap` is the largest
+    `engine_gap` of a step, in nats per token, that passes.
     """
-    champion = state.aliases.get(CHAMPION)
-    after = champion.version if champion is not None else -1
+    after = state.aliases[CHAMPION].version if CHAMPION in state.aliases else -1
     steps = [step for step in state.steps if after < step.policy.version <= version]
     problems = [
         f"step {step.claim.step}: engine and trainer differed by {step.metrics['engine_gap']:.3g} nats per token on "
@@ -67,10 +66,10 @@ def why_not_promote(state: RunState, version: int, *, max_gap: float) -> list[st
 
 
 def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap: float) -> Alias:
-    """Make a policy that was just evaluated the champion, with nobody looking; returns what the log says now.
+    """Make a policy that was just evaluated the champion, without a user; returns the alias.
 
-    `promote`, and only ever forward: what is older than the champion, or was rolled back, takes a person. Raises
-    `NotPromoted` also for the champion itself, which stays it, where its new score is too low.
+    It does what `promote` does, but only forward: a user must promote what is older than the champion or was rolled
+    back. Raises `NotPromoted` also for the champion itself if its new score is too low; it stays the champion.
     """
     state, version = log.refresh(), evaluation.version
     problems = why_not_promote(state, version, max_gap=max_gap)
@@ -88,32 +87,32 @@ def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap:
 
 
 def promote(log: RunLog, version: int | None = None, *, max_gap: float) -> Alias:
-    """Put the alias `champion` on a policy, the newest by default; returns what the log says now.
+    """Put the alias `champion` on a policy, by default the newest, and return it.
 
-    Promoting the champion again changes nothing. Raises `NotPromoted`, and `ValueError` for a version that the run
-    does not have, or not any more.
+    Promoting the champion again changes nothing. Raises `NotPromoted`, and `InvalidInput` for a version without
+    weights.
     """
     state = log.refresh()
     policy = find_policy(log, version)
-    known = state.aliases.get(CHAMPION)
-    if known is not None and known.version == policy.version:
-        return known
+    champion = state.aliases.get(CHAMPION)
+    if champion is not None and champion.version == policy.version:
+        return champion
     if problems := why_not_promote(state, policy.version, max_gap=max_gap):
         raise NotPromoted(log.run_id, policy.version, problems)
     return log.append(Alias(name=CHAMPION, version=policy.version, checksum=policy.weights_sha256)).aliases[CHAMPION]
 
 
 def roll_back(log: RunLog) -> Alias:
-    """Put the alias `champion` back on the champion before this one; returns what the log says now.
+    """Put the alias `champion` back on the champion before this one, and return it.
 
-    Done twice, it goes back by two: a champion that was rolled back does not count as one before.
-    Raises `ValueError` where there was none before whose weights are there.
+    A second call goes back by one more: a champion that was rolled back does not count. Raises `InvalidInput` if no
+    earlier champion has weights.
     """
     state = log.refresh()
     line: list[Alias] = []
     for champion in _champions(log):
-        known = next((place for place, alias in enumerate(line) if alias.version == champion.version), len(line))
-        line[known:] = [champion]
+        place = next((place for place, alias in enumerate(line) if alias.version == champion.version), len(line))
+        line[place:] = [champion]
     before = [alias for alias in line[:-1] if alias.version not in state.retired_policies]
     if not before:
         now = f"policy {line[-1].version} is its champion, and " if line else ""
@@ -122,15 +121,11 @@ def roll_back(log: RunLog) -> Alias:
 
 
 def _champions(log: RunLog) -> list[Alias]:
-    """Every champion there has been, in order."""
+    """Every champion so far, in order."""
     return [entry.body for entry in log.entries if isinstance(entry.body, Alias) and entry.body.name == CHAMPION]
 
 
 def _agreed(state: RunState, version: int, *, max_gap: float) -> bool:
-    """True where a step that trained this very policy measured a gap, and a small one."""
-    gaps = [step.metrics.get("engine_gap") for step in _steps_from(state, version)]
+    """True if a step that trained this very policy measured a small gap."""
+    gaps = [step.metrics.get("engine_gap") for step in state.steps if step.claim.base_version == version]
     return any(gap is not None and gap <= max_gap for gap in gaps)
-
-
-def _steps_from(state: RunState, version: int) -> list[Step]:
-    return [step for step in state.steps if step.claim.base_version == version]

@@ -1,8 +1,8 @@
-"""What a replay is: which recorded steps are trained again, from which saved state, and what came out of it.
+"""What a replay is: the recorded steps that are trained again, the saved state they start from, and the result.
 
 In: the fold of a run's log, and a span of steps. Out: a `ReplayPlan`, a pure function of the log; later a `Replay`.
 
-    base policy, or the nearest saved state ─▶ steps before the span, as recorded ─▶ the span, perhaps with a change
+    base policy, or the nearest saved state ─▶ steps before the span, as recorded ─▶ the span, possibly with a change
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from storage.log.run_state import RunState
 
 
 class CannotReplay(InvalidInput):
-    """Recorded steps cannot be trained again; the message says why and what can be done."""
+    """Recorded steps cannot be trained again; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +24,9 @@ class ReplayPlan:
     """The steps from a saved state to the end of a span."""
 
     resumed_from: int
-    """Step whose saved state is loaded first; 0 is the base policy."""
+    """Step whose saved state is loaded; 0 is the base policy."""
     first: int
-    """First step of the span; those before it only lead up to it, as they were recorded."""
+    """First step of the span; steps before it are trained as recorded."""
     last: int
     """Last step of the span."""
 
@@ -38,42 +38,39 @@ class ReplayPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayedStep:
-    """A step of the span, as it was and as it came out."""
+    """A step of the span, as recorded and as replayed."""
 
     step: int
     """From 1."""
     identical: bool
-    """True when the weights are the recorded ones, bit for bit."""
+    """True if the weights are the recorded ones, bit for bit."""
     recorded_sha256: str
     """Digest of the recorded policy's weights."""
     replayed_sha256: str
     """Digest of the replayed policy's weights."""
     recorded: dict[str, float]
-    """The recorded step's metrics, those the trainer computes."""
+    """The metrics that the trainer computes, as recorded."""
     replayed: dict[str, float]
-    """The same metrics now."""
+    """The same metrics, as replayed."""
     distance: float | None
-    """‖replayed − recorded‖ / ‖recorded − start‖ over all weights, where start is the policy before the span; null
-    where the recorded weights are gone or never moved."""
+    """‖replayed − recorded‖ / ‖recorded − start‖ over all weights; start is the policy before the span. None if the
+    recorded weights are gone or never changed."""
     cosine: float | None
-    """Cosine between the updates since the start: 1 is the same direction; null as above."""
+    """Cosine between the updates since the start: 1 is the same direction. None as above."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """What a replay found."""
+    """The result of a replay."""
 
     run: str
-    """The run."""
     plan: ReplayPlan
-    """What was trained again."""
     changes: dict[str, str]
     """Settings that differ in the span, as `old → new`."""
     rewards: str
-    """Name of the rewards trained on in the span; empty for the recorded ones."""
+    """Name of the rewards that the span is trained on; empty for the recorded ones."""
     start_identical: bool
-    """False when the steps before the span gave other weights than recorded; the span then starts from the recorded
-    ones."""
+    """False if the steps before the span gave other weights than recorded; the span starts from the recorded ones."""
     steps: list[ReplayedStep]
     """The span."""
     recorded_code: str
@@ -83,24 +80,24 @@ class Replay:
 
     @property
     def unchanged(self) -> bool:
-        """True when nothing was changed, so that every step must come out as recorded."""
+        """True if no change was made, so that every step must come out as recorded."""
         return not self.changes and not self.rewards
 
     @property
     def identical(self) -> bool:
-        """True when every step of the span came out as recorded."""
+        """True if every step of the span came out as recorded."""
         return all(step.identical for step in self.steps)
 
 
 def saved_steps(state: RunState, *, at_most: int) -> Iterator[Step]:
-    """Steps up to `at_most` whose optimizer state is still there, newest first."""
+    """Steps up to `at_most` that have a saved optimizer state, newest first."""
     return (step for number in range(at_most, 0, -1) if is_saved(state, step := state.steps[number - 1]))
 
 
 def plan_replay(state: RunState, *, run: str, first: int, last: int, rewards: str = "") -> ReplayPlan:
-    """Where a replay of the steps `first` to `last` starts, and what it trains.
+    """The plan to train the steps `first` to `last` again.
 
-    Raises `CannotReplay` for steps the run does not have, for shards that retention took away, and for rewards that
+    Raises `CannotReplay` for steps that the run does not have, for shards that retention removed, and for rewards that
     do not cover the span.
     """
     if not state.step:
@@ -109,8 +106,8 @@ def plan_replay(state: RunState, *, run: str, first: int, last: int, rewards: st
         asked = f"step {first}" if first == last else f"steps {first} to {last}"
         raise CannotReplay(f"run {run!r} has no {asked}; it has steps 1 to {state.step}")
     if rewards and rewards not in state.rescored:
-        known = ", ".join(state.rescored) or "none"
-        raise CannotReplay(f"run {run!r} has no rewards {rewards!r}; it has: {known}. `millrace rescore` makes them")
+        names = ", ".join(state.rescored) or "none"
+        raise CannotReplay(f"run {run!r} has no rewards {rewards!r}; it has: {names}. `millrace rescore` makes them")
     saved = next(saved_steps(state, at_most=first - 1), None)
     plan = ReplayPlan(resumed_from=saved.claim.step if saved else 0, first=first, last=last)
     for number in plan.steps:
@@ -130,7 +127,7 @@ def plan_replay(state: RunState, *, run: str, first: int, last: int, rewards: st
 
 
 def later_start(state: RunState, step: int) -> str:
-    """What is left to do when a step cannot be trained again: replay from the next saved state on."""
+    """The next saved state to replay from, in a sentence for users, if a step cannot be trained again."""
     for number in range(step, state.step):
         if is_saved(state, state.steps[number - 1]):
             return f"steps from {number + 1} on can be replayed, from the state saved there: --from {number + 1}"
@@ -138,5 +135,5 @@ def later_start(state: RunState, step: int) -> str:
 
 
 def is_saved(state: RunState, step: Step) -> bool:
-    """Whether the optimizer state of a step was saved and is still there."""
+    """True if the optimizer state of a step was saved and is still there."""
     return step.state_path is not None and step.state_path not in state.retired_states

@@ -1,4 +1,4 @@
-"""The run's log: the only place that says what is true about a run.
+"""A run's log: the only place that says what is true about the run.
 
 In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, the fold of all of them.
 
@@ -6,8 +6,8 @@ In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, 
                                        └─ does it still fit?   ──no───▶ Conflict
                                        └─ put_if_absent(next number) ──lost──▶ refresh, try again
 
-Every hundred entries, and every ten thousand, are also written as one segment (`log_segments`), from which a long run
-is opened, and opened anew by a process that has kept it open for long.
+A hundred entries, and ten thousand, are also written as one segment (`segments`). A long run is opened from these, and
+opened again from time to time by a process that keeps it open for long.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ logger = logging.getLogger("millrace.log")
 
 _MOST_AT_ONCE = 256
 _LOOK_AHEAD = 16
-"""Entries asked for beyond the first one when a log is opened: what is there behind a missing one is a gap."""
+"""Entries that are read at once when a log is opened: one that is missing before another is a gap."""
 _MOST_UNPACKED = 1000
-"""Entries a process holds as records before it takes their segments instead, a tenth of the memory: it may run for
-weeks."""
+"""Entries that a process holds as records before it opens the log again. Their segments need a tenth of the memory, and
+a process may run for weeks."""
 
 
 class RunLog:
     """A run's log in a store. Not thread-safe; every process opens its own."""
 
     segment_sizes = (100, 10_000)
-    """Entries in a segment of either kind; part of the format, the same for every process."""
+    """Entries in a short and in a long segment; part of the format, the same for every process."""
 
     def __init__(self, store: ObjectStore, run_id: str) -> None:
         self.store = store
@@ -47,14 +47,14 @@ class RunLog:
         self.state = RunState()
         self._is_open = False
         self._segments: list[Segment] = []
-        """Those that `entries` and `state` begin with, still packed."""
+        """The first entries, still packed."""
         self._num_at_opening = 0
-        """Entries there were when the log was opened, or opened anew."""
+        """Entries when the log was opened, or opened again."""
         self._num_archived = 0
-        """Entries in segments, as far as this process knows; `_num_merged` of them in long ones."""
+        """Entries in segments, as far as this process knows; `_num_merged` of them are in long ones."""
         self._num_merged = 0
         self._documents: list[bytes] = []
-        """JSON of the entries after those."""
+        """JSON of the entries behind the segments."""
 
     @property
     def entries(self) -> History:
@@ -66,9 +66,9 @@ class RunLog:
         return f"{self.prefix}/{relative}"
 
     def refresh(self) -> RunState:
-        """Fold in whatever was committed since the last look. Reads numbers upwards; never lists.
+        """Fold in what was committed since the last call. Reads entries by number, and never lists a folder.
 
-        Raises `LogDamaged` for an entry that cannot be read, that contradicts the ones before, or is missing.
+        Raises `LogDamaged` for an entry that cannot be read, contradicts the ones before, or is missing.
         """
         ahead = 1
         if not self._is_open:
@@ -79,29 +79,29 @@ class RunLog:
             self._open_anew()
         while True:
             first = self.state.entries
-            found = self.store.get_many([self._entry_key(first + offset) for offset in range(ahead)])
-            for document in found:
+            documents = self.store.get_many([self._entry_key(first + offset) for offset in range(ahead)])
+            for document in documents:
                 if document is None:
                     break
                 self._fold(document)
             else:
                 ahead = min(2 * ahead, _MOST_AT_ONCE)
                 continue
-            reached = self.state.entries
-            if any(found[reached - first :]) and not self.store.exists(self._entry_key(reached)):
+            missing = self._entry_key(self.state.entries)
+            if not any(documents[self.state.entries - first :]):
+                break
+            if not self.store.exists(missing):
                 raise LogDamaged(
-                    f"{self.store.uri}/{self._entry_key(reached)} is missing, and later entries are there; "
+                    f"{self.store.uri}/{missing} is missing, and later entries are there; "
                     "put it back from a copy of the store, or start a new run"
                 )
-            if not any(found[reached - first :]):
-                break
         self.state.check()
         return self.state
 
     def append(self, body: Entry) -> RunState:
-        """Commit one record; returns the fold that contains it.
+        """Commit one record; returns the state with it. Appending a record that the log has changes nothing.
 
-        Raises `Conflict` when it no longer fits. Appending what the log already holds changes nothing.
+        Raises `Conflict` if the record no longer fits.
         """
         while True:
             state = self.refresh()
@@ -136,7 +136,7 @@ class RunLog:
         return self.key(f"log/segments/{number:020d}.{size}.arrow")
 
     def _open_segments(self) -> None:
-        """Start from the segments there are, as far as they follow one another."""
+        """Start from the segments, as far as they follow one another."""
         segments = list(self._segments)
         archived = sum(map(len, segments))
         merged, reached = self._num_merged, -1
@@ -155,7 +155,7 @@ class RunLog:
             self._segments, self._num_archived, self._num_merged = segments, archived, merged
 
     def _open_anew(self) -> None:
-        """Let go of records that are in segments by now. Whoever looks meanwhile sees the log as it was."""
+        """Drop records that are in segments by now. Another thread sees the log as it was meanwhile."""
         fresh = type(self)(self.store, self.run_id)
         fresh._segments, fresh._num_merged = self._segments, self._num_merged
         fresh.refresh()
@@ -163,7 +163,7 @@ class RunLog:
         vars(self).update(vars(fresh))
 
     def _read_segments(self, first: int, size: int) -> Iterator[Segment]:
-        """Segments of one size that follow one another from entry `first` on."""
+        """Segments of one size, one after another, from entry `first` on."""
         batch = 4 if first % size == 0 else 0
         while batch:
             keys = [self._segment_key(first + size * offset, size) for offset in range(batch)]
@@ -179,9 +179,9 @@ class RunLog:
             batch = min(2 * batch, _MOST_AT_ONCE)
 
     def _write_segments(self) -> None:
-        """Write the segments of complete blocks: ours, a damaged one, one whose writer was killed before it.
+        """Write the segments of complete blocks, also those that are damaged or whose writer was killed.
 
-        Every process writes the same bytes, so they may replace each other's.
+        Every process writes the same bytes, so one may replace those of another.
         """
         short, long = self.segment_sizes
         try:

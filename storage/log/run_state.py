@@ -47,11 +47,11 @@ from storage.log.history import History, RecordList, RecordMap
 
 
 class Conflict(UserError):
-    """Somebody else committed first and this entry no longer fits; nothing was written."""
+    """Another process committed first, and this entry no longer fits; nothing was written."""
 
 
 class LogDamaged(UserError):
-    """The log contradicts itself; the message names the entry."""
+    """An entry cannot be read, or contradicts the ones before; the message names it."""
 
 
 @dataclass
@@ -76,23 +76,23 @@ class RunState:
     shard_of: dict[str, str] = field(default_factory=dict)
     """Group id → shard id."""
     pending: dict[str, None] = field(default_factory=dict)
-    """Ids of committed groups no step has taken, in commit order (a dict as an ordered set)."""
+    """Ids of committed groups that no step has taken, in commit order (a dict as an ordered set)."""
     step_of: dict[str, int] = field(default_factory=dict)
     """Group id → the step that took it out of the queue."""
     _untrained: dict[str, str] = field(default_factory=dict)
-    """Group id → outcome, of those that a step took and did not train."""
+    """Group id → outcome, of groups that a step took and did not train."""
     positions: set[int] = field(default_factory=set)
-    """Places of the prompt order that are committed and neither lost nor to be tried again."""
+    """Positions of the prompt order that are committed, and neither lost nor to be tried again."""
     producers: dict[str, Join] = field(default_factory=dict)
-    """Rollout workers that have joined and not left, by name."""
+    """Rollout workers that take part, by name."""
     leased: dict[int, str] = field(default_factory=dict)
-    """Places that are being attempted → the worker's name."""
+    """Positions that are being attempted → name of the worker."""
     num_leases: int = 0
-    """Leases so far, over or not."""
+    """All leases so far."""
     retries: Counter[int] = field(default_factory=Counter)
-    """How often a position has to run again: its group came to nothing, or its shard was damaged."""
+    """Position → how often it runs again, because its group failed or its shard was damaged."""
     newest_version: int = -1
-    """Of the policies; −1 before the base model is committed."""
+    """−1 before the base model is committed."""
     evaluation_shards: set[str] = field(default_factory=set)
     """Ids of the shards that `evaluations` name."""
     quarantined: dict[str, str] = field(default_factory=dict)
@@ -102,12 +102,12 @@ class RunState:
     retired_shards: set[str] = field(default_factory=set)
     retired_policies: set[int] = field(default_factory=set)
     retired_states: set[str] = field(default_factory=set)
-    """Folders of optimizer state that retention took away, and folders of policies no step had committed."""
+    """Folders of optimizer state that retention removed, and folders of policies that no step committed."""
     paused: str = ""
-    """Why nothing new is begun; empty where the run is not paused."""
+    """Why the run is paused; empty if it is not."""
     _first_free: int = field(default=0, compare=False)
-    """No place before this one is free."""
-    # Numbers of entries, by what they are looked up by.
+    """No position before this one is free."""
+    # Numbers of entries.
     _shards: dict[str, int] = field(default_factory=dict)
     _steps: list[int] = field(default_factory=list)
     _policies: dict[int, int] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class RunState:
 
     @functools.cached_property
     def outcomes(self) -> Mapping[str, str]:
-        """Group id → one of `OUTCOMES`, of every group that a step took out of the queue."""
+        """Group id → one of `OUTCOMES`, for groups that a step took out of the queue."""
         return RecordMap(self.step_of, self._outcome)
 
     @functools.cached_property
@@ -162,12 +162,12 @@ class RunState:
 
     @property
     def live(self) -> Policy | None:
-        """The newest policy; null before the base model is committed."""
+        """The newest policy; None before the base model is committed."""
         return self.policies[self.newest_version] if self.policies else None
 
     @property
     def worked_seconds(self) -> float:
-        """Time the run was being worked on: from each session's start to its last entry, summed over sessions."""
+        """Time from each session's start to its last entry, summed over sessions."""
         return self.earlier_seconds + (self.last_at - self.session_started_at if self.sessions else 0.0)
 
     @property
@@ -176,14 +176,14 @@ class RunState:
         return sum(1 for group_id in self.pending if self.groups[group_id].accepted)
 
     def free_positions(self, count: int) -> list[int]:
-        """The first places of the prompt order that are neither committed nor leased."""
+        """The first positions of the prompt order that are neither committed nor leased."""
         while self._first_free in self.positions or self._first_free in self.leased:
             self._first_free += 1
         free = (p for p in itertools.count(self._first_free) if p not in self.positions and p not in self.leased)
         return list(itertools.islice(free, count))
 
     def counters(self) -> dict[str, int]:
-        """The conservation law's terms, in prompt groups; `quarantined` counts shards and stands outside it."""
+        """The terms of the conservation law, in prompt groups; `quarantined` counts shards and is not part of it."""
         outcomes = Counter(self._untrained.values())
         outcomes["trained"] = len(self.step_of) - len(self._untrained)
         terms = {name: outcomes[name] for name in OUTCOMES}
@@ -211,7 +211,7 @@ class RunState:
             self._add(row)
 
     def _add(self, columns: Columns) -> None:
-        """The next entry's change, from its columns if its kind is one that a long run has many of."""
+        """Change the state by the next entry, from its columns alone if its kind is frequent."""
         kind, key, written_at, num_rows, group_ids, positions, retried, outcomes = columns
         number = self.entries
         if not number:
@@ -249,13 +249,13 @@ class RunState:
         self.last_at = written_at
 
     def _change(self, body: Entry, written_at: float) -> None:
-        """What an entry of any other kind changes."""
+        """Change the state by an entry of any other kind."""
         match body:
             case Session() as session:
                 self.earlier_seconds = self.worked_seconds
                 self.session_started_at = written_at
                 self.sessions.append(session)
-                # The workers of an earlier session are gone, or too late; those it had not started go on.
+                # The workers of an earlier session are gone or too late, except those that it did not start.
                 self.producers = {holder: join for holder, join in self.producers.items() if join.outside}
                 self._free([position for position, name in self.leased.items() if name not in self.producers])
             case Join(holder=holder) as join:
@@ -278,7 +278,7 @@ class RunState:
                 self.paused = ""
             case Quarantine(shard_id=shard_id, reason=reason):
                 self.quarantined[shard_id] = reason
-                # What no step has used is lost with the file, so its prompts run again under new group ids.
+                # Groups that no step has taken are lost with the file: their prompts run again under new group ids.
                 for group in self.shards[shard_id].groups:
                     if group.id in self.pending:
                         del self.pending[group.id], self.shard_of[group.id]

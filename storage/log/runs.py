@@ -24,15 +24,14 @@ from storage.objects.digests import sha256_of, sha256_of_json
 from storage.objects.object_store import LocalStore, ObjectStore
 
 MAY_CHANGE = frozenset({"steps", "tracking", "store"})
-"""Configuration keys that do not change what a committed step means, so a resumed run may set them anew."""
+"""Configuration keys that a resumed run may set to other values: they do not change what a committed step means."""
 
 MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers"})
-"""Keys that say where a run computes: kept as it began, for its replays, and free to differ where it goes on."""
-
+"""Keys that say where a run computes. The recorded values are for its replays; a resumed run may use others."""
 
 _TRIES = 5
 _LOOK_SECONDS = 0.02
-"""Longer than `is_training` holds the lock to see whether anybody does."""
+"""Longer than `is_training` holds the lock in order to look."""
 
 
 class RunExists(InvalidInput):
@@ -48,7 +47,7 @@ class RunBusy(UserError):
             f"`millrace stop {run_id}`, or use another `run` id"
         )
         self.pid = int(process) if process.isdecimal() else None
-        """Of that process; null in the moment before it has written it down."""
+        """Of that process; None in the moment before it has written it."""
 
 
 def create_run(
@@ -56,9 +55,9 @@ def create_run(
 ) -> RunLog:
     """Create the run, or open it again when its configuration is the same.
 
-    `defaults` holds every key's default: a run from before a key existed was made with it.
+    `defaults` holds the default of every key: an older run was made with it if its configuration lacks the key.
 
-    Raises `RunExists` naming the keys that differ and a free run id, `ValueError` for an unusable id.
+    Raises `RunExists`, which names the keys that differ and a free run id, and `InvalidInput` for an unusable id.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
         raise InvalidInput(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
@@ -67,8 +66,8 @@ def create_run(
     key = f"runs/{run_id}/run.json"
     if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
         existing = json.loads(store.get(key))
-        known = {key: value for key, value in (defaults or {}).items() if key not in MAY_CHANGE}
-        if differences := _differences(_filled_in(existing["config"], known), frozen):
+        filled = {key: value for key, value in (defaults or {}).items() if key not in MAY_CHANGE}
+        if differences := _differences(_filled_in(existing["config"], filled), frozen):
             keys = ", ".join(differences)
             raise RunExists(
                 f"run {run_id!r} in {store.uri} was started with another configuration; these keys differ: {keys}. "
@@ -83,20 +82,17 @@ def model_key(model: str) -> str:
 
 
 def open_run(store: ObjectStore, run_id: str) -> RunLog:
-    """The log of an existing run, folded. Raises `NotFound` listing the runs that exist."""
+    """The log of an existing run, folded. Raises `NotFound`, which lists the runs that exist."""
     if not store.exists(f"runs/{run_id}/run.json"):
-        known = ", ".join(store.names("runs")) or "none yet"
-        raise NotFound(f"no run {run_id!r} in {store.uri}; runs there: {known}")
+        names = ", ".join(store.names("runs")) or "none yet"
+        raise NotFound(f"no run {run_id!r} in {store.uri}; runs there: {names}")
     log = RunLog(store, run_id)
     log.refresh()
     return log
 
 
 def find_policy(log: RunLog, version: int | None) -> Policy:
-    """A policy whose weights are there; the newest where `version` is null.
-
-    Raises `ValueError` for a version the run does not have, or not any more.
-    """
+    """A policy that has its weights, by default the newest. Raises `InvalidInput` for a version without weights."""
     state = log.state
     if state.live is None:
         raise InvalidInput(f"run {log.run_id!r} has no policy yet; train it first")
@@ -118,8 +114,8 @@ def run_config(log: RunLog) -> dict[str, Any]:
 def trainer_lock(log: RunLog) -> Iterator[None]:
     """Hold the right to train this run on this machine; the kernel frees it however the process ends.
 
-    Raises `RunBusy` naming the holder. On S3 the lock covers one machine; between machines the log
-    refuses the second trainer at its first step.
+    Raises `RunBusy`, which names the holder. On S3 the lock covers one machine; on another machine, the log refuses a
+    second trainer's first step.
     """
     with open(_lock_file(log), "a+") as file:
         for tries_left in reversed(range(_TRIES)):
@@ -130,7 +126,7 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
                 if not tries_left:
                     file.seek(0)
                     raise RunBusy(log.run_id, file.read().strip()) from None
-                time.sleep(_LOOK_SECONDS)  # somebody may only be looking
+                time.sleep(_LOOK_SECONDS)  # the holder may be `is_training`
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
@@ -138,7 +134,7 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
 
 
 def is_training(log: RunLog) -> bool:
-    """Whether a process of this machine holds the run's trainer lock."""
+    """True if a process of this machine trains the run."""
     with open(_lock_file(log), "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -149,7 +145,7 @@ def is_training(log: RunLog) -> bool:
 
 @contextlib.contextmanager
 def teller_lock(log: RunLog) -> Iterator[None]:
-    """Hold the right to tell MLflow of this run on this machine, once whoever holds it is done."""
+    """Hold the right to send this run to MLflow from this machine; waits for another holder."""
     with open(_lock_file(log, "teller"), "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -166,7 +162,7 @@ def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
 
 
 def _filled_in(value: Any, defaults: Any) -> Any:
-    """A configuration with defaults where it has no value, table by table; another kind has others."""
+    """A configuration with defaults for missing keys, table by table; a table of another `kind` has other defaults."""
     if not (isinstance(value, dict) and isinstance(defaults, dict)) or _other_kind(value, defaults):
         return value
     return {key: _filled_in(setting, defaults.get(key)) for key, setting in (defaults | value).items()}
@@ -177,7 +173,7 @@ def _other_kind(table: dict[str, Any], defaults: dict[str, Any]) -> bool:
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """Dotted keys whose values differ, as `key (old → new)`."""
+    """Dotted keys with different values, as `key (old → new)`."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
         return [line for k in keys for line in _differences(old.get(k), new.get(k), f"{prefix}{k}.")]

@@ -1,13 +1,13 @@
-"""Log entries a hundred at a time, and then ten thousand, so that a long run opens in a moment.
+"""Log entries by the hundred, and by ten thousand, so that a long run opens in a moment.
 
 In: complete blocks of entries, with their JSON as it was written. Out: one Arrow file per block,
 `log/segments/<number of its first entry>.<entries>.arrow`; from all of them the columns and the entries again.
 
     bytes = sha256 of the rest ‖ Arrow IPC (zstd): document | kind, key, written_at, rows, groups …
                                                       │         └─ `Columns`, from which the fold is made
-                                                      └─ the entry's own JSON, unpacked when somebody looks at it
+                                                      └─ the entry's own JSON, unpacked when it is needed
 
-Segments are derived: the numbered entries stay the truth, and a segment that is missing or damaged only costs time.
+Segments are copies: the numbered entries stay the truth, and a segment that is missing or damaged only costs time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage.objects.tables import ipc_bytes
 _DIGEST = hashlib.sha256().digest_size
 
 _LAYOUT = "2"
-"""Of the columns below. A segment of another layout is passed over, and its entries are read one by one."""
+"""Version of the columns below. The entries of a segment with another one are read one by one."""
 
 _FEW = 500
 """Entries whose columns become Python lists at once; with many more, the garbage collector would go through them."""
@@ -49,7 +49,7 @@ _SCHEMA = pa.schema(
 
 
 def read_entry(document: bytes, *, number: int, source: str) -> LogEntry:
-    """One entry from its JSON. Raises `LogDamaged` naming `source` where it cannot be read."""
+    """One entry from its JSON. Raises `LogDamaged`, which names `source`, if it cannot be read."""
     try:
         return decode_entry(document, number=number)
     except (ValueError, KeyError, TypeError) as error:
@@ -66,7 +66,7 @@ def encode_segment(entries: Sequence[LogEntry], documents: Sequence[bytes], *, r
 
 
 def merge_segments(segments: Sequence[Segment], *, run_id: str, first: int) -> bytes:
-    """The file of a longer block, from those of the shorter ones it consists of."""
+    """The file of a long block, from the short segments it consists of."""
     return _pack(pa.concat_tables([segment.table() for segment in segments]), run_id=run_id, first=first)
 
 
@@ -78,7 +78,7 @@ def _pack(table: pa.Table, *, run_id: str, first: int) -> bytes:
 
 
 class Segment:
-    """One block, its documents still packed. Raises `LogDamaged` for bytes that are not what was written."""
+    """One block, its documents still packed. Raises `LogDamaged` if the bytes are not those that were written."""
 
     def __init__(self, data: bytes, *, run_id: str, first: int, size: int) -> None:
         if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
@@ -119,7 +119,7 @@ class Archive:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
         self._starts = list(itertools.accumulate(map(len, segments), initial=0))
-        # Neighbours are asked for together: all groups of a shard, all steps of a span.
+        # Neighbours are needed together: all groups of a shard, all steps of a span.
         self.entry = functools.lru_cache(maxsize=1000)(self._entry)
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """What MLflow charts of a log entry, by the names of docs/metrics.md.
 
-In: a log entry. Out: metrics by name, and where they stand on the axis of steps.
+In: a log entry. Out: metrics by name, and their place on the axis of steps.
 """
 
 from __future__ import annotations
@@ -8,44 +8,38 @@ from __future__ import annotations
 from storage.log.entries import Evaluation, LogEntry, Step
 
 SYSTEM = "system/"
-"""Prefix of what a machine was doing, where MLflow has a page of its own for it."""
+"""Prefix of the metrics of a machine; MLflow shows them on a page of their own."""
 
 
 def metrics_of(entry: LogEntry) -> dict[str, float]:
-    """What MLflow shows as metrics, by their names there."""
+    """What MLflow shows as metrics: `loss` of a step is `train/loss`, `system/…` is itself."""
     match entry.body:
-        case Step() as step:
-            return {name_of(key): value for key, value in step.metrics.items()}
+        case Step(metrics=metrics):
+            return {name if name.startswith(SYSTEM) else f"train/{name}": value for name, value in metrics.items()}
         case Evaluation() as evaluation:
-            return {f"eval/{evaluation.split}/{key}": v for key, v in _evaluation_metrics(evaluation).items()}
+            return {f"eval/{evaluation.split}/{name}": v for name, v in _evaluation_metrics(evaluation).items()}
         case _:
             return {}
 
 
 def axis_of(entry: LogEntry) -> int:
-    """Where its metrics stand on the axis of steps."""
+    """The step at which its metrics are charted."""
     match entry.body:
         case Step() as step:
             return step.claim.step
-        case Evaluation() as evaluation:
-            return evaluation.version
+        case Evaluation(version=version):
+            return version
         case _:
             return 0
 
 
-def name_of(metric: str) -> str:
-    """MLflow's name of a step's metric: `loss` is `train/loss`, `system/…` is itself."""
-    return metric if metric.startswith(SYSTEM) else f"train/{metric}"
-
-
 def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """What MLflow charts of an evaluation; no score where every attempt failed, for it would look like a bad policy."""
+    """No score if every attempt failed: it would look like a bad policy."""
     metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
     if evaluation.n_samples:
         metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)
     if evaluation.failed:
         return metrics
-    metrics["score"] = evaluation.score
     if evaluation.standard_error is not None:
         metrics["standard_error"] = evaluation.standard_error
-    return metrics | {f"pass_at_{k}": chance for k, chance in evaluation.pass_at.items()}
+    return {**metrics, "score": evaluation.score, **{f"pass_at_{k}": p for k, p in evaluation.pass_at.items()}}

@@ -1,9 +1,9 @@
 """MLflow as a view of the run's log: metrics, model versions, aliases and the shards behind each version.
 
-In: a run's log. Out: an MLflow run and a registered model that say the same. The log is the outbox: `sync` replays
-whatever MLflow has not seen, so an outage is caught up by the next call and a deleted database is rebuilt.
-The cursor is a tag of the MLflow run, written in the same call as the metrics it covers. Entries are sent a block at a
-time, because each call is a transaction of its own; a block that a kill cut short is sent again, without doubles.
+In: a run's log. Out: an MLflow run and a registered model with the same content. `sync` sends the entries that MLflow
+has not got: the next call makes up for an outage, and a deleted database is filled again. The cursor is a tag of the
+MLflow run, written in the same call as the metrics it covers. Entries are sent a block at a time; a block that was cut
+short is sent again, without doubles.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _importing = threading.Lock()
 
 
 def import_mlflow() -> Any:
-    """The package, which takes a second. Two threads that import it at the same time would break it for both."""
+    """The package, in a second. It breaks if two threads import it at the same time."""
     with _importing:
         import mlflow
 
@@ -46,21 +46,21 @@ def import_mlflow() -> Any:
 
 
 class RegistryUnavailable(UserError):
-    """MLflow did not take everything in; the log keeps it for later."""
+    """MLflow did not take everything; the next `sync` sends the rest."""
 
 
 class Registry:
-    """One run's mirror in MLflow. `model_name` is the registered model, named after the run."""
+    """One run's mirror in MLflow; `model_name`, the registered model, is named after the run."""
 
     def __init__(self, log: RunLog, *, tracking_uri: str, experiment: str = "millrace") -> None:
         self._log = log
         self._tracking_uri = tracking_uri
         self._experiment = experiment
-        self._run_id: str | None = None
+        self._run_id = ""
         self._experiment_id = ""
         self._is_running = False
         self._versions: dict[int, str] = {}
-        """Of the block that is being sent: what MLflow calls our policy versions."""
+        """Policy version → MLflow's number, in the block that is being sent."""
         self.model_name = log.run_id
 
     @functools.cached_property
@@ -71,15 +71,14 @@ class Registry:
     def _traces(self) -> Traces:
         from mlflow.tracing.client import TracingClient
 
-        settings = TraceSettings(**self._config.get("traces", {}))  # a run from before there were any has none
+        settings = TraceSettings(**self._config.get("traces", {}))  # an older run has no such table
         return Traces(self._log, TracingClient(self._tracking_uri), settings)
 
     def sync(self, *, finished: bool = False) -> list[Registration]:
-        """Bring MLflow up to the log's state; returns the versions the log does not know as registered yet.
+        """Bring MLflow up to the log's state; returns the registered versions that the log does not have yet.
 
-        `finished` also ends the MLflow run, until a later sync of a continued run opens it again.
-
-        Raises `RegistryUnavailable` when MLflow cannot be reached or refuses; a later call sends what is missing.
+        `finished` also ends the MLflow run; a later sync of a continued run opens it again. Raises
+        `RegistryUnavailable` if MLflow cannot be reached or refuses; a later call sends the rest.
         """
         import_mlflow()
         from mlflow.exceptions import MlflowException
@@ -90,94 +89,108 @@ class Registry:
         except SQLAlchemyError as error:
             # A kill in the middle of MLflow's own first migration leaves a database that it cannot open again.
             raise RegistryUnavailable(
-                f"its database cannot be used: {str(error).splitlines()[0]}; where nothing else is in it, delete it "
-                "and start the run again, and MLflow is filled from the log"
+                f"its database cannot be used: {str(error).splitlines()[0]}; if nothing else is in it, delete it "
+                "and start the run again: MLflow is filled from the log"
             ) from error
         except (MlflowException, OSError) as error:
             raise RegistryUnavailable(str(error)) from error
 
     @property
     def run_page(self) -> str:
-        """Where MLflow's pages show the run, from the server's address on; empty before the first `sync`."""
+        """The run's page in MLflow, without the server's address; empty before the first `sync`."""
         return f"#/experiments/{self._experiment_id}/runs/{self._run_id}" if self._run_id else ""
 
     def attach(self, file: Path) -> None:
-        """Put a file beside the run; one of the same name is replaced. Raises `RegistryUnavailable`."""
+        """Attach a file to the run, in place of one of the same name. Raises `RegistryUnavailable`."""
         try:
             self._client.log_artifact(self._ensure_run(), str(file))
-        except Exception as error:  # each kind of artifact store raises errors of its own
+        except Exception as error:  # every artifact store has its own errors
             raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
 
     def _replay(self, finished: bool) -> list[Registration]:
-        run_id = self._ensure_run()
-        cursor = int(self._client.get_run(run_id).data.tags.get(_CURSOR, "0"))
-        if cursor == 0:
-            self._log_config(run_id)
+        self._ensure_run()
+        cursor = int(self._client.get_run(self._run_id).data.tags.get(_CURSOR, "0"))
+        if cursor == 0:  # logging the same again changes nothing
+            from mlflow.entities import Param
+
+            parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
+            self._log_batch({"millrace.config_sha256": self._config_sha256}, params=parameters)
         entries, sessions = self._log.entries[cursor:], self._log.state.sessions
-        # What made a version is the session before it, which need not be the one that tells MLflow.
+        # A version was made by the session before it, which need not be the one that sends it.
         num_before = len(sessions) - sum(isinstance(entry.body, Session) for entry in entries)
         session = sessions[num_before - 1] if num_before else None
         for block in _blocks(entries):
-            session = self._send(run_id, block, session)
+            session = self._send(block, session)
         if finished:
-            self._client.set_terminated(run_id)
+            self._client.set_terminated(self._run_id)
             self._is_running = False
         elif not self._is_running:
-            self._client.update_run(run_id, status="RUNNING")
+            self._client.update_run(self._run_id, status="RUNNING")
             self._is_running = True
-        return self._unannounced(run_id)
+        return self._unannounced()
 
-    def _send(self, run_id: str, block: Sequence[LogEntry], session: Session | None) -> Session | None:
-        """Some entries, and the cursor behind them last; returns the session the next entries belong to."""
-        self._log_shards(run_id, [entry.body for entry in block if isinstance(entry.body, Step)])
-        self._versions = self._newest_versions(run_id, sum(isinstance(entry.body, Policy | Step) for entry in block))
-        aliases: dict[str, Alias] = {}
+    def _send(self, block: Sequence[LogEntry], session: Session | None) -> Session | None:
+        """Send some entries, and the cursor last; returns the session of the next entries."""
+        from mlflow.entities import Metric
+
+        self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
+        self._versions = self._newest_versions(sum(isinstance(entry.body, Policy | Step) for entry in block))
+        aliases: dict[str, int] = {}
         for entry in block:
             match entry.body:
                 case Session() as session:
-                    self._tag_session(run_id, session)
+                    self._log_batch(_code_tags(session))
                 case Policy() as policy:
-                    self._register(run_id, policy, step=None, session=session)
+                    self._register(policy, step=None, session=session)
                 case Step() as step:
-                    self._register(run_id, step.policy, step=step, session=session)
+                    self._register(step.policy, step=step, session=session)
                 case Retire() as retire:
-                    self._tag_retired(run_id, retire)
-                case Alias() as alias:
-                    aliases[alias.name] = alias
+                    self._tag_retired(retire)
+                case Alias(name=name, version=policy_version):
+                    aliases[name] = policy_version
                 case _:
                     pass
-        for alias in aliases.values():  # where each stands now; where it stood in between is in the log
-            self._set_alias(run_id, alias)
-        find_model = functools.partial(self._find_version, run_id)
+        for name, policy_version in aliases.items():  # only the newest of each name
+            self._set_alias(name, policy_version)
         for entry in block:
             if isinstance(entry.body, Evaluation | Step):
-                self._traces.send(entry, experiment_id=self._experiment_id, run_id=run_id, find_model=find_model)
-        self._log_metrics(run_id, block)
+                self._traces.send(
+                    entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._find_version
+                )
+        metrics = [
+            Metric(key, value, int(entry.written_at * 1000), axis_of(entry))
+            for entry in block
+            for key, value in metrics_of(entry).items()
+        ]
+        self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
         return session
+
+    def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
+        """Tags of the MLflow run, and parameters or metrics, in one call."""
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in tags.items()], **more)
 
     def _ensure_run(self) -> str:
         """The MLflow run that mirrors this one, made at the first call."""
-        if self._run_id is not None:
+        if self._run_id:
             return self._run_id
         experiment = self._client.get_experiment_by_name(self._experiment)
-        experiment_id = experiment.experiment_id if experiment else self._create_experiment()
+        self._experiment_id = str(experiment.experiment_id if experiment else self._create_experiment())
         identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
-        self._experiment_id = str(experiment_id)
-        found = self._client.search_runs([experiment_id], filter_string=wanted, max_results=1)
-        if found:
-            self._run_id = str(found[0].info.run_id)
-            return self._run_id
-        # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
-        if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
-            self._client.create_registered_model(self.model_name, tags=identity)
-        run = self._client.create_run(experiment_id, run_name=self._log.run_id, tags=identity)
-        self._run_id = str(run.info.run_id)
+        runs = self._client.search_runs([self._experiment_id], filter_string=wanted, max_results=1)
+        if not runs:
+            # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
+            if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
+                self._client.create_registered_model(self.model_name, tags=identity)
+            runs = [self._client.create_run(self._experiment_id, run_name=self._log.run_id, tags=identity)]
+        self._run_id = str(runs[0].info.run_id)
         return self._run_id
 
     def _create_experiment(self) -> Any:
         database = Path(self._tracking_uri.removeprefix("sqlite:///"))
-        # Left to itself, MLflow without a server puts files into whatever folder it was called in.
+        # By default, MLflow without a server puts files into the current folder.
         files = database.parent / "mlartifacts" / self._experiment if database.is_absolute() else None
         return self._client.create_experiment(self._experiment, artifact_location=files and files.as_uri())
 
@@ -189,50 +202,24 @@ class Registry:
     def _config_sha256(self) -> str:
         return sha256_of_json(self._config)
 
-    def _log_config(self, run_id: str) -> None:
-        """The run's configuration as parameters; logging the same again changes nothing."""
-        from mlflow.entities import Param, RunTag
-
-        parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
-        tags = [RunTag("millrace.config_sha256", self._config_sha256)]
-        self._client.log_batch(run_id, params=parameters, tags=tags)
-
-    def _tag_session(self, run_id: str, session: Session) -> None:
-        """The code of the newest session, on the run; that of each version's own session is on the version."""
-        from mlflow.entities import RunTag
-
-        tags = {"millrace.code_version": session.code_version, "millrace.reward_sha256": session.reward_sha256}
-        self._client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
-
-    def _set_alias(self, run_id: str, alias: Alias) -> None:
-        version = self._find_version(run_id, alias.version)
-        if version is None:  # the log names a policy before its alias, so somebody has deleted it in MLflow
+    def _set_alias(self, name: str, policy_version: int) -> None:
+        version = self._find_version(policy_version)
+        if version is None:  # deleted in MLflow: the log has a policy before its alias
             logger.warning(
-                "MLflow has no version of policy %d any more, so alias %s is not set there", alias.version, alias.name
+                "MLflow has no version of policy %d any more, so alias %s is not set there", policy_version, name
             )
         else:
-            self._client.set_registered_model_alias(self.model_name, alias.name, version)
+            self._client.set_registered_model_alias(self.model_name, name, version)
 
-    def _tag_retired(self, run_id: str, retire: Retire) -> None:
-        """Say on each version that its weights are gone; what made it stays visible."""
+    def _tag_retired(self, retire: Retire) -> None:
+        """Tag each version whose weights are removed; the other tags stay."""
         for policy_version in retire.policy_versions:
-            version = self._find_version(run_id, policy_version)
-            if version is not None:  # somebody may have deleted it in MLflow, now that its weights are gone
+            version = self._find_version(policy_version)
+            if version is not None:  # else it was deleted in MLflow
                 self._client.set_model_version_tag(self.model_name, version, "millrace.retired", retire.reason)
 
-    def _log_metrics(self, run_id: str, block: Sequence[LogEntry]) -> None:
-        """Metrics of some entries, and the cursor behind them, in one call."""
-        from mlflow.entities import Metric, RunTag
-
-        metrics = [
-            Metric(key, value, int(entry.written_at * 1000), axis_of(entry))
-            for entry in block
-            for key, value in metrics_of(entry).items()
-        ]
-        self._client.log_batch(run_id, metrics=metrics, tags=[RunTag(_CURSOR, str(block[-1].number + 1))])
-
-    def _log_shards(self, run_id: str, steps: Sequence[Step]) -> None:
-        """Each step's shards as a logged dataset input, so that MLflow shows what a version was trained on."""
+    def _log_shards(self, steps: Sequence[Step]) -> None:
+        """Each step's shards as a dataset input, so that MLflow shows what a version was trained on."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         if not steps:
@@ -247,7 +234,7 @@ class Registry:
             for step in steps
         ]
         tag = InputTag("mlflow.data.context", "training")
-        self._client.log_inputs(run_id, [DatasetInput(dataset, [tag]) for dataset in datasets])
+        self._client.log_inputs(self._run_id, [DatasetInput(dataset, [tag]) for dataset in datasets])
 
     def _shards_of(self, step: Step) -> list[dict[str, Any]]:
         shards = self._log.state.shards
@@ -262,8 +249,8 @@ class Registry:
             for shard_id, digest in step.shard_sha256.items()
         ]
 
-    def _register(self, run_id: str, policy: Policy, *, step: Step | None, session: Session | None) -> None:
-        """Make the policy a version of the registered model, with tags that lead back; a second call does nothing."""
+    def _register(self, policy: Policy, *, step: Step | None, session: Session | None) -> None:
+        """Make the policy a version of the registered model; a second call does nothing."""
         if policy.version in self._versions:
             return
         tags = {
@@ -273,8 +260,7 @@ class Registry:
             "millrace.weights_sha256": policy.weights_sha256,
             "millrace.anchor": "" if policy.anchor is None else str(policy.anchor),
             "millrace.config_sha256": self._config_sha256,
-            "millrace.code_version": session.code_version if session else "",
-            "millrace.reward_sha256": session.reward_sha256 if session else "",
+            **_code_tags(session),
         }
         description = f"Policy {policy.version} of run {self._log.run_id}: the base model."
         if step is not None:
@@ -284,7 +270,7 @@ class Registry:
             tags["millrace.dataset_digest"] = dataset_digest(step)
             tags["millrace.groups"] = json.dumps(outcomes)
             if len(listed := json.dumps(shards)) <= _LONGEST_TAG:
-                tags["millrace.shards"] = listed  # longer lists are in the dataset input alone
+                tags["millrace.shards"] = listed  # longer lists are only in the dataset input
             counts = ", ".join(f"{count} {name}" for name, count in outcomes.items())
             description = (
                 f"Policy {policy.version} of run {self._log.run_id}: made by step {step.claim.step} from policy "
@@ -295,7 +281,7 @@ class Registry:
         created = self._client.create_model_version(
             name=self.model_name,
             source=self._source_of(policy),
-            run_id=run_id,
+            run_id=self._run_id,
             tags=tags,
             description=description,
             await_creation_for=0,
@@ -303,42 +289,41 @@ class Registry:
         self._versions[policy.version] = str(created.version)
 
     def _source_of(self, policy: Policy) -> str:
-        """Where the weights are. A server refuses paths of a machine, which might be its own: it gets the key alone."""
+        """URI of the weights. A server refuses file paths, which might be its own: it gets the key alone."""
         store = self._log.store.uri
         if store.startswith("file:") and self._tracking_uri.startswith("http"):
             store = f"millrace://{self._log.run_id}"
         return f"{store}/{policy.path}"
 
-    def _unannounced(self, run_id: str) -> list[Registration]:
-        """Versions that MLflow has and the log does not say so, also those of a session that died in between."""
+    def _unannounced(self) -> list[Registration]:
+        """Versions that MLflow has and the log does not, also those of a session that died in between."""
         missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
-        found = {policy_version: self._find_version(run_id, policy_version) for policy_version in sorted(missing)}
+        numbers = {policy_version: self._find_version(policy_version) for policy_version in sorted(missing)}
         return [
             Registration(version=policy_version, model_name=self.model_name, registry_version=version)
-            for policy_version, version in found.items()
+            for policy_version, version in numbers.items()
             if version is not None
         ]
 
-    def _find_version(self, run_id: str, policy_version: int) -> str | None:
+    def _find_version(self, policy_version: int) -> str | None:
         if policy_version not in self._versions:
-            wanted = f"{self._ours(run_id)} and tags.`millrace.version` = '{policy_version}'"
-            found = self._client.search_model_versions(wanted, max_results=1)
-            if not found:
+            wanted = f"{self._ours()} and tags.`millrace.version` = '{policy_version}'"
+            matches = self._client.search_model_versions(wanted, max_results=1)
+            if not matches:
                 return None
-            self._versions[policy_version] = str(found[0].version)
+            self._versions[policy_version] = str(matches[0].version)
         return self._versions[policy_version]
 
-    def _newest_versions(self, run_id: str, count: int) -> dict[int, str]:
-        """By our number: those of a block may be there, and are the newest then, where its last sending broke off."""
+    def _newest_versions(self, count: int) -> dict[int, str]:
+        """Policy version → MLflow's number, of the newest: those of a block whose sending broke off are among them."""
         if not count:
             return {}
-        found = self._client.search_model_versions(
-            self._ours(run_id), max_results=count, order_by=["version_number DESC"]
-        )
-        return {int(version.tags["millrace.version"]): str(version.version) for version in found}
+        newest = ["version_number DESC"]
+        versions = self._client.search_model_versions(self._ours(), max_results=count, order_by=newest)
+        return {int(version.tags["millrace.version"]): str(version.version) for version in versions}
 
-    def _ours(self, run_id: str) -> str:
-        return f"name = '{self.model_name}' and run_id = '{run_id}'"
+    def _ours(self) -> str:
+        return f"name = '{self.model_name}' and run_id = '{self._run_id}'"
 
 
 def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
@@ -359,8 +344,8 @@ def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
 def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
     """The policy version behind an alias or a version number of the run's registered model.
 
-    Raises `ValueError` where MLflow does not know it, or knows it of a run of the same name in another store,
-    `RegistryUnavailable` where MLflow cannot be reached.
+    Raises `InvalidInput` if MLflow does not have it, or has it of a run in another store, and `RegistryUnavailable` if
+    MLflow cannot be reached.
     """
     import mlflow
     from mlflow.exceptions import MlflowException
@@ -368,7 +353,7 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
     shown = without_secrets(tracking_uri)
     database = tracking_uri.removeprefix("sqlite:///")
     if database != tracking_uri and not Path(database).exists():
-        raise RegistryUnavailable(f"there is no database {database}")  # asking would make one
+        raise RegistryUnavailable(f"there is no database {database}")  # a client would create it
     client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
     try:
         if name.isdigit():
@@ -389,20 +374,28 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
 
 
 def dataset_digest(step: Step) -> str:
-    """Short digest of the exact groups and shard files a step trained on (MLflow allows 36 characters)."""
+    """Digest of the groups and shard files that a step trained on (MLflow allows 36 characters)."""
     return sha256_of_json([step.shard_sha256, to_json(step.claim.trained)])[:32]
 
 
 def prepare_database(tracking_uri: str) -> float:
-    """Reach the tracking server, creating a fresh database's tables once before several processes use it.
+    """Seconds to reach the tracking server. It creates a new database's tables before several processes use it.
 
-    Returns the seconds it took; raises what MLflow raises when it cannot be reached.
+    Raises MLflow's errors if the server cannot be reached.
     """
     import mlflow
 
     started = time.perf_counter()
     mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
     return time.perf_counter() - started
+
+
+def _code_tags(session: Session | None) -> dict[str, str]:
+    """Tags of a session's code, for the run and for the versions it made."""
+    return {
+        "millrace.code_version": session.code_version if session else "",
+        "millrace.reward_sha256": session.reward_sha256 if session else "",
+    }
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What the machine was doing during a round, measured by MLflow's own monitors and named as they name it.
 
-In: nothing. Out: metrics for the step's log entry. From there they reach MLflow like all others: a server that is away
-misses none of them, and none is sent twice.
+In: nothing. Out: metrics for the step's log entry. From there they reach MLflow like all others: none is lost while the
+server is away, and none is sent twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ logger = logging.getLogger("millrace.system_metrics")
 
 
 class SystemMetrics:
-    """Processors, memory, disk, network, and GPUs where there are any. Each `sample` is about the time since the last.
+    """Processors, memory, disk, network and GPUs. A `sample` covers the time since the last one.
 
     The first one imports MLflow, which takes a second: call it in a thread.
     """
@@ -34,7 +34,7 @@ class SystemMetrics:
         for kind in (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor):
             try:
                 monitor = kind()
-                monitor.collect_metrics()  # what is measured since the last time has to begin some time
+                monitor.collect_metrics()  # the first measurement only starts the next one
                 monitor.clear_metrics()
                 monitors.append(monitor)
             except (ImportError, RuntimeError, OSError, AttributeError) as error:
@@ -43,9 +43,9 @@ class SystemMetrics:
 
     def sample(self) -> dict[str, float]:
         """By names such as `system/cpu_utilization_percentage`."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for monitor in self._monitors:
             monitor.collect_metrics()
-            found |= monitor.aggregate_metrics()
+            values |= monitor.aggregate_metrics()
             monitor.clear_metrics()
-        return {f"{SYSTEM}{name}": float(value) for name, value in found.items()}
+        return {f"{SYSTEM}{name}": float(value) for name, value in values.items()}

@@ -1,11 +1,11 @@
-"""Sampled attempts as MLflow traces: what the policy was told, what it said and did, and the reward it got.
+"""Sampled attempts as MLflow traces: prompts, replies, tool calls and rewards.
 
 In: a log entry that a few attempts stand for, and its shards. Out: traces with a span per turn, tool call and scoring,
-the rewards as feedback. Ids are digests of where an attempt is stored, so that sending it again changes nothing.
+the rewards as feedback. An id is the digest of an attempt's place in the store, so sending it again changes nothing.
 
     Evaluation, Step ─▶ first readable shard ─▶ attempts from the lowest reward to the highest ─▶ spans, feedback
 
-Recorded are an attempt's begin and end and how long each turn and call took; a span begins where the one before ends.
+A shard records the begin and end of an attempt and the duration of turns and calls; a span begins where the last ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -43,10 +43,10 @@ class Traces:
         self._settings = settings
 
     def send(self, entry: LogEntry, *, experiment_id: str, run_id: str, find_model: Callable[[int], str | None]) -> int:
-        """Traces of one entry; returns how many. `find_model` tells MLflow's number of a policy version, if any.
+        """Send the traces of an entry; returns their number. `find_model` has MLflow's number of a policy version.
 
-        What retention has removed, or is damaged, has no traces. Raises `ConnectionError` where the server does not
-        say that it can take them.
+        Shards that are removed or damaged have no traces. Raises `ConnectionError` if the server does not say that it
+        takes traces.
         """
         attempts, about = self._sample(entry)
         for shard_id, rows in attempts:
@@ -68,14 +68,14 @@ class Traces:
         try:
             self._client.log_spans(experiment_id, spans)
         except NotImplementedError as error:
-            # That a server once did not tell its version is what MLflow's client would remember until it ends.
+            # MLflow's client remembers until its end that a server did not tell its version.
             self._client.store._get_server_version.cache_clear()
             raise ConnectionError(
                 f"{error}; a server before 3.4 takes no traces: set traces.per_evaluation and traces.per_step to 0"
             ) from error
 
     def _sample(self, entry: LogEntry) -> tuple[list[tuple[str, list[dict[str, Any]]]], dict[str, str]]:
-        """Attempts as (shard, rows), and what they stand for."""
+        """Attempts as (shard id, rows), and tags of all of them."""
         match entry.body:
             case Evaluation() as evaluation:
                 about = {"millrace.of": "evaluation", "millrace.split": evaluation.split}
@@ -101,26 +101,26 @@ class Traces:
                 continue
             chosen = _chosen(table, groups, count)
             indices = pa.array([index for indices in chosen for index in indices], pa.int64())
-            taken = iter(table.select(_COLUMNS).take(indices).to_pylist())
-            return [(shard_id, [next(taken) for _ in rows]) for rows in chosen]
+            rows = iter(table.select(_COLUMNS).take(indices).to_pylist())
+            return [(shard_id, [next(rows) for _ in indices]) for indices in chosen]
         return []
 
 
 def _chosen(table: pa.Table, groups: set[str] | None, count: int) -> list[list[int]]:
     """Row numbers of each attempt that is shown."""
     keys = ("group_id", "attempt", "sequence_idx", "reward")
-    found: dict[tuple[str, int], list[int]] = {}
+    rows_of: dict[tuple[str, int], list[int]] = {}
     rewards: dict[tuple[str, int], float] = {}
     for row, (group, attempt, _, reward) in enumerate(zip(*(table[key].to_pylist() for key in keys), strict=True)):
         if groups is None or group in groups:
-            found.setdefault((group, attempt), []).append(row)
+            rows_of.setdefault((group, attempt), []).append(row)
             rewards[group, attempt] = -math.inf if reward is None or math.isnan(reward) else reward
-    ordered = sorted(found, key=lambda key: (rewards[key], key))
+    ordered = sorted(rows_of, key=lambda key: (rewards[key], key))
     if len(ordered) > count:
         # The lowest and the highest, and between them what is left evenly spaced; one alone is the highest.
         last = len(ordered) - 1
         ordered = [ordered[round(last * k / (count - 1)) if count > 1 else last] for k in range(count)]
-    return [found[key] for key in ordered]
+    return [rows_of[key] for key in ordered]
 
 
 def _trace_id(log: RunLog, shard_id: str, row: dict[str, Any]) -> str:
@@ -129,87 +129,78 @@ def _trace_id(log: RunLog, shard_id: str, row: dict[str, Any]) -> str:
     return "tr-" + sha256_of(place.encode())[:32]
 
 
-def _spans(trace_id: str, rows: Sequence[dict[str, Any]]) -> Iterator[Any]:
-    """The attempt, and below it each turn, each tool call and the scoring, one after another."""
+class _Part(NamedTuple):
+    """A stretch of an attempt's time, in Unix nanoseconds."""
+
+    name: str
+    kind: str
+    start: int
+    end: int
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+    failed: bool = False
+
+
+def _parts(rows: Sequence[dict[str, Any]]) -> Iterator[_Part]:
+    """The attempt, then each turn, each tool call and the scoring, one after another."""
     from mlflow.entities import SpanType
 
     first = rows[0]
-    start, end = _nanoseconds(first["started_at"]), _nanoseconds(first["finished_at"])
-    end = max(start, end)
-    turns = [turn for row in rows for turn in row["turns"]]
-    asked, said = _conversation(first["messages"])
-    root = _span_id(trace_id, 0)
-    outcome = {"status": first["status"], "reward": first["reward"], "reply": said[-1] if said else ""}
-    shown = [{"messages": asked[0]} if asked else {}, outcome]
-    yield _span(trace_id, root, None, "attempt", SpanType.AGENT, start, end, *shown)
-    now, number = start, 0
-    for index, turn in enumerate(turns):
-        until = min(end, now + _nanoseconds(turn["generate_seconds"]))
-        number += 1
-        facts = {"sampled_tokens": turn["sampled_len"], "finish_reason": turn["finish_reason"]}
-        inputs = {"messages": asked[index]} if index < len(asked) else {}
-        outputs = {"reply": said[index], **facts} if index < len(said) else facts
-        name = f"turn {index + 1}"
-        yield _span(trace_id, _span_id(trace_id, number), root, name, SpanType.CHAT_MODEL, now, until, inputs, outputs)
-        now = until
+    now = _nanoseconds(first["started_at"])
+    end = max(now, _nanoseconds(first["finished_at"]))
+    prompts, replies = _conversation(first["messages"])
+    outcome = {"status": first["status"], "reward": first["reward"], "reply": replies[-1] if replies else ""}
+    yield _Part("attempt", SpanType.AGENT, now, end, {"messages": prompts[0]}, outcome)
+    for index, turn in enumerate(turn for row in rows for turn in row["turns"]):
+        start, now = now, min(end, now + _nanoseconds(turn["generate_seconds"]))
+        inputs = {"messages": prompts[index]} if index < len(prompts) else {}
+        outputs = {"reply": replies[index]} if index < len(replies) else {}
+        outputs |= {"sampled_tokens": turn["sampled_len"], "finish_reason": turn["finish_reason"]}
+        yield _Part(f"turn {index + 1}", SpanType.CHAT_MODEL, start, now, inputs, outputs)
         for call in turn["tool_calls"]:
-            until = min(end, now + _nanoseconds(call["seconds"]))
-            number += 1
-            shown = [{"arguments": _short(call["arguments"])}, {"result": _short(call["result"])}]
-            place = (trace_id, _span_id(trace_id, number), root)
-            yield _span(*place, call["name"] or "tool", SpanType.TOOL, now, until, *shown, failed=call["failed"])
-            now = until
-    parts = dict(first["reward_parts"] or [])
-    place = (trace_id, _span_id(trace_id, number + 1), root)
-    yield _span(*place, "reward", SpanType.EVALUATOR, now, end, {}, {"reward": first["reward"], "parts": parts})
+            start, now = now, min(end, now + _nanoseconds(call["seconds"]))
+            shown = {"arguments": _short(call["arguments"])}, {"result": _short(call["result"])}
+            yield _Part(call["name"] or "tool", SpanType.TOOL, start, now, *shown, call["failed"])
+    scored = {"reward": first["reward"], "parts": dict(first["reward_parts"] or [])}
+    yield _Part("reward", SpanType.EVALUATOR, now, end, {}, scored)
+
+
+def _spans(trace_id: str, rows: Sequence[dict[str, Any]]) -> Iterator[Any]:
+    """A span per part of an attempt, all of them below the first, which is the attempt itself."""
+    from mlflow.entities import Span
+
+    for number, part in enumerate(_parts(rows)):
+        attributes = {
+            "mlflow.traceRequestId": trace_id,
+            "mlflow.spanType": part.kind,
+            "mlflow.spanInputs": part.inputs,
+            "mlflow.spanOutputs": part.outputs,
+        }
+        yield Span.from_dict(
+            {
+                "trace_id": trace_id,
+                "span_id": _span_id(trace_id, number),
+                "parent_span_id": _span_id(trace_id, 0) if number else None,
+                "name": part.name,
+                "start_time_unix_nano": part.start,
+                "end_time_unix_nano": part.end,
+                "status": {"code": "ERROR" if part.failed else "OK", "message": ""},
+                "attributes": {key: json.dumps(value) for key, value in attributes.items()},
+            }
+        )
 
 
 def _conversation(messages: Sequence[dict[str, Any]]) -> tuple[list[list[dict[str, str]]], list[str]]:
-    """What each turn was newly told, and what it said."""
-    asked: list[list[dict[str, str]]] = [[]]
-    said = []
+    """New messages before each turn, and the reply of each turn."""
+    prompts: list[list[dict[str, str]]] = [[]]
+    replies = []
     for message in messages:
         if message["is_completion"]:
-            said.append(_short(message["content"]))
-            asked.append([])
+            replies.append(_short(message["content"]))
+            prompts.append([])
         else:
-            asked[-1].append({"role": message["role"], "content": _short(message["content"])})
-    return asked[: max(1, len(said))], said
-
-
-def _span(
-    trace_id: str,
-    span_id: str,
-    parent: str | None,
-    name: str,
-    kind: str,
-    start: int,
-    end: int,
-    inputs: dict[str, Any],
-    outputs: dict[str, Any],
-    *,
-    failed: bool = False,
-) -> Any:
-    from mlflow.entities import Span
-
-    attributes = {
-        "mlflow.traceRequestId": trace_id,
-        "mlflow.spanType": kind,
-        "mlflow.spanInputs": inputs,
-        "mlflow.spanOutputs": outputs,
-    }
-    return Span.from_dict(
-        {
-            "trace_id": trace_id,
-            "span_id": span_id,
-            "parent_span_id": parent,
-            "name": name,
-            "start_time_unix_nano": start,
-            "end_time_unix_nano": end,
-            "status": {"code": "ERROR" if failed else "OK", "message": ""},
-            "attributes": {key: json.dumps(value) for key, value in attributes.items()},
-        }
-    )
+            prompts[-1].append({"role": message["role"], "content": _short(message["content"])})
+    return prompts[: max(1, len(replies))], replies
 
 
 def _trace_info(
@@ -218,7 +209,7 @@ def _trace_info(
     from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
     first = rows[0]
-    asked, said = _conversation(first["messages"])
+    prompts, replies = _conversation(first["messages"])
     begun, ended = int(first["started_at"] * 1000), int(first["finished_at"] * 1000)
     return TraceInfo(
         trace_id=trace_id,
@@ -227,8 +218,8 @@ def _trace_info(
         execution_duration=max(0, ended - begun),
         state=TraceState.OK,
         client_request_id=tags["millrace.trajectory"],
-        request_preview=asked[0][-1]["content"][:1000] if asked[0] else "",
-        response_preview=said[-1][:1000] if said else "",
+        request_preview=prompts[0][-1]["content"][:1000] if prompts[0] else "",
+        response_preview=replies[-1][:1000] if replies else "",
         trace_metadata={"mlflow.sourceRun": run_id},
         tags={"mlflow.traceName": f"{tags['millrace.of']} {first['prompt_id']}"[:250], **tags},
         assessments=list(_feedback(trace_id, first, ended)),
@@ -236,7 +227,7 @@ def _trace_info(
 
 
 def _feedback(trace_id: str, row: dict[str, Any], when: int) -> Iterator[Any]:
-    """The reward and its parts; what is null is no feedback."""
+    """The reward and its parts, except those that are None or not finite."""
     from mlflow.entities import AssessmentSource, Feedback
 
     rewards = {"reward": row["reward"], **{f"reward/{name}": value for name, value in row["reward_parts"] or []}}

@@ -62,9 +62,9 @@ ORDER BY shard_number, position
 def export_sft(
     queries: Queries, file: Path, *, where: str = "", include_eval: bool = False, force: bool = False
 ) -> int:
-    """Write the attempts that satisfy `where`, a condition on the view `trajectories`; returns how many.
+    """Write the attempts that satisfy `where`, a condition on the view `trajectories`; returns their number.
 
-    Raises `ValueError` for wrong SQL, where nothing satisfies it, and for a file that exists, unless `force`.
+    Raises `InvalidInput` for wrong SQL, if no attempt satisfies it, and for a file that exists, unless `force`.
     """
     return _export(queries, _SFT.substitute(condition=_condition(where, include_eval)), file, force=force)
 
@@ -78,17 +78,17 @@ def export_dpo(
     include_eval: bool = False,
     force: bool = False,
 ) -> int:
-    """Write the best and the worst attempt of every group, in their rewards at least `margin` apart and never equal.
+    """Write the best and the worst attempt of every group; their rewards differ, and by at least `margin`.
 
-    Of attempts with equal rewards the first one counts. Groups whose two attempts began with different messages, or
-    said the same, are left out. `where` and errors as in `export_sft`.
+    The first attempt counts if several have the same reward. Groups whose two attempts began with different messages,
+    or have equal replies, are left out. `where` and errors as in `export_sft`.
     """
     sql = _DPO.substitute(condition=_condition(where, include_eval), margin=float(margin))
     return _export(queries, sql, file, force=force)
 
 
 def _condition(where: str, include_eval: bool) -> str:
-    # A line of its own, so that a comment at the end of `where` comments nothing else out.
+    # On a line of its own, so that a comment in `where` ends there.
     return f"({where or 'true'}\n)" + ("" if include_eval else " AND is_eval = false")
 
 

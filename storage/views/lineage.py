@@ -1,12 +1,12 @@
-"""Where a policy comes from, and where a trajectory went: two questions, both answered from a run's log by key.
+"""What made a policy, and which policies a trajectory influenced: both are read from a run's log by key.
 
 In: a run's log and a policy version, a trajectory or a prompt. Out: plain records.
 
     policy ─▶ its step ─▶ shards (digests) ─▶ groups, prompts ─▶ the policies that sampled their tokens
-    trajectory ─▶ its shard, its row ─▶ what became of its group ─▶ the step ─▶ its policy and all that descend from it
+    trajectory ─▶ its shard, its row ─▶ its group's outcome ─▶ the step ─▶ its policy and all that descend from it
 
-Nothing here reads all groups or shards, so a million trajectories cost as much as a thousand. Two answers do look at
-every group's id: which groups are of a prompt, and the id nearest to one the run does not have.
+Nothing here reads all groups or shards, so a million trajectories cost as much as a thousand. Only the groups of a
+prompt, and the id nearest to an unknown one, are looked up among the ids of all groups.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class ShardUse:
     rows: int
     """Training sequences in the file."""
     groups: int
-    """Of its groups, how many the step trained on."""
+    """Groups that the step trained on."""
     problem: str
-    """Why it cannot be read any more: retired, quarantined, or what a check of the file found; else empty."""
+    """Why it cannot be read: retired, quarantined or damaged; else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,48 +61,48 @@ class PolicyLineage:
     store: str
     version: int
     registry_model: str | None
-    """Registered model in MLflow; null while MLflow has not taken the version in."""
+    """Registered model in MLflow; None until MLflow has the version."""
     registry_version: str | None
-    """MLflow's own number of the version."""
+    """MLflow's number of the version."""
     aliases: list[str]
     live: bool
     """True for the newest version."""
     retired: bool
-    """True where retention removed the weights."""
+    """True if retention removed the weights."""
     weights: str
     """URI of the folder."""
     weights_sha256: str
     parents: list[int]
     """Parent, grandparent and so on, at most eight of them."""
     step: int | None
-    """The optimizer step that made it; null for the base model."""
+    """The optimizer step that made it; None for the base model."""
     session_id: str
     code_version: str
     """Of the session that made it."""
     reward_sha256: str
-    """Digest of the reward code of that session; empty where an older run did not record it."""
+    """Digest of the reward code of that session; empty in runs from before this was recorded."""
     config: str
     """URI of the file with the run's configuration."""
     config_sha256: str
     outcomes: dict[str, int]
     """Groups the step took out of the queue, by outcome."""
     dataset_digest: str
-    """Digest of the groups and files trained on, the same as in MLflow; empty for the base model."""
+    """Digest of the groups and files that it was trained on, as in MLflow; empty for the base model."""
     sampled_by: list[int]
-    """Policy versions that sampled the trained tokens: oldest and newest per group, every one with `verify`."""
+    """Policy versions that sampled the trained tokens: oldest and newest per group; with `verify` every one."""
     shards: list[ShardUse]
     groups: list[GroupSummary]
     """The groups trained on, in prompt order."""
     evaluations: list[Evaluation]
     verified: bool
-    """True when every shard and the policy's files were read again and compared with their digests."""
+    """True if every shard and the policy's files were read again and compared with their digests."""
     problems: list[str]
-    """What that comparison found."""
+    """Differences that this comparison found."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptFacts:
-    """What a shard holds about one attempt."""
+    """One attempt, as its shard has it."""
 
     attempt: int
     reward: float | None
@@ -117,12 +117,12 @@ class AttemptFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupLineage:
-    """What became of a group of attempts."""
+    """A group of attempts, its outcome and its influence."""
 
     group: GroupSummary
     shard: ShardUse
     attempt: AttemptFacts | None
-    """The attempt asked about; null where the whole group was, or where its row cannot be read."""
+    """The attempt, if one was asked for and can be read."""
     outcome: str
     """`pending` or one of `OUTCOMES`."""
     reason: str
@@ -130,11 +130,11 @@ class GroupLineage:
     step: int | None
     """The step that took it out of the queue."""
     policy: int | None
-    """The version that step made, where the group was trained."""
+    """The version that the step made, if the group was trained."""
     influenced: list[int]
     """That version and every one that descends from it."""
     live: int | None
-    """The newest version, where it is among them."""
+    """The newest version, if it is among them."""
     aliases: dict[str, int]
     """Aliases that point at one of them."""
     registered: list[int]
@@ -144,29 +144,19 @@ class GroupLineage:
 
 
 def find_version(log: RunLog, name: str) -> int | None:
-    """The policy version a registry version number or an alias means, as far as the log knows; null if it does not.
-
-    Users meet policy versions in MLflow, under MLflow's numbers: `name` of digits is such a number.
-    """
-    state = log.state
+    """The policy version of an alias, or of a version number in MLflow (digits); None if the log has none."""
+    aliases, registrations = log.state.aliases, log.state.registrations
     if not name.isdigit():
-        alias = state.aliases.get(name)
-        return alias.version if alias else None
-
-    def is_it(version: int) -> bool:
-        registration = state.registrations.get(version)
-        return registration is not None and registration.registry_version == str(int(name))
-
-    # MLflow counts from 1 and a run registers in order, so the guess nearly always holds.
-    if is_it(int(name) - 1):
-        return int(name) - 1
-    return next((version for version in state.registrations if is_it(version)), None)
+        return aliases[name].version if name in aliases else None
+    # MLflow counts from 1 and a run registers in order, so the first candidate nearly always is the version.
+    candidates = (version for version in (int(name) - 1, *registrations) if version in registrations)
+    return next((v for v in candidates if registrations[v].registry_version == str(int(name))), None)
 
 
 def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> PolicyLineage:
     """What made a policy version. `verify` reads the shards and the policy's files again.
 
-    Raises `ValueError` for a version the run does not have.
+    Raises `InvalidInput` for a version that the run does not have.
     """
     state = log.state
     policy = state.policies.get(version)
@@ -215,9 +205,9 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
 
 
 def trajectory_lineage(log: RunLog, trajectory: str) -> GroupLineage:
-    """Every policy that one attempt, `<group id>/<attempt>`, had a part in.
+    """Every policy that one attempt, `<group id>/<attempt>`, influenced.
 
-    Raises `ValueError` naming the nearest id there is for one the run does not have.
+    Raises `InvalidInput`, which names the nearest id, for an attempt that the run does not have.
     """
     group_id, _, attempt = trajectory.rpartition("/")
     if not attempt.isdigit():
@@ -230,19 +220,19 @@ def trajectory_lineage(log: RunLog, trajectory: str) -> GroupLineage:
 
 
 def prompt_lineage(log: RunLog, prompt_id: str) -> list[GroupLineage]:
-    """The same for every group of one prompt: one per epoch, and one per time it ran again.
+    """The same for every group of one prompt: one per epoch, and one per time that the prompt ran again.
 
-    Raises `ValueError` naming the nearest id there is for a prompt the run has no group of.
+    Raises `InvalidInput`, which names the nearest id, for a prompt that has no group in the run.
     """
-    # Only keys are walked over; a group id is `<epoch>.<task id>`, with `.retry<k>` behind it where it ran again.
+    # Only ids are compared: a group's is `<epoch>.<task id>`, and `.retry<k>` if the prompt ran again.
     candidates = [group_id for group_id in log.state.groups if _prompt_of(group_id) == prompt_id]
-    found = [group_id for group_id in candidates if log.state.groups[group_id].prompt_id == prompt_id]
-    if not found:
+    group_ids = [group_id for group_id in candidates if log.state.groups[group_id].prompt_id == prompt_id]
+    if not group_ids:
         raise InvalidInput(
             f"run {log.run_id!r} has no group of prompt {prompt_id!r}"
             + _nearest(prompt_id, {_prompt_of(group_id) for group_id in log.state.groups})
         )
-    return [_group_lineage(log, group_id) for group_id in found]
+    return [_group_lineage(log, group_id) for group_id in group_ids]
 
 
 def _prompt_of(group_id: str) -> str:
@@ -283,7 +273,7 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
 
 
 def _with_attempt(log: RunLog, lineage: GroupLineage, attempt: int) -> GroupLineage:
-    """The same with what the attempt's row says, or why there is none to be read."""
+    """The same with the attempt as its shard has it, or with the reason why it cannot be read."""
     if lineage.shard.problem:
         return lineage
     try:
@@ -295,7 +285,7 @@ def _with_attempt(log: RunLog, lineage: GroupLineage, attempt: int) -> GroupLine
 
 
 def _facts(rows: pa.Table, attempt: int) -> AttemptFacts | None:
-    """Null where a failed attempt left no row."""
+    """None if the attempt failed and has no row."""
     if not rows.num_rows:
         return None
     first = rows.select(["reward", "reward_parts", "status"]).slice(0, 1).to_pylist()[0]
@@ -311,7 +301,7 @@ def _facts(rows: pa.Table, attempt: int) -> AttemptFacts | None:
 
 
 def _maker(state: RunState, policy: Policy) -> Step | None:
-    """The step that made a policy. Steps make versions one by one, so it is looked for where it has to be first."""
+    """The step that made a policy; step k nearly always makes version k."""
     if policy.parent is None:
         return None
     if policy.version <= state.step and state.steps[policy.version - 1].policy == policy:
@@ -328,7 +318,7 @@ def _parents(state: RunState, policy: Policy) -> list[int]:
 
 
 def _descendants(state: RunState, version: int) -> list[int]:
-    """The version and all that were trained from it: a run is one line, because every step trains the newest policy."""
+    """The version and all that were trained from it: every step trains the newest policy, so a run is one line."""
     return [later for later in range(version, state.newest_version + 1) if later in state.policies]
 
 
@@ -351,7 +341,7 @@ def _shard_use(log: RunLog, shard_id: str, step: Step | None) -> ShardUse:
 
 
 def _read_again(log: RunLog, shards: list[ShardUse], group_ids: set[str]) -> tuple[list[ShardUse], set[int]]:
-    """The shards with what is wrong with their files, and the versions that sampled the groups' tokens."""
+    """The shards with the problems of their files, and the versions that sampled the groups' tokens."""
     checked, versions = [], set[int]()
     for use in shards:
         recorded = log.state.shards[use.id]
@@ -369,7 +359,7 @@ def _read_again(log: RunLog, shards: list[ShardUse], group_ids: set[str]) -> tup
 
 
 def _weights_problems(log: RunLog, policy: Policy) -> list[str]:
-    """Read the policy's files again, from the store itself rather than from a cache of it."""
+    """Problems of the policy's files, which are read from the store itself."""
     if policy.version in log.state.retired_policies:
         return ["weights: retired: retention removed them"]
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
@@ -387,9 +377,9 @@ def _versions(rows: pa.Table) -> list[int]:
     return [int(version) for version in np.unique(flat(rows["weight_versions"])[flat(rows["loss_mask"])])]
 
 
-def _nearest(wanted: str, known: Iterable[str]) -> str:
-    """`; the nearest is …`, looked for among neighbours and equal endings: comparing with all would take long."""
-    ordered = sorted(known)
+def _nearest(wanted: str, ids: Iterable[str]) -> str:
+    """`; the nearest is …`, among neighbours and equal endings: a comparison with all ids would take long."""
+    ordered = sorted(ids)
     at = bisect_left(ordered, wanted)
     ending = wanted.partition(".")[2]
     near = ordered[max(0, at - 5) : at + 5] + [name for name in ordered if ending and name.endswith(ending)][:20]

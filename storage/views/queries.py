@@ -1,12 +1,12 @@
 """SQL over a run: DuckDB views of the shards that its log has committed, and of the log itself.
 
-In: a run's log. Out: `Queries`, which answers SQL with Arrow tables; `VIEWS` says what there is to ask.
+In: a run's log. Out: `Queries`, which runs SQL and returns Arrow tables; `VIEWS` lists the views.
 
     log ─▶ committed shards, less quarantined and retired ones ─▶ Arrow files ─▶ trajectories, turns, tokens
         └─▶ groups, steps, evaluations
 
-What a query does not name is not read. A file that turns out damaged is left out and noted; it stops no query.
-SQL sees the views and nothing else: no file, no network, no Python variable.
+Only columns that a query names are read. A damaged file is left out and noted; it stops no query. SQL sees the views
+and nothing else: no file, no network, no Python variable.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from settings.errors import InvalidInput
 from storage.log.entries import OUTCOMES, Evaluation, LogEntry, Shard, Step, to_json
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
-from storage.views.query_rewards import RewardRows
-from storage.views.query_shards import ShardRows
+from storage.views.query_rows import RewardRows, ShardRows
 
 Result = TypeVar("Result")
 
 VIEWS = {
-    "trajectories": "one row per training sequence: what was asked and answered, its reward, what became of it",
+    "trajectories": "one row per training sequence: prompt, reply, reward, outcome",
     "groups": "one row per prompt group, from the log: counts, versions, reward, outcome and step",
     "turns": "one row per call of the policy, with the tools it asked for",
-    "tokens": "one row per token, prompts too; logprob 0 and version −1 where nothing was sampled",
-    "steps": "one row per optimizer step: what it took, what it made, and every metric",
+    "tokens": "one row per token, prompts too; logprob 0 and version −1 for tokens that were not sampled",
+    "steps": "one row per optimizer step: the groups it took, the policy it made, and every metric",
     "evaluations": "one row per held-out score of a policy version, with pass@k and failures",
-    "rewards": "one row per attempt and `millrace rescore`: the reward it would have had; the recorded one stays",
+    "rewards": "one row per attempt and `millrace rescore`: its reward by that function; the recorded one stays",
     "shard_rows": "the shards' columns as they are stored (docs/shard_format.md), and shard_id",
 }
-"""Every view, and what a row of it is."""
+"""Every view, and what a row is."""
 
 _GROUPS_SCHEMA = pa.schema(
     [
@@ -148,7 +147,7 @@ FROM shard_rows;
 
 
 class Queries:
-    """A run opened for SQL, as its log was when it was opened. Not thread-safe."""
+    """A run opened for SQL; it does not see later entries. Not thread-safe."""
 
     def __init__(self, log: RunLog, shards: Sequence[Shard], entries: Sequence[LogEntry], *, verify: bool) -> None:
         import duckdb
@@ -163,7 +162,7 @@ class Queries:
             return versions[step] if step in versions else state.steps[step - 1].policy.version
 
         self.left_out: dict[str, str] = {}
-        """Shard id → why its rows are in no answer. Damaged files appear once a query has come upon them."""
+        """Shard id → why its rows are left out. A damaged file appears once a query has read it."""
         readable = []
         for shard in shards:
             if shard.id in state.quarantined:
@@ -185,22 +184,22 @@ class Queries:
         for name, table in tables.items():
             self._connection.register(name, table)
         self._connection.execute(_SQL)
-        # DuckDB cannot know how many rows a scan will have, takes it for one, and would hash the shards instead of the
-        # groups: the right side of a join is hashed, as it is written.
+        # DuckDB takes a scan for one row, and would hash the shards instead of the groups. So the right side of a join
+        # is hashed, as it is written.
         self._connection.execute("SET disabled_optimizers = 'join_order,build_side_probe_side'")
         self._connection.execute("SET enable_external_access = false")
         self._connection.execute("SET lock_configuration = true")
 
     def select(self, sql: str, parameters: Sequence[Any] = ()) -> pa.Table:
-        """The whole answer; `parameters` fill the question marks.
+        """The result as a table; `parameters` replace the question marks.
 
-        Raises `ValueError`, in one sentence, for SQL that is wrong or asks for more than the views;
-        `StoreError` or `OSError` where the store cannot be reached.
+        Raises `InvalidInput` for SQL that is wrong or asks for more than the views, `StoreError` or `OSError` if the
+        store cannot be reached.
         """
         return self.stream(sql, lambda reader: reader.read_all(), parameters)
 
     def stream(self, sql: str, use: Callable[[pa.RecordBatchReader], Result], parameters: Sequence[Any] = ()) -> Result:
-        """What `use` makes of the answer, which it gets batch by batch; errors as in `select`."""
+        """What `use` returns; it gets the result batch by batch. Errors as in `select`."""
         import duckdb
 
         try:
@@ -225,19 +224,18 @@ class Queries:
 def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None, verify: bool = False) -> Queries:
     """Open the views of `VIEWS` over a run.
 
-    With `shard_ids` they hold those shards alone, and `steps` and `evaluations` stay empty: however long the run is,
-    no other part of its log is looked at. With `verify` every shard is read whole and its digest compared with the
-    log's; without it that holds for shards up to 1 MiB, and of a larger one only the columns that are asked for are
-    read, and only damage that breaks them is noticed.
+    With `shard_ids` they hold those shards alone, `steps` and `evaluations` are empty, and no other part of the log is
+    read. With `verify` every shard is read whole, and its digest compared with the log's. Without it that holds for
+    shards up to 1 MiB; of a larger one only the necessary columns are read, and only damage in them is noticed.
     """
     if shard_ids is not None:
         return Queries(log, [log.state.shards[shard_id] for shard_id in shard_ids], [], verify=verify)
-    entries = list(log.entries)  # each is unpacked when it is looked at, so once
+    entries = list(log.entries)  # each is unpacked once
     return Queries(log, [e.body for e in entries if isinstance(e.body, Shard)], entries, verify=verify)
 
 
 def _groups(state: RunState, shards: Sequence[Shard], version_of: Callable[[int], int]) -> pa.Table:
-    """Every group of the shards, but those lost with a quarantined shard before any step had used them."""
+    """Every group of the shards, except those that were lost with a quarantined shard."""
     numbers = {shard_id: number for number, shard_id in enumerate(state.shards)}
     rows: list[dict[str, Any]] = []
     for shard in shards:
@@ -261,7 +259,7 @@ def _groups(state: RunState, shards: Sequence[Shard], version_of: Callable[[int]
 
 
 def _steps(entries: Sequence[LogEntry]) -> pa.Table:
-    """Metrics are columns, null in the steps that have not got them."""
+    """Metrics are columns, null in steps that lack them."""
     steps = [(entry.body, entry.written_at) for entry in entries if isinstance(entry.body, Step)]
     names = dict.fromkeys(name for step, _ in steps for name in step.metrics if name not in _STEPS_SCHEMA.names)
     schema = pa.schema([*_STEPS_SCHEMA, *(pa.field(name, pa.float64()) for name in names)])
@@ -301,7 +299,7 @@ def _microseconds(unix_seconds: float) -> int:
 
 
 def _sentence(error: Exception) -> str:
-    """What DuckDB says without its picture of the query, and without the list of every operator there is."""
+    """DuckDB's message without its picture of the query and without the list of all operators."""
     text = str(error).split("\n\nLINE")[0]
     first, *others = text.splitlines()
     hints = [line for line in others if line.startswith(("Candidate bindings", "Did you mean"))]

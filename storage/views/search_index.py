@@ -4,10 +4,10 @@ In: a run's log and its shards. Out: one row per attempt in a local folder, and 
 Nothing else depends on that folder: it is safe to delete, and `update` makes it again.
 
     log ──shards the table does not hold──▶ rows ──whole shards in one commit──▶ table ──▶ full-text index
-    query ─▶ words, phrases, filters ─▶ table ─▶ hits ─▶ outcome and step from the log ─▶ `Found`, best first
+    query ─▶ words, phrases, filters ─▶ table ─▶ hits ─▶ outcome and step from the log ─▶ `Match`, best first
 
-A commit of the table holds whole shards, so the shards it names are complete, whatever was killed. What changes after
-a shard is committed (outcome, step, quarantine) is not in the table but asked of the log.
+A commit of the table holds whole shards, so a shard in the table is complete, whatever was killed. Outcome, step and
+quarantine change after a shard is committed: they are read from the log.
 """
 
 from __future__ import annotations
@@ -41,40 +41,40 @@ SCHEMA_VERSION = "1"
 _TABLE = "trajectories"
 _READ_AT_ONCE = 8
 _COMMIT_BYTES = 64 * 2**20
-"""Rows waiting in memory are committed once they are this large."""
+"""Rows in memory are committed once they are this large."""
 _MOST_UNINDEXED = 2000
-"""Rows, beside 2 % of all, that may wait for the full-text index: a query reads them one by one, 0.2 s for these, while
-merging them in costs time in proportion to the whole index."""
+"""Rows, beside 2 % of all, that may stay outside the full-text index. A query reads them one by one, in 0.2 s, while
+merging them takes time in proportion to the whole index."""
 _OLD_VERSIONS = datetime.timedelta(minutes=10)
-"""How long another process may go on reading a version of the table that has been replaced."""
+"""How long another process may still read a version of the table that was replaced."""
 
 
 class BadIndex(StoreError):
-    """The index cannot be used as it is; the message says how to make it again."""
+    """The index cannot be used; the message says how to make it again."""
 
 
 @dataclass(kw_only=True)
 class Update:
-    """What bringing an index up to date did."""
+    """The result of an update."""
 
     shards_added: int = 0
     shards_removed: int = 0
     """Quarantined, retired, or of an earlier run of the same name."""
     trajectories: int = 0
-    """Rows the index holds now."""
+    """Rows of the index now."""
     embedding: str = ""
     """Import path of the embedding; empty without vectors."""
     damaged: dict[str, str] = field(default_factory=dict)
-    """Shards left out, with the reason; the next update tries them again."""
+    """Shard id → why it was left out; the next update tries again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Match:
     """One attempt that matches."""
 
     id: str
     score: float | None
-    """BM25 for words, cosine for `similar`, higher is better; null where only a filter or punctuation decided."""
+    """BM25 for words, cosine for `similar`, higher is better; None if only filters or punctuation decided."""
     reward: float | None
     reward_parts: dict[str, float | None]
     status: str
@@ -82,9 +82,9 @@ class Found:
     tail_version: int
     accepted: bool
     outcome: str | None
-    """What the log says became of its group; null for held-out attempts."""
+    """Outcome of its group; None for held-out attempts."""
     step: int | None
-    """The optimizer step that passed over its group."""
+    """The optimizer step that took its group."""
     prompt_id: str
     is_eval: bool
     finished_at: float
@@ -94,10 +94,10 @@ class Found:
 
 
 def index_folder(log: RunLog, cache: Path) -> Path:
-    """Where the index of a run is: beside its shards in a local store; for S3 a folder under `cache`.
+    """Folder of a run's index: beside its shards in a local store; for S3 under `cache`.
 
-    Not in the bucket: Lance would need the credentials once more, in its own way, and on a server that ignores
-    conditional writes two indexers lose each other's rows. A copy per machine has neither, and answers in milliseconds.
+    It is not in the bucket: Lance would need the credentials in its own form, and two indexers would lose each other's
+    rows on a server that ignores conditional writes. A copy per machine has neither problem, and is fast.
     """
     if isinstance(log.store, LocalStore):
         return log.store.root / log.key("index")
@@ -119,12 +119,11 @@ class SearchIndex:
         rebuild: bool = False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Update:
-        """Add the shards the index does not hold and drop those that are gone; `rebuild` starts from nothing.
+        """Add the shards that the index lacks and drop those that are gone; `rebuild` starts from nothing.
 
-        `embedding` is an import path; empty keeps what the index was made with. `progress` is told shards done and
-        to do. Calling it again, also after it was killed, ends in the same rows. Raises `BadIndex` for an index
-        that is damaged or was made by another Millrace or with another embedding, `ValueError` for an embedding
-        that does not return vectors.
+        `embedding` is an import path; empty keeps that of the index. `progress` gets the shards done and in all. A
+        second call, also after a kill, ends in the same rows. Raises `BadIndex` for an index that is damaged or was
+        made by another Millrace or with another embedding, `InvalidInput` if the embedding does not return vectors.
         """
         with self._lock():
             table = self._create(embedding) if rebuild or not self._exists() else self._open()
@@ -151,14 +150,14 @@ class SearchIndex:
             return report
 
     def behind(self) -> int:
-        """Committed shards the index does not hold. Raises `FileNotFoundError` without an index, `BadIndex`."""
+        """Number of committed shards that the index lacks. Raises `NotFound` without an index, `BadIndex`."""
         return len(self._missing(self._held(self._open())))
 
-    def find(self, query: SearchQuery, filters: Filters, *, count: int, similar: bool = False) -> list[Found]:
+    def find(self, query: SearchQuery, filters: Filters, *, count: int, similar: bool = False) -> list[Match]:
         """At most `count` attempts that match, best first.
 
-        `similar` compares the meaning of the whole text, by the index's embedding, instead of its words. Raises
-        `FileNotFoundError` without an index, `ValueError` for `similar` without vectors, and `BadIndex`.
+        `similar` compares the whole text by the index's embedding instead of its words. Raises `NotFound` without an
+        index, `InvalidInput` for `similar` without vectors, and `BadIndex`.
         """
         table = self._open()
         start = self._start_similar(table, query) if similar else self._start_words(table, query)
@@ -184,7 +183,7 @@ class SearchIndex:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """One process at a time brings an index up to date; the next one finds it done."""
+        """Only one process at a time updates an index; the next one has nothing left to do."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "lock", "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -192,18 +191,18 @@ class SearchIndex:
 
     @contextlib.contextmanager
     def _damage_named(self) -> Iterator[None]:
-        """LanceDB reports a missing or broken file as whatever its reader met; say what to do about it."""
+        """LanceDB reports a missing or broken file by its reader's error; add the way out."""
         try:
             yield
         except (RuntimeError, OSError, ValueError, pa.ArrowException) as error:
-            reason = re.sub(r",? /\S+\.rs:\d+\S*", "", str(error))  # places in Lance's own source
+            reason = re.sub(r",? /\S+\.rs:\d+\S*", "", str(error))  # lines of Lance's own source
             raise BadIndex(
                 f"the index at {self.folder} cannot be used ({reason}); it is derived from the shards and safe to "
                 f"delete: {self._again()} makes it again"
             ) from error
 
     def _exists(self) -> bool:
-        """True once a version of the table is committed; a creation that was killed before that left nothing."""
+        """True if a version of the table is committed."""
         return any((self._path / "_versions").glob("*.manifest"))
 
     def _remove(self) -> None:
@@ -226,8 +225,8 @@ class SearchIndex:
     def _create_text_index(self, table: Any) -> None:
         from lancedb.index import FTS
 
-        # Words of any script, split at punctuation too (`foo_bar` is two), as they are written: in code and sums every
-        # word counts. 128 characters so that digests can be found.
+        # Words of any script as they are written, split at punctuation too (`foo_bar` is two): in code and sums every
+        # word counts. 128 characters are enough for digests.
         words = FTS(
             base_tokenizer="icu/split", with_position=True, stem=False, remove_stop_words=False, max_token_length=128
         )
@@ -309,9 +308,9 @@ class SearchIndex:
         if query.words:
             every = MatchQuery(" ".join(query.words), "text", operator=FullTextOperator.AND)
             clauses.append((Occur.MUST, every))
-        if len(query.words) > 1:  # found in any order; side by side first
+        if len(query.words) > 1:  # any order matches; side by side first
             clauses.append((Occur.SHOULD, PhraseQuery(" ".join(query.words), "text")))
-        if not clauses:  # punctuation alone is in no index
+        if not clauses:  # no index has punctuation
             return lambda: table.search().select(columns)
         return lambda: table.search(BooleanQuery(clauses)).select([*columns, "_score"])
 
@@ -330,14 +329,14 @@ class SearchIndex:
         )
 
     def _in_shards_of(self, step: int) -> str:
-        """Condition of the rows whose shard holds a group that the step passed over."""
+        """Condition for rows whose shard has a group that the step took."""
         steps = self.log.state.steps
         claimed = claimed_groups(steps[step - 1]) if 1 <= step <= len(steps) else []
         shard_ids = dict.fromkeys(group.shard_id for _, group in claimed)
         return f"shard_id IN ({', '.join(map(sql_text, shard_ids))})" if shard_ids else "false"
 
     def _is_wanted(self, hit: dict[str, Any], filters: Filters) -> bool:
-        """The filters only the log can answer."""
+        """The filters that need the log."""
         state, group_id = self.log.state, hit["group_id"]
         if hit["shard_id"] in state.quarantined or hit["shard_id"] in state.retired_shards:
             return False
@@ -349,17 +348,17 @@ class SearchIndex:
         state = self.log.state
         return "pending" if group_id in state.pending else state.outcomes.get(group_id)
 
-    def _read(self, table: Any, hits: Sequence[dict[str, Any]]) -> list[Found]:
+    def _read(self, table: Any, hits: Sequence[dict[str, Any]]) -> list[Match]:
         if not hits:
             return []
         with self._damage_named():
-            taken = table.take_row_ids([hit["_rowid"] for hit in hits]).select(ROW.names).with_row_id()
-            rows = {row["_rowid"]: row for row in taken.to_arrow().to_pylist()}  # not in the order asked for
-        return [self._found(rows[hit["_rowid"]], hit) for hit in hits]
+            selected = table.take_row_ids([hit["_rowid"] for hit in hits]).select(ROW.names).with_row_id()
+            rows = {row["_rowid"]: row for row in selected.to_arrow().to_pylist()}  # in another order
+        return [self._match(rows[hit["_rowid"]], hit) for hit in hits]
 
-    def _found(self, row: dict[str, Any], hit: dict[str, Any]) -> Found:
+    def _match(self, row: dict[str, Any], hit: dict[str, Any]) -> Match:
         score = 1.0 - hit["_distance"] if "_distance" in hit else hit.get("_score")
-        return Found(
+        return Match(
             score=score,
             reward_parts=json.loads(row["reward_parts"]),
             outcome=self._outcome(row["group_id"]),

@@ -1,6 +1,6 @@
 """What to search for: the words of a query, and the filters beside them.
 
-In: text as a person types it, filters as values. Out: words and phrases for the full-text index, and SQL conditions.
+In: text as a user types it, filters as values. Out: words and phrases for the full-text index, and SQL conditions.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ Operator = Literal["<", "<=", ">", ">=", "=", "!="]
 _TERM = re.compile(r'"([^"]*)"|(\S+)')
 _WORD = re.compile(r"[^\W_]+")
 _SENTENCE = ".,;:!?"
-"""Punctuation that says nothing at the end of a word."""
+"""Punctuation that is ignored at the end of a word."""
 
 
 @dataclass(frozen=True)
 class SearchQuery:
-    """A query: all of its words must be there, in any order, whatever their case and accents.
+    """A query: a text must have all its words, in any order; case and accents are ignored.
 
-    A term with punctuation inside (`37+45=`, `foo_bar`, `x[i]`), and what stands between double quotes, must be there
-    as whole words and character by character; only case is ignored. So `off by one` finds "one is off by", and
-    `"off by one"` does not.
+    A term with punctuation inside (`37+45=`, `foo_bar`, `x[i]`) or in double quotes must be there as whole words and
+    character by character; only case is ignored. So `off by one` matches "one is off by"; `"off by one"` does not.
     """
 
     text: str
-    """As it was typed. Raises `ValueError` when there is nothing to look for in it."""
+    """As it was typed. Raises `InvalidInput` if it has nothing to search for."""
 
     def __post_init__(self) -> None:
         if not self._terms:
@@ -43,7 +42,7 @@ class SearchQuery:
 
     @functools.cached_property
     def _terms(self) -> list[tuple[str, bool]]:
-        """Every term, and whether its characters count."""
+        """Every term, and True if all its characters must match."""
         terms = []
         for quoted, bare in _TERM.findall(self.text):
             end = bare.rstrip(_SENTENCE)
@@ -59,16 +58,16 @@ class SearchQuery:
 
     @property
     def phrases(self) -> list[str]:
-        """Terms whose words must follow one another; the index knows no punctuation, `sql` does."""
+        """Terms whose words must follow one another; `sql` compares their punctuation, which the index lacks."""
         return [term for term, exactly in self._terms if exactly and _WORD.search(term)]
 
     def sql(self, filters: Filters) -> str:
-        """Condition of a row: the filters, and every term whose characters count."""
+        """Condition of a row: the filters, and every term whose characters must all match."""
         exact = [term for term, exactly in self._terms if exactly]
         return " AND ".join([filters.sql(), *(f"contains(lower(text), lower({sql_text(term)}))" for term in exact)])
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where `text` has what was searched for, as start and end; in order, not overlapping."""
+        """Start and end of every match in `text`; in order, not overlapping."""
         patterns = [
             re.escape(folded(term)) if exactly else rf"(?<![^\W_]){re.escape(folded(term))}(?![^\W_])"
             for term, exactly in sorted(self._terms, key=lambda term: -len(term[0]))
@@ -78,25 +77,25 @@ class SearchQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class Filters:
-    """Which attempts count, beside the words; null and empty leave a filter out."""
+    """Which attempts match, beside the words; None and empty leave a filter out."""
 
     reward: tuple[Operator, float] | None = None
     """Compared with the total reward."""
     status: str = ""
     """How the attempt ended."""
     first_version: int | None = None
-    """Some token was sampled by this policy version or a later one."""
+    """At least one token was sampled by this policy version or a later one."""
     last_version: int | None = None
-    """Some token was sampled by this policy version or an earlier one."""
+    """At least one token was sampled by this policy version or an earlier one."""
     step: int | None = None
-    """The optimizer step that passed over the group."""
+    """The optimizer step that took the group."""
     outcome: str = ""
     """`pending`, or one of `storage.log.entries.OUTCOMES`."""
     include_eval: bool = False
     """Held-out attempts too."""
 
     def sql(self) -> str:
-        """Condition of a row; step and outcome are not in the index but in the log."""
+        """Condition of a row, without step and outcome, which are in the log."""
         conditions = [] if self.include_eval else ["NOT is_eval"]
         if self.reward:
             operator, value = self.reward

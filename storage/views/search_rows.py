@@ -1,4 +1,4 @@
-"""What the search index holds of an attempt: a row made from its shard, and the vector of its text.
+"""The rows of the search index: one per attempt, made from its shard, and the vector of its text.
 
 In: a shard's table; a function that embeds texts. Out: a table of one row per attempt; unit vectors.
 """
@@ -44,24 +44,24 @@ def attempt_rows(shard: pa.Table, *, shard_id: str) -> pa.Table:
     texts: dict[str, list[str]] = {}
     for row in shard.select(_IN_SHARDS).to_pylist():
         attempt_id = f"{row['group_id']}/{row['attempt']}"
-        known = attempts.setdefault(attempt_id, {**row, "id": attempt_id, "shard_id": shard_id})
-        known["head_version"] = min(known["head_version"], row["head_version"])
-        known["tail_version"] = max(known["tail_version"], row["tail_version"])
-        said = texts.setdefault(attempt_id, [])
-        said += [message["content"] for message in row["messages"]]
+        attempt = attempts.setdefault(attempt_id, {**row, "id": attempt_id, "shard_id": shard_id})
+        attempt["head_version"] = min(attempt["head_version"], row["head_version"])
+        attempt["tail_version"] = max(attempt["tail_version"], row["tail_version"])
+        lines = texts.setdefault(attempt_id, [])
+        lines += [message["content"] for message in row["messages"]]
         for call in (call for turn in row["turns"] for call in turn["tool_calls"]):
-            said += [f"{call['name']} {call['arguments']}", call["result"]]
-    for attempt_id, known in attempts.items():
-        known["text"] = "\n".join(dict.fromkeys(texts[attempt_id]))  # a tool's result is often a message too
-        known["reward_parts"] = json.dumps(dict(known["reward_parts"]))
+            lines += [f"{call['name']} {call['arguments']}", call["result"]]
+    for attempt_id, attempt in attempts.items():
+        attempt["text"] = "\n".join(dict.fromkeys(texts[attempt_id]))  # a tool's result is often a message too
+        attempt["reward_parts"] = json.dumps(dict(attempt["reward_parts"]))
     return pa.Table.from_pylist(list(attempts.values()), schema=ROW)
 
 
 def unit_vectors(embed: Embed, texts: list[str], *, name: str) -> np.ndarray:
-    """The texts' vectors at length 1 (all zeros stay zeros), float32: shape [texts, numbers].
+    """The texts' vectors, scaled to length 1 (a zero vector stays zero), float32: shape [texts, numbers].
 
-    `name` is what errors call the embedding. Raises `ValueError` when it does not return equally long vectors of
-    finite numbers, one for each text.
+    Errors name the embedding `name`. Raises `InvalidInput` unless it returns a vector of finite numbers for each text,
+    all equally long.
     """
     parts = []
     for start in range(0, len(texts), _EMBED_AT_ONCE):

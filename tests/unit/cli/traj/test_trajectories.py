@@ -161,12 +161,12 @@ def test_a_damaged_shard_is_passed_over_and_its_id_says_why(log: RunLog, tmp_pat
 
 
 def test_worst_reads_whole_only_what_it_shows(log: RunLog, monkeypatch: pytest.MonkeyPatch):
-    from storage.views import query_shards
+    from storage.views import query_rows
 
     whole: list[str] = []
-    read_shard = query_shards.read_shard
+    read_shard = query_rows.read_shard
     monkeypatch.setattr(
-        query_shards,
+        query_rows,
         "read_shard",
         lambda log, shard, columns: whole.append(shard.id) or read_shard(log, shard, columns=columns),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,55 +209,37 @@ def test_a_second_trainer_is_refused_at_its_first_step():
     assert rival.state == log.state
 
 
-def test_a_step_cannot_take_what_is_not_pending():
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda state: a_step(state, trained=["0.task2"], failed=["0.task0"]), r"not pending.*0\.task0"),
+        (lambda state: a_step(state, trained=["0.task2"], failed=["0.task1"]), r"not pending.*0\.task1"),
+        (lambda state: a_step(state, trained=["0.task2"], failed=["0.nonsense"]), r"not pending.*0\.nonsense"),
+        (lambda state: a_step(state, trained=["0.task2"], stale=["0.task2"]), r"twice.*0\.task2"),
+        (lambda state: a_shard("s1", [a_summary(1, group_id="0.other"), a_summary(9)]), r"positions \[1\] are already"),
+        # A data set that changed under the run puts a known task at a free position.
+        (lambda state: a_shard("s1", [a_summary(9, group_id="0.task0")]), r"0\.task0"),
+        (lambda state: a_shard("s1", [a_summary(8), a_summary(9, group_id="0.task8")]), r"0\.task8"),
+        (lambda state: a_shard("s1", [a_summary(8), a_summary(8, group_id="0.task9")]), r"\[8\]"),
+        (lambda state: replace(BASE, path="models/other"), "version 0 is already published"),
+        (lambda state: Quarantine(shard_id="s9", reason=""), "s9 is not in this log"),
+    ],
+)
+def test_what_contradicts_the_log_is_refused(body: Callable[[RunState], Entry], message: str):
     log = _with_groups()
     log.append(a_step(log.state, trained=["0.task0"], stale=["0.task1"]))
-    for group_id in ("0.task0", "0.task1", "0.nonsense"):
-        claim = a_claim(log.state, trained=["0.task2"], failed=[group_id])
-        with pytest.raises(Conflict, match=f"not pending.*{group_id}"):
-            log.append(a_step(log.state, claim))
+    before = log.state.entries
+    with pytest.raises(Conflict, match=message):
+        log.append(body(log.state))
+    assert RunLog(log.store, "run").refresh().entries == log.refresh().entries == before
 
 
-def test_a_step_cannot_take_a_group_twice():
+def test_a_step_is_refused_if_its_version_was_published_otherwise():
     log = _with_groups()
-    with pytest.raises(Conflict, match=r"twice.*0\.task0"):
-        log.append(a_step(log.state, a_claim(log.state, trained=["0.task0"], stale=["0.task0"])))
-    assert log.refresh().step == 0
-
-
-def test_a_prompt_position_is_committed_once():
-    log = _with_groups(2)
-    with pytest.raises(Conflict, match=r"positions \[1\] are already committed"):
-        log.append(a_shard("s1", [a_summary(1, group_id="0.other"), a_summary(2)]))
-    assert log.refresh().positions == {0, 1}
-
-
-def test_a_group_is_committed_once():
-    """A data set that changed under the run puts a known task at a free position."""
-    log = _with_groups(2)
-    with pytest.raises(Conflict, match=r"0\.task0"):
-        log.append(a_shard("s1", [a_summary(7, group_id="0.task0")]))
-    with pytest.raises(Conflict, match=r"0\.task8"):
-        log.append(a_shard("s2", [a_summary(8), a_summary(9, group_id="0.task8")]))
-    with pytest.raises(Conflict, match=r"\[8\]"):
-        log.append(a_shard("s3", [a_summary(8), a_summary(8, group_id="0.task9")]))
-    assert RunLog(log.store, "run").refresh().counters()["submitted"] == 2
-
-
-def test_a_version_is_published_once():
-    log = _with_groups()
-    other = Policy(version=0, path="models/other", weights_sha256="1" * 64, parent=None)
-    with pytest.raises(Conflict, match="version 0 is already published"):
-        log.append(other)
     step = a_step(log.state, trained=["0.task0"])
     log.append(Policy(version=1, path="elsewhere", weights_sha256="1" * 64, parent=0))
     with pytest.raises(Conflict, match="version 1 is already published"):
         log.append(step)
-
-
-def test_only_a_known_shard_is_quarantined():
-    with pytest.raises(Conflict, match="s9 is not in this log"):
-        _with_groups().append(Quarantine(shard_id="s9", reason=""))
 
 
 _SESSION = {"number": 3, "kind": "session", "written_at": 1.0, "body": {"id": "x", "code_version": ""}}

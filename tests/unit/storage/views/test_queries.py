@@ -21,7 +21,7 @@ from storage.objects.opening import open_store
 from storage.records import Message, RolloutGroup, ToolCall
 from storage.shards.reward_sets import NewReward, RewardSet, attempts_of, put_rewards, rewards_key
 from storage.shards.shards import commit_shard, read_shard
-from storage.views import query_shards
+from storage.views import query_rows
 from storage.views.queries import VIEWS, Queries, open_queries
 from tests.builders import (
     SAMPLING,
@@ -262,7 +262,7 @@ def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(any_store
 @pytest.mark.parametrize("place", range(0, 96, 8))
 def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, monkeypatch: pytest.MonkeyPatch):
     """DuckDB follows the offsets it is given, over the end of a buffer if need be."""
-    monkeypatch.setattr(query_shards, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(query_rows, "WHOLE_BYTES", 0)
     log = _a_run(store)
     path = store.root / log.shard_key("s0")
     data = bytearray(path.read_bytes())
@@ -277,11 +277,11 @@ def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, mo
     assert "sha256" in verified.left_out["s0"]
 
 
-@pytest.mark.parametrize("whole_bytes", [query_shards.WHOLE_BYTES, 0])
+@pytest.mark.parametrize("whole_bytes", [query_rows.WHOLE_BYTES, 0])
 def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
     bucket: str, server: dict[str, str], monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ):
-    monkeypatch.setattr(query_shards, "WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr(query_rows, "WHOLE_BYTES", whole_bytes)
     with FaultyS3(server).running() as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.variables["AWS_ENDPOINT_URL"])
         log = _a_run(open_store(f"s3://{bucket}/prefix"))
@@ -295,7 +295,7 @@ def test_verified_queries_notice_what_breaks_no_column(any_store: ObjectStore, m
     log = _a_run(any_store)
     other = encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING)
     any_store.put(log.shard_key("s1"), other)
-    monkeypatch.setattr(query_shards, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(query_rows, "WHOLE_BYTES", 0)
     assert ("0.task8/0",) in _rows(open_queries(log), "SELECT id FROM trajectories")
     queries = open_queries(log, verify=True)
     assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]

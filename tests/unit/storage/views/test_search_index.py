@@ -22,7 +22,7 @@ from storage.objects.opening import open_store
 from storage.records import Message, ToolCall, Trajectory
 from storage.shards.shards import commit_shard
 from storage.views import search_index
-from storage.views.search_index import BadIndex, Found, SearchIndex, index_folder
+from storage.views.search_index import BadIndex, Match, SearchIndex, index_folder
 from storage.views.search_query import Filters, SearchQuery
 from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, a_turn, local_store, provenance
 
@@ -50,24 +50,30 @@ def _index(log: RunLog, folder: Path) -> SearchIndex:
     return SearchIndex(log, folder / "index", load_embedding=_no_embedding)
 
 
-def _find(index: SearchIndex, text: str, *, count: int = 100, similar: bool = False, **filters: object) -> list[Found]:
+def _indexed(folder: Path, *texts: str) -> tuple[RunLog, SearchIndex]:
+    """A run whose shard `s0` has an attempt per text, and its index, up to date."""
+    log = a_log()
+    _texts(log, *texts)
+    index = _index(log, folder)
+    index.update()
+    return log, index
+
+
+def _find(index: SearchIndex, text: str, *, count: int = 100, similar: bool = False, **filters: object) -> list[Match]:
     return index.find(SearchQuery(text), Filters(**filters), count=count, similar=similar)  # type: ignore[arg-type]
 
 
 def _ids(index: SearchIndex, text: str, **filters: object) -> list[str]:
-    return sorted(found.id.removeprefix("0.task") for found in _find(index, text, **filters))
+    return sorted(match.id.removeprefix("0.task") for match in _find(index, text, **filters))
 
 
 def test_all_words_must_be_there_in_any_order_whatever_their_case_and_accents(tmp_path: Path) -> None:
-    log = a_log()
-    _texts(log, "One is off by", "it was OFF by one!", "off by", "Zürich, off", "我喜欢编程")
-    index = _index(log, tmp_path)
-    index.update()
-    assert [found.id for found in _find(index, "off by one")] == ["0.task0/1", "0.task0/0"], "side by side first"
+    log, index = _indexed(tmp_path, "One is off by", "it was OFF by one!", "off by", "Zürich, off", "我喜欢编程")
+    assert [match.id for match in _find(index, "off by one")] == ["0.task0/1", "0.task0/0"], "side by side first"
     assert _ids(index, "zurich") == _ids(index, "ZÜRICH,") == ["0/3"]
     assert _ids(index, "喜欢") == ["0/4"]
     assert _ids(index, "of") == [] and _ids(index, "one zebra") == []
-    assert [found.id for found in _find(index, "off", count=2)] == [found.id for found in _find(index, "off")][:2]
+    assert [match.id for match in _find(index, "off", count=2)] == [match.id for match in _find(index, "off")][:2]
 
 
 @pytest.mark.parametrize(
@@ -108,18 +114,15 @@ def test_a_query_without_text_says_so(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
-    log = a_log()
-    _texts(
-        log,
+    folder = tmp_path_factory.mktemp("punctuation")
+    return _indexed(
+        folder,
         "37+45=82",
         "08+37=\n45",
         "def foo_bar(): off by one",
         "x[i+1] != foo bar, off-by-one",
         'O\'Brien \\ 🎉 {"city": "one"} 100%',
-    )
-    index = _index(log, tmp_path_factory.mktemp("punctuation"))
-    index.update()
-    return index
+    )[1]
 
 
 @pytest.mark.parametrize("most_unindexed", [0, 1000])
@@ -167,12 +170,12 @@ def test_an_attempt_is_one_row_with_its_messages_and_tool_calls(tmp_path: Path) 
     )
     index = _index(log, tmp_path)
     assert index.update().trajectories == 1
-    (found,) = _find(index, "get_weather paris hello tomorrow")
-    assert found.text == 'hello\nrain tomorrow\nget_weather {"city": "Paris"}'
-    assert (found.id, found.shard_id, found.prompt_id) == ("0.task0/0", "s0", "task0")
-    assert (found.head_version, found.tail_version, found.reward, found.finished_at) == (3, 4, 1.0, 9.0)
-    assert found.reward_parts == {"style": 0.5, "none": None}
-    assert found.accepted and not found.is_eval and found.score is not None and found.score > 0
+    (match,) = _find(index, "get_weather paris hello tomorrow")
+    assert match.text == 'hello\nrain tomorrow\nget_weather {"city": "Paris"}'
+    assert (match.id, match.shard_id, match.prompt_id) == ("0.task0/0", "s0", "task0")
+    assert (match.head_version, match.tail_version, match.reward, match.finished_at) == (3, 4, 1.0, 9.0)
+    assert match.reward_parts == {"style": 0.5, "none": None}
+    assert match.accepted and not match.is_eval and match.score is not None and match.score > 0
 
 
 @pytest.fixture(scope="module")
@@ -218,8 +221,9 @@ def filtered(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
     ],
 )
 def test_filters_leave_only_what_they_name(filters: dict[str, object], found: str, filtered: SearchIndex) -> None:
-    for query in ("word", '"word"', "w"):  # by the index, and nothing at all
-        assert _ids(filtered, query, **filters) == ([f"{position}/0" for position in found] if query != "w" else [])
+    for query in ("word", '"word"'):
+        assert _ids(filtered, query, **filters) == [f"{position}/0" for position in found]
+    assert _ids(filtered, "w", **filters) == []
 
 
 def test_filters_come_before_the_count(tmp_path: Path) -> None:
@@ -231,8 +235,8 @@ def test_filters_come_before_the_count(tmp_path: Path) -> None:
     log.append(a_step(log.state, trained=["0.task0"]))
     index = _index(log, tmp_path)
     index.update()
-    assert [found.id for found in _find(index, "word", count=1, reward=(">", 0.5))] == ["0.task1/0"]
-    assert [found.id for found in _find(index, "word", count=1, outcome="pending")] == ["0.task1/0"]
+    assert [match.id for match in _find(index, "word", count=1, reward=(">", 0.5))] == ["0.task1/0"]
+    assert [match.id for match in _find(index, "word", count=1, outcome="pending")] == ["0.task1/0"]
 
 
 def test_a_step_looks_at_its_own_shards_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,22 +255,17 @@ def test_a_step_looks_at_its_own_shards_alone(tmp_path: Path, monkeypatch: pytes
         return lambda: looks.append(1) or begin()  # type: ignore[func-returns-value]
 
     monkeypatch.setattr(index, "_start_words", counted)
-    assert [found.id for found in _find(index, "word", count=1, step=1)] == ["0.task1/0"]
+    assert [match.id for match in _find(index, "word", count=1, step=1)] == ["0.task1/0"]
     assert len(looks) == 1
     for nowhere in (0, 2):
         assert _find(index, "word", step=nowhere) == []
 
 
 def test_outcome_and_step_are_asked_of_the_log_not_of_the_index(tmp_path: Path) -> None:
-    log = a_log()
-    _texts(log, "word")
-    index = _index(log, tmp_path)
-    index.update()
-    (found,) = _find(index, "word")
-    assert (found.outcome, found.step) == ("pending", None)
+    log, index = _indexed(tmp_path, "word")
+    assert [(match.outcome, match.step) for match in _find(index, "word")] == [("pending", None)]
     log.append(a_step(log.state, stale=["0.task0"]))
-    (found,) = _find(index, "word")
-    assert (found.outcome, found.step) == ("stale", 1)
+    assert [(match.outcome, match.step) for match in _find(index, "word")] == [("stale", 1)]
 
 
 def test_only_new_shards_are_read(tmp_path: Path) -> None:
@@ -280,16 +279,8 @@ def test_only_new_shards_are_read(tmp_path: Path) -> None:
     report = index.update()
     assert (report.shards_added, report.trajectories, report.damaged) == (1, 2, {})
     assert _ids(index, "word") == ["0/0", "1/0"] and index.behind() == 0
-    assert index.update().shards_added == 0
-
-
-def test_a_shard_without_rows_is_never_behind(tmp_path: Path) -> None:
-    log = a_log()
-    failed = a_trajectory(None, status="env_error")
-    _commit(log, "s0", failed)
-    index = _index(log, tmp_path)
-    assert index.update().shards_added == 0 and index.behind() == 0
-    assert _find(index, "word") == []
+    _commit(log, "s2", a_trajectory(None, status="env_error"), position=2)
+    assert index.update().shards_added == 0 and index.behind() == 0, "a shard without rows is never behind"
 
 
 def test_killed_half_way_and_run_again_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,17 +375,21 @@ def _cut_data(table: Path) -> None:
         _cut_data,
         lambda table: shutil.rmtree(table / "data"),
         lambda table: shutil.rmtree(table / "_indices"),
+        None,
     ],
 )
-def test_a_damaged_index_says_how_to_make_it_again(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    log = a_log()
-    _texts(log, "a word")
-    index = _index(log, tmp_path)
-    index.update()
-    damage(tmp_path / "index" / "trajectories.lance")
-    with pytest.raises(BadIndex, match=r"safe to delete: `millrace index run --rebuild`"):
-        _find(index, "word")
-    assert index.update(rebuild=True).shards_added == 1
+def test_a_damaged_index_says_how_to_make_it_again_and_without_one_nothing_is_lost(
+    tmp_path: Path, damage: Callable[[Path], None] | None
+) -> None:
+    _, index = _indexed(tmp_path, "a word")
+    if damage is None:
+        shutil.rmtree(tmp_path / "index")
+        assert index.update().shards_added == 1
+    else:
+        damage(tmp_path / "index" / "trajectories.lance")
+        with pytest.raises(BadIndex, match=r"safe to delete: `millrace index run --rebuild`"):
+            _find(index, "word")
+        assert index.update(rebuild=True).shards_added == 1
     assert _ids(index, "word") == ["0/0"]
 
 
@@ -418,15 +413,6 @@ def test_without_an_index_the_command_is_named(tmp_path: Path) -> None:
             use()
     (tmp_path / "index" / "trajectories.lance" / "_versions").mkdir(parents=True)  # killed while it was being made
     assert index.update().trajectories == 0 and _find(index, "word") == []
-
-
-def test_deleting_the_folder_costs_nothing_but_time(tmp_path: Path) -> None:
-    log = a_log()
-    _texts(log, "a word")
-    index = _index(log, tmp_path)
-    index.update()
-    shutil.rmtree(tmp_path / "index")
-    assert index.update().shards_added == 1 and _ids(index, "word") == ["0/0"]
 
 
 def test_beside_the_shards_of_a_local_store(tmp_path: Path) -> None:
@@ -480,6 +466,10 @@ def test_later_shards_get_vectors_of_the_same_embedding(tmp_path: Path) -> None:
     assert index.update().embedding == "my:hashing"
     assert [one.text for one in _find(index, "braze", similar=True)] == ["zebra", "listen"]
     assert index.update(embedding="my:hashing").shards_added == 0
+    _commit(log, "s2", _said("zebra"), position=2)
+    other = SearchIndex(log, tmp_path / "index", load_embedding=lambda name: lambda texts: [[1.0, 2.0]] * len(texts))
+    with pytest.raises(ValueError, match="returns 2 numbers a text, the index holds 26; `millrace index run --rebuild"):
+        other.update()
 
 
 def test_another_embedding_needs_a_rebuild(tmp_path: Path) -> None:
@@ -521,16 +511,6 @@ def test_an_embedding_that_is_none_is_refused_and_the_old_index_stays(
     with pytest.raises(ValueError, match=f"embedding my:bad.*{sentence}"):
         index.update(embedding="my:bad", rebuild=True)
     assert _ids(index, "word") == ["0/0"]
-
-
-def test_an_embedding_that_changed_its_length_is_refused(tmp_path: Path) -> None:
-    log = a_log()
-    _texts(log, "a word")
-    _embedding_index(log, tmp_path).update(embedding="my:hashing")
-    _commit(log, "s1", _said("zebra"), position=1)
-    index = SearchIndex(log, tmp_path / "index", load_embedding=lambda name: lambda texts: [[1.0, 2.0]] * len(texts))
-    with pytest.raises(ValueError, match="returns 2 numbers a text, the index holds 26; `millrace index run --rebuild"):
-        index.update()
 
 
 def test_many_texts_are_embedded_in_bounded_batches(tmp_path: Path) -> None:
