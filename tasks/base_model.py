@@ -43,7 +43,7 @@ async def provide_base_model(session: RunSession, *, config: RunConfig) -> Polic
             logger.info(
                 "no model given: making a tiny one from %s's demonstrations (about half a minute)", config.workflow
             )
-            await session.fleet.run(
+            await session.fleet.cluster.run(
                 "warmup", "tasks.base_model:make_model", store=log.store.uri, key=key, config=config
             )
     digest = verify_folder(log.store.fetch_folder(key, cache_folder()))

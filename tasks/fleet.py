@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from infra.cluster import Cluster, Hosted, WorkerDied
 from infra.environment import cache_folder, code_version
@@ -304,10 +304,6 @@ class Fleet:
     async def num_finished(self) -> int:
         """Groups that all workers have finished so far; a worker that does not answer adds nothing."""
         return sum(await asyncio.gather(*map(_progress, self.workers.values())))
-
-    async def run(self, name: str, path: str, **arguments: Any) -> Any:
-        """Run one function (`package.module:function`) in a process of its own."""
-        return await self.cluster.run(name, path, **arguments)
 
     async def close(self) -> None:
         """Let every process of the session end, the trainer's too."""
