@@ -110,6 +110,7 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
     training = server.start("train-grpo/local", steps=NEVER, **parameters)
     wait(lambda: log().state.step >= 2)
     wait(lambda: server.evaluated(A_POLICY_IS_SERVED))  # of a training without an end
+    server.switch(A_POLICY_IS_SERVED, enabled=False)
 
     # A pause by the command is seen in Prefect, where it is ended.
     assert "pauses at step" in home.run("pause", RUN, "--reason", "lunch").stdout

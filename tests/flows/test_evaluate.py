@@ -46,8 +46,12 @@ def _versions(log: RunLog, evaluation: Evaluation) -> set[int]:
 
 
 def test_training_goes_on_while_another_process_evaluates_an_older_policy(home: Home, base_model: Path) -> None:
-    """Each waits for the other: the steps from 3 on for the evaluation to begin, and that for step 5."""
+    """Each waits for the other: the steps from 3 on for the evaluation to begin, and the evaluation for step 5.
+
+    Training and rollouts overlap too, and stay within the bound.
+    """
     changes = ["workflow=tests.flows.meetings:Meeting", "evaluation.every=0", "rollout.attempt_timeout=120"]
+    changes += ["max_staleness=2"]
     training = home.start("train", str(SCRIPTED), f"model={base_model}", *changes)
     home.wait(training, lambda: (home.path / "store/runs/scripted/run.json").exists())
     home.wait(training, lambda: _log(home).state.live is not None)
@@ -56,7 +60,8 @@ def test_training_goes_on_while_another_process_evaluates_an_older_policy(home: 
     assert training.wait(timeout=PATIENCE) == 0, home.said()
     log = _log(home)
     [evaluation] = log.state.evaluations
-    assert log.state.step == 6 and log.state.counters()["failed"] == 0
+    assert log.state.step == 6 and log.state.counters()["failed"] == 0 and log.state.counters()["trained"] == 24
+    assert max(step.metrics["staleness_max"] for step in log.state.steps) <= 2
     assert (evaluation.version, evaluation.num_tasks, evaluation.num_failed) == (0, 8, 0)
     assert _versions(log, evaluation) == {0}
     kinds = [entry.body for entry in log.entries if isinstance(entry.body, Step | Evaluation)]

@@ -79,21 +79,5 @@ def test_one_change_is_reported_with_how_far_it_leads(finished: Home) -> None:
         assert step["distance"] > 0 and -1 <= step["cosine"] < 1
 
 
-def test_recorded_shards_train_by_imitation_and_by_a_teacher(finished: Home, base_model: Path) -> None:
-    entries = _log(finished).state.entries
-    imitated = _replay(finished, "--from", "3", "--to", "4", "train.loss=sft", "train.loss.min_reward=1")
-    assert imitated["changes"]["train.loss.kind"] == "clip → sft"
-    for step in imitated["steps"]:
-        # The rewards are 0 or 1, and what has none is not imitated.
-        assert step["replayed"]["trained_tokens"] < step["recorded"]["trained_tokens"]
-        assert step["replayed"]["loss"] > 0 and step["distance"] > 0
-    teacher = ("train.reference.kind=model", f"train.reference.model={base_model}")
-    taught = _replay(finished, "--from", "3", "--to", "4", "train.advantage=distill", *teacher)
-    assert taught["changes"]["train.advantage.kind"] == "grpo → distill"
-    for step in taught["steps"]:
-        assert step["replayed"]["reference_kl"] > 0 and step["distance"] > 0
-    assert _log(finished).state.entries == entries, "a replay commits nothing"
-
-
 def test_a_session_says_which_reward_code_it_ran(finished: Home) -> None:
     assert _log(finished).state.sessions[0].reward_sha256 == source_sha256("tests.flows.guesses:Guesses")

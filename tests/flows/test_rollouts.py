@@ -55,6 +55,7 @@ def test_two_workers_two_steps_an_update_and_an_evaluator_of_its_own(home: Home,
     assert all((shard.producer == "evaluator-0") == shard.is_eval for shard in state.shards.values())
 
 
+@pytest.mark.slow
 def test_a_batch_of_attempts_trains_what_was_accepted(home: Home, base_model: Path) -> None:
     dynamic = [
         "rollout.dynamic_batch=true",
@@ -67,6 +68,7 @@ def test_a_batch_of_attempts_trains_what_was_accepted(home: Home, base_model: Pa
     assert state.counters()["submitted"] == 24 and state.counters()["filtered"] > 0
 
 
+@pytest.mark.slow
 def test_three_problems_fill_batches_of_four(home: Home, base_model: Path) -> None:
     few = ["workflow=tests.flows.dull:Few", "steps=3", "evaluation.num_tasks=2"]
     state = _run(home, base_model, *few)
