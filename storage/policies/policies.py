@@ -112,10 +112,14 @@ class PolicyWriter:
         """Make a sealed folder with the delta; returns the changed share of the weights, None without a delta."""
         seal = read_seal(folder)
         try:
-            anchor_folder = self._fetch_anchor(anchor)
+            if self._verified is None or self._verified[0] != anchor.path:
+                fetched = self._log.store.fetch_folder(anchor.path, self._cache)
+                verify_folder(fetched)
+                self._verified = anchor.path, fetched
+            anchor_folder = self._verified[1]
             anchor_seal = read_seal(anchor_folder)
-            weights, anchor_weights = _only_weights(seal), _only_weights(anchor_seal)
-            if weights is None or anchor_weights is None or _beside(seal) != _beside(anchor_seal):
+            is_alike = seal.files.keys() == anchor_seal.files.keys() and _beside(seal) == _beside(anchor_seal)
+            if not is_alike or _weights(seal) != [WEIGHTS_FILE]:
                 return None
             changed = write_delta(
                 folder / WEIGHTS_FILE,
@@ -142,13 +146,6 @@ class PolicyWriter:
             except OSError:  # another disk, or one without links
                 shutil.copyfile(file, Path(self._kept.name) / file.name)
         return Path(self._kept.name)
-
-    def _fetch_anchor(self, anchor: Policy) -> Path:
-        if self._verified is None or self._verified[0] != anchor.path:
-            folder = self._log.store.fetch_folder(anchor.path, self._cache)
-            verify_folder(folder)
-            self._verified = anchor.path, folder
-        return self._verified[1]
 
 
 class PolicyReader:
@@ -190,7 +187,7 @@ class PolicyReader:
         try:
             folder = self._log.store.fetch_folder(policy.path, self._cache)
             weights_sha256 = verify_folder(folder)
-            if _only_weights(read_seal(folder)) == DELTA_FILE:
+            if _weights(read_seal(folder)) == [DELTA_FILE]:
                 return self._whole(policy, folder)
             if weights_sha256 != policy.weights_sha256:
                 raise DigestMismatch(f"{folder} holds other weights than the log says policy {policy.version} has")
@@ -206,13 +203,13 @@ class PolicyReader:
 
     def _forget_damaged_copies(self, policy: Policy) -> bool:
         """Remove damaged copies of the files of the policy and its anchor; True if there were any."""
-        store, anchor = self._log.store, self._log.state.policies.get(policy.anchor) if policy.anchor else None
-        forgotten = False
-        if isinstance(store, LocalStore):
+        if isinstance(self._log.store, LocalStore):
             return False  # there are no copies
+        anchor = self._log.state.policies.get(policy.anchor) if policy.anchor else None
+        forgotten = False
         for path in [policy.path, *([anchor.path] if anchor else [])]:
             with contextlib.suppress(FileNotFoundError):
-                folder = store.fetch_folder(path, self._cache)
+                folder = self._log.store.fetch_folder(path, self._cache)
                 try:
                     verify_folder(folder)
                 except DigestMismatch as error:
@@ -285,10 +282,7 @@ class PolicyReader:
     def _prune(self, folder: Path) -> None:
         """Remove the folders that no process has locked."""
         for old in (path for path in folder.iterdir() if path not in self._held):
-            with (
-                contextlib.suppress(OSError),
-                _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB),
-            ):  # else another process uses it
+            with contextlib.suppress(OSError), _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 _remove(old)
 
 
@@ -324,10 +318,8 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def _only_weights(seal: Seal) -> str | None:
-    """Which of the two files a sealed folder has; None for weights in several or other files."""
-    names = [name for name in seal.files if name.endswith(".safetensors")]
-    return names[0] if names in ([WEIGHTS_FILE], [DELTA_FILE]) else None
+def _weights(seal: Seal) -> list[str]:
+    return [name for name in seal.files if name.endswith(".safetensors")]
 
 
 def _beside(seal: Seal) -> dict[str, str]:
