@@ -1,6 +1,6 @@
-"""What made a policy, and which policies a trajectory influenced: both are read from a run's log by key.
+"""What made a policy, and which policies a trajectory influenced, from the log of its run.
 
-In: a run's log and a policy version, a trajectory or a prompt. Out: plain records.
+In: a log, and a policy version, a trajectory or a prompt. Out: plain records.
 
     policy ─▶ its step ─▶ shards (digests) ─▶ groups, prompts ─▶ the policies that sampled their tokens
     trajectory ─▶ its shard, its row ─▶ its group's outcome ─▶ the step ─▶ its policy and all that descend from it
@@ -28,7 +28,7 @@ from settings.errors import InvalidInput
 from storage.log.entries import OUTCOMES, Evaluation, GroupSummary, Policy, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
-from storage.objects.digests import DigestMismatch, verify_folder
+from storage.objects.digests import DigestMismatch
 from storage.policies.policies import PolicyReader
 from storage.shards.schema import flat
 from storage.shards.shards import DamagedShard, read_shard
@@ -95,9 +95,9 @@ class PolicyLineage:
     """The groups trained on, in prompt order."""
     evaluations: list[Evaluation]
     verified: bool
-    """True if every shard and the policy's files were read again and compared with their digests."""
+    """True if every shard and the policy's files were compared with their digests."""
     problems: list[str]
-    """Differences that this comparison found."""
+    """Differences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +168,7 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
     sampled_by = sorted({v for group in groups if group.rows for v in (group.head_version, group.tail_version)})
     problems: list[str] = []
     if verify:
-        shards, seen = _read_again(log, shards, {group.id for group in groups})
+        shards, seen = _read_again(log, shards, [group.id for group in groups])
         sampled_by = sorted({*sampled_by, *seen})
         problems = [f"shard {shard.id}: {shard.problem}" for shard in shards if shard.problem]
         problems += _weights_problems(log, policy)
@@ -209,14 +209,32 @@ def trajectory_lineage(log: RunLog, trajectory: str) -> GroupLineage:
 
     Raises `InvalidInput`, which names the nearest id, for an attempt that the run does not have.
     """
-    group_id, _, attempt = trajectory.rpartition("/")
-    if not attempt.isdigit():
+    group_id, _, number = trajectory.rpartition("/")
+    if not number.isdigit():
         raise InvalidInput(f"trajectory {trajectory!r}: write it as GROUP/ATTEMPT, as `millrace traj show` prints them")
-    lineage = _group_lineage(log, group_id)
-    group = lineage.group
-    if int(attempt) >= group.expected:
-        raise InvalidInput(f"group {group_id!r} has attempts 0 to {group.expected - 1}, not {attempt}")
-    return _with_attempt(log, lineage, int(attempt))
+    attempt, lineage = int(number), _group_lineage(log, group_id)
+    if attempt >= lineage.group.expected:
+        raise InvalidInput(f"group {group_id!r} has attempts 0 to {lineage.group.expected - 1}, not {attempt}")
+    if lineage.shard.problem:
+        return lineage
+    try:
+        table = read_shard(log, log.state.shards[lineage.shard.id])
+    except DamagedShard as error:
+        return replace(lineage, shard=replace(lineage.shard, problem=error.reason))
+    rows = table.filter(pc.and_(pc.equal(table["group_id"], group_id), pc.equal(table["attempt"], attempt)))
+    if not rows.num_rows:
+        return lineage  # a failed attempt has no row
+    [first] = rows.select(["reward", "reward_parts", "status"]).slice(0, 1).to_pylist()
+    facts = AttemptFacts(
+        attempt=attempt,
+        reward=first["reward"],
+        reward_parts=dict(first["reward_parts"]),
+        status=first["status"],
+        sequences=rows.num_rows,
+        sampled_tokens=int(flat(rows["loss_mask"]).sum()),
+        versions=_versions(rows),
+    )
+    return replace(lineage, attempt=facts)
 
 
 def prompt_lineage(log: RunLog, prompt_id: str) -> list[GroupLineage]:
@@ -254,7 +272,9 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
     if step is not None:
         reason = next(claimed.reason for claimed in getattr(step.claim, outcome) if claimed.group_id == group_id)
     policy = step.policy.version if step is not None and outcome == "trained" else None
-    influenced = _descendants(state, policy) if policy is not None else []
+    # Every step trains the newest policy, so a run is one line.
+    later = range(policy, state.newest_version + 1) if policy is not None else ()
+    influenced = [version for version in later if version in state.policies]
     versions = set(influenced)
     return GroupLineage(
         group=group,
@@ -269,34 +289,6 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
         aliases={name: alias.version for name, alias in state.aliases.items() if alias.version in versions},
         registered=[version for version in influenced if version in state.registrations],
         retired=[version for version in influenced if version in state.retired_policies],
-    )
-
-
-def _with_attempt(log: RunLog, lineage: GroupLineage, attempt: int) -> GroupLineage:
-    """The same with the attempt as its shard has it, or with the reason why it cannot be read."""
-    if lineage.shard.problem:
-        return lineage
-    try:
-        table = read_shard(log, log.state.shards[lineage.shard.id])
-    except DamagedShard as error:
-        return replace(lineage, shard=replace(lineage.shard, problem=error.reason))
-    wanted = pc.and_(pc.equal(table["group_id"], lineage.group.id), pc.equal(table["attempt"], attempt))
-    return replace(lineage, attempt=_facts(table.filter(wanted), attempt))
-
-
-def _facts(rows: pa.Table, attempt: int) -> AttemptFacts | None:
-    """None if the attempt failed and has no row."""
-    if not rows.num_rows:
-        return None
-    first = rows.select(["reward", "reward_parts", "status"]).slice(0, 1).to_pylist()[0]
-    return AttemptFacts(
-        attempt=attempt,
-        reward=first["reward"],
-        reward_parts=dict(first["reward_parts"]),
-        status=first["status"],
-        sequences=rows.num_rows,
-        sampled_tokens=int(flat(rows["loss_mask"]).sum()),
-        versions=_versions(rows),
     )
 
 
@@ -317,19 +309,12 @@ def _parents(state: RunState, policy: Policy) -> list[int]:
     return parents
 
 
-def _descendants(state: RunState, version: int) -> list[int]:
-    """The version and all that were trained from it: every step trains the newest policy, so a run is one line."""
-    return [later for later in range(version, state.newest_version + 1) if later in state.policies]
-
-
 def _shard_use(log: RunLog, shard_id: str, step: Step | None) -> ShardUse:
     state = log.state
     shard = state.shards[shard_id]
-    problem = ""
+    problem = f"quarantined: {state.quarantined[shard_id]}" if shard_id in state.quarantined else ""
     if shard_id in state.retired_shards:
         problem = "retired: retention removed its file"
-    elif shard_id in state.quarantined:
-        problem = f"quarantined: {state.quarantined[shard_id]}"
     return ShardUse(
         id=shard_id,
         uri=f"{log.store.uri}/{log.shard_key(shard_id)}",
@@ -340,7 +325,7 @@ def _shard_use(log: RunLog, shard_id: str, step: Step | None) -> ShardUse:
     )
 
 
-def _read_again(log: RunLog, shards: list[ShardUse], group_ids: set[str]) -> tuple[list[ShardUse], set[int]]:
+def _read_again(log: RunLog, shards: list[ShardUse], group_ids: list[str]) -> tuple[list[ShardUse], set[int]]:
     """The shards with the problems of their files, and the versions that sampled the groups' tokens."""
     checked, versions = [], set[int]()
     for use in shards:
@@ -350,7 +335,7 @@ def _read_again(log: RunLog, shards: list[ShardUse], group_ids: set[str]) -> tup
         elif not use.problem:
             try:
                 table = read_shard(log, recorded)
-                trained = pc.is_in(table["group_id"], value_set=pa.array(sorted(group_ids), pa.string()))
+                trained = pc.is_in(table["group_id"], value_set=pa.array(group_ids, pa.string()))
                 versions.update(_versions(table.filter(trained)))
             except DamagedShard as error:
                 use = replace(use, problem=error.reason)
@@ -364,12 +349,12 @@ def _weights_problems(log: RunLog, policy: Policy) -> list[str]:
         return ["weights: retired: retention removed them"]
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         try:
-            digest = verify_folder(PolicyReader(log, Path(scratch)).fetch(policy))
+            PolicyReader(log, Path(scratch)).fetch(policy)
         except FileNotFoundError:
             return [f"weights: {log.store.uri}/{policy.path} is missing"]
         except DigestMismatch as error:
             return [f"weights: {error}"]
-    return [] if digest == policy.weights_sha256 else [f"weights: their digest is {digest}, not the recorded one"]
+    return []
 
 
 def _versions(rows: pa.Table) -> list[int]:
