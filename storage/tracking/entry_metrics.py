@@ -17,7 +17,14 @@ def metrics_of(entry: LogEntry) -> dict[str, float]:
         case Step(metrics=metrics):
             return {name if name.startswith(SYSTEM) else f"train/{name}": value for name, value in metrics.items()}
         case Evaluation() as evaluation:
-            return {f"eval/{evaluation.split}/{name}": v for name, v in _evaluation_metrics(evaluation).items()}
+            metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
+            if evaluation.n_samples:
+                metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)
+            if not evaluation.failed:  # the score 0 would look like a bad policy
+                metrics |= {"score": evaluation.score, **{f"pass_at_{k}": p for k, p in evaluation.pass_at.items()}}
+                if evaluation.standard_error is not None:
+                    metrics["standard_error"] = evaluation.standard_error
+            return {f"eval/{evaluation.split}/{name}": value for name, value in metrics.items()}
         case _:
             return {}
 
@@ -31,15 +38,3 @@ def axis_of(entry: LogEntry) -> int:
             return version
         case _:
             return 0
-
-
-def _evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """No score if every attempt failed: it would look like a bad policy."""
-    metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
-    if evaluation.n_samples:
-        metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)
-    if evaluation.failed:
-        return metrics
-    if evaluation.standard_error is not None:
-        metrics["standard_error"] = evaluation.standard_error
-    return {**metrics, "score": evaluation.score, **{f"pass_at_{k}": p for k, p in evaluation.pass_at.items()}}

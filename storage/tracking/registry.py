@@ -114,7 +114,7 @@ class Registry:
             from mlflow.entities import Param
 
             parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
-            self._log_batch({"millrace.config_sha256": self._config_sha256}, params=parameters)
+            self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
         entries, sessions = self._log.entries[cursor:], self._log.state.sessions
         # A version was made by the session before it, which need not be the one that sends it.
         num_before = len(sessions) - sum(isinstance(entry.body, Session) for entry in entries)
@@ -198,43 +198,32 @@ class Registry:
     def _config(self) -> dict[str, Any]:
         return run_config(self._log)
 
-    @functools.cached_property
-    def _config_sha256(self) -> str:
-        return sha256_of_json(self._config)
-
     def _set_alias(self, name: str, policy_version: int) -> None:
-        version = self._find_version(policy_version)
-        if version is None:  # deleted in MLflow: the log has a policy before its alias
+        if (version := self._find_version(policy_version)) is not None:
+            self._client.set_registered_model_alias(self.model_name, name, version)
+        else:  # deleted in MLflow: the log has a policy before its alias
             logger.warning(
                 "MLflow has no version of policy %d any more, so alias %s is not set there", policy_version, name
             )
-        else:
-            self._client.set_registered_model_alias(self.model_name, name, version)
 
     def _tag_retired(self, retire: Retire) -> None:
         """Tag each version whose weights are removed; the other tags stay."""
         for policy_version in retire.policy_versions:
-            version = self._find_version(policy_version)
-            if version is not None:  # else it was deleted in MLflow
+            if (version := self._find_version(policy_version)) is not None:  # else it was deleted in MLflow
                 self._client.set_model_version_tag(self.model_name, version, "millrace.retired", retire.reason)
 
     def _log_shards(self, steps: Sequence[Step]) -> None:
         """Each step's shards as a dataset input, so that MLflow shows what a version was trained on."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        if not steps:
-            return
-        datasets = [
-            Dataset(
-                name=f"step-{step.claim.step}",
-                digest=dataset_digest(step),
-                source_type="millrace_shards",
-                source=json.dumps(self._shards_of(step)),
-            )
-            for step in steps
-        ]
         tag = InputTag("mlflow.data.context", "training")
-        self._client.log_inputs(self._run_id, [DatasetInput(dataset, [tag]) for dataset in datasets])
+        inputs = []
+        for step in steps:
+            source = json.dumps(self._shards_of(step))
+            dataset = Dataset(f"step-{step.claim.step}", dataset_digest(step), "millrace_shards", source)
+            inputs.append(DatasetInput(dataset, [tag]))
+        if inputs:
+            self._client.log_inputs(self._run_id, inputs)
 
     def _shards_of(self, step: Step) -> list[dict[str, Any]]:
         shards = self._log.state.shards
@@ -259,7 +248,7 @@ class Registry:
             "millrace.parent": "" if policy.parent is None else str(policy.parent),
             "millrace.weights_sha256": policy.weights_sha256,
             "millrace.anchor": "" if policy.anchor is None else str(policy.anchor),
-            "millrace.config_sha256": self._config_sha256,
+            "millrace.config_sha256": sha256_of_json(self._config),
             **_code_tags(session),
         }
         description = f"Policy {policy.version} of run {self._log.run_id}: the base model."
@@ -298,28 +287,25 @@ class Registry:
     def _unannounced(self) -> list[Registration]:
         """Versions that MLflow has and the log does not, also those of a session that died in between."""
         missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
-        numbers = {policy_version: self._find_version(policy_version) for policy_version in sorted(missing)}
         return [
             Registration(version=policy_version, model_name=self.model_name, registry_version=version)
-            for policy_version, version in numbers.items()
-            if version is not None
+            for policy_version in sorted(missing)
+            if (version := self._find_version(policy_version)) is not None
         ]
 
     def _find_version(self, policy_version: int) -> str | None:
         if policy_version not in self._versions:
             wanted = f"{self._ours()} and tags.`millrace.version` = '{policy_version}'"
-            matches = self._client.search_model_versions(wanted, max_results=1)
-            if not matches:
-                return None
-            self._versions[policy_version] = str(matches[0].version)
-        return self._versions[policy_version]
+            for match in self._client.search_model_versions(wanted, max_results=1):
+                self._versions[policy_version] = str(match.version)
+        return self._versions.get(policy_version)
 
     def _newest_versions(self, count: int) -> dict[int, str]:
         """Policy version → MLflow's number, of the newest: those of a block whose sending broke off are among them."""
         if not count:
             return {}
-        newest = ["version_number DESC"]
-        versions = self._client.search_model_versions(self._ours(), max_results=count, order_by=newest)
+        order = ["version_number DESC"]
+        versions = self._client.search_model_versions(self._ours(), max_results=count, order_by=order)
         return {int(version.tags["millrace.version"]): str(version.version) for version in versions}
 
     def _ours(self) -> str:
@@ -356,10 +342,8 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
         raise RegistryUnavailable(f"there is no database {database}")  # a client would create it
     client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
     try:
-        if name.isdigit():
-            version = client.get_model_version(log.run_id, name)
-        else:
-            version = client.get_model_version_by_alias(log.run_id, name)
+        get = client.get_model_version if name.isdigit() else client.get_model_version_by_alias
+        version = get(log.run_id, name)
         store = client.get_run(version.run_id).data.tags.get("millrace.store")
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
