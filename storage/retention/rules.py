@@ -58,7 +58,6 @@ class Facts:
 
     steps: list[tuple[int, str | None, tuple[str, ...]]] = field(default_factory=list)
     """Per step: its policy version, the folder of its saved state, the shards that it read."""
-    states: set[str] = field(default_factory=set)
     versions_at: dict[str, list[int]] = field(default_factory=dict)
     """Folder → its policy versions, rising: a skipped step makes a version that shares its parent's files."""
     anchors: dict[int, int] = field(default_factory=dict)
@@ -79,8 +78,6 @@ class Facts:
                     self.versions_at.setdefault(policy.path, []).append(policy.version)
                     if policy.anchor is not None:
                         self.anchors[policy.version] = policy.anchor
-                    if state_path is not None:
-                        self.states.add(state_path)
                 case Policy(path=path, version=version):
                     self.versions_at.setdefault(path, []).append(version)
                 case Evaluation() as evaluation:
@@ -98,9 +95,8 @@ def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluatio
     best: dict[str, tuple[float, int]] = {}
     for evaluation in evaluations:
         if evaluation.version not in state.retired_policies and not evaluation.failed:
-            best[evaluation.split] = max(
-                best.get(evaluation.split, (-1.0e300, 0)), (evaluation.score, evaluation.version)
-            )
+            scored = (evaluation.score, evaluation.version)
+            best[evaluation.split] = max(best.get(evaluation.split, (-1.0e300, 0)), scored)
     kept: dict[int, str] = {}
     for version in state.policies:
         reasons = ["base model"] if version == 0 else []

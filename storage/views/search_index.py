@@ -205,12 +205,6 @@ class SearchIndex:
         """True if a version of the table is committed."""
         return any((self._path / "_versions").glob("*.manifest"))
 
-    def _remove(self) -> None:
-        if self._path.is_dir():
-            shutil.rmtree(self._path)
-        else:
-            self._path.unlink(missing_ok=True)
-
     def _create(self, embedding: str) -> Any:
         import lancedb
 
@@ -218,7 +212,7 @@ class SearchIndex:
         if embedding:
             length = unit_vectors(self._load_embedding(embedding), ["millrace"], name=embedding).shape[1]
             schema = schema.append(pa.field("vector", pa.list_(pa.float32(), length)))
-        self._remove()
+        shutil.rmtree(self._path, ignore_errors=True)
         with self._damage_named():
             return lancedb.connect(str(self.folder)).create_table(_TABLE, schema=schema)
 
