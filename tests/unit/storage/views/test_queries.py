@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from storage.views import query_rows
 from storage.views.queries import VIEWS, Queries, open_queries
 from tests.builders import (
     SAMPLING,
+    MemoryStore,
     a_group,
     a_log,
     a_shard,
@@ -35,7 +36,7 @@ from tests.builders import (
     provenance,
 )
 from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
-from tests.shard_files import encode_shard
+from tests.shard_files import encode_shard, file_with
 
 
 @pytest.fixture
@@ -85,6 +86,12 @@ def _a_run(store: ObjectStore) -> RunLog:
     return log
 
 
+@pytest.fixture(scope="module")
+def queries(tmp_path_factory: pytest.TempPathFactory) -> Queries:
+    """Of a run that no test changes."""
+    return open_queries(_a_run(local_store(tmp_path_factory.mktemp("queries"))))
+
+
 def _rescore(log: RunLog, name: str, rewards: Sequence[float | None]) -> None:
     """New rewards for the first attempts of shard `s0`."""
     shard, made_by = log.state.shards["s0"], {"reward": f"my:{name}", "reward_sha256": "1" * 64}
@@ -121,8 +128,7 @@ def test_every_trajectory_is_told_with_what_became_of_it(any_store: ObjectStore)
     assert queries.left_out == {}
 
 
-def test_what_was_said_and_how_long_it_was(store: ObjectStore):
-    queries = open_queries(_a_run(store))
+def test_what_was_said_and_how_long_it_was(queries: Queries):
     (first, forked) = queries.select(
         "SELECT * FROM trajectories WHERE group_id = '0.task4' ORDER BY sequence_idx"
     ).to_pylist()
@@ -135,44 +141,27 @@ def test_what_was_said_and_how_long_it_was(store: ObjectStore):
     assert (forked["prompt"], forked["reply"], forked["num_sampled"], forked["tail_version"]) == (None, None, 1, 3)
 
 
-def test_turns_have_their_tool_calls(store: ObjectStore):
-    found = _rows(
-        open_queries(_a_run(store)),
-        """
+def test_turns_have_their_tool_calls_and_tokens_their_logprobs_and_versions(queries: Queries):
+    turns = """
         SELECT sequence_idx, turn_idx, context_len, sampled_len, finish_reason, num_tool_calls, tool_calls[1].name,
             tool_calls[1].result
         FROM turns WHERE trajectory_id = '0.task4/0' ORDER BY ALL
-        """,
-    )
-    assert found == [
+    """
+    assert _rows(queries, turns) == [
         (0, 0, 3, 2, "stop", 1, "add", "7"),
         (0, 1, 1, 2, "stop", 0, None, None),
         (1, 0, 2, 1, "length", 0, None, None),
     ]
-
-
-def test_tokens_have_their_logprobs_and_versions(store: ObjectStore):
-    found = _rows(
-        open_queries(_a_run(store)),
-        """
-        SELECT position, token_id, sampled, logprob, weight_version FROM tokens
+    tokens = """
+        SELECT token_id, sampled, logprob, weight_version FROM tokens
         WHERE trajectory_id = '0.task4/0' AND sequence_idx = 0 ORDER BY position
-        """,
-    )
-    assert found == [
-        (0, 2, False, 0.0, -1),
-        (1, 8, False, 0.0, -1),
-        (2, 3, False, 0.0, -1),
-        (3, 5, True, -0.5, 1),
-        (4, 1, True, -0.5, 2),
-        (5, 9, False, 0.0, -1),
-        (6, 6, True, -0.5, 2),
-        (7, 1, True, -0.5, 2),
-    ]
+    """
+    prompt = [(token, False, 0.0, -1) for token in (2, 8, 3)]
+    replies = [(5, True, -0.5, 1), (1, True, -0.5, 2), (9, False, 0.0, -1), (6, True, -0.5, 2), (1, True, -0.5, 2)]
+    assert _rows(queries, tokens) == prompt + replies
 
 
-def test_groups_steps_and_evaluations_are_those_of_the_log(store: ObjectStore):
-    queries = open_queries(_a_run(store))
+def test_groups_steps_and_evaluations_are_those_of_the_log(queries: Queries):
     (group,) = queries.select("SELECT * FROM groups WHERE id = '0.task3'").to_pylist()
     assert dict(group.pop("failures")) == {"env_error": 1}
     assert group.items() >= {
@@ -206,21 +195,19 @@ def test_rewards_of_a_rescore_stand_beside_the_recorded_ones(any_store: ObjectSt
     assert _rows(open_queries(log), "SELECT * FROM rewards") == []
 
 
-def test_every_view_has_columns_and_rows(store: ObjectStore):
-    log = _a_run(store)
+def test_every_view_has_columns_and_rows_or_no_rows_in_a_run_without_shards(store: ObjectStore):
+    log = a_log(store)
+    queries = open_queries(log)
+    assert {view: len(queries.select(f"SELECT * FROM {view}")) for view in VIEWS} == dict.fromkeys(VIEWS, 0)
+    log = _a_run(MemoryStore())
     _rescore(log, "strict", [0.0])
     queries = open_queries(log)
     for view in VIEWS:
-        assert list(queries.columns(view)) == queries.select(f"SELECT * FROM {view}").schema.names
-        assert _rows(queries, f"SELECT count(*) FROM {view}")[0][0] > 0
+        table = queries.select(f"SELECT * FROM {view}")
+        assert list(queries.columns(view)) == table.schema.names and len(table) > 0
 
 
-def test_a_run_without_shards_answers_with_no_rows(store: ObjectStore):
-    queries = open_queries(a_log(store))
-    assert {view: len(queries.select(f"SELECT * FROM {view}")) for view in VIEWS} == dict.fromkeys(VIEWS, 0)
-
-
-def test_a_shard_without_rows_is_no_trouble(store: ObjectStore):
+def test_a_shard_without_rows_has_none(store: ObjectStore):
     log = a_log(store)
     _commit(log, "s0", [a_group(0, rewards=[None, None])])
     _commit(log, "s1", [a_group(1)])
@@ -259,7 +246,7 @@ def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(any_store
     assert ("missing" if damage == "missing" else "sha256") in queries.left_out["s1"]
 
 
-@pytest.mark.parametrize("place", range(0, 96, 8))
+@pytest.mark.parametrize("place", range(0, 96, 16))
 def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, monkeypatch: pytest.MonkeyPatch):
     """DuckDB follows the offsets it is given, over the end of a buffer if need be."""
     monkeypatch.setattr(query_rows, "WHOLE_BYTES", 0)
@@ -291,71 +278,50 @@ def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
     assert "is not what was written there" in queries.left_out["s1"]
 
 
-def test_verified_queries_notice_what_breaks_no_column(any_store: ObjectStore, monkeypatch: pytest.MonkeyPatch):
-    log = _a_run(any_store)
-    other = encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING)
-    any_store.put(log.shard_key("s1"), other)
-    monkeypatch.setattr(query_rows, "WHOLE_BYTES", 0)
-    assert ("0.task8/0",) in _rows(open_queries(log), "SELECT id FROM trajectories")
-    queries = open_queries(log, verify=True)
-    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
-    assert "sha256" in queries.left_out["s1"]
-
-
-def test_a_small_shard_is_always_compared_with_the_logs_digest(any_store: ObjectStore):
+@pytest.mark.parametrize("whole_bytes", [query_rows.WHOLE_BYTES, 0])
+def test_small_shards_and_verified_ones_are_compared_with_the_logs_digest(
+    any_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
+):
+    """Of a large shard a query reads its columns alone, and another shard's file breaks none of them."""
     log = _a_run(any_store)
     any_store.put(log.shard_key("s1"), encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING))
-    queries = open_queries(log)
+    monkeypatch.setattr(query_rows, "WHOLE_BYTES", whole_bytes)
+    if not whole_bytes:
+        assert ("0.task8/0",) in _rows(open_queries(log), "SELECT id FROM trajectories")
+    queries = open_queries(log, verify=not whole_bytes)
     assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
     assert "sha256" in queries.left_out["s1"]
 
 
-def _committed_bytes(log: RunLog, shard_id: str, table: pa.Table) -> None:
+def _commit_table(log: RunLog, shard_id: str, table: pa.Table) -> None:
     """Commit a table as the file of a shard."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = bytes(sink.getvalue())
+    data = file_with(table)
     log.store.put(log.shard_key(shard_id), data)
-    record = a_shard(shard_id, [])
-    log.append(dataclasses.replace(record, sha256=sha256_of(data), num_rows=len(table), num_bytes=len(data)))
+    log.append(replace(a_shard(shard_id, []), sha256=sha256_of(data), num_rows=len(table), num_bytes=len(data)))
 
 
-def _stored_table(log: RunLog, shard_id: str) -> pa.Table:
-    return pa.ipc.open_file(log.store.get(log.shard_key(shard_id))).read_all()
-
-
-def test_a_column_that_a_newer_minor_version_added_is_passed_over(store: ObjectStore):
+def test_a_new_column_is_passed_over_and_a_newer_major_version_left_out_with_the_way_out(store: ObjectStore):
     log = _a_run(store)
-    table = _stored_table(log, "s0")
-    _committed_bytes(log, "newer", table.append_column("mood", pa.array(["good"] * len(table))))
+    table = pa.ipc.open_file(log.store.get(log.shard_key("s0"))).read_all()
+    _commit_table(log, "column", table.append_column("mood", pa.array(["good"] * len(table))))
+    _commit_table(log, "major", table.replace_schema_metadata({**table.schema.metadata, b"schema_version": b"2"}))
     queries = open_queries(log)
-    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'newer' AND reward = 1") == [(3,)]
-    assert queries.left_out == {}
-
-
-def test_a_newer_major_version_is_left_out_with_the_way_out(store: ObjectStore):
-    log = _a_run(store)
-    table = _stored_table(log, "s0")
-    _committed_bytes(log, "newer", table.replace_schema_metadata({**table.schema.metadata, b"schema_version": b"2"}))
-    queries = open_queries(log)
-    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'newer'") == [(0,)]
-    assert "upgrade" in queries.left_out["newer"]
+    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'column' AND reward = 1") == [(3,)]
+    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'major'") == [(0,)]
+    assert list(queries.left_out) == ["major"] and "upgrade" in queries.left_out["major"]
 
 
 def test_a_query_reads_the_columns_it_names_and_the_shards_it_may_find_something_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queries: Queries, monkeypatch: pytest.MonkeyPatch
 ):
-    log = _a_run(local_store(tmp_path))
-    queries = open_queries(log)
     read: list[tuple[str, tuple[str, ...]]] = []
-    original = type(queries._rows)._read
+    original = query_rows.ShardRows._read
 
     def watched(self: Any, shard: Shard, columns: list[str]) -> Any:
         read.append((shard.id, tuple(columns)))
         return original(self, shard, columns)
 
-    monkeypatch.setattr(type(queries._rows), "_read", watched)
+    monkeypatch.setattr(query_rows.ShardRows, "_read", watched)
     queries.select("SELECT avg(len(logprobs)) FROM shard_rows")
     assert sorted(read) == [(name, ("logprobs",)) for name in ("e0", "s0", "s1")]
     read.clear()
@@ -368,8 +334,7 @@ def test_a_query_reads_the_columns_it_names_and_the_shards_it_may_find_something
 
 
 def test_over_s3_a_query_fetches_little_of_a_large_shard(bucket: str, monkeypatch: pytest.MonkeyPatch):
-    store = open_store(f"s3://{bucket}/prefix")
-    log = a_log(store)
+    log = a_log(open_store(f"s3://{bucket}/prefix"))
     draw = random.Random(0)
     turns = [a_turn([draw.randrange(100_000) for _ in range(20_000)]) for _ in range(20)]
     attempts = [a_trajectory(1.0, attempt=attempt, turns=[turn]) for attempt, turn in enumerate(turns)]
@@ -427,18 +392,15 @@ def test_chosen_shards_alone_are_looked_at(store: ObjectStore):
         ("SELECT * FROM trajectories WHERE reward = ?", "."),
     ],
 )
-def test_wrong_sql_is_one_line_with_the_nearest_name(tmp_path: Path, sql: str, sentence: str):
-    queries = open_queries(_a_run(local_store(tmp_path)))
+def test_wrong_sql_is_one_line_with_the_nearest_name(queries: Queries, sql: str, sentence: str):
     with pytest.raises(ValueError, match=sentence) as error:
         queries.select(sql)
     assert "\n" not in str(error.value)
 
 
-def test_sql_reaches_nothing_but_the_views(tmp_path: Path):
-    log = _a_run(local_store(tmp_path))
+def test_sql_reaches_nothing_but_the_views(queries: Queries, tmp_path: Path):
     secret = tmp_path / "secret.csv"
     secret.write_text("a\n1\n")
-    queries = open_queries(log)
     hidden = pa.table({"a": [1]})  # noqa: F841 - what a replacement scan would find
     for sql in [
         f"SELECT * FROM read_csv('{secret}')",
@@ -451,17 +413,16 @@ def test_sql_reaches_nothing_but_the_views(tmp_path: Path):
     ]:
         with pytest.raises(ValueError):
             queries.select(sql)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret.csv", "store"]
+    assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"]
     assert _rows(queries, "SELECT count(*) FROM trajectories") == [(10,)], "and the views are still there"
 
 
-def test_a_store_that_cannot_be_reached_is_an_error_and_no_empty_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_store_that_cannot_be_reached_is_an_error_and_no_empty_result(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ):
-    log = _a_run(local_store(tmp_path))
+    log = _a_run(store)
     queries = open_queries(log)
-    store = log.store.root / log.shard_key("s0")  # type: ignore[attr-defined]
-    store.unlink()
+    store.delete([log.shard_key("s0")])
 
     def unreachable(self: LocalStore, key: str) -> bytes:
         raise StoreError("store is away; look for it")
@@ -471,8 +432,7 @@ def test_a_store_that_cannot_be_reached_is_an_error_and_no_empty_answer(
         queries.select("SELECT count(*) FROM trajectories")
 
 
-def test_an_answer_comes_batch_by_batch(tmp_path: Path):
-    queries = open_queries(_a_run(local_store(tmp_path)))
+def test_a_result_comes_batch_by_batch(queries: Queries):
     sql = "SELECT t.id FROM trajectories t, range(100000)"
     assert queries.stream(sql, lambda reader: reader.read_next_batch().num_rows) < 1_000_000
     assert queries.stream("SELECT count(*) FROM trajectories", lambda reader: reader.read_all())[0][0].as_py() == 10
