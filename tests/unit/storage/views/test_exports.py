@@ -13,8 +13,6 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from storage.log.run_log import RunLog
-from storage.objects.opening import open_store
 from storage.records import Message, Trajectory
 from storage.shards.shards import commit_shard
 from storage.views.exports import export_dpo, export_sft
@@ -38,31 +36,25 @@ def _attempts(*scored: tuple[float, str]) -> list[Trajectory]:
     ]
 
 
-def _commit(
-    log: RunLog, groups: dict[str, Sequence[Trajectory]], *, shard_id: str = "s0", is_eval: bool = False
-) -> None:
+def _queries(folder: Path, groups: dict[str, Sequence[Trajectory]], held_out: Sequence[Trajectory] = ()) -> Queries:
+    """A run with groups by name, and perhaps a held-out one."""
+    log = a_log(local_store(folder))
     made = [a_group(i, group_id=name, trajectories=attempts) for i, (name, attempts) in enumerate(groups.items())]
-    commit_shard(log, made, provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
+    commit_shard(log, made, provenance=provenance("s0"), sampling=SAMPLING)
+    if held_out:
+        group = a_group(9, group_id="held-out", trajectories=held_out)
+        commit_shard(log, [group], provenance=provenance("e0"), sampling=SAMPLING, is_eval=True)
+    return open_queries(log)
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> RunLog:
-    log = a_log(local_store(tmp_path))
-    _commit(
-        log,
-        {
-            "clear": _attempts((0.5, "maybe"), (1.0, "seven"), (0.0, "no"), (1.0, "7"), (0.0, "nothing")),
-            "close": _attempts((0.5, "maybe"), (0.75, "perhaps")),
-            "tied": _attempts((1.0, "7"), (1.0, "seven")),
-        },
-    )
-    _commit(log, {"held-out": _attempts((1.0, "secret"), (0.0, "hidden"))}, shard_id="e0", is_eval=True)
-    return log
-
-
-@pytest.fixture
-def queries(log: RunLog) -> Queries:
-    return open_queries(log, verify=True)
+@pytest.fixture(scope="module")
+def queries(tmp_path_factory: pytest.TempPathFactory) -> Queries:
+    groups = {
+        "clear": _attempts((0.5, "maybe"), (1.0, "seven"), (0.0, "no"), (1.0, "7"), (0.0, "nothing")),
+        "close": _attempts((0.5, "maybe"), (0.75, "perhaps")),
+        "tied": _attempts((1.0, "7"), (1.0, "seven")),
+    }
+    return _queries(tmp_path_factory.mktemp("run"), groups, held_out=_attempts((1.0, "secret"), (0.0, "hidden")))
 
 
 def _message(role: str, content: str) -> dict[str, str]:
@@ -85,7 +77,7 @@ def test_sft_has_a_conversation_per_attempt(queries: Queries, tmp_path: Path):
 
 def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_path: Path):
     file = tmp_path / "dpo.parquet"
-    assert export_dpo(queries, file) == 2
+    assert export_dpo(queries, file, margin=0.25) == 2
     first, second = pq.read_table(file).to_pylist()
     assert first == {
         "prompt": [_message("user", "3+4")],
@@ -98,16 +90,9 @@ def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_
         "rejected_id": "clear/2",
     }
     assert (second["chosen_id"], second["rejected_id"]) == ("close/1", "close/0")
-
-
-def test_a_margin_wants_rewards_that_far_apart(queries: Queries, tmp_path: Path):
-    assert export_dpo(queries, tmp_path / "a.parquet", margin=0.25) == 2
-    assert export_dpo(queries, tmp_path / "b.parquet", margin=0.26) == 1
-
-
-def test_a_condition_chooses_among_the_attempts_before_they_are_paired(queries: Queries, tmp_path: Path):
-    file = tmp_path / "dpo.parquet"
-    assert export_dpo(queries, file, where="reply <> 'seven' and group_id = 'clear'") == 1
+    assert export_dpo(queries, file, margin=0.26, force=True) == 1, "rewards at least so far apart"
+    where = "reply <> 'seven' and group_id = 'clear'"
+    assert export_dpo(queries, file, where=where, force=True) == 1, "chosen before they are paired"
     assert pq.read_table(file)["chosen_id"].to_pylist() == ["clear/3"]
 
 
@@ -118,39 +103,28 @@ def test_held_out_attempts_stay_out_unless_asked_for(queries: Queries, tmp_path:
         assert with_eval == num_rows + (2 if kind is export_sft else 1)
 
 
-def test_pairs_have_one_prompt_and_two_answers(tmp_path: Path):
-    log = a_log(local_store(tmp_path))
-    several = [
-        a_trajectory(1.0, attempt=0, messages=_said("3+4", "think", "7")),
-        a_trajectory(0.0, attempt=1, messages=_said("3+4", "think", "8")),
-    ]
-    other_prompt = [
-        a_trajectory(1.0, attempt=0, messages=_said("3+4", "7")),
-        a_trajectory(0.0, attempt=1, messages=_said("4+3", "8")),
-    ]
-    silent = [a_trajectory(reward, attempt=i, messages=_said("3+4")) for i, reward in enumerate([1.0, 0.0])]
-    _commit(
-        log,
+def test_pairs_have_one_prompt_and_two_replies_and_an_edited_history_is_one_conversation(tmp_path: Path):
+    def attempts(*conversations: list[Message]) -> list[Trajectory]:
+        return [a_trajectory(1.0 - i, attempt=i, messages=said) for i, said in enumerate(conversations)]
+
+    edited = [a_turn(), a_turn(sequence_idx=1)]
+    queries = _queries(
+        tmp_path,
         {
-            "several": several,
-            "other prompt": other_prompt,
-            "same answer": _attempts((1.0, "7"), (0.0, "7")),
-            "silent": silent,
+            "several": attempts(_said("3+4", "think", "7"), _said("3+4", "think", "8")),
+            "other prompt": attempts(_said("3+4", "7"), _said("4+3", "8")),
+            "same reply": attempts(_said("3+4", "7"), _said("3+4", "7")),
+            "silent": attempts(_said("3+4"), _said("3+4")),
+            "edited": [a_trajectory(1.0, turns=edited, messages=_said("3+4", "7"))],
         },
     )
     file = tmp_path / "dpo.parquet"
-    assert export_dpo(open_queries(log), file) == 1
+    assert export_dpo(queries, file) == 1
     (row,) = pq.read_table(file).to_pylist()
     assert row["prompt"] == [_message("user", "3+4")]
     assert row["chosen"] == [_message("assistant", "think"), _message("tool", "ok"), _message("assistant", "7")]
     assert row["rejected"][-1] == _message("assistant", "8")
-
-
-def test_an_attempt_that_edited_its_history_is_one_conversation(tmp_path: Path):
-    log = a_log(local_store(tmp_path))
-    turns = [a_turn(), a_turn(sequence_idx=1)]
-    _commit(log, {"forked": [a_trajectory(1.0, turns=turns, messages=_said("3+4", "7"))]})
-    assert export_sft(open_queries(log), tmp_path / "sft.parquet") == 1
+    assert export_sft(queries, tmp_path / "sft.parquet", where="group_id = 'edited'") == 1
 
 
 @pytest.mark.parametrize(
@@ -160,7 +134,7 @@ def test_what_cannot_be_exported_leaves_no_file(queries: Queries, tmp_path: Path
     for kind in (export_sft, export_dpo):
         with pytest.raises(ValueError, match=sentence):
             kind(queries, tmp_path / "out.parquet", where=where)
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_is_replaced_only_by_force(queries: Queries, tmp_path: Path):
@@ -176,22 +150,6 @@ def test_a_file_is_replaced_only_by_force(queries: Queries, tmp_path: Path):
         export_sft(queries, tmp_path / "nowhere" / "out.parquet")
 
 
-def test_a_damaged_shard_is_left_out_of_a_verified_export(log: RunLog, tmp_path: Path):
-    path = tmp_path / "store" / log.shard_key("s0")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    queries = open_queries(log, verify=True)
-    assert export_sft(queries, tmp_path / "out.parquet", include_eval=True) == 2
-    assert "sha256" in queries.left_out["s0"]
-
-
-def test_exports_come_from_a_bucket_too(bucket: str, tmp_path: Path):
-    log = a_log(open_store(f"s3://{bucket}/prefix"))
-    _commit(log, {"clear": _attempts((1.0, "7"), (0.0, "8"))})
-    assert export_dpo(open_queries(log, verify=True), tmp_path / "dpo.parquet") == 1
-
-
 def test_hugging_face_datasets_reads_them(queries: Queries, tmp_path: Path):
     """In a process of its own: the cache folder is read when `datasets` is imported."""
     export_sft(queries, tmp_path / "sft.parquet")
@@ -199,17 +157,15 @@ def test_hugging_face_datasets_reads_them(queries: Queries, tmp_path: Path):
     code = """
 import json, sys
 from datasets import load_dataset
-found = {}
 for name in ("sft", "dpo"):
     data = load_dataset("parquet", data_files=f"{sys.argv[1]}/{name}.parquet")["train"]
-    found[name] = [data.column_names, len(data), data[0]]
-print(json.dumps(found))
+    print(json.dumps([data.column_names, len(data), data[0]]))
 """
     environment: dict[str, Any] = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["sft"][:2] == [["messages", "prompt_id", "reward", "reward_parts", "trajectory_id"], 9]
-    assert found["dpo"][0][:3] == ["prompt", "chosen", "rejected"] and found["dpo"][1] == 2
-    assert found["dpo"][2]["chosen"] == [_message("assistant", "seven")]
+    sft, dpo = (json.loads(line) for line in done.stdout.splitlines()[-2:])
+    assert sft[:2] == [["messages", "prompt_id", "reward", "reward_parts", "trajectory_id"], 9]
+    assert dpo[0][:3] == ["prompt", "chosen", "rejected"] and dpo[1] == 2
+    assert dpo[2]["chosen"] == [_message("assistant", "seven")]

@@ -88,9 +88,6 @@ def test_the_base_model_and_runs_of_older_code_have_less_to_say(log: RunLog):
     assert (base.step, base.parents, base.shards, base.groups, base.dataset_digest) == (None, [], [], [], "")
     first = policy_lineage(log, 1)
     assert first.reward_sha256 == "" and first.code_version == "c0de" and first.registry_version == "7"
-
-
-def test_a_version_the_run_does_not_have_is_refused(log: RunLog):
     with pytest.raises(ValueError, match="no policy version 4; it has 0 to 3"):
         policy_lineage(log, 4)
 
@@ -100,13 +97,10 @@ def test_a_long_parent_chain_is_cut_short():
     for number in range(12):
         log.append(a_shard(f"s{number}", [a_summary(number)]))
         log.append(a_step(log.state, trained=[f"0.task{number}"]))
+    log.append(Retire(shard_ids=["s3"], policy_versions=[4], state_paths=[], reason="by age"))
     assert policy_lineage(log, 12).parents == [11, 10, 9, 8, 7, 6, 5, 4]
-    assert trajectory_lineage(_retired(log, "s3"), "0.task3/0").influenced == [4, 5, 6, 7, 8, 9, 10, 11, 12]
-
-
-def _retired(log: RunLog, shard_id: str) -> RunLog:
-    log.append(Retire(shard_ids=[shard_id], policy_versions=[4], state_paths=[], reason="by age"))
-    return log
+    lineage = trajectory_lineage(log, "0.task3/0")
+    assert lineage.influenced == [4, 5, 6, 7, 8, 9, 10, 11, 12] and lineage.retired == [4]
 
 
 def test_checking_reads_every_file_again(log: RunLog):
@@ -121,6 +115,9 @@ def test_checking_reads_every_file_again(log: RunLog):
     (root / "runs/run/policies/2-a/digest.json").unlink()
     assert "never finished" in policy_lineage(log, 2, verify=True).problems[1]
     assert "missing" in policy_lineage(log, 3, verify=True).problems[0]
+    shard.unlink()
+    lineage = trajectory_lineage(log, "0.task3/0")
+    assert lineage.attempt is None and "missing" in lineage.shard.problem and lineage.influenced == [2, 3]
 
 
 def test_checking_finds_versions_the_summaries_cannot_name(tmp_path: Path):
@@ -156,22 +153,13 @@ def test_a_trajectory_leads_to_every_policy_it_influenced(log: RunLog):
     assert other is not None and (other.reward, other.status, other.versions) == (0.5, "ok", [0])
 
 
-def test_what_was_never_trained_influenced_nothing(log: RunLog):
+def test_what_was_never_trained_influenced_nothing_and_a_failed_attempt_has_no_row(log: RunLog):
     rejected = trajectory_lineage(log, "0.task2/0")
     assert (rejected.outcome, rejected.step, rejected.policy, rejected.influenced) == ("filtered", 2, None, [])
     waiting = trajectory_lineage(log, "0.task5/1")
     assert (waiting.outcome, waiting.step, waiting.influenced, waiting.live) == ("pending", None, [], None)
-
-
-def test_a_failed_attempt_has_no_row_and_its_group_was_trained(log: RunLog):
-    lineage = trajectory_lineage(log, "0.task1/1")
-    assert lineage.attempt is None and lineage.group.failures == {"env_error": 1} and lineage.policy == 2
-
-
-def test_without_its_file_a_trajectory_keeps_its_history(log: RunLog):
-    (log.store.root / "runs/run/shards/s1.arrow").unlink()  # type: ignore[attr-defined]
-    lineage = trajectory_lineage(log, "0.task3/0")
-    assert lineage.attempt is None and "missing" in lineage.shard.problem and lineage.influenced == [2, 3]
+    failed = trajectory_lineage(log, "0.task1/1")
+    assert failed.attempt is None and failed.group.failures == {"env_error": 1} and failed.policy == 2
 
 
 @pytest.mark.parametrize(
