@@ -108,13 +108,15 @@ def test_every_policy_is_a_model_version_that_points_into_the_store(mirror: _Mir
     assert {str(r.version): r.registry_version for r in mirror.registered} == {
         number: str(version.version) for number, version in versions.items()
     }
+    assert mirror.client.get_model_version_by_alias("run", "rollout").version == versions["2"].version
 
 
 def test_a_version_says_what_made_it(mirror: _Mirror):
-    tags = mirror.versions()["2"].tags
+    versions = mirror.versions()
+    tags, description = versions["2"].tags, versions["2"].description
     step = mirror.log.state.steps[1]
     assert tags["millrace.run_id"] == "run" and tags["millrace.step"] == "2"
-    assert tags["millrace.parent"] == "1" and mirror.versions()["0"].tags["millrace.parent"] == ""
+    assert [versions[number].tags["millrace.parent"] for number in "012"] == ["", "0", "1"]
     assert tags["millrace.weights_sha256"] == step.policy.weights_sha256
     assert tags["millrace.config_sha256"] == sha256_of_json(run_config(mirror.log))
     assert json.loads(tags["millrace.shards"]) == [
@@ -123,25 +125,18 @@ def test_a_version_says_what_made_it(mirror: _Mirror):
     ]
     assert json.loads(tags["millrace.groups"]) == {"trained": 2, "stale": 0, "filtered": 1, "failed": 0, "cancelled": 0}
     assert tags["millrace.dataset_digest"] == dataset_digest(step)
-
-
-def test_a_version_names_the_code_of_the_session_that_made_it(mirror: _Mirror):
-    codes = {number: version.tags["millrace.code_version"] for number, version in mirror.versions().items()}
-    assert codes == {"0": "c0de1", "1": "c0de1", "2": "c0de2"}
-
-
-def test_a_version_names_the_reward_code_where_the_session_recorded_it(mirror: _Mirror):
-    rewards = {number: version.tags["millrace.reward_sha256"] for number, version in mirror.versions().items()}
-    assert rewards == {"0": "", "1": "", "2": "4e3a"}
-    tags = mirror.run().data.tags
-    assert (tags["millrace.code_version"], tags["millrace.reward_sha256"]) == ("c0de2", "4e3a")
-
-
-def test_a_version_is_described_for_whoever_looks_at_it_in_the_browser(mirror: _Mirror):
-    description = mirror.versions()["2"].description
     assert "made by step 2 from policy 1" in description and "2 trained, 0 stale, 1 filtered" in description
     assert "from 2 shards" in description and "`millrace lineage run --policy 2`" in description
-    assert "base model" in mirror.versions()["0"].description
+    assert "base model" in versions["0"].description
+
+
+def test_a_version_names_the_code_and_the_rewards_of_the_session_that_made_it(mirror: _Mirror):
+    versions = mirror.versions()
+    codes = {number: versions[number].tags["millrace.code_version"] for number in versions}
+    rewards = {number: versions[number].tags["millrace.reward_sha256"] for number in versions}
+    assert codes == {"0": "c0de1", "1": "c0de1", "2": "c0de2"} and rewards == {"0": "", "1": "", "2": "4e3a"}
+    tags = mirror.run().data.tags
+    assert (tags["millrace.code_version"], tags["millrace.reward_sha256"]) == ("c0de2", "4e3a")
 
 
 def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
@@ -162,16 +157,6 @@ def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
     ]
 
 
-def test_other_groups_of_the_same_shards_are_another_dataset(mirror: _Mirror):
-    first, second = mirror.log.state.steps
-    assert dataset_digest(first) == dataset_digest(first) != dataset_digest(second)
-
-
-def test_the_alias_names_the_version_that_serves(mirror: _Mirror):
-    version = mirror.client.get_model_version_by_alias("run", "rollout")
-    assert version.tags["millrace.version"] == "2"
-
-
 def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     run = mirror.run()
     assert run.data.params == {"seed": "0", "train.scale": "std"}
@@ -187,30 +172,21 @@ def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     assert run.data.tags["millrace.store"] == mirror.log.store.uri
 
 
-def test_the_page_of_the_run_is_known_after_a_sync(mirror: _Mirror):
-    registry, info = Registry(mirror.log, tracking_uri=mirror.tracking), mirror.run().info
+def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_cursor(mirror: _Mirror):
+    registry, info, before = Registry(mirror.log, tracking_uri=mirror.tracking), mirror.run().info, mirror.everything()
     assert registry.run_page == ""
     registry.sync()
     assert registry.run_page == f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
-
-
-def test_syncing_again_adds_nothing_not_even_from_another_process(mirror: _Mirror):
-    before = mirror.everything()
-    Registry(mirror.log, tracking_uri=mirror.tracking).sync()
     assert mirror.everything() == before
-
-
-def test_a_sync_that_died_before_its_cursor_is_repeated_without_doubles(mirror: _Mirror):
-    before = mirror.everything()
     for cursor in ("0", "3"):
-        mirror.client.set_tag(mirror.run().info.run_id, "millrace.synced_entries", cursor)
+        mirror.client.set_tag(info.run_id, "millrace.synced_entries", cursor)
         again = Registry(mirror.log, tracking_uri=mirror.tracking).sync()
         # The session that died never said in the log what it had registered, so this one does.
         assert again == mirror.registered
         assert mirror.everything() == before
 
 
-def test_an_alias_of_a_version_somebody_deleted_in_mlflow_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_alias_of_a_version_that_was_deleted_in_mlflow_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     log = create_run(local_store(tmp_path), "run", CONFIG)
     _two_steps(log)
     mirror = _sync(log, tmp_path / "mlflow.db")
@@ -224,7 +200,7 @@ def test_an_alias_of_a_version_somebody_deleted_in_mlflow_is_left_out(tmp_path: 
     assert mirror.run().data.tags["millrace.synced_entries"] == str(log.state.entries)
 
 
-def test_a_sync_decodes_only_the_entries_after_its_cursor(
+def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_database_from_the_log(
     mirror: _Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """And reads the configuration once, however many versions there are to register."""
@@ -250,12 +226,8 @@ def test_a_sync_decodes_only_the_entries_after_its_cursor(
     Registry(log, tracking_uri=mirror.tracking).sync()
     assert read == [repr(slice(cursor, None))]
     read.clear()
-    _sync(log, tmp_path / "again.db")
+    again = _sync(log, tmp_path / "again.db")
     assert read == [log.key("run.json"), repr(slice(0, None))]
-
-
-def test_a_deleted_database_is_made_anew_from_the_log(mirror: _Mirror, tmp_path: Path):
-    again = _sync(mirror.log, tmp_path / "fresh.db")
     assert [registration.version for registration in again.registered] == [0, 1, 2]
     assert again.everything() == mirror.everything()
 
@@ -267,7 +239,7 @@ def test_the_run_is_marked_as_finished_until_it_is_continued(mirror: _Mirror):
     assert mirror.run().info.status == "RUNNING"
 
 
-def test_only_what_the_log_does_not_know_as_registered_is_returned(mirror: _Mirror):
+def test_only_versions_new_to_the_log_are_returned_and_retired_ones_are_tagged(mirror: _Mirror):
     """Changes the log, so it comes last."""
     for registration in mirror.registered:
         mirror.log.append(registration)
@@ -275,14 +247,9 @@ def test_only_what_the_log_does_not_know_as_registered_is_returned(mirror: _Mirr
     assert registry.sync() == []
     mirror.log.append(a_shard("s2", [a_summary(4, version=2)]))
     mirror.log.append(a_step(mirror.log.state, trained=["0.task4"]))
+    mirror.log.append(Retire(shard_ids=["s0"], policy_versions=[1], state_paths=[], reason="keep_last 1"))
     [added] = registry.sync()
     assert (added.version, added.registry_version) == (3, str(mirror.versions()["3"].version))
-
-
-def test_versions_whose_weights_retention_removed_say_so(mirror: _Mirror):
-    """Changes the log too."""
-    mirror.log.append(Retire(shard_ids=["s0"], policy_versions=[1], state_paths=[], reason="keep_last 1"))
-    Registry(mirror.log, tracking_uri=mirror.tracking).sync()
     retired = {number: version.tags.get("millrace.retired") for number, version in mirror.versions().items()}
     assert retired == {"0": None, "1": "keep_last 1", "2": None, "3": None}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import types
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,35 +23,19 @@ def test_processors_memory_disk_and_network_are_measured_in_their_range() -> Non
     assert all(isinstance(value, float) for value in found.values())
 
 
-def test_a_gpu_is_measured_where_its_driver_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_measured_if_its_driver_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.system_metrics.metrics import gpu_monitor
 
-    class Answers(types.ModuleType):
-        """The five questions that MLflow asks NVIDIA's library, answered as a card would."""
-
-        NVMLError = RuntimeError
-
-        def nvmlInit(self) -> None: ...
-
-        def nvmlDeviceGetCount(self) -> int:
-            return 1
-
-        def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-            return index
-
-        def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
-            return types.SimpleNamespace(used=40e9, total=80e9)
-
-        def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:
-            return types.SimpleNamespace(gpu=75)
-
-        def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-            return 350_000
-
-        def nvmlDeviceGetEnforcedPowerLimit(self, handle: int) -> int:
-            return 700_000
-
-    card = Answers("pynvml")
+    card: Any = SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 1,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=40e9, total=80e9),
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=75),
+        nvmlDeviceGetPowerUsage=lambda handle: 350_000,
+        nvmlDeviceGetEnforcedPowerLimit=lambda handle: 700_000,
+    )
     monkeypatch.setitem(sys.modules, "pynvml", card)
     monkeypatch.setattr(gpu_monitor, "pynvml", card, raising=False)
     found = SystemMetrics().sample()
