@@ -260,21 +260,19 @@ class SearchIndex:
             for start in range(0, len(shards), _READ_AT_ONCE):
                 progress(start, len(shards))
                 chunk = shards[start : start + _READ_AT_ONCE]
-                for shard, rows in zip(chunk, pool.map(self._shard_rows, chunk), strict=True):
-                    if isinstance(rows, DamagedShard):
-                        report.damaged[shard.id] = rows.reason
-                    else:
-                        waiting.append(rows)
+                for shard, reading in [(shard, pool.submit(self._shard_rows, shard)) for shard in chunk]:
+                    try:
+                        waiting.append(reading.result())
                         report.shards_added += 1
-                if sum(rows.nbytes for rows in waiting) >= _COMMIT_BYTES or start + len(chunk) == len(shards):
-                    self._commit(table, waiting)
+                    except DamagedShard as error:
+                        report.damaged[shard.id] = error.reason
+                is_last = start + len(chunk) == len(shards)
+                if waiting and (is_last or sum(rows.nbytes for rows in waiting) >= _COMMIT_BYTES):
+                    self._commit(table, pa.concat_tables(waiting))
                     waiting = []
             progress(len(shards), len(shards))
 
-    def _commit(self, table: Any, waiting: Sequence[pa.Table]) -> None:
-        if not waiting:
-            return
-        rows = pa.concat_tables(waiting)
+    def _commit(self, table: Any, rows: pa.Table) -> None:
         if embedding := _embedding_of(table):
             vectors = unit_vectors(self._load_embedding(embedding), rows["text"].to_pylist(), name=embedding)
             column = table.schema.field("vector")
@@ -288,22 +286,19 @@ class SearchIndex:
         with self._damage_named():
             table.add(rows)
 
-    def _shard_rows(self, shard: Shard) -> pa.Table | DamagedShard:
-        try:
-            return attempt_rows(read_shard(self.log, shard), shard_id=shard.id)
-        except DamagedShard as error:
-            return error
+    def _shard_rows(self, shard: Shard) -> pa.Table:
+        return attempt_rows(read_shard(self.log, shard), shard_id=shard.id)
 
     def _start_words(self, table: Any, query: SearchQuery) -> Callable[[], Any]:
         from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur, PhraseQuery
 
         columns = ["group_id", "shard_id"]
+        words = " ".join(query.words)
         clauses = [(Occur.MUST, PhraseQuery(phrase, "text")) for phrase in query.phrases]
-        if query.words:
-            every = MatchQuery(" ".join(query.words), "text", operator=FullTextOperator.AND)
-            clauses.append((Occur.MUST, every))
+        if words:
+            clauses.append((Occur.MUST, MatchQuery(words, "text", operator=FullTextOperator.AND)))
         if len(query.words) > 1:  # any order matches; side by side first
-            clauses.append((Occur.SHOULD, PhraseQuery(" ".join(query.words), "text")))
+            clauses.append((Occur.SHOULD, PhraseQuery(words, "text")))
         if not clauses:  # no index has punctuation
             return lambda: table.search().select(columns)
         return lambda: table.search(BooleanQuery(clauses)).select([*columns, "_score"])
@@ -331,12 +326,12 @@ class SearchIndex:
 
     def _is_wanted(self, hit: dict[str, Any], filters: Filters) -> bool:
         """The filters that need the log."""
-        state, group_id = self.log.state, hit["group_id"]
-        if hit["shard_id"] in state.quarantined or hit["shard_id"] in state.retired_shards:
-            return False
-        if filters.step is not None and state.step_of.get(group_id) != filters.step:
-            return False
-        return not filters.outcome or self._outcome(group_id) == filters.outcome
+        state, group_id, shard_id = self.log.state, hit["group_id"], hit["shard_id"]
+        return (
+            not (shard_id in state.quarantined or shard_id in state.retired_shards)
+            and filters.step in (None, state.step_of.get(group_id))
+            and filters.outcome in ("", self._outcome(group_id))
+        )
 
     def _outcome(self, group_id: str) -> str | None:
         state = self.log.state
@@ -347,18 +342,16 @@ class SearchIndex:
             return []
         with self._damage_named():
             selected = table.take_row_ids([hit["_rowid"] for hit in hits]).select(ROW.names).with_row_id()
-            rows = {row["_rowid"]: row for row in selected.to_arrow().to_pylist()}  # in another order
-        return [self._match(rows[hit["_rowid"]], hit) for hit in hits]
-
-    def _match(self, row: dict[str, Any], hit: dict[str, Any]) -> Match:
-        score = 1.0 - hit["_distance"] if "_distance" in hit else hit.get("_score")
-        return Match(
-            score=score,
-            reward_parts=json.loads(row["reward_parts"]),
-            outcome=self._outcome(row["group_id"]),
-            step=self.log.state.step_of.get(row["group_id"]),
-            **{name: row[name] for name in ROW.names if name not in ("reward_parts", "group_id", "attempt")},
-        )
+            rows = {row.pop("_rowid"): row for row in selected.to_arrow().to_pylist()}  # in another order
+        matches = []
+        for hit in hits:
+            row = rows[hit["_rowid"]]
+            group_id = row.pop("group_id")
+            row |= {"outcome": self._outcome(group_id), "step": self.log.state.step_of.get(group_id)}
+            row["reward_parts"] = json.loads(row["reward_parts"])
+            row["score"] = 1.0 - hit["_distance"] if "_distance" in hit else hit.get("_score")
+            matches.append(Match(**row))
+        return matches
 
 
 def _embedding_of(table: Any) -> str:

@@ -39,12 +39,11 @@ def test_each_row_holds_the_digests_of_the_adapters_that_sampled_it():
     table = _table([_turn(0, 0)], [_turn(1, 2), _turn(2, 3)], [_turn(3)])
     assert [dict(row) for row in table["adapters"].to_pylist()] == [{}, _DIGESTS, {3: "3" * 64}]
     check_adapters(table, shard_id="s", policies=_POLICIES)
-
-
-def test_without_adapters_there_is_no_column_and_nothing_to_complain_of():
-    table = _table([_turn(0)], [_turn(0, 1)])
-    assert table.schema.names == SCHEMA.names
-    check_adapters(table, shard_id="s", policies=_POLICIES)
+    without = _table([_turn(0)], [_turn(0, 1)])
+    assert without.schema.names == SCHEMA.names
+    check_adapters(without, shard_id="s", policies=_POLICIES)
+    with pytest.raises(DamagedShard, match="row 1 .*sampled with no adapter"):
+        check_adapters(table.drop_columns(["adapters"]), shard_id="s", policies=_POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -65,18 +64,9 @@ def test_a_row_sampled_by_other_weights_is_refused_by_name(turns: list[Turn], se
         check_adapters(table, shard_id="s", policies=_POLICIES)
 
 
-def test_a_shard_without_the_column_is_refused_once_a_policy_is_an_adapter():
-    table = _table([_turn(2)]).drop_columns(["adapters"])
-    with pytest.raises(DamagedShard, match="row 0 .*sampled with no adapter"):
-        check_adapters(table, shard_id="s", policies=_POLICIES)
-
-
-def test_one_version_cannot_be_two_adapters():
+def test_a_version_with_two_adapters_and_a_column_of_another_type_are_refused():
     with pytest.raises(BadShard, match="shard s: group 0.task0 was sampled by two adapters, both of policy version 2"):
         _table([_turn(2), _turn(2, adapters={2: "9" * 64})])
-
-
-def test_the_column_has_its_type_or_the_file_is_refused():
     table = _table([_turn(2)])
     renamed = table.set_column(table.schema.get_field_index("adapters"), "adapters", pa.array(["2"]))
     with pytest.raises(BadShard, match="column adapters has type string"):

@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.log import segments as log_segments
-from storage.log.claims import next_claim
 from storage.log.entries import Alias, Evaluation, Quarantine, Rescore, Retire
 from storage.log.replay_plan import plan_replay
 from storage.log.run_log import RunLog
@@ -30,18 +29,7 @@ from storage.retention import retention
 from storage.retention.retention import RunReport, collect_garbage, reading
 from storage.retention.rules import Rules, kept_policies, make_rules
 from storage.shards.shards import commit_shard, read_shard
-from tests.builders import (
-    SAMPLING,
-    MemoryStore,
-    a_config,
-    a_group,
-    a_log,
-    a_shard,
-    a_step,
-    a_summary,
-    local_store,
-    provenance,
-)
+from tests.builders import SAMPLING, MemoryStore, a_group, a_log, a_shard, a_step, a_summary, local_store, provenance
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -111,14 +99,6 @@ def _train(log: RunLog, *, steps: int = 0, state_every: int = 0, anchors: Sequen
     return log
 
 
-def _skip(log: RunLog) -> None:
-    """A step that trains nothing and keeps the live policy's files."""
-    live = log.state.live
-    assert live is not None
-    step = a_step(log.state, trained=[])
-    log.append(replace(step, policy=replace(step.policy, path=live.path, weights_sha256=live.weights_sha256)))
-
-
 def _retire(*, shards: Sequence[str] = (), policies: Sequence[int] = (), states: Sequence[str] = ()) -> Retire:
     return Retire(shard_ids=list(shards), policy_versions=list(policies), state_paths=list(states), reason="")
 
@@ -152,53 +132,45 @@ def _names(report: RunReport) -> list[str]:
 
 
 def _check(log: RunLog, rules: Rules) -> None:
-    """Everything a kept policy, a resume and the queue reach is there, and the log says so."""
+    """Everything that a kept policy, a resume and the queue need is there."""
     state = RunLog(log.store, log.run_id).refresh()
-    present = {file.key for file in log.store.walk(log.prefix)}
-
-    def assert_trainable(first: int, last: int) -> None:
+    kept = [version for version in kept_policies(state, rules, state.evaluations) if version]
+    needed = {f"{state.policies[version].path}/model.safetensors" for version in kept}
+    needed |= {log.shard_key(state.shard_of[group_id]) for group_id in state.pending}
+    states = {s.claim.step: s.state_path for s in state.steps if s.state_path not in (None, *state.retired_states)}
+    newest = max(states, default=0)
+    trained_again = [(version, version) for version in kept]
+    trained_again += [(newest + 1, state.step)] if newest < state.step else []
+    for first, last in trained_again:
         plan = plan_replay(state, run="run", first=first, last=last)
-        if plan.resumed_from:
-            assert f"{state.steps[plan.resumed_from - 1].state_path}/state.safetensors" in present
+        needed |= {f"{states[plan.resumed_from]}/state.safetensors"} if plan.resumed_from else set()
         for number in plan.steps:
-            for shard_id in state.steps[number - 1].shard_sha256:
-                assert log.shard_key(shard_id) in present
-
-    for version in kept_policies(state, rules, state.evaluations):
-        if version:
-            assert f"{state.policies[version].path}/model.safetensors" in present
-            assert_trainable(version, version)
-    if state.step:
-        saved = [s.claim.step for s in state.steps if s.state_path and s.state_path not in state.retired_states]
-        if max(saved, default=0) < state.step:
-            assert_trainable(max(saved, default=0) + 1, state.step)
-        else:
-            assert f"{state.steps[-1].state_path}/state.safetensors" in present
-    for group_id in state.pending:
-        assert log.shard_key(state.shard_of[group_id]) in present
-    counters = state.counters()
-    assert counters["submitted"] == sum(
-        counters[term] for term in ("trained", "filtered", "stale", "failed", "cancelled", "pending")
-    )
+            needed |= {log.shard_key(shard_id) for shard_id in state.steps[number - 1].shard_sha256}
+    needed |= {f"{states[newest]}/state.safetensors"} if newest else set()
+    assert needed <= {file.key for file in log.store.walk(log.prefix)}
 
 
 def test_only_what_keeps_the_newest_policy_and_the_run_going_stays(store: ObjectStore):
     log = _train(a_log(store), steps=7, state_every=3)
     _shard(log, 8, version=7)
+    before = store.walk(log.prefix)
+    would = _collect(store, dry_run=True)
+    assert not would.removed and store.walk(log.prefix) == before
     report = _collect(store)
     # Policy 7 is trained again from the state of step 6, and so is the run resumed; group 8 waits to be trained on.
     assert _data(store) == ["policies/7-a", "shards/s7", "shards/s8", "state/6-a"]
     assert (store.names("runs/run/policies"), store.names("runs/run/state")) == (["7-a"], ["6-a"]), "no empty folders"
-    assert report.kept == {0: "base model", 7: "live, among the newest"} and report.removed
+    assert report.kept == {0: "base model", 7: "live, among the newest"}
+    assert report.removed and report.items == would.items
     assert {kind: count for kind, (count, _) in report.by_kind().items()} == {"policy": 6, "state": 1, "shard": 6}
     assert report.freed_bytes == sum(item.num_bytes for item in report.items) > 6 * 100
     state = log.refresh()
     assert state.retired_policies == {1, 2, 3, 4, 5, 6} and state.retired_states == {"runs/run/state/3-a"}
     assert state.retired_shards == {f"s{number}" for number in range(1, 7)}
     assert read_shard(log, state.shards["s7"]).num_rows == 2
-    _check(log, Rules(keep_last=1))
     # What is retired stays retired when the rules change.
-    assert _collect(store, keep_last=5).items == []
+    entries = state.entries
+    assert _collect(store, keep_last=5).items == [] and log.refresh().entries == entries
     _check(log, Rules(keep_last=1))
 
 
@@ -256,17 +228,6 @@ def test_shards_of_an_evaluation_that_runs_stay_and_those_of_a_killed_one_go(log
     assert not [name for name in _data(log.store) if "running" in name]
 
 
-def test_a_dry_run_and_a_second_run_change_nothing(store: ObjectStore):
-    log = _train(a_log(store), steps=4, state_every=2)
-    before = _files(store, "policies", "state", "shards", "log")
-    would = _collect(store, dry_run=True)
-    assert not would.removed and _files(store, "policies", "state", "shards", "log") == before
-    did = _collect(store)
-    assert did.items == would.items and did.freed_bytes == would.freed_bytes
-    entries, left = log.refresh().entries, _data(store)
-    assert _collect(store).items == [] and log.refresh().entries == entries and _data(store) == left
-
-
 def test_files_without_an_entry_go_when_no_writer_can_still_be_at_it(log: RunLog):
     store = _train(log, steps=1).store
     orphans = ["shards/lost.arrow", "policies/2-lost/model.safetensors", "state/2-lost/state.safetensors"]
@@ -288,27 +249,6 @@ def test_files_without_an_entry_go_when_no_writer_can_still_be_at_it(log: RunLog
     assert state.retired_shards == {"lost"}
     assert state.retired_states == {"runs/run/policies/2-lost", "runs/run/state/2-lost"}
     assert _collect(store, orphan_seconds=0.0).items == [] and log.refresh().entries == entries
-
-
-def test_writers_that_come_after_their_files_were_removed_are_refused(log: RunLog):
-    _train(log, steps=1)
-    _shard(log, 2, version=1)
-    files = ["shards/s9.arrow", "policies/2-late/m", "state/2-late/m"]
-    for name in files:
-        log.store.put(log.key(name), b"its writer sleeps")
-    _collect(log.store, orphan_seconds=0.0)
-    assert not [name for name in files if log.store.exists(log.key(name))]
-    step = a_step(log.refresh(), trained=["0.task2"])
-    with pytest.raises(Conflict, match="new id"):
-        log.append(a_shard("s9", [a_summary(9)]))
-    for late in (
-        replace(step, policy=replace(step.policy, path=log.key("policies/2-late"))),
-        replace(step, state_path=log.key("state/2-late")),
-    ):
-        with pytest.raises(Conflict, match="step 2 came so late that its files were removed; start this run again"):
-            log.append(late)
-    log.append(step)
-    assert RunLog(log.store, "run").refresh() == log.state
 
 
 def test_what_is_retired_is_deleted_whatever_its_age_and_whatever_needs_it_now(log: RunLog):
@@ -412,16 +352,11 @@ def test_a_reader_that_died_is_forgotten_after_three_hours(log: RunLog):
     assert log.store.names("runs/run/readers") == []
 
 
-def test_a_reader_that_lives_long_says_so_again(log: RunLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    renewed = threading.Event()
-
-    class Watched(LocalStore):
-        def delete(self, keys: Sequence[str]) -> None:
-            super().delete(keys)
-            renewed.set()
-
+def test_a_reader_that_lives_long_renews_its_registration(log: RunLog, monkeypatch: pytest.MonkeyPatch):
+    renewed, delete = threading.Event(), LocalStore.delete
+    monkeypatch.setattr(LocalStore, "delete", lambda store, keys: delete(store, keys) or renewed.set())
     monkeypatch.setattr(retention, "_RENEW_SECONDS", 0.01)
-    with reading(RunLog(Watched(tmp_path / "store"), "run"), "replay"):
+    with reading(log, "replay"):
         first = log.store.names("runs/run/readers")
         renewed.clear()
         assert renewed.wait(60)
@@ -430,18 +365,27 @@ def test_a_reader_that_lives_long_says_so_again(log: RunLog, tmp_path: Path, mon
     assert "reader" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("the real one")])
-def test_a_reader_that_cannot_sign_off_keeps_its_result_and_its_error(
-    log: RunLog, tmp_path: Path, error: Exception | None
-):
+def test_a_store_that_cannot_be_written_stops_no_reader(log: RunLog, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class ReadOnly(LocalStore):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            raise PermissionError("read-only")
+
     class Stuck(LocalStore):
         def delete(self, keys: Sequence[str]) -> None:
             raise StoreError("no connection")
 
-    with pytest.raises(RuntimeError, match="the real one") if error else contextlib.nullcontext():  # noqa: SIM117
-        with reading(RunLog(Stuck(tmp_path / "store"), "run"), "replay"):
-            if error:
-                raise error
+    _train(log, steps=1)
+    caplog.set_level(logging.INFO)
+    for quiet in (True, False):
+        log = RunLog(ReadOnly(tmp_path / "store"), "run")
+        with reading(log, "report", quiet=quiet):
+            assert log.state.step == 1
+        assert ("cannot register" in caplog.text) == (not quiet)
+    for error in (None, RuntimeError("the real one")):
+        with pytest.raises(RuntimeError, match="the real one") if error else contextlib.nullcontext():  # noqa: SIM117
+            with reading(RunLog(Stuck(tmp_path / "store"), "run"), "replay"):
+                if error:
+                    raise error
 
 
 def test_a_reader_that_comes_after_the_entry_sees_it_and_stops_the_deletion(log: RunLog, tmp_path: Path):
@@ -454,20 +398,6 @@ def test_a_reader_that_comes_after_the_entry_sees_it_and_stops_the_deletion(log:
     assert len(_files(log.store, "policies")) == 3
     came.__exit__(None, None, None)
     assert _collect(log.store).removed and len(_files(log.store, "policies")) == 1
-
-
-def test_whoever_may_only_read_reads_all_the_same(log: RunLog, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    class ReadOnly(LocalStore):
-        def put_if_absent(self, key: str, data: bytes) -> bool:
-            raise PermissionError("read-only")
-
-    _train(log, steps=1)
-    caplog.set_level(logging.INFO)
-    for quiet in (True, False):
-        log = RunLog(ReadOnly(tmp_path / "store"), "run")
-        with reading(log, "report", quiet=quiet):
-            assert log.state.step == 1
-        assert ("cannot register" in caplog.text) == (not quiet)
 
 
 def test_the_log_is_decoded_once(log: RunLog, monkeypatch: pytest.MonkeyPatch):
@@ -535,21 +465,21 @@ def test_ages_and_sizes_have_units():
             make_rules(keep_last=1, keep_every=0, older_than=text, max_size="")
 
 
-def test_a_folder_that_several_versions_share_stays_while_one_of_them_is_kept(store: ObjectStore):
+def test_a_folder_that_several_versions_share_stays_while_one_of_them_is_kept(log: RunLog):
     """A skipped step makes a version with the weights, and so the files, of the one before."""
-    log = _train(a_log(store), steps=2)
-    _skip(log), _skip(log)  # versions 2, 3 and 4 are one folder
-    _collect(store)
-    assert _files(store, "policies") == ["policies/2-a"] and log.refresh().retired_policies == {1}, "4 is live"
+    _train(log, steps=2)
+    for _ in range(2):  # versions 2, 3 and 4 are one folder
+        step, live = a_step(log.state, trained=[]), log.state.policies[log.state.newest_version]
+        log.append(replace(step, policy=replace(step.policy, path=live.path, weights_sha256=live.weights_sha256)))
+    _collect(log.store)
+    assert _files(log.store, "policies") == ["policies/2-a"] and log.refresh().retired_policies == {1}, "4 is live"
     _train(log, steps=3)
     log.append(Alias(name="best", version=3, checksum=""))
-    report = _collect(store)
-    assert _files(store, "policies") == ["policies/2-a", "policies/7-a"]
-    assert log.refresh().retired_policies == {1, 5, 6} and set(report.kept) == {0, 3, 7}
-
+    report = _collect(log.store)
+    assert _files(log.store, "policies") == ["policies/2-a", "policies/7-a"] and set(report.kept) == {0, 3, 7}
     log.append(Alias(name="best", version=7, checksum=""))
-    [shared] = [item for item in _collect(store).items if item.kind == "policy"]
-    assert shared.name == "2, 3, 4" and _files(store, "policies") == ["policies/7-a"]
+    [shared] = [item for item in _collect(log.store).items if item.kind == "policy"]
+    assert shared.name == "2, 3, 4" and _files(log.store, "policies") == ["policies/7-a"]
     assert log.refresh().retired_policies == {1, 2, 3, 4, 5, 6}
 
 
@@ -565,8 +495,8 @@ def test_an_anchor_stays_while_a_kept_policy_is_a_delta_against_it_and_goes_with
     assert _files(log.store, "policies") == ["policies/4-a", "policies/6-a"]
 
 
-def test_the_log_refuses_to_retire_what_is_needed_and_deltas_against_what_is_retired(log: RunLog):
-    """What the plan relies on: whatever a plan missed, the log does not take."""
+def test_the_log_refuses_to_retire_what_is_needed_and_writers_that_come_after_the_removal(log: RunLog):
+    """A plan may miss them: its files' writers slept, or needed something since."""
     _train(log, anchors=[None, 1, None, 3])
     _shard(log, 9, version=4)
     log.append(Alias(name="shipped", version=2, checksum=""))
@@ -578,14 +508,28 @@ def test_the_log_refuses_to_retire_what_is_needed_and_deltas_against_what_is_ret
     ):
         with pytest.raises(Conflict, match=reason):
             log.append(retire)
-    other = _train(a_log(MemoryStore()), steps=2)
-    other.append(_retire(policies=[1]))
-    with pytest.raises(Conflict, match="came so late"):
-        _train(other, anchors=[1])
+    files = ["shards/late.arrow", "policies/5-late/m", "state/5-late/m"]
+    for name in files:
+        log.store.put(log.key(name), b"its writer sleeps")
+    log.append(Alias(name="shipped", version=4, checksum=""))
+    _collect(log.store, orphan_seconds=0.0)
+    assert not [name for name in files if log.store.exists(log.key(name))]
+    step = a_step(log.refresh(), trained=["0.task9"])
+    with pytest.raises(Conflict, match="new id"):
+        log.append(a_shard("late", [a_summary(10)]))
+    for late in (
+        replace(step, policy=replace(step.policy, path=log.key("policies/5-late"))),
+        replace(step, state_path=log.key("state/5-late")),
+        replace(step, policy=replace(step.policy, anchor=1)),
+    ):
+        with pytest.raises(Conflict, match="step 5 came so late that its files were removed; start this run again"):
+            log.append(late)
+    log.append(step)
+    assert RunLog(log.store, "run").refresh() == log.state
 
 
 def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
-    """Nothing that anybody needs vanishes: every claimed shard is read, and the law holds at the end."""
+    """Nothing that is needed vanishes: every shard is read before it is trained on."""
     rounds, rules = 25, Rules(keep_last=1)
     a_log(local_store(tmp_path))
     done = threading.Event()
@@ -597,20 +541,16 @@ def test_producer_trainer_and_two_collectors_at_once(tmp_path: Path):
 
     def train() -> None:
         log = open_run(local_store(tmp_path), "run")
-        claim_rules = a_config(batch_size=1, max_staleness=10**6, stale_policy="strict", min_usable=1)
         while log.refresh().step < rounds and not done.is_set():
-            claim = next_claim(log.state, claim_rules)
-            if claim is None:
-                continue
-            for claimed in claim.trained:
-                read_shard(log, log.state.shards[claimed.shard_id])
-            step = a_step(log.state, claim)
-            log.store.put(f"{step.policy.path}/model.safetensors", b"weights")
-            if claim.step % 4 == 0:
-                step = replace(step, state_path=log.key(f"state/{claim.step}-a"))
-                log.store.put(f"{step.state_path}/state.safetensors", b"moments")
-            log.append(step)
-            log.append(Alias(name="rollout", version=step.policy.version, checksum=""))
+            for group_id in list(log.state.pending)[:1]:
+                assert read_shard(log, log.state.shards[log.state.shard_of[group_id]]).num_rows
+                step = a_step(log.state, trained=[group_id])
+                log.store.put(f"{step.policy.path}/model.safetensors", b"weights")
+                if step.claim.step % 4 == 0:
+                    step = replace(step, state_path=log.key(f"state/{step.claim.step}-a"))
+                    log.store.put(f"{step.state_path}/state.safetensors", b"moments")
+                log.append(step)
+                log.append(Alias(name="rollout", version=step.policy.version, checksum=""))
 
     def collect() -> None:
         while not done.is_set():

@@ -17,13 +17,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.object_store import LocalStore
-from storage.tracking.registry import (
-    Registry,
-    RegistryUnavailable,
-    dataset_digest,
-    prepare_database,
-    registered_version,
-)
+from storage.tracking.registry import Registry, RegistryUnavailable, dataset_digest, prepare_database
 from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
 
 CONFIG = {"seed": 0, "train": {"scale": "std"}}
@@ -99,16 +93,16 @@ def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Mirror]:
 
 
 def test_every_policy_is_a_model_version_that_points_into_the_store(mirror: _Mirror):
-    versions = mirror.versions()
+    versions, uri = mirror.versions(), mirror.log.store.uri
     assert sorted(versions) == ["0", "1", "2"]
-    assert versions["0"].source == f"{mirror.log.store.uri}/models/base"
-    assert versions["2"].source == f"{mirror.log.store.uri}/runs/run/policies/2-a"
+    assert (versions["0"].source, versions["2"].source) == (f"{uri}/models/base", f"{uri}/runs/run/policies/2-a")
     assert {version.run_id for version in versions.values()} == {mirror.run().info.run_id}
-    assert [(r.version, r.model_name) for r in mirror.registered] == [(0, "run"), (1, "run"), (2, "run")]
-    assert {str(r.version): r.registry_version for r in mirror.registered} == {
-        number: str(version.version) for number, version in versions.items()
-    }
+    assert [(str(r.version), r.model_name, r.registry_version) for r in mirror.registered] == [
+        (number, "run", str(versions[number].version)) for number in "012"
+    ]
     assert mirror.client.get_model_version_by_alias("run", "rollout").version == versions["2"].version
+    # A server must not read a path that might be its own.
+    assert Registry(mirror.log, tracking_uri="http://127.0.0.1:9")._source_of(BASE) == "millrace://run/models/base"
 
 
 def test_a_version_says_what_made_it(mirror: _Mirror):
@@ -145,15 +139,10 @@ def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
     dataset = inputs["step-2"].dataset
     assert dataset.digest == dataset_digest(mirror.log.state.steps[1]) and len(dataset.digest) <= 36
     assert [(tag.key, tag.value) for tag in inputs["step-2"].tags] == [("mlflow.data.context", "training")]
+    folder = f"{mirror.log.store.uri}/runs/run/shards"
     assert json.loads(dataset.source) == [
-        {
-            "id": shard_id,
-            "uri": f"{mirror.log.store.uri}/runs/run/shards/{shard_id}.arrow",
-            "sha256": "f" * 64,
-            "num_rows": num_rows,
-            "groups": groups,
-        }
-        for shard_id, num_rows, groups in [("s0", 6, ["0.task1"]), ("s1", 2, ["0.task3"])]
+        {"id": "s0", "uri": f"{folder}/s0.arrow", "sha256": "f" * 64, "num_rows": 6, "groups": ["0.task1"]},
+        {"id": "s1", "uri": f"{folder}/s1.arrow", "sha256": "f" * 64, "num_rows": 2, "groups": ["0.task3"]},
     ]
 
 
@@ -175,29 +164,16 @@ def test_configuration_and_metrics_are_shown(mirror: _Mirror):
 def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_cursor(mirror: _Mirror):
     registry, info, before = Registry(mirror.log, tracking_uri=mirror.tracking), mirror.run().info, mirror.everything()
     assert registry.run_page == ""
-    registry.sync()
+    for finished, status in ((True, "FINISHED"), (False, "RUNNING")):
+        registry.sync(finished=finished)
+        assert mirror.run().info.status == status and mirror.everything() == before
     assert registry.run_page == f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
-    assert mirror.everything() == before
     for cursor in ("0", "3"):
         mirror.client.set_tag(info.run_id, "millrace.synced_entries", cursor)
         again = Registry(mirror.log, tracking_uri=mirror.tracking).sync()
         # The session that died never said in the log what it had registered, so this one does.
         assert again == mirror.registered
         assert mirror.everything() == before
-
-
-def test_an_alias_of_a_version_that_was_deleted_in_mlflow_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    log = create_run(local_store(tmp_path), "run", CONFIG)
-    _two_steps(log)
-    mirror = _sync(log, tmp_path / "mlflow.db")
-    mirror.client.delete_model_version("run", mirror.versions()["2"].version)
-    log.append(Alias(name="best", version=2, checksum="sum2"))
-    log.append(Alias(name="second", version=1, checksum="sum1"))
-    with caplog.at_level(logging.WARNING, logger="millrace.registry"):
-        Registry(log, tracking_uri=mirror.tracking).sync()
-    assert "no version of policy 2 any more, so alias best is not set" in caplog.text
-    assert mirror.client.get_model_version_by_alias("run", "second").tags["millrace.version"] == "1"
-    assert mirror.run().data.tags["millrace.synced_entries"] == str(log.state.entries)
 
 
 def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_database_from_the_log(
@@ -232,40 +208,6 @@ def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_databa
     assert again.everything() == mirror.everything()
 
 
-def test_the_run_is_marked_as_finished_until_it_is_continued(mirror: _Mirror):
-    Registry(mirror.log, tracking_uri=mirror.tracking).sync(finished=True)
-    assert mirror.run().info.status == "FINISHED"
-    Registry(mirror.log, tracking_uri=mirror.tracking).sync()
-    assert mirror.run().info.status == "RUNNING"
-
-
-def test_only_versions_new_to_the_log_are_returned_and_retired_ones_are_tagged(mirror: _Mirror):
-    """Changes the log, so it comes last."""
-    for registration in mirror.registered:
-        mirror.log.append(registration)
-    registry = Registry(mirror.log, tracking_uri=mirror.tracking)
-    assert registry.sync() == []
-    mirror.log.append(a_shard("s2", [a_summary(4, version=2)]))
-    mirror.log.append(a_step(mirror.log.state, trained=["0.task4"]))
-    mirror.log.append(Retire(shard_ids=["s0"], policy_versions=[1], state_paths=[], reason="keep_last 1"))
-    [added] = registry.sync()
-    assert (added.version, added.registry_version) == (3, str(mirror.versions()["3"].version))
-    retired = {number: version.tags.get("millrace.retired") for number, version in mirror.versions().items()}
-    assert retired == {"0": None, "1": "keep_last 1", "2": None, "3": None}
-
-
-def test_what_only_mlflow_knows_is_asked_of_mlflow(mirror: _Mirror, tmp_path: Path):
-    number = mirror.versions()["2"].version
-    mirror.client.set_registered_model_alias("run", "champion", number)
-    assert registered_version(mirror.log, "champion", tracking_uri=mirror.tracking) == 2
-    assert registered_version(mirror.log, str(number), tracking_uri=mirror.tracking) == 2
-    with pytest.raises(ValueError, match="aliases in the log: rollout"):
-        registered_version(mirror.log, "unknown", tracking_uri=mirror.tracking)
-    with pytest.raises(RegistryUnavailable, match="no database"):
-        registered_version(mirror.log, "champion", tracking_uri=f"sqlite:///{tmp_path}/none.db")
-    assert not (tmp_path / "none.db").exists()
-
-
 def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         database.execute("CREATE TABLE _alembic_tmp_experiments (experiment_id INTEGER)")
@@ -286,6 +228,30 @@ def test_files_are_attached_once_by_name_and_lie_beside_the_database(mirror: _Mi
     assert kept.read_text() == "second"
 
 
-def test_a_server_is_told_the_key_of_a_policy_and_not_a_path_that_might_be_its_own(mirror: _Mirror):
-    there = Registry(mirror.log, tracking_uri="http://127.0.0.1:9")
-    assert there._source_of(BASE) == "millrace://run/models/base"
+def test_only_versions_new_to_the_log_are_returned_and_retired_ones_are_tagged(mirror: _Mirror):
+    """Changes the log, as the next one does."""
+    for registration in mirror.registered:
+        mirror.log.append(registration)
+    registry = Registry(mirror.log, tracking_uri=mirror.tracking)
+    assert registry.sync() == []
+    mirror.log.append(a_shard("s2", [a_summary(4, version=2)]))
+    mirror.log.append(a_step(mirror.log.state, trained=["0.task4"]))
+    mirror.log.append(Retire(shard_ids=["s0"], policy_versions=[1], state_paths=[], reason="keep_last 1"))
+    [added] = registry.sync()
+    assert (added.version, added.registry_version) == (3, str(mirror.versions()["3"].version))
+    retired = {number: version.tags.get("millrace.retired") for number, version in mirror.versions().items()}
+    assert retired == {"0": None, "1": "keep_last 1", "2": None, "3": None}
+
+
+def test_an_alias_of_a_version_that_was_deleted_in_mlflow_is_left_out(
+    mirror: _Mirror, caplog: pytest.LogCaptureFixture
+):
+    """Changes the log and MLflow, so it comes last."""
+    mirror.client.delete_model_version("run", mirror.versions()["2"].version)
+    mirror.log.append(Alias(name="best", version=2, checksum="sum2"))
+    mirror.log.append(Alias(name="second", version=0, checksum="sum0"))
+    with caplog.at_level(logging.WARNING, logger="millrace.registry"):
+        Registry(mirror.log, tracking_uri=mirror.tracking).sync()
+    assert "no version of policy 2 any more, so alias best is not set" in caplog.text
+    assert mirror.client.get_model_version_by_alias("run", "second").tags["millrace.version"] == "0"
+    assert mirror.run().data.tags["millrace.synced_entries"] == str(mirror.log.state.entries)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from settings.tracking import TraceSettings
-from storage.log.entries import Evaluation, LogEntry, Quarantine, Session
+from storage.log.entries import Evaluation, LogEntry, Retire, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.records import Message, RolloutGroup, ToolCall, Trajectory
@@ -161,15 +161,15 @@ def test_shards_that_are_gone_or_damaged_and_failed_attempts_have_no_traces(tmp_
     log = a_log(local_store(tmp_path))
     failed = [a_trajectory(None, attempt=attempt, turns=[], status="env_error") for attempt in range(2)]
     _commit(log, "failed", a_group(0, trajectories=failed, expected=2), is_eval=True)
-    for position, shard_id in enumerate(("damaged", "quarantined", "whole"), start=1):
+    for position, shard_id in enumerate(("damaged", "retired", "whole"), start=1):
         _commit(log, shard_id, a_group(position), is_eval=True)
     log.store.put(log.shard_key("damaged"), log.store.get(log.shard_key("damaged"))[:-40])
-    log.append(Quarantine(shard_id="quarantined", reason="rotten"))
+    log.append(Retire(shard_ids=["retired"], policy_versions=[], state_paths=[], reason="by age"))
     num_sent = {}
-    for shard_id in ("failed", "damaged", "never-committed", "quarantined", "whole"):
+    for shard_id in ("failed", "damaged", "never-committed", "retired", "whole"):
         log.append(_evaluation(shard_id))
         num_sent[shard_id] = len(_sent(log, log.entries[-1]))
-    assert num_sent == {"failed": 0, "damaged": 0, "never-committed": 0, "quarantined": 0, "whole": 2}
+    assert num_sent == {"failed": 0, "damaged": 0, "never-committed": 0, "retired": 0, "whole": 2}
 
 
 def test_attempts_are_chosen_from_the_lowest_reward_to_the_highest(log: RunLog) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from storage.records import Message, Trajectory
 from storage.shards.shards import commit_shard
-from storage.views.exports import export_dpo, export_sft
+from storage.views.exports import export_rows
 from storage.views.queries import Queries, open_queries
 from tests.builders import SAMPLING, a_group, a_log, a_trajectory, a_turn, local_store, provenance
 
@@ -63,7 +63,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 def test_sft_has_a_conversation_per_attempt(queries: Queries, tmp_path: Path):
     file = tmp_path / "sft.parquet"
-    assert export_sft(queries, file, where="reward >= 1 -- the good ones") == 4
+    assert export_rows(queries, file, "sft", where="reward >= 1 -- the good ones") == 4
     rows = pq.read_table(file).to_pylist()
     assert rows[0] == {
         "messages": [_message("user", "3+4"), _message("assistant", "seven")],
@@ -77,7 +77,7 @@ def test_sft_has_a_conversation_per_attempt(queries: Queries, tmp_path: Path):
 
 def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_path: Path):
     file = tmp_path / "dpo.parquet"
-    assert export_dpo(queries, file, margin=0.25) == 2
+    assert export_rows(queries, file, "dpo", margin=0.25) == 2
     first, second = pq.read_table(file).to_pylist()
     assert first == {
         "prompt": [_message("user", "3+4")],
@@ -90,17 +90,17 @@ def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_
         "rejected_id": "clear/2",
     }
     assert (second["chosen_id"], second["rejected_id"]) == ("close/1", "close/0")
-    assert export_dpo(queries, file, margin=0.26, force=True) == 1, "rewards at least so far apart"
+    assert export_rows(queries, file, "dpo", margin=0.26, force=True) == 1, "rewards at least so far apart"
     where = "reply <> 'seven' and group_id = 'clear'"
-    assert export_dpo(queries, file, where=where, force=True) == 1, "chosen before they are paired"
+    assert export_rows(queries, file, "dpo", where=where, force=True) == 1, "chosen before they are paired"
     assert pq.read_table(file)["chosen_id"].to_pylist() == ["clear/3"]
 
 
 def test_held_out_attempts_stay_out_unless_asked_for(queries: Queries, tmp_path: Path):
-    for kind in (export_sft, export_dpo):
-        num_rows = kind(queries, tmp_path / f"{kind.__name__}.parquet")
-        with_eval = kind(queries, tmp_path / f"{kind.__name__}-all.parquet", include_eval=True)
-        assert with_eval == num_rows + (2 if kind is export_sft else 1)
+    for kind in ("sft", "dpo"):
+        num_rows = export_rows(queries, tmp_path / f"{kind}.parquet", kind)
+        with_eval = export_rows(queries, tmp_path / f"{kind}-all.parquet", kind, include_eval=True)
+        assert with_eval == num_rows + (2 if kind == "sft" else 1)
 
 
 def test_pairs_have_one_prompt_and_two_replies_and_an_edited_history_is_one_conversation(tmp_path: Path):
@@ -119,41 +119,33 @@ def test_pairs_have_one_prompt_and_two_replies_and_an_edited_history_is_one_conv
         },
     )
     file = tmp_path / "dpo.parquet"
-    assert export_dpo(queries, file) == 1
+    assert export_rows(queries, file, "dpo") == 1
     (row,) = pq.read_table(file).to_pylist()
     assert row["prompt"] == [_message("user", "3+4")]
     assert row["chosen"] == [_message("assistant", "think"), _message("tool", "ok"), _message("assistant", "7")]
     assert row["rejected"][-1] == _message("assistant", "8")
-    assert export_sft(queries, tmp_path / "sft.parquet", where="group_id = 'edited'") == 1
+    assert export_rows(queries, tmp_path / "sft.parquet", "sft", where="group_id = 'edited'") == 1
 
 
-@pytest.mark.parametrize(
-    ("where", "sentence"), [("reward > 9", "nothing to export"), ("rewrd > 0", '"reward"'), ("reward >", "syntax")]
-)
-def test_what_cannot_be_exported_leaves_no_file(queries: Queries, tmp_path: Path, where: str, sentence: str):
-    for kind in (export_sft, export_dpo):
-        with pytest.raises(ValueError, match=sentence):
-            kind(queries, tmp_path / "out.parquet", where=where)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_is_replaced_only_by_force(queries: Queries, tmp_path: Path):
+def test_what_cannot_be_exported_leaves_no_file_and_a_file_is_replaced_only_by_force(queries: Queries, tmp_path: Path):
     file = tmp_path / "out.parquet"
     file.write_text("mine")
+    for where, sentence in {"reward > 9": "nothing to export", "rewrd > 0": '"reward"', "reward >": "syntax"}.items():
+        for kind in ("sft", "dpo"):
+            with pytest.raises(ValueError, match=sentence):
+                export_rows(queries, file, kind, where=where, force=True)
     with pytest.raises(ValueError, match="--force"):
-        export_sft(queries, file)
-    with pytest.raises(ValueError, match="nothing to export"):
-        export_sft(queries, file, where="false", force=True)
-    assert file.read_text() == "mine"
-    assert export_sft(queries, file, force=True) == 9
+        export_rows(queries, file, "sft")
     with pytest.raises(ValueError, match="no folder"):
-        export_sft(queries, tmp_path / "nowhere" / "out.parquet")
+        export_rows(queries, tmp_path / "nowhere" / "out.parquet", "sft")
+    assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
+    assert export_rows(queries, file, "sft", force=True) == 9
 
 
 def test_hugging_face_datasets_reads_them(queries: Queries, tmp_path: Path):
     """In a process of its own: the cache folder is read when `datasets` is imported."""
-    export_sft(queries, tmp_path / "sft.parquet")
-    export_dpo(queries, tmp_path / "dpo.parquet")
+    export_rows(queries, tmp_path / "sft.parquet", "sft")
+    export_rows(queries, tmp_path / "dpo.parquet", "dpo")
     code = """
 import json, sys
 from datasets import load_dataset

@@ -24,7 +24,7 @@ from storage.views import search_index
 from storage.views.search_index import BadIndex, Match, SearchIndex, index_folder
 from storage.views.search_query import Filters, SearchQuery
 from storage.views.search_rows import unit_vectors
-from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, a_turn, local_store, provenance
+from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, a_turn, provenance
 
 
 def _said(*texts: str, attempt: int = 0, reward: float = 1.0, **fields: object) -> Trajectory:
@@ -119,7 +119,7 @@ def test_a_query_without_text_says_so() -> None:
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
     texts = ["37+45=82", "08+37=\n45", "def foo_bar(): off by one", "x[i+1] != foo bar, off-by-one"]
-    return _indexed(tmp_path_factory.mktemp("punctuation"), *texts, 'O\'Brien \\ 🎉 {"city": "one"} 100%')[1]
+    return _indexed(tmp_path_factory.mktemp("index") / "100% my #1", *texts, 'O\'Brien \\ 🎉 {"city": "one"} 100%')[1]
 
 
 @pytest.mark.parametrize("most_unindexed", [0, 1000])
@@ -263,10 +263,7 @@ def test_only_new_shards_are_read_and_a_damaged_one_is_left_out_until_it_is_mend
 
 def test_killed_half_way_and_run_again_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = a_log()
-    for position in range(20):
-        _commit(log, f"s{position}", _said(f"word {position}", f"other {position % 3}"), position=position)
-    whole = _index(log, tmp_path / "whole")
-    whole.update()
+    _words(log, *range(20))
     monkeypatch.setattr(search_index, "_COMMIT_BYTES", 1)
     for killed_at in (0, 8, 16, 20):
 
@@ -279,8 +276,7 @@ def test_killed_half_way_and_run_again_gives_the_same(tmp_path: Path, monkeypatc
             index.update(progress=stop)
         assert index.behind() == 20 - killed_at, "what was committed is kept"
         assert index.update().shards_added == 20 - killed_at
-        assert _ids(index, "word") == _ids(whole, "word") and len(_ids(index, "word")) == 20
-        assert _ids(index, "other 2") == _ids(whole, "other 2")
+        assert _ids(index, "word") == sorted(f"{position}/0" for position in range(20))
 
 
 def test_two_updates_at_once_hold_every_attempt_once(tmp_path: Path) -> None:
@@ -290,6 +286,11 @@ def test_two_updates_at_once_hold_every_attempt_once(tmp_path: Path) -> None:
         reports = list(pool.map(lambda _: _index(log, tmp_path).update(), range(3)))
     assert sorted(report.shards_added for report in reports) == [0, 0, 10]
     assert len(_find(_index(log, tmp_path), "word")) == 10
+    another = a_log()  # a later run of the same name
+    _commit(another, "s-later", _said("other"))
+    index = _index(another, tmp_path)
+    assert index.update().shards_removed == 10
+    assert _find(index, "word") == [] and len(_find(index, "other")) == 1
 
 
 def test_outcomes_quarantine_and_retirement_are_asked_of_the_log(tmp_path: Path) -> None:
@@ -306,16 +307,6 @@ def test_outcomes_quarantine_and_retirement_are_asked_of_the_log(tmp_path: Path)
     report = index.update()
     assert (report.shards_removed, report.trajectories) == (2, 1)
     assert _ids(index, "word") == ["2/0"]
-
-
-def test_a_later_run_of_the_same_name_finds_nothing_of_the_earlier_one(tmp_path: Path) -> None:
-    earlier, later = a_log(), a_log()
-    _commit(earlier, "s-earlier", _said("word"))
-    _commit(later, "s-later", _said("other"))
-    _index(earlier, tmp_path).update()
-    index = _index(later, tmp_path)
-    assert index.update().shards_removed == 1
-    assert _find(index, "word") == [] and len(_find(index, "other")) == 1
 
 
 def _overwrite(folder: Path, data: bytes) -> None:
@@ -341,7 +332,7 @@ def test_a_damaged_index_says_how_to_make_it_again(tmp_path: Path, damage: Calla
     assert _ids(index, "word") == ["0/0"]
 
 
-def test_an_index_of_another_schema_is_refused(tmp_path: Path) -> None:
+def test_without_an_index_or_with_one_of_another_schema_the_command_is_named(tmp_path: Path) -> None:
     _, index = _indexed(tmp_path, "a word")
     newer = pa.schema([("id", pa.string())], metadata={"millrace_index": "99"})
     lancedb.connect(str(tmp_path / "index")).create_table("trajectories", schema=newer, mode="overwrite")
@@ -349,19 +340,12 @@ def test_an_index_of_another_schema_is_refused(tmp_path: Path) -> None:
         with pytest.raises(BadIndex, match=r"schema 99, this Millrace uses 1; `millrace index run --rebuild`"):
             use()
     assert index.update(rebuild=True).trajectories == 1
-
-
-def test_without_an_index_the_command_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    _, index = _indexed(tmp_path, "a word")
     shutil.rmtree(tmp_path / "index")
     for use in (index.behind, lambda: _find(index, "word")):
         with pytest.raises(FileNotFoundError, match="`millrace index run`"):
             use()
     (tmp_path / "index" / "trajectories.lance" / "_versions").mkdir(parents=True)  # killed while it was being made
     assert index.update().shards_added == 1 and _ids(index, "word") == ["0/0"]
-
-
-# --- vectors -------------------------------------------------------------------------------------------------------
 
 
 def _hashing(texts: list[str]) -> list[list[float]]:
@@ -391,7 +375,7 @@ def test_similar_finds_the_nearest_first(tmp_path: Path) -> None:
     assert _find(index, "enlist") == [], "words are still words"
 
 
-def test_later_shards_get_vectors_of_the_same_embedding(tmp_path: Path) -> None:
+def test_an_index_keeps_its_embedding_until_it_is_made_again(tmp_path: Path) -> None:
     log = a_log()
     _texts(log, "listen")
     _embedding_index(log, tmp_path).update(embedding="my:hashing")
@@ -400,21 +384,14 @@ def test_later_shards_get_vectors_of_the_same_embedding(tmp_path: Path) -> None:
     assert index.update().embedding == "my:hashing"
     assert [one.text for one in _find(index, "braze", similar=True)] == ["zebra", "listen"]
     assert index.update(embedding="my:hashing").shards_added == 0
+    with pytest.raises(
+        BadIndex, match="made with embedding my:hashing; `millrace index run --rebuild --embedding my:o"
+    ):
+        index.update(embedding="my:other")
     _commit(log, "s2", _said("zebra"), position=2)
     other = SearchIndex(log, tmp_path / "index", load_embedding=lambda name: lambda texts: [[1.0, 2.0]] * len(texts))
     with pytest.raises(ValueError, match="returns 2 numbers a text, the index holds 26; `millrace index run --rebuild"):
         other.update()
-
-
-def test_another_embedding_needs_a_rebuild(tmp_path: Path) -> None:
-    log = a_log()
-    _texts(log, "listen")
-    index = _embedding_index(log, tmp_path)
-    index.update(embedding="my:hashing")
-    with pytest.raises(
-        BadIndex, match=r"made with embedding my:hashing; `millrace index run --rebuild --embedding my:"
-    ):
-        index.update(embedding="my:other")
     assert index.update(embedding="my:other", rebuild=True).embedding == "my:other"
     assert index.update(rebuild=True).embedding == ""
     with pytest.raises(BadIndex, match="made without vectors"):
@@ -453,19 +430,6 @@ def test_many_texts_are_embedded_in_bounded_batches() -> None:
 
     assert unit_vectors(watched, ["word"] * 600, name="my:watched").shape == (600, 26)
     assert sizes == [256, 256, 88]
-
-
-# --- where it is ----------------------------------------------------------------------------------------------------
-
-
-def test_beside_the_shards_of_a_local_store(tmp_path: Path) -> None:
-    log = a_log(local_store(tmp_path / "100% my #1 store"))
-    _words(log, 0)
-    folder = index_folder(log, tmp_path / "cache")
-    assert folder == tmp_path / "100% my #1 store" / "store" / "runs" / "run" / "index"
-    index = SearchIndex(log, folder, load_embedding=_no_embedding)
-    index.update()
-    assert _ids(index, "word") == ["0/0"] and (folder / "trajectories.lance").is_dir()
 
 
 def test_on_s3_each_machine_has_an_index_of_its_own(bucket: str, tmp_path: Path) -> None:
