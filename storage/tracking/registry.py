@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -360,18 +359,6 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
 def dataset_digest(step: Step) -> str:
     """Digest of the groups and shard files that a step trained on (MLflow allows 36 characters)."""
     return sha256_of_json([step.shard_sha256, to_json(step.claim.trained)])[:32]
-
-
-def prepare_database(tracking_uri: str) -> float:
-    """Seconds to reach the tracking server. It creates a new database's tables before several processes use it.
-
-    Raises MLflow's errors if the server cannot be reached.
-    """
-    import mlflow
-
-    started = time.perf_counter()
-    mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
-    return time.perf_counter() - started
 
 
 def _code_tags(session: Session | None) -> dict[str, str]:

@@ -11,7 +11,6 @@ and nothing else: no file, no network, no Python variable.
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from collections.abc import Callable, Collection, Sequence
@@ -152,31 +151,18 @@ class Queries:
     def __init__(self, log: RunLog, shards: Sequence[Shard], entries: Sequence[LogEntry], *, verify: bool) -> None:
         import duckdb
 
-        state = log.state
-        versions = {
-            body.claim.step: body.policy.version for body in (e.body for e in entries) if isinstance(body, Step)
-        }
-
-        @functools.cache
-        def version_of(step: int) -> int:
-            return versions[step] if step in versions else state.steps[step - 1].policy.version
-
-        self.left_out: dict[str, str] = {}
+        state, ids = log.state, [shard.id for shard in shards]
+        retired = {id: "retired: retention has removed the file" for id in ids if id in state.retired_shards}
+        quarantined = {id: f"quarantined: {state.quarantined[id]}" for id in ids if id in state.quarantined}
+        self.left_out: dict[str, str] = retired | quarantined
         """Shard id → why its rows are left out. A damaged file appears once a query has read it."""
-        readable = []
-        for shard in shards:
-            if shard.id in state.quarantined:
-                self.left_out[shard.id] = f"quarantined: {state.quarantined[shard.id]}"
-            elif shard.id in state.retired_shards:
-                self.left_out[shard.id] = "retired: retention has removed the file"
-            else:
-                readable.append(shard)
+        readable = [shard for shard in shards if shard.id not in self.left_out]
         self._rows = ShardRows.of(log, readable, left_out=self.left_out, verify=verify)
         scratch = Path(tempfile.gettempdir()) / f"millrace-duckdb-{os.getpid()}"
         self._connection = duckdb.connect(config={"python_enable_replacements": False, "temp_directory": str(scratch)})
         tables = {
             "shard_rows": self._rows,
-            "groups": _groups(state, shards, version_of),
+            "groups": _groups(state, shards, entries),
             "steps": _steps(entries),
             "evaluations": _evaluations(entries),
             "reward_rows": RewardRows.of(log, {shard.id for shard in readable}, left_out=self.left_out),
@@ -234,9 +220,10 @@ def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None, verif
     return Queries(log, [e.body for e in entries if isinstance(e.body, Shard)], entries, verify=verify)
 
 
-def _groups(state: RunState, shards: Sequence[Shard], version_of: Callable[[int], int]) -> pa.Table:
+def _groups(state: RunState, shards: Sequence[Shard], entries: Sequence[LogEntry]) -> pa.Table:
     """Every group of the shards, except those that were lost with a quarantined shard."""
     numbers = {shard_id: number for number, shard_id in enumerate(state.shards)}
+    versions = {e.body.claim.step: e.body.policy.version for e in entries if isinstance(e.body, Step)}
     rows: list[dict[str, Any]] = []
     for shard in shards:
         for group in shard.groups:
@@ -244,13 +231,15 @@ def _groups(state: RunState, shards: Sequence[Shard], version_of: Callable[[int]
             if outcome is None and group.id not in state.pending:
                 continue
             step = None if shard.is_eval else state.step_of.get(group.id)
+            if step is not None and step not in versions:  # opened without entries
+                versions[step] = state.steps[step - 1].policy.version
             rows.append(
                 {
                     **vars(group),
                     "failures": list(group.failures.items()),
                     "outcome": outcome or "pending",
                     "step": step,
-                    "policy_version": version_of(step) if step is not None and outcome == "trained" else None,
+                    "policy_version": versions[step] if step is not None and outcome == "trained" else None,
                     "shard_id": shard.id,
                     "shard_number": numbers[shard.id],
                 }

@@ -17,7 +17,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.object_store import LocalStore
-from storage.tracking.registry import Registry, RegistryUnavailable, dataset_digest, prepare_database
+from storage.tracking.registry import Registry, RegistryUnavailable, dataset_digest
 from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
 
 CONFIG = {"seed": 0, "train": {"scale": "std"}}
@@ -78,7 +78,6 @@ def _sync(log: RunLog, database: Path) -> _Mirror:
     from mlflow import MlflowClient
 
     tracking = f"sqlite:///{database}"
-    assert prepare_database(tracking) > 0
     registered = Registry(log, tracking_uri=tracking).sync()
     client = MlflowClient(tracking_uri=tracking, registry_uri=tracking)
     return _Mirror(log=log, tracking=tracking, registered=registered, client=client)

@@ -207,14 +207,7 @@ def test_every_view_has_columns_and_rows_or_no_rows_in_a_run_without_shards(stor
         assert list(queries.columns(view)) == table.schema.names and len(table) > 0
 
 
-def test_a_shard_without_rows_has_none(store: ObjectStore):
-    log = a_log(store)
-    _commit(log, "s0", [a_group(0, rewards=[None, None])])
-    _commit(log, "s1", [a_group(1)])
-    assert _rows(open_queries(log), "SELECT shard_id, count(*) FROM trajectories GROUP BY 1") == [("s1", 2)]
-
-
-def test_only_committed_shards_that_are_neither_quarantined_nor_retired_are_read(any_store: ObjectStore):
+def test_orphans_quarantined_and_retired_shards_are_not_read(any_store: ObjectStore):
     log = _a_run(any_store)
     orphan = encode_shard([a_group(9)], provenance=provenance("orphan"), sampling=SAMPLING)
     any_store.put(log.shard_key("orphan"), orphan)
@@ -225,25 +218,31 @@ def test_only_committed_shards_that_are_neither_quarantined_nor_retired_are_read
     assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories") == [("e0",)]
     assert queries.left_out == {"s0": "retired: retention has removed the file", "s1": "quarantined: cut off"}
     # What was used stays in the log's own view; a pending group of a quarantined shard runs again under another id.
-    assert _rows(queries, "SELECT id FROM groups ORDER BY ALL") == [
-        ("0.task0",), ("0.task1",), ("0.task2",), ("0.task3",), ("eval0.test",)
-    ]  # fmt: skip
+    groups = [("0.task0",), ("0.task1",), ("0.task2",), ("0.task3",), ("eval0.test",)]
+    assert _rows(queries, "SELECT id FROM groups ORDER BY ALL") == groups
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "empty"])
-def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(any_store: ObjectStore, damage: str):
+@pytest.mark.parametrize(("whole_bytes", "verify"), [(query_rows.WHOLE_BYTES, False), (0, False), (0, True)])
+def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(
+    any_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, whole_bytes: int, verify: bool
+):
+    """Small shards and verified ones are compared with the log's digest, of others the columns of a query are read."""
     log = _a_run(any_store)
-    key = log.shard_key("s1")
-    data = any_store.get(key)
-    if damage == "missing":
-        any_store.delete([key])
-    else:
-        any_store.put(key, {"cut": data[: len(data) // 2], "garbage": b"\0" * len(data), "empty": b""}[damage])
-    queries = open_queries(log)
-    assert _rows(queries, "SELECT count(*) FROM trajectories") == [(7,)]
+    data = any_store.get(log.shard_key("s1"))
+    other = encode_shard([a_group(8)], provenance=provenance("other"), sampling=SAMPLING)
+    damaged = {"cut": data[: len(data) // 2], "garbage": b"\0" * len(data), "empty": b"", "other": other}
+    for position, shard_id in enumerate([*damaged, "missing"], start=10):
+        _commit(log, shard_id, [a_group(position)])
+        any_store.put(log.shard_key(shard_id), damaged.get(shard_id, b""))
+    any_store.delete([log.shard_key("missing")])
+    monkeypatch.setattr(query_rows, "WHOLE_BYTES", whole_bytes)
+    queries = open_queries(log, verify=verify)
+    unnoticed = ["other"] if not whole_bytes and not verify else []
+    readable = [("e0",), *((name,) for name in unnoticed), ("s0",), ("s1",)]
+    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == readable
     assert _rows(queries, "SELECT count(*), sum(reward) FROM trajectories WHERE outcome = 'trained'") == [(2, 1.0)]
-    assert list(queries.left_out) == ["s1"]
-    assert ("missing" if damage == "missing" else "sha256") in queries.left_out["s1"]
+    assert {*queries.left_out} == {*damaged, "missing"} - {*unnoticed} and "missing" in queries.left_out.pop("missing")
+    assert all("sha256" in reason for reason in queries.left_out.values())
 
 
 @pytest.mark.parametrize("place", range(0, 96, 16))
@@ -265,7 +264,7 @@ def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, mo
 
 
 @pytest.mark.parametrize("whole_bytes", [query_rows.WHOLE_BYTES, 0])
-def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
+def test_a_shard_whose_checksum_on_the_server_differs_is_left_out(
     bucket: str, server: dict[str, str], monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ):
     monkeypatch.setattr(query_rows, "WHOLE_BYTES", whole_bytes)
@@ -278,36 +277,18 @@ def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
     assert "is not what was written there" in queries.left_out["s1"]
 
 
-@pytest.mark.parametrize("whole_bytes", [query_rows.WHOLE_BYTES, 0])
-def test_small_shards_and_verified_ones_are_compared_with_the_logs_digest(
-    any_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, whole_bytes: int
-):
-    """Of a large shard a query reads its columns alone, and another shard's file breaks none of them."""
-    log = _a_run(any_store)
-    any_store.put(log.shard_key("s1"), encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING))
-    monkeypatch.setattr(query_rows, "WHOLE_BYTES", whole_bytes)
-    if not whole_bytes:
-        assert ("0.task8/0",) in _rows(open_queries(log), "SELECT id FROM trajectories")
-    queries = open_queries(log, verify=not whole_bytes)
-    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
-    assert "sha256" in queries.left_out["s1"]
-
-
-def _commit_table(log: RunLog, shard_id: str, table: pa.Table) -> None:
-    """Commit a table as the file of a shard."""
-    data = file_with(table)
-    log.store.put(log.shard_key(shard_id), data)
-    log.append(replace(a_shard(shard_id, []), sha256=sha256_of(data), num_rows=len(table), num_bytes=len(data)))
-
-
 def test_a_new_column_is_passed_over_and_a_newer_major_version_left_out_with_the_way_out(store: ObjectStore):
     log = _a_run(store)
+    _commit(log, "no rows", [a_group(9, rewards=[None, None])])
     table = pa.ipc.open_file(log.store.get(log.shard_key("s0"))).read_all()
-    _commit_table(log, "column", table.append_column("mood", pa.array(["good"] * len(table))))
-    _commit_table(log, "major", table.replace_schema_metadata({**table.schema.metadata, b"schema_version": b"2"}))
+    files = {"column": file_with(table.append_column("mood", pa.array(["good"] * len(table))))}
+    files["major"] = file_with(table, schema_version="2")
+    for shard_id, data in files.items():
+        log.store.put(log.shard_key(shard_id), data)
+        log.append(replace(a_shard(shard_id, []), sha256=sha256_of(data), num_rows=len(table), num_bytes=len(data)))
     queries = open_queries(log)
-    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'column' AND reward = 1") == [(3,)]
-    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'major'") == [(0,)]
+    counts = "SELECT shard_id, count(*) FROM trajectories WHERE reward = 1 GROUP BY ALL ORDER BY ALL"
+    assert _rows(queries, counts) == [("column", 3), ("e0", 1), ("s0", 3)]
     assert list(queries.left_out) == ["major"] and "upgrade" in queries.left_out["major"]
 
 
@@ -333,40 +314,34 @@ def test_a_query_reads_the_columns_it_names_and_the_shards_it_may_find_something
     assert {name for name, _ in read} == {"e0"}
 
 
-def test_over_s3_a_query_fetches_little_of_a_large_shard(bucket: str, monkeypatch: pytest.MonkeyPatch):
-    log = a_log(open_store(f"s3://{bucket}/prefix"))
+def test_over_s3_a_query_fetches_little_of_a_large_shard_and_asks_once_for_a_small_one(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+):
+    log = _a_run(open_store(f"s3://{bucket}/prefix"))
     draw = random.Random(0)
     turns = [a_turn([draw.randrange(100_000) for _ in range(20_000)]) for _ in range(20)]
     attempts = [a_trajectory(1.0, attempt=attempt, turns=[turn]) for attempt, turn in enumerate(turns)]
-    shard = _commit(log, "s0", [a_group(0, trajectories=attempts)])
-    fetched: list[int] = []
-    original = s3fs.S3File._fetch_range
-
-    def counted(self: Any, start: int, end: int) -> bytes:
-        data: bytes = original(self, start, end)
-        fetched.append(len(data))
-        return data
-
-    monkeypatch.setattr(s3fs.S3File, "_fetch_range", counted)
-    assert _rows(open_queries(log), "SELECT avg(reward) FROM trajectories") == [(1.0,)]
-    assert 0 < sum(fetched) < shard.num_bytes / 10
-
-
-def test_over_s3_a_query_asks_once_for_a_small_shard(bucket: str, monkeypatch: pytest.MonkeyPatch):
-    log = _a_run(open_store(f"s3://{bucket}/prefix"))
-    sql = "SELECT id, reward, prompt, reply FROM trajectories ORDER BY id"
-    expected = _rows(open_queries(log, verify=True), sql)
-    queries = open_queries(log)
+    large = _commit(log, "large", [a_group(9, trajectories=attempts)])
     asked: list[str] = []
+    fetched: list[int] = []
+    call, fetch_range = aiobotocore.client.AioBaseClient._make_api_call, s3fs.S3File._fetch_range
 
     def counted(self: Any, operation: str, parameters: dict[str, Any]) -> Any:
         asked.append(operation)
-        return original(self, operation, parameters)
+        return call(self, operation, parameters)
 
-    original = aiobotocore.client.AioBaseClient._make_api_call
+    def measured(self: Any, start: int, end: int) -> bytes:
+        data: bytes = fetch_range(self, start, end)
+        fetched.append(len(data))
+        return data
+
+    small, all_shards = open_queries(log, shard_ids=["s0", "s1", "e0"]), open_queries(log)
     monkeypatch.setattr(aiobotocore.client.AioBaseClient, "_make_api_call", counted)
-    assert _rows(queries, sql) == expected
-    assert asked == ["GetObject"] * 3
+    monkeypatch.setattr(s3fs.S3File, "_fetch_range", measured)
+    assert len(_rows(small, "SELECT id, reward, prompt, reply FROM trajectories")) == 10
+    assert asked == ["GetObject"] * 3 and not fetched
+    assert _rows(all_shards, "SELECT avg(reward) FROM trajectories WHERE shard_id = 'large'") == [(1.0,)]
+    assert 0 < sum(fetched) < large.num_bytes / 10
 
 
 def test_chosen_shards_alone_are_looked_at(store: ObjectStore):
@@ -381,38 +356,30 @@ def test_chosen_shards_alone_are_looked_at(store: ObjectStore):
     assert _rows(open_queries(log, shard_ids=[]), "SELECT count(*) FROM trajectories") == [(0,)]
 
 
-@pytest.mark.parametrize(
-    ("sql", "sentence"),
-    [
-        ("SELECT rewrd FROM trajectories", 'Referenced column "rewrd" not found.*"reward"'),
-        ("SELECT * FROM trajectorys", 'Did you mean "trajectories"'),
-        ("SELEC 1", 'syntax error at or near "SELEC"'),
-        ("SELECT 'ok' + [1]", "type"),
-        ("", "empty"),
-        ("SELECT * FROM trajectories WHERE reward = ?", "."),
-    ],
-)
-def test_wrong_sql_is_one_line_with_the_nearest_name(queries: Queries, sql: str, sentence: str):
-    with pytest.raises(ValueError, match=sentence) as error:
-        queries.select(sql)
-    assert "\n" not in str(error.value)
-
-
-def test_sql_reaches_nothing_but_the_views(queries: Queries, tmp_path: Path):
+def test_wrong_sql_is_one_line_with_the_nearest_name_and_none_reaches_more_than_the_views(
+    queries: Queries, tmp_path: Path
+):
     secret = tmp_path / "secret.csv"
     secret.write_text("a\n1\n")
     hidden = pa.table({"a": [1]})  # noqa: F841 - what a replacement scan would find
-    for sql in [
-        f"SELECT * FROM read_csv('{secret}')",
-        f"SELECT * FROM '{secret}'",
-        f"COPY (SELECT 1) TO '{tmp_path / 'out.csv'}'",
-        f"ATTACH '{tmp_path / 'out.db'}'",
-        "SET enable_external_access = true",
-        "INSTALL httpfs",
-        "SELECT * FROM hidden",
-    ]:
-        with pytest.raises(ValueError):
+    for sql, sentence in {
+        "SELECT rewrd FROM trajectories": 'Referenced column "rewrd" not found.*"reward"',
+        "SELECT * FROM trajectorys": 'Did you mean "trajectories"',
+        "SELEC 1": 'syntax error at or near "SELEC"',
+        "SELECT 'ok' + [1]": "type",
+        "": "empty",
+        "SELECT * FROM trajectories WHERE reward = ?": ".",
+        f"SELECT * FROM read_csv('{secret}')": "disabled",
+        f"SELECT * FROM '{secret}'": "disabled|does not exist",
+        f"COPY (SELECT 1) TO '{tmp_path / 'out.csv'}'": "disabled",
+        f"ATTACH '{tmp_path / 'out.db'}'": "disabled",
+        "SET enable_external_access = true": "locked",
+        "INSTALL httpfs": "disabled",
+        "SELECT * FROM hidden": "hidden does not exist",
+    }.items():
+        with pytest.raises(ValueError, match=sentence) as error:
             queries.select(sql)
+        assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"]
     assert _rows(queries, "SELECT count(*) FROM trajectories") == [(10,)], "and the views are still there"
 
