@@ -28,6 +28,7 @@ from storage.tracking.traces import Traces
 
 logger = logging.getLogger("millrace.registry")
 
+_EXPERIMENT = "millrace"
 _CURSOR = "millrace.synced_entries"
 _LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
 _MOST_METRICS = 1000  # MLflow takes no more in one call
@@ -51,10 +52,9 @@ class RegistryUnavailable(UserError):
 class Registry:
     """One run's mirror in MLflow; `model_name`, the registered model, is named after the run."""
 
-    def __init__(self, log: RunLog, *, tracking_uri: str, experiment: str = "millrace") -> None:
+    def __init__(self, log: RunLog, *, tracking_uri: str) -> None:
         self._log = log
         self._tracking_uri = tracking_uri
-        self._experiment = experiment
         self._run_id = ""
         self._experiment_id = ""
         self._is_running = False
@@ -174,8 +174,13 @@ class Registry:
         """The MLflow run that mirrors this one, made at the first call."""
         if self._run_id:
             return self._run_id
-        experiment = self._client.get_experiment_by_name(self._experiment)
-        self._experiment_id = str(experiment.experiment_id if experiment else self._create_experiment())
+        if experiment := self._client.get_experiment_by_name(_EXPERIMENT):
+            self._experiment_id = str(experiment.experiment_id)
+        else:
+            database = Path(self._tracking_uri.removeprefix("sqlite:///"))
+            # By default, MLflow without a server puts files into the current folder.
+            files = (database.parent / "mlartifacts" / _EXPERIMENT).as_uri() if database.is_absolute() else None
+            self._experiment_id = str(self._client.create_experiment(_EXPERIMENT, artifact_location=files))
         identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
         runs = self._client.search_runs([self._experiment_id], filter_string=wanted, max_results=1)
@@ -186,12 +191,6 @@ class Registry:
             runs = [self._client.create_run(self._experiment_id, run_name=self._log.run_id, tags=identity)]
         self._run_id = str(runs[0].info.run_id)
         return self._run_id
-
-    def _create_experiment(self) -> Any:
-        database = Path(self._tracking_uri.removeprefix("sqlite:///"))
-        # By default, MLflow without a server puts files into the current folder.
-        files = database.parent / "mlartifacts" / self._experiment if database.is_absolute() else None
-        return self._client.create_experiment(self._experiment, artifact_location=files and files.as_uri())
 
     @functools.cached_property
     def _config(self) -> dict[str, Any]:

@@ -43,14 +43,24 @@ class Traces:
         self._client = client
         self._settings = settings
 
-    def send(self, entry: LogEntry, *, experiment_id: str, run_id: str, find_model: Callable[[int], str | None]) -> int:
-        """Send the traces of an entry; returns their number. `find_model` has MLflow's number of a policy version.
+    def send(
+        self, entry: LogEntry, *, experiment_id: str, run_id: str, find_model: Callable[[int], str | None]
+    ) -> None:
+        """Send the traces of an entry. `find_model` has MLflow's number of a policy version.
 
         Shards that are removed or damaged have no traces. Raises `ConnectionError` if the server does not say that it
         takes traces.
         """
-        attempts, about = self._sample(entry)
-        for shard_id, rows in attempts:
+        groups: set[str] | None = None  # all of them
+        match entry.body:
+            case Evaluation(shard_ids=shard_ids, split=split):
+                about, count = {"millrace.of": "evaluation", "millrace.split": split}, self._settings.per_evaluation
+            case Step(claim=claim, shard_sha256=shards) if claim.step % self._settings.every == 0:
+                about, count = {"millrace.of": "training", "millrace.step": str(claim.step)}, self._settings.per_step
+                shard_ids, groups = list(shards), {group.group_id for group in claim.trained}
+            case _:
+                return
+        for shard_id, rows in self._attempts(shard_ids, groups, count):
             first = rows[0]
             tags = {**about, "millrace.run_id": self._log.run_id, "millrace.shard": shard_id}
             tags["millrace.trajectory"] = f"{first['group_id']}/{first['attempt']}"
@@ -64,7 +74,6 @@ class Traces:
             trace_id = "tr-" + sha256_of(place.encode())[:32]  # MLflow's form of an OpenTelemetry trace id
             self._log_spans(experiment_id, _spans(trace_id, rows))
             self._client.start_trace(_trace_info(trace_id, rows, tags, experiment_id=experiment_id, run_id=run_id))
-        return len(attempts)
 
     def _log_spans(self, experiment_id: str, spans: list[Any]) -> None:
         try:
@@ -75,19 +84,6 @@ class Traces:
             raise ConnectionError(
                 f"{error}; a server before 3.4 takes no traces: set traces.per_evaluation and traces.per_step to 0"
             ) from error
-
-    def _sample(self, entry: LogEntry) -> tuple[list[tuple[str, list[dict[str, Any]]]], dict[str, str]]:
-        """Attempts as (shard id, rows), and tags of all of them."""
-        match entry.body:
-            case Evaluation() as evaluation:
-                about = {"millrace.of": "evaluation", "millrace.split": evaluation.split}
-                return self._attempts(evaluation.shard_ids, None, self._settings.per_evaluation), about
-            case Step() as step if step.claim.step % self._settings.every == 0:
-                about = {"millrace.of": "training", "millrace.step": str(step.claim.step)}
-                groups = {group.group_id for group in step.claim.trained}
-                return self._attempts(list(step.shard_sha256), groups, self._settings.per_step), about
-            case _:
-                return [], {}
 
     def _attempts(
         self, shard_ids: Sequence[str], groups: set[str] | None, count: int

@@ -153,7 +153,7 @@ def _sent(log: RunLog, entry: LogEntry, **settings: int) -> list[Any]:
     sent: list[Any] = []
     client = SimpleNamespace(log_spans=lambda experiment_id, spans: None, start_trace=sent.append)
     traces = Traces(log, client, TraceSettings(**settings))
-    assert traces.send(entry, experiment_id="1", run_id="r", find_model=lambda version: None) == len(sent)
+    traces.send(entry, experiment_id="1", run_id="r", find_model=lambda version: None)
     return sent
 
 

@@ -13,7 +13,7 @@ from storage.log.run_log import RunLog
 from storage.objects.digests import DIGEST_FILE
 from storage.shards.shards import commit_shard
 from storage.tracking.registry import dataset_digest
-from storage.views.lineage import find_version, policy_lineage, prompt_lineage, trajectory_lineage
+from storage.views.lineage import policy_lineage, prompt_lineage, trajectory_lineage
 from tests.builders import (
     SAMPLING,
     MemoryStore,
@@ -88,8 +88,6 @@ def test_the_base_model_and_runs_of_older_code_have_less_to_say(log: RunLog):
     assert (base.step, base.parents, base.shards, base.groups, base.dataset_digest) == (None, [], [], [], "")
     first = policy_lineage(log, 1)
     assert first.reward_sha256 == "" and first.code_version == "c0de" and first.registry_version == "7"
-    with pytest.raises(ValueError, match="no policy version 4; it has 0 to 3"):
-        policy_lineage(log, 4)
 
 
 def test_a_long_parent_chain_is_cut_short():
@@ -97,10 +95,7 @@ def test_a_long_parent_chain_is_cut_short():
     for number in range(12):
         log.append(a_shard(f"s{number}", [a_summary(number)]))
         log.append(a_step(log.state, trained=[f"0.task{number}"]))
-    log.append(Retire(shard_ids=["s3"], policy_versions=[4], state_paths=[], reason="by age"))
     assert policy_lineage(log, 12).parents == [11, 10, 9, 8, 7, 6, 5, 4]
-    lineage = trajectory_lineage(log, "0.task3/0")
-    assert lineage.influenced == [4, 5, 6, 7, 8, 9, 10, 11, 12] and lineage.retired == [4]
 
 
 def test_checking_reads_every_file_again(log: RunLog):
@@ -120,12 +115,8 @@ def test_checking_reads_every_file_again(log: RunLog):
     assert lineage.attempt is None and "missing" in lineage.shard.problem and lineage.influenced == [2, 3]
 
 
-def test_checking_finds_versions_the_summaries_cannot_name(tmp_path: Path):
+def test_checking_finds_versions_the_summaries_cannot_name(log: RunLog):
     """A group knows its oldest and newest version; those in between are in the rows."""
-    log = a_log(local_store(tmp_path))
-    for number in range(3):
-        log.append(a_shard(f"s{number}", [a_summary(number)]))
-        log.append(a_step(log.state, trained=[f"0.task{number}"]))
     turn = a_turn(sampled=(5, 6, 7), versions=[0, 1, 3])
     _commit(log, "mixed", a_group(9, trajectories=[a_trajectory(turns=[turn])]), a_group(8, version=2))
     log.append(a_step(log.state, trained=["0.task9"]))
@@ -139,6 +130,7 @@ def test_retired_and_quarantined_files_are_named(log: RunLog):
     made = policy_lineage(log, 2, verify=True)
     assert [shard.problem for shard in made.shards] == ["quarantined: cut off", "retired: retention removed its file"]
     assert policy_lineage(log, 1).retired and "retired" in policy_lineage(log, 1, verify=True).problems[-1]
+    assert trajectory_lineage(log, "0.task3/0").retired == [] and trajectory_lineage(log, "0.task0/0").retired == [1]
 
 
 def test_a_trajectory_leads_to_every_policy_it_influenced(log: RunLog):
@@ -162,19 +154,16 @@ def test_what_was_never_trained_influenced_nothing_and_a_failed_attempt_has_no_r
     assert failed.attempt is None and failed.group.failures == {"env_error": 1} and failed.policy == 2
 
 
-@pytest.mark.parametrize(
-    ("trajectory", "sentence"),
-    [
-        ("0.task33/0", "no group '0.task33'; the nearest is '0.task3'"),
-        ("7.task3/0", "nearest is '0.task3'"),
-        ("0.task3/2", "attempts 0 to 1, not 2"),
-        ("0.task3", "GROUP/ATTEMPT"),
-        ("eval2.task3/0", "held-out"),
-    ],
-)
-def test_an_unknown_trajectory_is_an_error_with_the_nearest_one(log: RunLog, trajectory: str, sentence: str):
-    with pytest.raises(ValueError, match=sentence):
-        trajectory_lineage(log, trajectory)
+def test_an_unknown_trajectory_is_an_error_with_the_nearest_one(log: RunLog):
+    for trajectory, sentence in {
+        "0.task33/0": "no group '0.task33'; the nearest is '0.task3'",
+        "7.task3/0": "nearest is '0.task3'",
+        "0.task3/2": "attempts 0 to 1, not 2",
+        "0.task3": "GROUP/ATTEMPT",
+        "eval2.task3/0": "held-out",
+    }.items():
+        with pytest.raises(ValueError, match=sentence):
+            trajectory_lineage(log, trajectory)
 
 
 def test_a_prompt_leads_to_all_its_groups():
@@ -190,9 +179,3 @@ def test_a_prompt_leads_to_all_its_groups():
     assert [lineage.group.id for lineage in prompt_lineage(log, "7.5")] == ["0.7.5"]
     with pytest.raises(ValueError, match="no group of prompt '8'"):
         prompt_lineage(log, "8")
-
-
-def test_registry_numbers_and_aliases_are_found_in_the_log(log: RunLog):
-    assert find_version(log, "3") == 2 and find_version(log, "7") == 1, "MLflow's numbers, not ours"
-    assert find_version(log, "rollout") == 3
-    assert find_version(log, "2") is None and find_version(log, "champion") is None
