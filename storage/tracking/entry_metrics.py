@@ -11,11 +11,12 @@ SYSTEM = "system/"
 """Prefix of the metrics of a machine; MLflow shows them on a page of their own."""
 
 
-def metrics_of(entry: LogEntry) -> dict[str, float]:
-    """What MLflow shows as metrics: `loss` of a step is `train/loss`, `system/…` is itself."""
+def charted(entry: LogEntry) -> tuple[int, dict[str, float]]:
+    """The step at which MLflow charts an entry, and its metrics: `loss` is `train/loss`, `system/…` is itself."""
     match entry.body:
-        case Step(metrics=metrics):
-            return {name if name.startswith(SYSTEM) else f"train/{name}": value for name, value in metrics.items()}
+        case Step(claim=claim, metrics=values):
+            metrics = {name if name.startswith(SYSTEM) else f"train/{name}": value for name, value in values.items()}
+            return claim.step, metrics
         case Evaluation() as evaluation:
             metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
             if evaluation.n_samples:
@@ -24,17 +25,6 @@ def metrics_of(entry: LogEntry) -> dict[str, float]:
                 metrics |= {"score": evaluation.score, **{f"pass_at_{k}": p for k, p in evaluation.pass_at.items()}}
                 if evaluation.standard_error is not None:
                     metrics["standard_error"] = evaluation.standard_error
-            return {f"eval/{evaluation.split}/{name}": value for name, value in metrics.items()}
+            return evaluation.version, {f"eval/{evaluation.split}/{name}": value for name, value in metrics.items()}
         case _:
-            return {}
-
-
-def axis_of(entry: LogEntry) -> int:
-    """The step at which its metrics are charted."""
-    match entry.body:
-        case Step() as step:
-            return step.claim.step
-        case Evaluation(version=version):
-            return version
-        case _:
-            return 0
+            return 0, {}

@@ -23,7 +23,7 @@ from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registratio
 from storage.log.run_log import RunLog
 from storage.log.runs import run_config
 from storage.objects.digests import sha256_of_json
-from storage.tracking.entry_metrics import axis_of, metrics_of
+from storage.tracking.entry_metrics import charted
 from storage.tracking.traces import Traces
 
 logger = logging.getLogger("millrace.registry")
@@ -57,7 +57,6 @@ class Registry:
         self._tracking_uri = tracking_uri
         self._run_id = ""
         self._experiment_id = ""
-        self._is_running = False
         self._versions: dict[int, str] = {}
         """Policy version → MLflow's number, in the block that is being sent."""
         self.model_name = log.run_id
@@ -107,8 +106,8 @@ class Registry:
             raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
 
     def _replay(self, finished: bool) -> list[Registration]:
-        self._ensure_run()
-        cursor = int(self._client.get_run(self._run_id).data.tags.get(_CURSOR, "0"))
+        run = self._client.get_run(self._ensure_run())
+        cursor = int(run.data.tags.get(_CURSOR, "0"))
         if cursor == 0:  # logging the same again changes nothing
             from mlflow.entities import Param
 
@@ -122,10 +121,8 @@ class Registry:
             session = self._send(block, session)
         if finished:
             self._client.set_terminated(self._run_id)
-            self._is_running = False
-        elif not self._is_running:
+        elif run.info.status != "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
-            self._is_running = True
         return self._unannounced()
 
     def _send(self, block: Sequence[LogEntry], session: Session | None) -> Session | None:
@@ -156,11 +153,10 @@ class Registry:
                 self._traces.send(
                     entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._find_version
                 )
-        metrics = [
-            Metric(key, value, int(entry.written_at * 1000), axis_of(entry))
-            for entry in block
-            for key, value in metrics_of(entry).items()
-        ]
+        metrics = []
+        for entry in block:
+            number, values = charted(entry)
+            metrics += [Metric(key, value, int(entry.written_at * 1000), number) for key, value in values.items()]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
         return session
 
@@ -315,7 +311,7 @@ def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
     block: list[LogEntry] = []
     num_metrics = 0
     for entry in entries:
-        more = len(metrics_of(entry))
+        more = len(charted(entry)[1])
         if block and num_metrics + more > _MOST_METRICS:
             yield block
             block, num_metrics = [], 0

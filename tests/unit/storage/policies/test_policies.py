@@ -103,9 +103,8 @@ def test_a_policy_is_whole_if_a_delta_is_not_wanted_not_possible_or_not_smaller(
 
 def test_a_policy_that_shares_its_files_with_its_parent_reads_like_it(on_disk: _Trainer, tmp_path: Path):
     """As a step that trained nothing leaves it."""
-    on_disk.step()
-    delta = on_disk.step()
-    skipped = Policy(version=3, path=delta.path, weights_sha256=delta.weights_sha256, parent=2, anchor=delta.anchor)
+    delta = [on_disk.step(), on_disk.step()][1]
+    skipped = replace(delta, version=3, parent=2)
     on_disk.log.append(skipped)
     reader = PolicyReader(on_disk.log, tmp_path / "cache")
     assert reader.fetch(skipped) == reader.fetch(delta)
@@ -165,14 +164,6 @@ def test_exchanged_files_are_refused(on_disk: _Trainer, tmp_path: Path):
         reader.fetch(replace(made[4], path="runs/run/policies/5-b"))
 
 
-def test_whole_files_may_replace_a_delta(on_disk: _Trainer, tmp_path: Path):
-    delta = [on_disk.step(), on_disk.step()][1]
-    (tmp_path / "store" / delta.path / DELTA_FILE).write_bytes(b"broken")
-    on_disk.log.store.put_folder(tmp_path / "whole-2", delta.path, last=DIGEST_FILE)
-    folder = PolicyReader(on_disk.log, tmp_path / "cache").fetch(delta)
-    assert verify_folder(folder) == delta.weights_sha256 and (folder / WEIGHTS_FILE).exists()
-
-
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize("damage", ["folder", DIGEST_FILE, WEIGHTS_FILE])
 def test_an_anchor_that_is_lost_makes_the_next_policy_whole(
@@ -214,6 +205,11 @@ def test_what_was_made_once_is_used_again_and_a_damaged_copy_made_anew(on_disk: 
     _flip(folder / WEIGHTS_FILE)
     again = PolicyReader(on_disk.log, tmp_path / "cache").fetch(delta)
     assert again == folder and again.stat().st_ino != inode and _files(again) == on_disk.files(delta)
+    # A trainer may replace a damaged delta by the whole weights.
+    (tmp_path / "store" / delta.path / DELTA_FILE).write_bytes(b"broken")
+    on_disk.log.store.put_folder(tmp_path / "whole-2", delta.path, last=DIGEST_FILE)
+    replaced = PolicyReader(on_disk.log, tmp_path / "cache").fetch(delta)
+    assert verify_folder(replaced) == delta.weights_sha256 and (replaced / WEIGHTS_FILE).exists()
 
 
 def test_many_may_fetch_at_once(on_disk: _Trainer, tmp_path: Path):

@@ -28,8 +28,8 @@ from storage.objects.opening import open_store
 from storage.retention import retention
 from storage.retention.retention import RunReport, collect_garbage, reading
 from storage.retention.rules import Rules, kept_policies, make_rules
-from storage.shards.shards import commit_shard, read_shard
-from tests.builders import SAMPLING, MemoryStore, a_group, a_log, a_shard, a_step, a_summary, local_store, provenance
+from storage.shards.shards import read_shard
+from tests.builders import MemoryStore, a_group, a_log, a_shard, a_step, a_summary, commit, local_store
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -67,13 +67,11 @@ class Meanwhile(LocalStore):
 
 def _shard(log: RunLog, number: int, *, version: int = 0) -> None:
     """Commit one group as a shard of its own."""
-    group = a_group(number, version=version)
-    commit_shard(log, [group], provenance=provenance(f"s{number}"), sampling=SAMPLING)
+    commit(log, f"s{number}", a_group(number, version=version))
 
 
 def _eval_shard(log: RunLog, shard_id: str, *, version: int) -> None:
-    group = a_group(-1, version=version, group_id=f"eval{version}.task")
-    commit_shard(log, [group], provenance=provenance(shard_id), sampling=SAMPLING, is_eval=True)
+    commit(log, shard_id, a_group(-1, version=version, group_id=f"eval{version}.task"), is_eval=True)
 
 
 def _score(log: RunLog, version: int, score: float, shard_id: str, **fields: object) -> None:
@@ -236,9 +234,8 @@ def test_files_without_an_entry_go_when_no_writer_can_still_be_at_it(log: RunLog
     assert _names(report) == ["rewards/new/s1.arrow", "shards/lost"] and report.by_kind().keys() == {"orphan"}
     kinds = {item.name.removeprefix("runs/run/"): item.kind for item in _collect(store, orphan_seconds=0.0).items}
     assert kinds == {"policies/2-lost": "orphan", "state/2-lost": "orphan", "shards/.s9.arrow.0123.tmp": "temporary"}
-    assert _files(store, "policies", "state", "shards", "rewards", "index") == [
-        *("index/rows.lance", "policies/1-a", "shards/s1")
-    ]
+    left = ["index/rows.lance", "policies/1-a", "shards/s1"]
+    assert _files(store, "policies", "state", "shards", "rewards", "index") == left
     assert store.unfinished(log.prefix) == []  # type: ignore[attr-defined]
     state, entries = log.refresh(), log.state.entries
     assert state.retired_shards == {"lost"}
@@ -261,19 +258,19 @@ def test_what_is_retired_is_deleted_whatever_its_age_and_whatever_needs_it_now(l
 def test_what_gets_its_entry_or_becomes_needed_while_the_plan_is_made_stays(log: RunLog, tmp_path: Path):
     """Writers slept between file and entry, and woke up while the plan called their files orphans."""
 
-    def commit(rival: RunLog) -> None:
-        rival.append(replace(a_step(rival.state, trained=["0.task3"]), state_path=rival.key("state/3-a")))
+    def meanwhile(rival: RunLog) -> None:
+        rival.append(replace(a_step(rival.state, trained=["0.task4"]), state_path=rival.key("state/4-a")))
         rival.append(Alias(name="shipped", version=1, checksum=""))
-        _shard(rival, 50, version=3)
+        _shard(rival, 50, version=4)
 
-    _train(log, steps=2)
-    _shard(log, 3, version=2)
-    for name in ("policies/3-a/model.safetensors", "state/3-a/state.safetensors", "shards/s50.arrow"):
+    _train(log, steps=3)
+    _shard(log, 4, version=3)
+    for name in ("policies/4-a/model.safetensors", "state/4-a/state.safetensors", "shards/s50.arrow"):
         log.store.put(log.key(name), b"not yet committed")
-    store = Meanwhile(tmp_path / "store", commit)
+    store = Meanwhile(tmp_path / "store", meanwhile)
     report = _collect(store, orphan_seconds=0.0)
     assert store.done and report.by_kind().keys() == {"policy"} and report.kept[1] == "alias shipped"
-    assert log.refresh().retired_states == set() and log.state.retired_policies == {2}, "it was live in the plan"
+    assert log.refresh().retired_states == set() and log.state.retired_policies == {2}, "3 was live in the plan"
     assert read_shard(log, log.state.shards["s50"]).num_rows == 2
     _check(log, Rules(keep_last=1))
 
@@ -389,21 +386,18 @@ def test_a_reader_that_comes_after_the_entry_sees_it_and_stops_the_deletion(log:
 def test_the_log_is_decoded_once(log: RunLog, monkeypatch: pytest.MonkeyPatch):
     _train(log, steps=60, state_every=10)
     log.append(Alias(name="shipped", version=33, checksum=""))
-    asked: list[int] = []
+    decoded: Counter[int] = Counter()
     decode = log_segments.Archive._entry
-
-    def counted(self: log_segments.Archive, number: int) -> object:
-        asked.append(number)
-        return decode(self, number)
-
-    monkeypatch.setattr(log_segments.Archive, "_entry", counted)
+    monkeypatch.setattr(
+        log_segments.Archive, "_entry", lambda self, number: decoded.update([number]) or decode(self, number)
+    )
     # The least a cache can hold: what is asked for twice is decoded twice.
     uncached = SimpleNamespace(lru_cache=lambda maxsize: lambda function: function)
     monkeypatch.setattr(log_segments, "functools", uncached)
     assert _collect(log.store).removed
     # Once for the plans; sessions and aliases once for the fold; an aliased policy when `Retire` is checked and folded,
     # for its anchor.
-    assert asked and max(Counter(asked).values()) <= 3
+    assert decoded and max(decoded.values()) <= 3
 
 
 def test_age_chooses_among_what_may_go(log: RunLog):

@@ -12,22 +12,10 @@ from settings.tracking import TraceSettings
 from storage.log.entries import Evaluation, LogEntry, Retire, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
-from storage.records import Message, RolloutGroup, ToolCall, Trajectory
-from storage.shards.shards import commit_shard
+from storage.records import Message, ToolCall, Trajectory
 from storage.tracking.registry import Registry
 from storage.tracking.traces import Traces
-from tests.builders import (
-    BASE,
-    SAMPLING,
-    a_claim,
-    a_group,
-    a_log,
-    a_step,
-    a_trajectory,
-    a_turn,
-    local_store,
-    provenance,
-)
+from tests.builders import BASE, a_claim, a_group, a_log, a_step, a_trajectory, a_turn, commit, local_store
 
 _NOON = 1_800_000_000.0
 
@@ -53,10 +41,6 @@ def _agent(reward: float, *, attempt: int) -> Trajectory:
     return a_trajectory(reward, attempt=attempt, turns=turns, messages=messages, reward_parts=parts, **times)
 
 
-def _commit(log: RunLog, shard_id: str, *groups: RolloutGroup, is_eval: bool = False) -> None:
-    commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
-
-
 def _evaluation(shard_id: str, version: int = 0) -> Evaluation:
     counts: dict[str, Any] = {"num_tasks": 1, "num_failed": 0, "n_samples": 5, "seconds": 1.0}
     return Evaluation(version=version, split="test", score=0.5, shard_id=shard_id, **counts)
@@ -70,10 +54,10 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> RunLog:
     log.append(BASE)
     rewards = (0.5, 0.0, 1.0, 0.25, 0.75)
     tries = [_agent(reward, attempt=attempt) for attempt, reward in enumerate(rewards)]
-    _commit(log, "e0", a_group(0, trajectories=tries, expected=5), is_eval=True)
+    commit(log, "e0", a_group(0, trajectories=tries, expected=5), is_eval=True)
     log.append(_evaluation("e0"))
     for step in (0, 1):
-        _commit(log, f"s{step}", a_group(step))
+        commit(log, f"s{step}", a_group(step))
         log.append(a_step(log.state, a_claim(log.state, trained=[f"0.task{step}"])))
     return log
 
@@ -160,9 +144,9 @@ def _sent(log: RunLog, entry: LogEntry, **settings: int) -> list[Any]:
 def test_shards_that_are_gone_or_damaged_and_failed_attempts_have_no_traces(tmp_path: Path) -> None:
     log = a_log(local_store(tmp_path))
     failed = [a_trajectory(None, attempt=attempt, turns=[], status="env_error") for attempt in range(2)]
-    _commit(log, "failed", a_group(0, trajectories=failed, expected=2), is_eval=True)
+    commit(log, "failed", a_group(0, trajectories=failed, expected=2), is_eval=True)
     for position, shard_id in enumerate(("damaged", "retired", "whole"), start=1):
-        _commit(log, shard_id, a_group(position), is_eval=True)
+        commit(log, shard_id, a_group(position), is_eval=True)
     log.store.put(log.shard_key("damaged"), log.store.get(log.shard_key("damaged"))[:-40])
     log.append(Retire(shard_ids=["retired"], policy_versions=[], state_paths=[], reason="by age"))
     num_sent = {}

@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from storage.records import Message, Trajectory
-from storage.shards.shards import commit_shard
 from storage.views.exports import export_rows
 from storage.views.queries import Queries, open_queries
-from tests.builders import SAMPLING, a_group, a_log, a_trajectory, a_turn, local_store, provenance
+from tests.builders import a_group, a_log, a_trajectory, a_turn, commit, local_store
 
 
 def _said(prompt: str, *reply: str) -> list[Message]:
@@ -30,20 +29,16 @@ def _said(prompt: str, *reply: str) -> list[Message]:
 
 
 def _attempts(*scored: tuple[float, str]) -> list[Trajectory]:
-    return [
-        a_trajectory(reward, attempt=attempt, messages=_said("3+4", text))
-        for attempt, (reward, text) in enumerate(scored)
-    ]
+    return [a_trajectory(reward, attempt=i, messages=_said("3+4", text)) for i, (reward, text) in enumerate(scored)]
 
 
 def _queries(folder: Path, groups: dict[str, Sequence[Trajectory]], held_out: Sequence[Trajectory] = ()) -> Queries:
     """A run with groups by name, and perhaps a held-out one."""
     log = a_log(local_store(folder))
     made = [a_group(i, group_id=name, trajectories=attempts) for i, (name, attempts) in enumerate(groups.items())]
-    commit_shard(log, made, provenance=provenance("s0"), sampling=SAMPLING)
+    commit(log, "s0", *made)
     if held_out:
-        group = a_group(9, group_id="held-out", trajectories=held_out)
-        commit_shard(log, [group], provenance=provenance("e0"), sampling=SAMPLING, is_eval=True)
+        commit(log, "e0", a_group(9, group_id="held-out", trajectories=held_out), is_eval=True)
     return open_queries(log)
 
 
@@ -73,6 +68,8 @@ def test_sft_has_a_conversation_per_attempt(queries: Queries, tmp_path: Path):
         "trajectory_id": "clear/1",
     }
     assert [row["trajectory_id"] for row in rows] == ["clear/1", "clear/3", "tied/0", "tied/1"]
+    assert export_rows(queries, file, "sft", force=True) == 9
+    assert export_rows(queries, file, "sft", include_eval=True, force=True) == 11
 
 
 def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_path: Path):
@@ -90,17 +87,11 @@ def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_
         "rejected_id": "clear/2",
     }
     assert (second["chosen_id"], second["rejected_id"]) == ("close/1", "close/0")
+    assert export_rows(queries, file, "dpo", include_eval=True, force=True) == 3
     assert export_rows(queries, file, "dpo", margin=0.26, force=True) == 1, "rewards at least so far apart"
     where = "reply <> 'seven' and group_id = 'clear'"
     assert export_rows(queries, file, "dpo", where=where, force=True) == 1, "chosen before they are paired"
     assert pq.read_table(file)["chosen_id"].to_pylist() == ["clear/3"]
-
-
-def test_held_out_attempts_stay_out_unless_asked_for(queries: Queries, tmp_path: Path):
-    for kind in ("sft", "dpo"):
-        num_rows = export_rows(queries, tmp_path / f"{kind}.parquet", kind)
-        with_eval = export_rows(queries, tmp_path / f"{kind}-all.parquet", kind, include_eval=True)
-        assert with_eval == num_rows + (2 if kind == "sft" else 1)
 
 
 def test_pairs_have_one_prompt_and_two_replies_and_an_edited_history_is_one_conversation(tmp_path: Path):

@@ -11,11 +11,9 @@ import pytest
 from storage.log.entries import Alias, Evaluation, Quarantine, Registration, Retire, Session
 from storage.log.run_log import RunLog
 from storage.objects.digests import DIGEST_FILE
-from storage.shards.shards import commit_shard
 from storage.tracking.registry import dataset_digest
 from storage.views.lineage import policy_lineage, prompt_lineage, trajectory_lineage
 from tests.builders import (
-    SAMPLING,
     MemoryStore,
     a_claim,
     a_group,
@@ -26,8 +24,8 @@ from tests.builders import (
     a_summary,
     a_trajectory,
     a_turn,
+    commit,
     local_store,
-    provenance,
 )
 
 
@@ -39,30 +37,26 @@ def log(tmp_path: Path) -> RunLog:
     """
     store = local_store(tmp_path)
     log = a_log(store)
-    _commit(log, "s0", a_group(0), a_group(1, rewards=[1.0, None, 0.0]), a_group(2, accepted=False))
+    commit(log, "s0", a_group(0), a_group(1, rewards=[1.0, None, 0.0]), a_group(2, accepted=False))
     log.append(a_step(log.state, trained=["0.task0"]))
     log.append(Session(id="second", code_version="c0de2", reward_sha256="4e3a"))
     turns = [a_turn(versions=0), a_turn(versions=2, sequence_idx=1)]
     mixed = [a_trajectory(1.0, turns=turns, reward_parts={"exact": 1.0}), a_trajectory(0.5, attempt=1)]
-    _commit(log, "s1", a_group(3, trajectories=mixed))
+    commit(log, "s1", a_group(3, trajectories=mixed))
     step = a_step(log.state, a_claim(log.state, trained=["0.task1", "0.task3"], filtered=["0.task2"]))
     digest = a_policy_folder(tmp_path / "made")
     policy = replace(step.policy, weights_sha256=digest)
     store.put_folder(tmp_path / "made", policy.path, last=DIGEST_FILE)
     log.append(replace(step, policy=policy))
-    _commit(log, "s2", a_group(4, version=2))
+    commit(log, "s2", a_group(4, version=2))
     log.append(a_step(log.state, trained=["0.task4"]))
-    _commit(log, "s3", a_group(5, version=3))
+    commit(log, "s3", a_group(5, version=3))
     log.append(Alias(name="rollout", version=3, checksum=""))
     log.append(Alias(name="shipped", version=2, checksum=""))
     log.append(Registration(version=2, model_name="run", registry_version="3"))
     log.append(Registration(version=1, model_name="run", registry_version="7"))
     log.append(Evaluation(version=2, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id="e2", seconds=1.0))
     return log
-
-
-def _commit(log: RunLog, shard_id: str, *groups: object) -> None:
-    commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING)  # type: ignore[arg-type]
 
 
 def test_a_policy_leads_to_all_that_made_it(log: RunLog):
@@ -118,7 +112,7 @@ def test_checking_reads_every_file_again(log: RunLog):
 def test_checking_finds_versions_the_summaries_cannot_name(log: RunLog):
     """A group knows its oldest and newest version; those in between are in the rows."""
     turn = a_turn(sampled=(5, 6, 7), versions=[0, 1, 3])
-    _commit(log, "mixed", a_group(9, trajectories=[a_trajectory(turns=[turn])]), a_group(8, version=2))
+    commit(log, "mixed", a_group(9, trajectories=[a_trajectory(turns=[turn])]), a_group(8, version=2))
     log.append(a_step(log.state, trained=["0.task9"]))
     assert policy_lineage(log, 4).sampled_by == [0, 3]
     assert policy_lineage(log, 4, verify=True).sampled_by == [0, 1, 3]

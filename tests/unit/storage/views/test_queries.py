@@ -20,7 +20,7 @@ from storage.objects.object_store import LocalStore, ObjectStore, StoreError
 from storage.objects.opening import open_store
 from storage.records import Message, RolloutGroup, ToolCall
 from storage.shards.reward_sets import NewReward, RewardSet, attempts_of, put_rewards, rewards_key
-from storage.shards.shards import commit_shard, read_shard
+from storage.shards.shards import read_shard
 from storage.views import query_rows
 from storage.views.queries import VIEWS, Queries, open_queries
 from tests.builders import (
@@ -32,6 +32,7 @@ from tests.builders import (
     a_step,
     a_trajectory,
     a_turn,
+    commit,
     local_store,
     provenance,
 )
@@ -49,10 +50,6 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "folder":
         return local_store(tmp_path)
     return open_store(f"s3://{request.getfixturevalue('bucket')}/prefix")
-
-
-def _commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup], **fields: Any) -> Shard:
-    return commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, **fields)
 
 
 def _conversation() -> RolloutGroup:
@@ -77,9 +74,9 @@ def _conversation() -> RolloutGroup:
 def _a_run(store: ObjectStore) -> RunLog:
     """Five groups of which one is trained, stale, filtered, failed and pending each, and a held-out one."""
     log = a_log(store)
-    _commit(log, "s0", [a_group(0, rewards=[1.0, 0.0]), a_group(1), a_group(2, accepted=False)])
-    _commit(log, "s1", [a_group(3, rewards=[None, 0.5]), _conversation()])
-    _commit(log, "e0", [a_group(-1, group_id="eval0.test", rewards=[1.0])], is_eval=True)
+    commit(log, "s0", a_group(0, rewards=[1.0, 0.0]), a_group(1), a_group(2, accepted=False))
+    commit(log, "s1", a_group(3, rewards=[None, 0.5]), _conversation())
+    commit(log, "e0", a_group(-1, group_id="eval0.test", rewards=[1.0]), is_eval=True)
     log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=2, num_failed=1, shard_id="e0", seconds=1.5))
     outcomes = {"trained": ["0.task0"], "stale": ["0.task1"], "filtered": ["0.task2"], "failed": ["0.task3"]}
     log.append(a_step(log.state, **outcomes))
@@ -223,7 +220,7 @@ def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(
     other = encode_shard([a_group(8)], provenance=provenance("other"), sampling=SAMPLING)
     damaged = {"cut": data[: len(data) // 2], "garbage": b"\0" * len(data), "empty": b"", "other": other}
     for position, shard_id in enumerate([*damaged, "missing"], start=10):
-        _commit(log, shard_id, [a_group(position)])
+        commit(log, shard_id, a_group(position))
         any_store.put(log.shard_key(shard_id), damaged.get(shard_id, b""))
     any_store.delete([log.shard_key("missing")])
     monkeypatch.setattr(query_rows, "WHOLE_BYTES", whole_bytes)
@@ -270,7 +267,7 @@ def test_a_shard_whose_checksum_on_the_server_differs_is_left_out(
 
 def test_a_new_column_is_passed_over_and_a_newer_major_version_left_out_with_the_way_out(store: ObjectStore):
     log = _a_run(store)
-    _commit(log, "no rows", [a_group(9, rewards=[None, None])])
+    commit(log, "no rows", a_group(9, rewards=[None, None]))
     table = pa.ipc.open_file(log.store.get(log.shard_key("s0"))).read_all()
     files = {"column": file_with(table.append_column("mood", pa.array(["good"] * len(table))))}
     files["major"] = file_with(table, schema_version="2")
@@ -312,7 +309,7 @@ def test_over_s3_a_query_fetches_little_of_a_large_shard_and_asks_once_for_a_sma
     draw = random.Random(0)
     turns = [a_turn([draw.randrange(100_000) for _ in range(20_000)]) for _ in range(20)]
     attempts = [a_trajectory(1.0, attempt=attempt, turns=[turn]) for attempt, turn in enumerate(turns)]
-    large = _commit(log, "large", [a_group(9, trajectories=attempts)])
+    large = commit(log, "large", a_group(9, trajectories=attempts))
     asked: list[str] = []
     fetched: list[int] = []
     call, fetch_range = aiobotocore.client.AioBaseClient._make_api_call, s3fs.S3File._fetch_range

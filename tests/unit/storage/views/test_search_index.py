@@ -19,12 +19,11 @@ from storage.log.entries import Quarantine, Retire
 from storage.log.run_log import RunLog
 from storage.objects.opening import open_store
 from storage.records import Message, ToolCall, Trajectory
-from storage.shards.shards import commit_shard
 from storage.views import search_index
 from storage.views.search_index import BadIndex, Match, SearchIndex, index_folder
 from storage.views.search_query import Filters, SearchQuery
 from storage.views.search_rows import unit_vectors
-from tests.builders import SAMPLING, a_group, a_log, a_step, a_trajectory, a_turn, provenance
+from tests.builders import a_group, a_log, a_step, a_trajectory, a_turn, commit
 
 
 def _said(*texts: str, attempt: int = 0, reward: float = 1.0, **fields: object) -> Trajectory:
@@ -34,8 +33,7 @@ def _said(*texts: str, attempt: int = 0, reward: float = 1.0, **fields: object) 
 
 def _commit(log: RunLog, shard_id: str, *attempts: Trajectory, position: int = 0, is_eval: bool = False) -> None:
     """One shard of one group, `0.task<position>`."""
-    group = a_group(position, trajectories=attempts)
-    commit_shard(log, [group], provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
+    commit(log, shard_id, a_group(position, trajectories=attempts), is_eval=is_eval)
 
 
 def _words(log: RunLog, *positions: int) -> None:
