@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registratio
 from storage.log.run_log import RunLog
 from storage.log.runs import run_config
 from storage.objects.digests import sha256_of_json
-from storage.tracking.entry_metrics import charted
+from storage.tracking.metrics import charted, import_mlflow
 from storage.tracking.traces import Traces
 
 logger = logging.getLogger("millrace.registry")
@@ -32,17 +31,6 @@ _EXPERIMENT = "millrace"
 _CURSOR = "millrace.synced_entries"
 _LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
 _MOST_METRICS = 1000  # MLflow takes no more in one call
-
-
-_importing = threading.Lock()
-
-
-def import_mlflow() -> Any:
-    """The package, in a second. It breaks if two threads import it at the same time."""
-    with _importing:
-        import mlflow
-
-        return mlflow
 
 
 class RegistryUnavailable(UserError):

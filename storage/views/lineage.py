@@ -63,14 +63,10 @@ class PolicyLineage:
     registry_model: str | None
     """Registered model in MLflow; None until MLflow has the version."""
     registry_version: str | None
-    """MLflow's number of the version."""
     aliases: list[str]
     live: bool
-    """True for the newest version."""
     retired: bool
-    """True if retention removed the weights."""
     weights: str
-    """URI of the folder."""
     weights_sha256: str
     parents: list[int]
     """Parent, grandparent and so on, at most eight of them."""
@@ -82,7 +78,6 @@ class PolicyLineage:
     reward_sha256: str
     """Digest of the reward code of that session; empty in runs from before this was recorded."""
     config: str
-    """URI of the file with the run's configuration."""
     config_sha256: str
     outcomes: dict[str, int]
     """Groups the step took out of the queue, by outcome."""
@@ -95,9 +90,8 @@ class PolicyLineage:
     """The groups trained on, in prompt order."""
     evaluations: list[Evaluation]
     verified: bool
-    """True if every shard and the policy's files were compared with their digests."""
+    """True if every shard and the policy's files were compared with their digests; `problems` has the differences."""
     problems: list[str]
-    """Differences."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,5 +134,7 @@ def test_a_delta_says_what_it_is(tmp_path: Path):
     anchor = _write(tmp_path, "anchor", {"w": torch.zeros(4)})
     write_delta(anchor, anchor, tmp_path / "delta", most_bytes=NO_LIMIT, about={"anchor_sha256": "a1"})
     assert read_about(tmp_path / "delta")["anchor_sha256"] == "a1"
-    with pytest.raises(DigestMismatch, match="format 'pt'"):
-        read_about(anchor)
+    (tmp_path / "other").write_bytes(b"{}")
+    for file, sentence in ((anchor, "format 'pt'"), (tmp_path / "other", "is no safetensors file")):
+        with pytest.raises(DigestMismatch, match=sentence):
+            read_about(file)

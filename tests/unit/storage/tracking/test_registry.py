@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from storage.log.entries import Alias, Evaluation, LogEntry, Retire, Session
+from storage.log.entries import Alias, Evaluation, LogEntry, Registration, Retire, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, run_config
 from storage.objects.digests import sha256_of_json
@@ -23,14 +21,18 @@ from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_stor
 CONFIG = {"seed": 0, "train": {"scale": "std"}}
 
 
-@dataclass
 class _Mirror:
-    """A run of two steps, made by two sessions, and the database it was synced into."""
+    """A run, and the database it was synced into."""
 
-    log: RunLog
-    tracking: str
-    registered: list[Any]
-    client: Any
+    def __init__(self, log: RunLog, folder: Path) -> None:
+        from mlflow import MlflowClient
+
+        self.log, self.tracking = log, f"sqlite:///{folder / 'mlflow.db'}"
+        self.registered = self.sync()
+        self.client: Any = MlflowClient(tracking_uri=self.tracking, registry_uri=self.tracking)
+
+    def sync(self, *, finished: bool = False) -> list[Registration]:
+        return Registry(self.log, tracking_uri=self.tracking).sync(finished=finished)
 
     def versions(self) -> dict[str, Any]:
         """Model versions by our own version number."""
@@ -38,9 +40,11 @@ class _Mirror:
         return {version.tags["millrace.version"]: version for version in found}
 
     def run(self) -> Any:
-        experiment = self.client.get_experiment_by_name("millrace")
-        [run] = self.client.search_runs([experiment.experiment_id])
+        [run] = self.client.search_runs([self.client.get_experiment_by_name("millrace").experiment_id])
         return run
+
+    def history(self, metric: str) -> list[tuple[Any, ...]]:
+        return [(m.step, m.value, m.timestamp) for m in self.client.get_metric_history(self.run().info.run_id, metric)]
 
     def everything(self) -> list[Any]:
         """All that was sent, without MLflow's own ids and clocks."""
@@ -48,17 +52,18 @@ class _Mirror:
         return [
             run.data.tags["millrace.synced_entries"],
             run.data.params,
-            {
-                key: [(m.step, m.value, m.timestamp) for m in self.client.get_metric_history(run.info.run_id, key)]
-                for key in run.data.metrics
-            },
+            {metric: self.history(metric) for metric in run.data.metrics},
             {number: (version.tags, version.source) for number, version in self.versions().items()},
             sorted((i.dataset.name, i.dataset.digest, i.dataset.source) for i in run.inputs.dataset_inputs),
             self.client.get_model_version_by_alias("run", "rollout").tags["millrace.version"],
         ]
 
 
-def _two_steps(log: RunLog) -> None:
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> _Mirror:
+    """Two steps, made by two sessions."""
+    folder = tmp_path_factory.mktemp("registry")
+    log = create_run(local_store(folder / "with space"), "run", CONFIG)
     log.append(Session(id="first", code_version="c0de1"))
     log.append(BASE)
     log.append(a_shard("s0", [a_summary(0), a_summary(1), a_summary(2, accepted=False)]))
@@ -72,23 +77,7 @@ def _two_steps(log: RunLog) -> None:
     log.append(Evaluation(version=1, score=0.5, standard_error=0.25, shard_id="e0", **counts, **scored))
     log.append(Evaluation(version=2, score=0.0, num_failed=8, shard_id="e1", **scored))
     log.append(Alias(name="rollout", version=2, checksum="sum2"))
-
-
-def _sync(log: RunLog, database: Path) -> _Mirror:
-    from mlflow import MlflowClient
-
-    tracking = f"sqlite:///{database}"
-    registered = Registry(log, tracking_uri=tracking).sync()
-    client = MlflowClient(tracking_uri=tracking, registry_uri=tracking)
-    return _Mirror(log=log, tracking=tracking, registered=registered, client=client)
-
-
-@pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Mirror]:
-    folder = tmp_path_factory.mktemp("registry")
-    log = create_run(local_store(folder / "with space"), "run", CONFIG)
-    _two_steps(log)
-    yield _sync(log, folder / "mlflow.db")
+    return _Mirror(log, folder)
 
 
 def test_every_policy_is_a_model_version_that_points_into_the_store(mirror: _Mirror):
@@ -106,10 +95,14 @@ def test_every_policy_is_a_model_version_that_points_into_the_store(mirror: _Mir
 
 def test_a_version_says_what_made_it(mirror: _Mirror):
     versions = mirror.versions()
+    assert [versions[number].tags["millrace.parent"] for number in "012"] == ["", "0", "1"]
+    codes = {n: (v.tags["millrace.code_version"], v.tags["millrace.reward_sha256"]) for n, v in versions.items()}
+    assert codes == {"0": ("c0de1", ""), "1": ("c0de1", ""), "2": ("c0de2", "4e3a")}
+    run_tags = mirror.run().data.tags
+    assert (run_tags["millrace.code_version"], run_tags["millrace.reward_sha256"]) == ("c0de2", "4e3a")
     tags, description = versions["2"].tags, versions["2"].description
     step = mirror.log.state.steps[1]
     assert tags["millrace.run_id"] == "run" and tags["millrace.step"] == "2"
-    assert [versions[number].tags["millrace.parent"] for number in "012"] == ["", "0", "1"]
     assert tags["millrace.weights_sha256"] == step.policy.weights_sha256
     assert tags["millrace.config_sha256"] == sha256_of_json(run_config(mirror.log))
     assert json.loads(tags["millrace.shards"]) == [
@@ -121,15 +114,6 @@ def test_a_version_says_what_made_it(mirror: _Mirror):
     assert "made by step 2 from policy 1" in description and "2 trained, 0 stale, 1 filtered" in description
     assert "from 2 shards" in description and "`millrace lineage run --policy 2`" in description
     assert "base model" in versions["0"].description
-
-
-def test_a_version_names_the_code_and_the_rewards_of_the_session_that_made_it(mirror: _Mirror):
-    versions = mirror.versions()
-    codes = {number: versions[number].tags["millrace.code_version"] for number in versions}
-    rewards = {number: versions[number].tags["millrace.reward_sha256"] for number in versions}
-    assert codes == {"0": "c0de1", "1": "c0de1", "2": "c0de2"} and rewards == {"0": "", "1": "", "2": "4e3a"}
-    tags = mirror.run().data.tags
-    assert (tags["millrace.code_version"], tags["millrace.reward_sha256"]) == ("c0de2", "4e3a")
 
 
 def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
@@ -148,15 +132,13 @@ def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
 def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     run = mirror.run()
     assert run.data.params == {"seed": "0", "train.scale": "std"}
-    history = mirror.client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
+    assert [(step, value) for step, value, _ in mirror.history("train/loss")] == [(1, 0.5), (2, 0.5)]
     evaluation = {key.removeprefix("eval/test/"): value for key, value in run.data.metrics.items() if "eval/" in key}
     assert evaluation == {
         **{"score": 0.5, "standard_error": 0.25, "pass_at_1": 0.5, "pass_at_2": 0.75, "pass_at_4": 1.0},
         **{"tasks": 2.0, "seconds": 1.0, "failed": 1.0},
     }
-    failed = mirror.client.get_metric_history(run.info.run_id, "eval/test/failed")
-    assert [(metric.step, metric.value) for metric in failed] == [(1, 0.25), (2, 1.0)]
+    assert [(step, value) for step, value, _ in mirror.history("eval/test/failed")] == [(1, 0.25), (2, 1.0)]
     assert run.data.tags["millrace.store"] == mirror.log.store.uri
 
 
@@ -169,9 +151,8 @@ def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_curso
     assert registry.run_page == f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
     for cursor in ("0", "3"):
         mirror.client.set_tag(info.run_id, "millrace.synced_entries", cursor)
-        again = Registry(mirror.log, tracking_uri=mirror.tracking).sync()
         # The session that died never said in the log what it had registered, so this one does.
-        assert again == mirror.registered
+        assert mirror.sync() == mirror.registered
         assert mirror.everything() == before
 
 
@@ -201,7 +182,7 @@ def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_databa
     Registry(log, tracking_uri=mirror.tracking).sync()
     assert read == [repr(slice(cursor, None))]
     read.clear()
-    again = _sync(log, tmp_path / "again.db")
+    again = _Mirror(log, tmp_path)
     assert read == [log.key("run.json"), repr(slice(0, None))]
     assert [registration.version for registration in again.registered] == [0, 1, 2]
     assert again.everything() == mirror.everything()
@@ -231,12 +212,11 @@ def test_only_versions_new_to_the_log_are_returned_and_retired_ones_are_tagged(m
     """Changes the log, as the next one does."""
     for registration in mirror.registered:
         mirror.log.append(registration)
-    registry = Registry(mirror.log, tracking_uri=mirror.tracking)
-    assert registry.sync() == []
+    assert mirror.sync() == []
     mirror.log.append(a_shard("s2", [a_summary(4, version=2)]))
     mirror.log.append(a_step(mirror.log.state, trained=["0.task4"]))
     mirror.log.append(Retire(shard_ids=["s0"], policy_versions=[1], state_paths=[], reason="keep_last 1"))
-    [added] = registry.sync()
+    [added] = mirror.sync()
     assert (added.version, added.registry_version) == (3, str(mirror.versions()["3"].version))
     retired = {number: version.tags.get("millrace.retired") for number, version in mirror.versions().items()}
     assert retired == {"0": None, "1": "keep_last 1", "2": None, "3": None}
@@ -250,7 +230,7 @@ def test_an_alias_of_a_version_that_was_deleted_in_mlflow_is_left_out(
     mirror.log.append(Alias(name="best", version=2, checksum="sum2"))
     mirror.log.append(Alias(name="second", version=0, checksum="sum0"))
     with caplog.at_level(logging.WARNING, logger="millrace.registry"):
-        Registry(mirror.log, tracking_uri=mirror.tracking).sync()
+        mirror.sync()
     assert "no version of policy 2 any more, so alias best is not set" in caplog.text
     assert mirror.client.get_model_version_by_alias("run", "second").tags["millrace.version"] == "0"
     assert mirror.run().data.tags["millrace.synced_entries"] == str(mirror.log.state.entries)

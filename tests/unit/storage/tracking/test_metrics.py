@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from storage.tracking.system_metrics import SystemMetrics
+from storage.tracking.metrics import SystemMetrics
 
 
 def test_processors_memory_disk_and_network_are_measured_in_their_range() -> None:
