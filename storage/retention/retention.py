@@ -131,21 +131,17 @@ def reading(log: RunLog, what: str, *, quiet: bool = False) -> Iterator[None]:
         with contextlib.suppress(OSError, StoreError):  # its age ends one that cannot be deleted
             log.store.delete([key])
 
-    try:
-        thread = threading.Thread(target=stay_registered, args=[register()], name="reader", daemon=True)
-    except (OSError, StoreError) as error:
-        level = logging.DEBUG if quiet else logging.WARNING
-        logger.log(level, "%s: cannot register as a reader, so retention may remove files meanwhile: %s", what, error)
+    with contextlib.ExitStack() as at_the_end:
+        try:
+            thread = threading.Thread(target=stay_registered, args=[register()], name="reader", daemon=True)
+            thread.start()
+            at_the_end.callback(thread.join)
+            at_the_end.callback(ended.set)
+        except (OSError, StoreError) as error:
+            text = "%s: cannot register as a reader, so retention may remove files meanwhile: %s"
+            logger.log(logging.DEBUG if quiet else logging.WARNING, text, what, error)
         log.refresh()
         yield
-        return
-    thread.start()
-    try:
-        log.refresh()
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def collect_garbage(
