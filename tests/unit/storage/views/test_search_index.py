@@ -46,21 +46,29 @@ def _texts(log: RunLog, *texts: str) -> None:
     _commit(log, "s0", *(_said(text, attempt=attempt) for attempt, text in enumerate(texts)))
 
 
-def _no_embedding(name: str) -> search_index.Embed:
-    raise AssertionError(f"nothing asked for embedding {name}")
+def _hashing(texts: list[str]) -> list[list[float]]:
+    """Counts of letters: texts with the same letters are near each other."""
+    return [[float(text.lower().count(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts]
+
+
+EMBEDDINGS = {"my:hashing": _hashing, "my:other": _hashing}
 
 
 def _index(log: RunLog, folder: Path) -> SearchIndex:
-    return SearchIndex(log, folder / "index", load_embedding=_no_embedding)
+    return SearchIndex(log, folder / "index", load_embedding=EMBEDDINGS.__getitem__)
+
+
+def _updated(log: RunLog, folder: Path) -> SearchIndex:
+    index = _index(log, folder)
+    index.update()
+    return index
 
 
 def _indexed(folder: Path, *texts: str) -> tuple[RunLog, SearchIndex]:
     """A run whose shard `s0` has an attempt per text, and its index, up to date."""
     log = a_log()
     _texts(log, *texts)
-    index = _index(log, folder)
-    index.update()
-    return log, index
+    return log, _updated(log, folder)
 
 
 def _find(index: SearchIndex, text: str, *, count: int = 100, similar: bool = False, **filters: object) -> list[Match]:
@@ -78,6 +86,9 @@ def test_all_words_must_be_there_in_any_order_whatever_their_case_and_accents(tm
     assert _ids(index, "喜欢") == ["0/4"]
     assert _ids(index, "of") == [] and _ids(index, "one zebra") == []
     assert [match.id for match in _find(index, "off", count=2)] == [match.id for match in _find(index, "off")][:2]
+    for text in ("", "  ", '"', '""', '" "'):
+        with pytest.raises(ValueError, match="nothing to search for"):
+            SearchQuery(text)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +117,6 @@ def test_all_words_must_be_there_in_any_order_whatever_their_case_and_accents(tm
 )
 def test_a_term_with_punctuation_must_be_there_exactly(query: str, found: list[str], index: SearchIndex) -> None:
     assert _ids(index, query) == found
-
-
-def test_a_query_without_text_says_so() -> None:
-    for text in ("", "  ", '"', '""', '" "'):
-        with pytest.raises(ValueError, match="nothing to search for"):
-            SearchQuery(text)
 
 
 @pytest.fixture(scope="module")
@@ -179,9 +184,7 @@ def filtered(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
     _commit(log, "held-out", _said("word"), position=9, is_eval=True)
     log.append(a_step(log.state, trained=["0.task0"], filtered=["0.task1"]))
     log.append(a_step(log.state, trained=["0.task2"]))
-    index = _index(log, tmp_path_factory.mktemp("filters"))
-    index.update()
-    return index
+    return _updated(log, tmp_path_factory.mktemp("filters"))
 
 
 @pytest.mark.parametrize(
@@ -223,8 +226,7 @@ def test_filters_come_before_the_count_and_a_step_looks_at_its_own_shards_alone(
     _commit(log, "s0", *[_said("word word word", attempt=attempt, reward=0.0) for attempt in range(400)])
     _commit(log, "s1", _said("word and much else that makes it rank last", reward=1.0), position=1)
     log.append(a_step(log.state, trained=["0.task0"]))
-    index = _index(log, tmp_path)
-    index.update()
+    index = _updated(log, tmp_path)
     looks = []
     start = index._start_words
 
@@ -294,8 +296,7 @@ def test_two_updates_at_once_hold_every_attempt_once(tmp_path: Path) -> None:
 def test_outcomes_quarantine_and_retirement_are_asked_of_the_log(tmp_path: Path) -> None:
     log = a_log()
     _words(log, 0, 1, 2)
-    index = _index(log, tmp_path)
-    index.update()
+    index = _updated(log, tmp_path)
     assert {(match.outcome, match.step) for match in _find(index, "word")} == {("pending", None)}
     log.append(a_step(log.state, trained=["0.task1"], stale=["0.task2"]))
     log.append(Quarantine(shard_id="s0", reason="damaged"))
@@ -346,23 +347,11 @@ def test_without_an_index_or_with_one_of_another_schema_the_command_is_named(tmp
     assert index.update().shards_added == 1 and _ids(index, "word") == ["0/0"]
 
 
-def _hashing(texts: list[str]) -> list[list[float]]:
-    """Counts of letters: texts with the same letters are near each other."""
-    return [[float(text.lower().count(letter)) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts]
-
-
-EMBEDDINGS = {"my:hashing": _hashing, "my:other": _hashing}
-
-
-def _embedding_index(log: RunLog, folder: Path) -> SearchIndex:
-    return SearchIndex(log, folder / "index", load_embedding=EMBEDDINGS.__getitem__)
-
-
 def test_similar_finds_the_nearest_first(tmp_path: Path) -> None:
     log = a_log()
     texts = ["listen", "silence", "a zebra", "", "9"]
     _commit(log, "s0", *(_said(text, attempt=attempt, reward=attempt) for attempt, text in enumerate(texts)))
-    index = _embedding_index(log, tmp_path)
+    index = _index(log, tmp_path)
     assert index.update(embedding="my:hashing").embedding == "my:hashing"
     scores = {match.text: match.score for match in _find(index, "enlist", similar=True)}
     assert list(scores)[:2] == ["listen", "silence"] and len(scores) == 5
@@ -376,9 +365,9 @@ def test_similar_finds_the_nearest_first(tmp_path: Path) -> None:
 def test_an_index_keeps_its_embedding_until_it_is_made_again(tmp_path: Path) -> None:
     log = a_log()
     _texts(log, "listen")
-    _embedding_index(log, tmp_path).update(embedding="my:hashing")
+    _index(log, tmp_path).update(embedding="my:hashing")
     _commit(log, "s1", _said("zebra"), position=1)
-    index = _embedding_index(log, tmp_path)
+    index = _index(log, tmp_path)
     assert index.update().embedding == "my:hashing"
     assert [one.text for one in _find(index, "braze", similar=True)] == ["zebra", "listen"]
     assert index.update(embedding="my:hashing").shards_added == 0
@@ -436,9 +425,8 @@ def test_on_s3_each_machine_has_an_index_of_its_own(bucket: str, tmp_path: Path)
     keys = [file.key for file in log.store.walk("runs")]
     folders = [index_folder(log, tmp_path / machine) for machine in ("here", "there")]
     for folder in folders:
-        index = SearchIndex(log, folder, load_embedding=_no_embedding)
-        index.update()
-        assert _ids(index, "word") == ["0/0", "1/0"]
+        index = SearchIndex(log, folder, load_embedding=EMBEDDINGS.__getitem__)
+        assert index.update().shards_added == 2
     assert [file.key for file in log.store.walk("runs")] == keys
     assert folders[0].is_relative_to(tmp_path / "here")
     assert folders[0] != index_folder(a_log(open_store(f"s3://{bucket}/other")), tmp_path / "here")
