@@ -46,22 +46,19 @@ def test_each_row_holds_the_digests_of_the_adapters_that_sampled_it():
         check_adapters(table.drop_columns(["adapters"]), shard_id="s", policies=_POLICIES)
 
 
-@pytest.mark.parametrize(
-    ("turns", "sentence"),
-    [
-        ([_turn(2, adapters={})], "version 2 that the engine sampled with no adapter; that policy has adapter 2222"),
-        ([_turn(2, adapters={2: "9" * 64})], "version 2 that the engine sampled with adapter 9999.*has adapter 2222"),
-        ([_turn(1, adapters={1: "9" * 64})], "version 1 that the engine sampled with adapter 9999.*has no adapter"),
-        ([_turn(2, 2, 0, 3, adapters={2: "2" * 64})], "version 3 that the engine sampled with no adapter"),
-        ([_turn(2, 1, 3, adapters={**_DIGESTS, 1: "9" * 64})], "version 1 that the engine sampled with adapter 9999"),
-        ([_turn(4, adapters={4: "4" * 64})], "version 4 .*that policy is not in the log"),
-    ],
-)
-def test_a_row_sampled_by_other_weights_is_refused_by_name(turns: list[Turn], sentence: str):
-    table = _table([_turn(2)], turns)
-    where = r"shard s: row 1 \(group 0\.task0, attempt 1\) has tokens of policy"
-    with pytest.raises(DamagedShard, match=f"{where} .*{sentence}"):
-        check_adapters(table, shard_id="s", policies=_POLICIES)
+def test_a_row_sampled_by_other_weights_is_refused_by_name():
+    other = "9" * 64
+    for turn, sentence in (
+        (_turn(2, adapters={}), "version 2 that the engine sampled with no adapter; that policy has adapter 2222"),
+        (_turn(2, adapters={2: other}), "version 2 that the engine sampled with adapter 9999.*has adapter 2222"),
+        (_turn(1, adapters={1: other}), "version 1 that the engine sampled with adapter 9999.*has no adapter"),
+        (_turn(2, 2, 0, 3, adapters={2: "2" * 64}), "version 3 that the engine sampled with no adapter"),
+        (_turn(2, 1, 3, adapters={**_DIGESTS, 1: other}), "version 1 that the engine sampled with adapter 9999"),
+        (_turn(4, adapters={4: "4" * 64}), "version 4 .*that policy is not in the log"),
+    ):
+        where = r"shard s: row 1 \(group 0\.task0, attempt 1\) has tokens of policy"
+        with pytest.raises(DamagedShard, match=f"{where} .*{sentence}"):
+            check_adapters(_table([_turn(2)], [turn]), shard_id="s", policies=_POLICIES)
 
 
 def test_a_version_with_two_adapters_and_a_column_of_another_type_are_refused():

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -134,21 +129,14 @@ def test_what_cannot_be_exported_leaves_no_file_and_a_file_is_replaced_only_by_f
 
 
 def test_hugging_face_datasets_reads_them(queries: Queries, tmp_path: Path):
-    """In a process of its own: the cache folder is read when `datasets` is imported."""
-    export_rows(queries, tmp_path / "sft.parquet", "sft")
-    export_rows(queries, tmp_path / "dpo.parquet", "dpo")
-    code = """
-import json, sys
-from datasets import load_dataset
-for name in ("sft", "dpo"):
-    data = load_dataset("parquet", data_files=f"{sys.argv[1]}/{name}.parquet")["train"]
-    print(json.dumps([data.column_names, len(data), data[0]]))
-"""
-    environment: dict[str, Any] = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
-    )
-    sft, dpo = (json.loads(line) for line in done.stdout.splitlines()[-2:])
-    assert sft[:2] == [["messages", "prompt_id", "reward", "reward_parts", "trajectory_id"], 9]
-    assert dpo[0][:3] == ["prompt", "chosen", "rejected"] and dpo[1] == 2
-    assert dpo[2]["chosen"] == [_message("assistant", "seven")]
+    import datasets
+
+    read = {}
+    for kind in ("sft", "dpo"):
+        file = tmp_path / f"{kind}.parquet"
+        export_rows(queries, file, kind)
+        read[kind] = datasets.load_dataset("parquet", data_files=str(file), cache_dir=str(tmp_path / "cache"))["train"]
+    assert read["sft"].column_names == ["messages", "prompt_id", "reward", "reward_parts", "trajectory_id"]
+    assert read["dpo"].column_names[:3] == ["prompt", "chosen", "rejected"]
+    assert (len(read["sft"]), len(read["dpo"])) == (9, 2)
+    assert read["dpo"][0]["chosen"] == [_message("assistant", "seven")]

@@ -120,7 +120,7 @@ def test_every_trajectory_is_told_with_what_became_of_it(any_store: ObjectStore)
     assert queries.left_out == {}
 
 
-def test_what_was_said_and_how_long_it_was(queries: Queries):
+def test_a_conversation_is_told_with_its_turns_and_tokens(queries: Queries):
     (first, forked) = queries.select(
         "SELECT * FROM trajectories WHERE group_id = '0.task4' ORDER BY sequence_idx"
     ).to_pylist()
@@ -131,9 +131,6 @@ def test_what_was_said_and_how_long_it_was(queries: Queries):
     assert dict(first["reward_parts"]) == {"exact": 0.0, "style": 0.25}
     assert (first["head_version"], first["tail_version"]) == (1, 2)
     assert (forked["prompt"], forked["reply"], forked["num_sampled"], forked["tail_version"]) == (None, None, 1, 3)
-
-
-def test_turns_have_their_tool_calls_and_tokens_their_logprobs_and_versions(queries: Queries):
     turns = """
         SELECT sequence_idx, turn_idx, context_len, sampled_len, finish_reason, num_tool_calls, tool_calls[1].name,
             tool_calls[1].result
