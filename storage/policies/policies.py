@@ -21,7 +21,6 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from storage.log.entries import Policy
@@ -52,24 +51,6 @@ class DamagedDelta(DigestMismatch):
     """A policy cannot be made from its anchor and its delta; the message has the reason and the remedy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """How a policy was stored."""
-
-    anchor: int | None
-    """The version that the delta is against; None if the policy was written whole."""
-    num_bytes: int
-    """Size in the store."""
-    changed_fraction: float | None
-    """Share of the weights whose bits differ from the anchor's; None without a delta."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """For the metrics of a step."""
-        changed = {} if self.changed_fraction is None else {"policy_changed_fraction": self.changed_fraction}
-        return {"policy_bytes": float(self.num_bytes), **changed}
-
-
 class PolicyWriter:
     """Writes the policies of one run: every `anchor_every`th whole, the others as deltas against it."""
 
@@ -81,10 +62,12 @@ class PolicyWriter:
         """Store path and local folder of an anchor that this writer wrote or verified."""
         self._kept: tempfile.TemporaryDirectory[str] | None = None
 
-    def put(self, folder: Path, path: str, *, version: int) -> Written:
+    def put(self, folder: Path, path: str, *, version: int) -> tuple[int | None, dict[str, float]]:
         """Copy a sealed folder in HF layout to `path`, or a delta if one is due and smaller.
 
-        Raises `storage.objects.object_store.StoreFull`.
+        Returns the version that the delta is against, None if the policy is whole; and metrics for the step: its bytes
+        in the store, and with a delta the share of the weights whose bits differ from the anchor's. Raises
+        `storage.objects.object_store.StoreFull`.
         """
         anchor = self._anchor_of(version)
         if anchor is not None:
@@ -92,11 +75,12 @@ class PolicyWriter:
                 changed = self._write_delta(folder, anchor, Path(scratch))
                 if changed is not None:
                     self._log.store.put_folder(Path(scratch), path, last=DIGEST_FILE)
-                    return Written(anchor=anchor.version, num_bytes=_size(Path(scratch)), changed_fraction=changed)
+                    num_bytes = float(_size(Path(scratch)))
+                    return anchor.version, {"policy_bytes": num_bytes, "policy_changed_fraction": changed}
         self._log.store.put_folder(folder, path, last=DIGEST_FILE)
         if self._anchor_every > 1:
             self._verified = path, self._keep(folder, path)
-        return Written(anchor=None, num_bytes=_size(folder), changed_fraction=None)
+        return None, {"policy_bytes": float(_size(folder))}
 
     def _anchor_of(self, version: int) -> Policy | None:
         """The newest whole policy; None if the next whole one is due. The base model is no anchor: its layout may

@@ -46,11 +46,11 @@ class _Trainer:
         save_file(self.weights, whole / WEIGHTS_FILE, metadata={"format": "pt"})
         digest = seal_folder(whole)
         path = self.log.key(f"policies/{version}-a")
-        written = self.writer.put(whole, path, version=version)
+        anchor, written = self.writer.put(whole, path, version=version)
         stored = [file for file in self.log.store.walk("runs/run/policies") if file.key.startswith(f"{path}/")]
-        assert written.num_bytes == sum(file.num_bytes for file in stored)
-        self.changed.append(written.changed_fraction)
-        policy = Policy(version=version, path=path, weights_sha256=digest, parent=version - 1, anchor=written.anchor)
+        assert written["policy_bytes"] == sum(file.num_bytes for file in stored)
+        self.changed.append(written.get("policy_changed_fraction"))
+        policy = Policy(version=version, path=path, weights_sha256=digest, parent=version - 1, anchor=anchor)
         self.log.append(policy)
         return policy
 
