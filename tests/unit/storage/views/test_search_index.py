@@ -90,7 +90,9 @@ def test_all_words_must_be_there_in_any_order_whatever_their_case_and_accents(tm
             SearchQuery(text)
 
 
-def test_a_term_with_punctuation_must_be_there_exactly(index: SearchIndex) -> None:
+def test_a_term_with_punctuation_must_be_there_exactly(tmp_path: Path) -> None:
+    texts = ["37+45=82", "08+37=\n45", "def foo_bar(): off by one", "x[i+1] != foo bar, off-by-one"]
+    _, index = _indexed(tmp_path / "100% my #1", *texts, 'O\'Brien \\ 🎉 {"city": "one"} 100%')
     for found, queries in {
         "0": ["37+45="],
         "01": ["37 45"],
@@ -106,12 +108,6 @@ def test_a_term_with_punctuation_must_be_there_exactly(index: SearchIndex) -> No
             assert _ids(index, query) == [f"0/{attempt}" for attempt in found], query
 
 
-@pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
-    texts = ["37+45=82", "08+37=\n45", "def foo_bar(): off by one", "x[i+1] != foo bar, off-by-one"]
-    return _indexed(tmp_path_factory.mktemp("index") / "100% my #1", *texts, 'O\'Brien \\ 🎉 {"city": "one"} 100%')[1]
-
-
 @pytest.mark.parametrize("most_unindexed", [0, 1000])
 def test_it_finds_what_reading_everything_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_unindexed: int
@@ -120,16 +116,14 @@ def test_it_finds_what_reading_everything_finds(
     monkeypatch.setattr(search_index, "_MOST_UNINDEXED", most_unindexed)
     draw = random.Random(5)
     words = ["carry", "Carry", "37", "45", "3", "off", "by", "one", "Über", "x1", "the"]
-    texts = {}
-    log = a_log()
+    log, texts = a_log(), {}
     index = _index(log, tmp_path)
     for shard in range(3):
+        attempts = []
         for attempt in range(100):
-            parts = (
-                draw.choice(words) + draw.choice([" ", "+", "=", "_", "\n", ", "]) for _ in range(draw.randint(1, 9))
-            )
-            texts[f"{shard}/{attempt}"] = "".join(parts)
-        attempts = [_said(texts[f"{shard}/{attempt}"], attempt=attempt) for attempt in range(100)]
+            pairs = zip(draw.choices(words, k=draw.randint(1, 9)), draw.choices(" +=_\n,", k=9), strict=False)
+            texts[f"{shard}/{attempt}"] = text = "".join(word + sign for word, sign in pairs)
+            attempts.append(_said(text, attempt=attempt))
         _commit(log, f"s{shard}", *attempts, position=shard)
         index.update()
     table = lancedb.connect(str(tmp_path / "index")).open_table("trajectories")
@@ -160,8 +154,7 @@ def test_an_attempt_is_one_row_with_its_messages_and_tool_calls(tmp_path: Path) 
     assert match.accepted and not match.is_eval and match.score is not None and match.score > 0
 
 
-@pytest.fixture(scope="module")
-def filtered(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
+def test_filters_leave_only_what_they_name(tmp_path: Path) -> None:
     log = a_log()
     for position, (reward, status, versions) in enumerate(
         [(0.1, "ok", [0, 0]), (0.5, "truncated", [1, 3]), (1.0, "max_turns", [4, 4]), (-1.0, "ok", [2, 2])]
@@ -171,10 +164,7 @@ def filtered(tmp_path_factory: pytest.TempPathFactory) -> SearchIndex:
     _commit(log, "held-out", _said("word"), position=9, is_eval=True)
     log.append(a_step(log.state, trained=["0.task0"], filtered=["0.task1"]))
     log.append(a_step(log.state, trained=["0.task2"]))
-    return _updated(log, tmp_path_factory.mktemp("filters"))
-
-
-def test_filters_leave_only_what_they_name(filtered: SearchIndex) -> None:
+    index = _updated(log, tmp_path)
     for found, all_filters in {
         "0": [{"reward": ("=", 0.1)}, {"step": 1, "outcome": "trained"}],
         "01": [{"last_version": 1}, {"step": 1}],
@@ -194,8 +184,8 @@ def test_filters_leave_only_what_they_name(filtered: SearchIndex) -> None:
     }.items():
         for filters in all_filters:
             for query in ("word", '"word"'):
-                assert _ids(filtered, query, **filters) == [f"{position}/0" for position in found], filters
-            assert _ids(filtered, "w", **filters) == []
+                assert _ids(index, query, **filters) == [f"{position}/0" for position in found], filters
+            assert _ids(index, "w", **filters) == []
 
 
 def test_filters_come_before_the_count_and_a_step_looks_at_its_own_shards_alone(
