@@ -111,14 +111,25 @@ class Registry:
             self._client.set_terminated(self._run_id)
         elif run.info.status != "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
-        return self._unannounced()
+        # Also those that a session registered which died before it could say so in the log.
+        missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
+        return [
+            Registration(version=policy_version, model_name=self.model_name, registry_version=version)
+            for policy_version in sorted(missing)
+            if (version := self._find_version(policy_version)) is not None
+        ]
 
     def _send(self, block: Sequence[LogEntry], session: Session | None) -> Session | None:
         """Send some entries, and the cursor last; returns the session of the next entries."""
         from mlflow.entities import Metric
 
         self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
-        self._versions = self._newest_versions(sum(isinstance(entry.body, Policy | Step) for entry in block))
+        self._versions = {}
+        if count := sum(isinstance(entry.body, Policy | Step) for entry in block):
+            # Those that were registered before the sending of this block broke off are among the newest.
+            order = ["version_number DESC"]
+            newest = self._client.search_model_versions(self._ours(), max_results=count, order_by=order)
+            self._versions = {int(version.tags["millrace.version"]): str(version.version) for version in newest}
         aliases: dict[str, int] = {}
         for entry in block:
             match entry.body:
@@ -266,29 +277,12 @@ class Registry:
             store = f"millrace://{self._log.run_id}"
         return f"{store}/{policy.path}"
 
-    def _unannounced(self) -> list[Registration]:
-        """Versions that MLflow has and the log does not, also those of a session that died in between."""
-        missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
-        return [
-            Registration(version=policy_version, model_name=self.model_name, registry_version=version)
-            for policy_version in sorted(missing)
-            if (version := self._find_version(policy_version)) is not None
-        ]
-
     def _find_version(self, policy_version: int) -> str | None:
         if policy_version not in self._versions:
             wanted = f"{self._ours()} and tags.`millrace.version` = '{policy_version}'"
             for match in self._client.search_model_versions(wanted, max_results=1):
                 self._versions[policy_version] = str(match.version)
         return self._versions.get(policy_version)
-
-    def _newest_versions(self, count: int) -> dict[int, str]:
-        """Policy version → MLflow's number, of the newest: those of a block whose sending broke off are among them."""
-        if not count:
-            return {}
-        order = ["version_number DESC"]
-        versions = self._client.search_model_versions(self._ours(), max_results=count, order_by=order)
-        return {int(version.tags["millrace.version"]): str(version.version) for version in versions}
 
     def _ours(self) -> str:
         return f"name = '{self.model_name}' and run_id = '{self._run_id}'"

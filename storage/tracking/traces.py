@@ -72,18 +72,15 @@ class Traces:
                     tags["millrace.model_version"] = f"models:/{self._log.run_id}/{model}"
             place = json.dumps([self._log.store.uri, self._log.run_id, shard_id, first["group_id"], first["attempt"]])
             trace_id = "tr-" + sha256_of(place.encode())[:32]  # MLflow's form of an OpenTelemetry trace id
-            self._log_spans(experiment_id, _spans(trace_id, rows))
+            try:
+                self._client.log_spans(experiment_id, _spans(trace_id, rows))
+            except NotImplementedError as error:
+                # MLflow's client remembers until its end that a server did not tell its version.
+                self._client.store._get_server_version.cache_clear()
+                raise ConnectionError(
+                    f"{error}; a server before 3.4 takes no traces: set traces.per_evaluation and traces.per_step to 0"
+                ) from error
             self._client.start_trace(_trace_info(trace_id, rows, tags, experiment_id=experiment_id, run_id=run_id))
-
-    def _log_spans(self, experiment_id: str, spans: list[Any]) -> None:
-        try:
-            self._client.log_spans(experiment_id, spans)
-        except NotImplementedError as error:
-            # MLflow's client remembers until its end that a server did not tell its version.
-            self._client.store._get_server_version.cache_clear()
-            raise ConnectionError(
-                f"{error}; a server before 3.4 takes no traces: set traces.per_evaluation and traces.per_step to 0"
-            ) from error
 
     def _attempts(
         self, shard_ids: Sequence[str], groups: set[str] | None, count: int

@@ -138,7 +138,7 @@ class SearchIndex:
             held = self._held(table)
             if gone := held - set(self._live_shards()):
                 with self._damage_named():
-                    table.delete(f"shard_id IN ({', '.join(sql_text(shard_id) for shard_id in sorted(gone))})")
+                    table.delete(_in_shards(gone))
                 report.shards_removed = len(gone)
             self._add(table, self._missing(held), report, progress)
             with self._damage_named():
@@ -162,8 +162,10 @@ class SearchIndex:
         table = self._open()
         start = self._start_similar(table, query) if similar else self._start_words(table, query)
         where = filters.sql() if similar else query.sql(filters)
-        if filters.step is not None:
-            where = f"({where}) AND {self._in_shards_of(filters.step)}"
+        if filters.step is not None:  # a row of the step is in a shard that has a group which the step took
+            steps = self.log.state.steps
+            claimed = claimed_groups(steps[filters.step - 1]) if 1 <= filters.step <= len(steps) else []
+            where = f"({where}) AND {_in_shards({group.shard_id for _, group in claimed})}"
         fetched = 8 * count
         while True:
             with self._damage_named():
@@ -317,13 +319,6 @@ class SearchIndex:
             .select(["group_id", "shard_id", "_distance"])
         )
 
-    def _in_shards_of(self, step: int) -> str:
-        """Condition for rows whose shard has a group that the step took."""
-        steps = self.log.state.steps
-        claimed = claimed_groups(steps[step - 1]) if 1 <= step <= len(steps) else []
-        shard_ids = dict.fromkeys(group.shard_id for _, group in claimed)
-        return f"shard_id IN ({', '.join(map(sql_text, shard_ids))})" if shard_ids else "false"
-
     def _is_wanted(self, hit: dict[str, Any], filters: Filters) -> bool:
         """The filters that need the log."""
         state, group_id, shard_id = self.log.state, hit["group_id"], hit["shard_id"]
@@ -352,6 +347,10 @@ class SearchIndex:
             row["score"] = 1.0 - hit["_distance"] if "_distance" in hit else hit.get("_score")
             matches.append(Match(**row))
         return matches
+
+
+def _in_shards(shard_ids: set[str]) -> str:
+    return f"shard_id IN ({', '.join(map(sql_text, sorted(shard_ids)))})" if shard_ids else "false"
 
 
 def _embedding_of(table: Any) -> str:

@@ -299,7 +299,7 @@ def test_a_damaged_index_says_how_to_make_it_again(tmp_path: Path) -> None:
         assert _ids(index, "word") == ["0/0"]
 
 
-def test_without_an_index_or_with_one_of_another_schema_the_command_is_named(tmp_path: Path) -> None:
+def test_an_index_of_another_schema_is_refused_and_without_one_nothing_is_lost(tmp_path: Path) -> None:
     _, index = _indexed(tmp_path, "a word")
     newer = pa.schema([("id", pa.string())], metadata={"millrace_index": "99"})
     lancedb.connect(str(tmp_path / "index")).create_table("trajectories", schema=newer, mode="overwrite")
@@ -308,9 +308,6 @@ def test_without_an_index_or_with_one_of_another_schema_the_command_is_named(tmp
             use()
     assert index.update(rebuild=True).trajectories == 1
     shutil.rmtree(tmp_path / "index")
-    for use in (index.behind, lambda: _find(index, "word")):
-        with pytest.raises(FileNotFoundError, match="`millrace index run`"):
-            use()
     (tmp_path / "index" / "trajectories.lance" / "_versions").mkdir(parents=True)  # killed while it was being made
     assert index.update().shards_added == 1 and _ids(index, "word") == ["0/0"]
 
@@ -351,8 +348,6 @@ def test_an_index_keeps_its_embedding_until_it_is_made_again(tmp_path: Path) -> 
     assert index.update(rebuild=True).embedding == ""
     with pytest.raises(BadIndex, match="made without vectors"):
         index.update(embedding="my:other")
-    with pytest.raises(ValueError, match=r"no vectors; `millrace index run --rebuild --embedding module:function`"):
-        _find(index, "listen", similar=True)
 
 
 def test_an_embedding_that_returns_no_vectors_is_refused_and_the_old_index_stays(tmp_path: Path) -> None:
