@@ -97,10 +97,6 @@ def _train(log: RunLog, *, steps: int = 0, state_every: int = 0, anchors: Sequen
     return log
 
 
-def _retire(*, shards: Sequence[str] = (), policies: Sequence[int] = (), states: Sequence[str] = ()) -> Retire:
-    return Retire(shard_ids=list(shards), policy_versions=list(policies), state_paths=list(states), reason="")
-
-
 def _age(log: RunLog, name: str, seconds: float) -> None:
     """Make a file of the run so much older."""
     path = log.store.root / log.key(name)  # type: ignore[attr-defined]
@@ -229,16 +225,15 @@ def test_files_without_an_entry_go_when_no_writer_can_still_be_at_it(log: RunLog
     assert _collect(store).items == [], "all of it may still get its entry"
     for name in ("rewards/new/s1.arrow", "shards/lost.arrow"):
         _age(log, name, DAY)
-    report = _collect(store)
-    assert _names(report) == ["rewards/new/s1.arrow", "shards/lost"] and report.by_kind().keys() == {"orphan"}
+    assert _names(_collect(store)) == ["rewards/new/s1.arrow", "shards/lost"]
     kinds = {item.name.removeprefix("runs/run/"): item.kind for item in _collect(store, orphan_seconds=0.0).items}
     assert kinds == {"policies/2-lost": "orphan", "state/2-lost": "orphan", "shards/.s9.arrow.0123.tmp": "temporary"}
     left = ["index/rows.lance", "policies/1-a", "shards/s1"]
     assert _files(store, "policies", "state", "shards", "rewards", "index") == left
     assert store.unfinished(log.prefix) == []  # type: ignore[attr-defined]
-    state, entries = log.refresh(), log.state.entries
-    assert state.retired_shards == {"lost"}
-    assert state.retired_states == {"runs/run/policies/2-lost", "runs/run/state/2-lost"}
+    entries = log.refresh().entries
+    assert log.state.retired_shards == {"lost"}
+    assert log.state.retired_states == {"runs/run/policies/2-lost", "runs/run/state/2-lost"}
     assert _collect(store, orphan_seconds=0.0).items == [] and log.refresh().entries == entries
 
 
@@ -247,7 +242,7 @@ def test_what_is_retired_is_deleted_whatever_its_age_and_whatever_needs_it_now(l
     _train(log, steps=3, state_every=3)
     log.store.put(log.shard_key("s9"), b"x")
     log.store.put(log.key("state/9-a/m"), b"x")
-    log.append(_retire(shards=["s1", "s9"], states=[log.key("state/9-a")]))
+    log.append(Retire(shard_ids=["s1", "s9"], policy_versions=[], state_paths=[log.key("state/9-a")], reason=""))
     log.append(Alias(name="shipped", version=2, checksum=""))  # it was trained from s1 and s2
     items = {item.name.removeprefix("runs/run/"): item.kind for item in _collect(log.store).items if item.retired}
     assert items == {"s1": "shard", "shards/s9": "orphan", "state/9-a": "orphan"}
@@ -286,20 +281,16 @@ def test_rewards_go_with_their_shard_and_a_quarantined_shard_with_its_step(log: 
 
 
 def test_if_it_is_killed_while_deleting_the_next_one_finishes(log: RunLog, tmp_path: Path):
-    class Killed(LocalStore):
-        def delete(self, keys: Sequence[str]) -> None:
-            if any("policies" in key for key in keys):
-                super().delete(keys[:3])
-                raise KeyboardInterrupt
-            super().delete(keys)
+    def kill(rival: RunLog) -> None:
+        rival.store.delete([rival.key("policies/1-a/model.safetensors")])
+        raise KeyboardInterrupt
 
     _train(log, steps=4, state_every=2)
     with pytest.raises(KeyboardInterrupt):
-        _collect(Killed(tmp_path / "store"))
-    state = log.refresh()
-    assert state.retired_policies == {1, 2, 3} and len(_files(log.store, "policies")) > 1
+        _collect(Meanwhile(tmp_path / "store", kill, after=True))
+    entries = log.refresh().entries
+    assert log.state.retired_policies == {1, 2, 3} and len(_files(log.store, "policies")) > 1
     _check(log, Rules(keep_last=1))
-    entries = state.entries
     report = _collect(log.store, older_than_seconds=DAY)  # whatever the rules are now
     assert {item.reason for item in report.items} == {"retired before, and not deleted yet"}
     assert _files(log.store, "policies", "shards") == ["policies/4-a", "shards/s3", "shards/s4"]
@@ -472,14 +463,14 @@ def test_the_log_refuses_to_retire_what_is_needed_and_writers_that_come_after_th
     _train(log, anchors=[None, 1, None, 3])
     _shard(log, 9, version=4)
     log.append(Alias(name="shipped", version=2, checksum=""))
-    for retire, reason in (
-        (_retire(shards=["s9"]), "hold groups no step has taken"),
-        (_retire(policies=[4]), r"\[4\] are live or have an alias"),
-        (_retire(policies=[1]), r"\[1\] are anchors"),
-        (_retire(policies=[3]), r"\[3\] are anchors"),
+    for shards, policies, reason in (
+        (["s9"], [], "hold groups no step has taken"),
+        ([], [4], r"\[4\] are live or have an alias"),
+        ([], [1], r"\[1\] are anchors"),
+        ([], [3], r"\[3\] are anchors"),
     ):
         with pytest.raises(Conflict, match=reason):
-            log.append(retire)
+            log.append(Retire(shard_ids=shards, policy_versions=policies, state_paths=[], reason=""))
     files = ["shards/late.arrow", "policies/5-late/m", "state/5-late/m"]
     for name in files:
         log.store.put(log.key(name), b"its writer sleeps")
