@@ -300,8 +300,10 @@ class _Survey:
                 case ["rewards", rewards, name]:
                     shard_id = name.removesuffix(".arrow")
                     rescored = state.rescored.get(rewards)
-                    known = (rescored is not None and shard_id in rescored.files) or shard_id in state.retired_shards
-                    owned["shards" if known else "rewards", shard_id if known else f"{rewards}/{name}"].append(file)
+                    if shard_id in state.retired_shards or (rescored is not None and shard_id in rescored.files):
+                        owned["shards", shard_id].append(file)
+                    else:
+                        owned["rewards", f"{rewards}/{name}"].append(file)
                 case _:
                     pass  # the log, the search index and other files are not for retention to judge
         return owned

@@ -1,4 +1,4 @@
-"""Housekeeping takes what nothing needs, says so first, and never what anybody needs, on a disk and on S3."""
+"""Housekeeping removes what nothing needs, records it first, and never removes what is needed, on a disk and on S3."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _eval_shard(log: RunLog, shard_id: str, *, version: int) -> None:
 
 
 def _score(log: RunLog, version: int, score: float, shard_id: str, **fields: object) -> None:
-    known = {"split": "test", "num_tasks": 1, "num_failed": 0, "seconds": 0.0, **fields}
-    log.append(Evaluation(version=version, score=score, shard_id=shard_id, **known))  # type: ignore[arg-type]
+    counts = {"split": "test", "num_tasks": 1, "num_failed": 0, "seconds": 0.0, **fields}
+    log.append(Evaluation(version=version, score=score, shard_id=shard_id, **counts))  # type: ignore[arg-type]
 
 
 def _train(log: RunLog, *, steps: int = 0, state_every: int = 0, anchors: Sequence[int | None] = ()) -> RunLog:
@@ -105,8 +105,8 @@ def _age(log: RunLog, name: str, seconds: float) -> None:
 
 def _files(store: ObjectStore, *folders: str, run: str = "run") -> list[str]:
     """What is left, without the log: `shards/s1`, `policies/3-a`."""
-    found = [file.key.removeprefix(f"runs/{run}/") for file in store.walk(f"runs/{run}")]
-    names = {name.rpartition("/")[0] if name.startswith(("policies", "state")) else name for name in found}
+    keys = [file.key.removeprefix(f"runs/{run}/") for file in store.walk(f"runs/{run}")]
+    names = {name.rpartition("/")[0] if name.startswith(("policies", "state")) else name for name in keys}
     return sorted(name.removesuffix(".arrow") for name in names if name.split("/")[0] in folders)
 
 

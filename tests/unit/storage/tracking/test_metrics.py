@@ -15,12 +15,12 @@ def test_processors_memory_disk_and_network_are_measured_in_their_range() -> Non
     system = SystemMetrics()
     system.sample()
     sum(number * number for number in range(2_000_000))  # something to measure
-    found = system.sample()
-    assert 0 < found["system/cpu_utilization_percentage"] <= 100 * 1024
-    assert 0 < found["system/system_memory_usage_percentage"] <= 100
-    assert 0 <= found["system/disk_usage_percentage"] <= 100
-    assert found["system/network_receive_megabytes"] >= 0
-    assert all(isinstance(value, float) for value in found.values())
+    measured = system.sample()
+    assert 0 < measured["system/cpu_utilization_percentage"] <= 100 * 1024
+    assert 0 < measured["system/system_memory_usage_percentage"] <= 100
+    assert 0 <= measured["system/disk_usage_percentage"] <= 100
+    assert measured["system/network_receive_megabytes"] >= 0
+    assert all(isinstance(value, float) for value in measured.values())
 
 
 def test_a_gpu_is_measured_if_its_driver_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +38,6 @@ def test_a_gpu_is_measured_if_its_driver_answers(monkeypatch: pytest.MonkeyPatch
     )
     monkeypatch.setitem(sys.modules, "pynvml", card)
     monkeypatch.setattr(gpu_monitor, "pynvml", card, raising=False)
-    found = SystemMetrics().sample()
-    assert found["system/gpu_0_utilization_percentage"] == 75.0
-    assert found["system/gpu_0_memory_usage_percentage"] == 50.0
+    measured = SystemMetrics().sample()
+    assert measured["system/gpu_0_utilization_percentage"] == 75.0
+    assert measured["system/gpu_0_memory_usage_percentage"] == 50.0

@@ -36,8 +36,8 @@ class _Mirror:
 
     def versions(self) -> dict[str, Any]:
         """Model versions by our own version number."""
-        found = self.client.search_model_versions("name = 'run'")
-        return {version.tags["millrace.version"]: version for version in found}
+        versions = self.client.search_model_versions("name = 'run'")
+        return {version.tags["millrace.version"]: version for version in versions}
 
     def run(self) -> Any:
         [run] = self.client.search_runs([self.client.get_experiment_by_name("millrace").experiment_id])
@@ -151,7 +151,7 @@ def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_curso
     assert registry.run_page == f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
     for cursor in ("0", "3"):
         mirror.client.set_tag(info.run_id, "millrace.synced_entries", cursor)
-        # The session that died never said in the log what it had registered, so this one does.
+        # The log has no registrations of the session that died, so this one does.
         assert mirror.sync() == mirror.registered
         assert mirror.everything() == before
 

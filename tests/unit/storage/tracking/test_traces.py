@@ -76,8 +76,8 @@ class _Mirror:
     def sync(self) -> None:
         Registry(self.log, tracking_uri=self.uri).sync()
         [self.run] = self.client.search_runs([self.client.get_experiment_by_name("millrace").experiment_id])
-        found = self.client.search_traces(locations=[self.run.info.experiment_id], max_results=100)
-        self.traces = sorted(found, key=lambda trace: (trace.info.tags["millrace.of"], _rewards(trace)["reward"]))
+        traces = self.client.search_traces(locations=[self.run.info.experiment_id], max_results=100)
+        self.traces = sorted(traces, key=lambda trace: (trace.info.tags["millrace.of"], _rewards(trace)["reward"]))
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ from tests.builders import a_group, a_log, a_trajectory, a_turn, commit, local_s
 
 
 def _said(prompt: str, *reply: str) -> list[Message]:
-    """A conversation: one prompt, then replies with a tool's answer between each two."""
-    said = [Message(role="user", content=prompt)]
+    """A conversation: one prompt, then replies with a tool's result between each two."""
+    messages = [Message(role="user", content=prompt)]
     for index, text in enumerate(reply):
-        said += [Message(role="tool", content="ok")] if index else []
-        said.append(Message(role="assistant", content=text, is_completion=True))
-    return said
+        messages += [Message(role="tool", content="ok")] if index else []
+        messages.append(Message(role="assistant", content=text, is_completion=True))
+    return messages
 
 
 def _attempts(*scored: tuple[float, str]) -> list[Trajectory]:
@@ -91,7 +91,7 @@ def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_
 
 def test_pairs_have_one_prompt_and_two_replies_and_an_edited_history_is_one_conversation(tmp_path: Path):
     def attempts(*conversations: list[Message]) -> list[Trajectory]:
-        return [a_trajectory(1.0 - i, attempt=i, messages=said) for i, said in enumerate(conversations)]
+        return [a_trajectory(1.0 - i, attempt=i, messages=messages) for i, messages in enumerate(conversations)]
 
     edited = [a_turn(), a_turn(sequence_idx=1)]
     queries = _queries(

@@ -163,9 +163,9 @@ def test_a_prompt_leads_to_all_its_groups():
     groups = [replace(a_summary(n), id=i, prompt_id=p) for n, (i, p) in enumerate(zip(names, prompts, strict=True))]
     log.append(a_shard("s0", groups))
     log.append(a_step(log.state, trained=["1.7", "0.77"]))
-    found = prompt_lineage(log, "7")
-    assert [lineage.group.id for lineage in found] == ["0.7", "1.7", "1.7.retry1"]
-    assert [lineage.influenced for lineage in found] == [[], [1], []]
+    lineages = prompt_lineage(log, "7")
+    assert [lineage.group.id for lineage in lineages] == ["0.7", "1.7", "1.7.retry1"]
+    assert [lineage.influenced for lineage in lineages] == [[], [1], []]
     assert [lineage.group.id for lineage in prompt_lineage(log, "7.5")] == ["0.7.5"]
     with pytest.raises(ValueError, match="no group of prompt '8'"):
         prompt_lineage(log, "8")

@@ -53,8 +53,8 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
 
 
 def _conversation() -> RolloutGroup:
-    """A group of one attempt that called a tool, was told the result, and then edited its history."""
-    said = [
+    """A group of one attempt that called a tool, got the result, and then edited its history."""
+    messages = [
         Message(role="system", content="use the tool"),
         Message(role="user", content="3+4"),
         Message(role="assistant", content="call", is_completion=True),
@@ -67,7 +67,7 @@ def _conversation() -> RolloutGroup:
         a_turn([6, 1], context=[9], versions=2),
         a_turn([7], context=[2, 4], versions=3, sequence_idx=1, finish_reason="length"),
     ]
-    attempt = a_trajectory(0.25, turns=turns, messages=said, reward_parts={"exact": 0.0, "style": 0.25})
+    attempt = a_trajectory(0.25, turns=turns, messages=messages, reward_parts={"exact": 0.0, "style": 0.25})
     return a_group(4, trajectories=[attempt])
 
 

@@ -36,7 +36,7 @@ def _commit(log: RunLog, shard_id: str, *attempts: Trajectory, position: int = 0
 
 
 def _words(log: RunLog, *positions: int) -> None:
-    """A shard `s<position>` for each, of one attempt that said `word`."""
+    """A shard `s<position>` for each, of one attempt that is `word`."""
     for position in positions:
         _commit(log, f"s{position}", _said("word"), position=position)
 
@@ -93,7 +93,7 @@ def test_all_words_must_be_there_in_any_order_whatever_their_case_and_accents(tm
 def test_a_term_with_punctuation_must_be_there_exactly(tmp_path: Path) -> None:
     texts = ["37+45=82", "08+37=\n45", "def foo_bar(): off by one", "x[i+1] != foo bar, off-by-one"]
     _, index = _indexed(tmp_path / "100% my #1", *texts, 'O\'Brien \\ 🎉 {"city": "one"} 100%')
-    for found, queries in {
+    for attempts, queries in {
         "0": ["37+45="],
         "01": ["37 45"],
         "013": ["+"],
@@ -105,7 +105,7 @@ def test_a_term_with_punctuation_must_be_there_exactly(tmp_path: Path) -> None:
         "": ["foo_bar, (off", "a AND (b", "'; DROP TABLE x --", "x" * 2000],
     }.items():
         for query in queries:
-            assert _ids(index, query) == [f"0/{attempt}" for attempt in found], query
+            assert _ids(index, query) == [f"0/{attempt}" for attempt in attempts], query
 
 
 @pytest.mark.parametrize("most_unindexed", [0, 1000])
@@ -165,7 +165,7 @@ def test_filters_leave_only_what_they_name(tmp_path: Path) -> None:
     log.append(a_step(log.state, trained=["0.task0"], filtered=["0.task1"]))
     log.append(a_step(log.state, trained=["0.task2"]))
     index = _updated(log, tmp_path)
-    for found, all_filters in {
+    for positions, all_filters in {
         "0": [{"reward": ("=", 0.1)}, {"step": 1, "outcome": "trained"}],
         "01": [{"last_version": 1}, {"step": 1}],
         "012": [{"reward": (">=", 0.1)}],
@@ -184,7 +184,7 @@ def test_filters_leave_only_what_they_name(tmp_path: Path) -> None:
     }.items():
         for filters in all_filters:
             for query in ("word", '"word"'):
-                assert _ids(index, query, **filters) == [f"{position}/0" for position in found], filters
+                assert _ids(index, query, **filters) == [f"{position}/0" for position in positions], filters
             assert _ids(index, "w", **filters) == []
 
 
