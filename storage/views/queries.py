@@ -151,11 +151,14 @@ class Queries:
     def __init__(self, log: RunLog, shards: Sequence[Shard], entries: Sequence[LogEntry], *, verify: bool) -> None:
         import duckdb
 
-        state, ids = log.state, [shard.id for shard in shards]
-        retired = {id: "retired: retention has removed the file" for id in ids if id in state.retired_shards}
-        quarantined = {id: f"quarantined: {state.quarantined[id]}" for id in ids if id in state.quarantined}
-        self.left_out: dict[str, str] = retired | quarantined
+        state = log.state
+        self.left_out: dict[str, str] = {}
         """Shard id → why its rows are left out. A damaged file appears once a query has read it."""
+        for shard in shards:
+            if shard.id in state.quarantined:
+                self.left_out[shard.id] = f"quarantined: {state.quarantined[shard.id]}"
+            elif shard.id in state.retired_shards:
+                self.left_out[shard.id] = "retired: retention has removed the file"
         readable = [shard for shard in shards if shard.id not in self.left_out]
         self._rows = ShardRows.of(log, readable, left_out=self.left_out, verify=verify)
         scratch = Path(tempfile.gettempdir()) / f"millrace-duckdb-{os.getpid()}"
@@ -231,7 +234,7 @@ def _groups(state: RunState, shards: Sequence[Shard], entries: Sequence[LogEntry
             if outcome is None and group.id not in state.pending:
                 continue
             step = None if shard.is_eval else state.step_of.get(group.id)
-            if step is not None and step not in versions:  # opened without entries
+            if step is not None and outcome == "trained" and step not in versions:  # opened without entries
                 versions[step] = state.steps[step - 1].policy.version
             rows.append(
                 {
