@@ -160,17 +160,17 @@ class SearchIndex:
         index, `InvalidInput` for `similar` without vectors, and `BadIndex`.
         """
         table = self._open()
-        start = self._start_similar(table, query) if similar else self._start_words(table, query)
+        search = self._similar(table, query) if similar else _with_words(table, query)
         where = filters.sql() if similar else query.sql(filters)
         if filters.step is not None:  # a row of the step is in a shard that has a group which the step took
             steps = self.log.state.steps
             claimed = claimed_groups(steps[filters.step - 1]) if 1 <= filters.step <= len(steps) else []
             where = f"({where}) AND {_in_shards({group.shard_id for _, group in claimed})}"
+        search = search.where(where, prefilter=True).with_row_id(True)
         fetched = 8 * count
         while True:
             with self._damage_named():
-                builder = start().where(where, prefilter=True).with_row_id(True)
-                hits = builder.limit(fetched).to_arrow().to_pylist()
+                hits = search.limit(fetched).to_arrow().to_pylist()
             kept = [hit for hit in hits if self._is_wanted(hit, filters)]
             if len(kept) >= count or len(hits) < fetched:
                 return self._read(table, kept[:count])
@@ -291,21 +291,7 @@ class SearchIndex:
     def _shard_rows(self, shard: Shard) -> pa.Table:
         return attempt_rows(read_shard(self.log, shard), shard_id=shard.id)
 
-    def _start_words(self, table: Any, query: SearchQuery) -> Callable[[], Any]:
-        from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur, PhraseQuery
-
-        columns = ["group_id", "shard_id"]
-        words = " ".join(query.words)
-        clauses = [(Occur.MUST, PhraseQuery(phrase, "text")) for phrase in query.phrases]
-        if words:
-            clauses.append((Occur.MUST, MatchQuery(words, "text", operator=FullTextOperator.AND)))
-        if len(query.words) > 1:  # any order matches; side by side first
-            clauses.append((Occur.SHOULD, PhraseQuery(words, "text")))
-        if not clauses:  # no index has punctuation
-            return lambda: table.search().select(columns)
-        return lambda: table.search(BooleanQuery(clauses)).select([*columns, "_score"])
-
-    def _start_similar(self, table: Any, query: SearchQuery) -> Callable[[], Any]:
+    def _similar(self, table: Any, query: SearchQuery) -> Any:
         embedding = _embedding_of(table)
         if not embedding:
             raise InvalidInput(
@@ -313,11 +299,8 @@ class SearchIndex:
                 f"{EMBEDDING}"
             )
         vector = unit_vectors(self._load_embedding(embedding), [query.text], name=embedding)[0]
-        return lambda: (
-            table.search(vector, vector_column_name="vector")
-            .distance_type("dot")
-            .select(["group_id", "shard_id", "_distance"])
-        )
+        search = table.search(vector, vector_column_name="vector").distance_type("dot")
+        return search.select(["group_id", "shard_id", "_distance"])
 
     def _is_wanted(self, hit: dict[str, Any], filters: Filters) -> bool:
         """The filters that need the log."""
@@ -347,6 +330,20 @@ class SearchIndex:
             row["score"] = 1.0 - hit["_distance"] if "_distance" in hit else hit.get("_score")
             matches.append(Match(**row))
         return matches
+
+
+def _with_words(table: Any, query: SearchQuery) -> Any:
+    from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur, PhraseQuery
+
+    words = " ".join(query.words)
+    clauses = [(Occur.MUST, PhraseQuery(phrase, "text")) for phrase in query.phrases]
+    if words:
+        clauses.append((Occur.MUST, MatchQuery(words, "text", operator=FullTextOperator.AND)))
+    if len(query.words) > 1:  # any order matches; side by side first
+        clauses.append((Occur.SHOULD, PhraseQuery(words, "text")))
+    if not clauses:  # no index has punctuation
+        return table.search().select(["group_id", "shard_id"])
+    return table.search(BooleanQuery(clauses)).select(["group_id", "shard_id", "_score"])
 
 
 def _in_shards(shard_ids: set[str]) -> str:
