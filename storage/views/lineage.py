@@ -27,7 +27,6 @@ import pyarrow.compute as pc
 from settings.errors import InvalidInput
 from storage.log.entries import OUTCOMES, Evaluation, GroupSummary, Policy, Step
 from storage.log.run_log import RunLog
-from storage.log.run_state import RunState
 from storage.objects.digests import DigestMismatch
 from storage.policies.policies import PolicyReader
 from storage.shards.schema import flat
@@ -156,7 +155,7 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
     policy = state.policies.get(version)
     if policy is None:
         raise InvalidInput(f"run {log.run_id!r} has no policy version {version}; it has 0 to {state.newest_version}")
-    step = _maker(state, policy)
+    step = state.steps[version - 1] if version else None  # step k trains version k - 1 and makes version k
     shards = [_shard_use(log, shard_id, step) for shard_id in step.shard_sha256] if step else []
     groups = [state.groups[claimed.group_id] for claimed in step.claim.trained] if step else []
     sampled_by = sorted({v for group in groups if group.rows for v in (group.head_version, group.tail_version)})
@@ -180,7 +179,7 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
         retired=version in state.retired_policies,
         weights=f"{log.store.uri}/{policy.path}",
         weights_sha256=policy.weights_sha256,
-        parents=_parents(state, policy),
+        parents=list(range(version))[::-1][:_PARENTS_SHOWN],
         step=step.claim.step if step else None,
         session_id=session_id,
         code_version=session.code_version if session else "",
@@ -267,8 +266,7 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
         reason = next(claimed.reason for claimed in getattr(step.claim, outcome) if claimed.group_id == group_id)
     policy = step.policy.version if step is not None and outcome == "trained" else None
     # Every step trains the newest policy, so a run is one line.
-    later = range(policy, state.newest_version + 1) if policy is not None else ()
-    influenced = [version for version in later if version in state.policies]
+    influenced = list(range(policy, state.newest_version + 1)) if policy is not None else []
     versions = set(influenced)
     return GroupLineage(
         group=group,
@@ -284,23 +282,6 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
         registered=[version for version in influenced if version in state.registrations],
         retired=[version for version in influenced if version in state.retired_policies],
     )
-
-
-def _maker(state: RunState, policy: Policy) -> Step | None:
-    """The step that made a policy; step k nearly always makes version k."""
-    if policy.parent is None:
-        return None
-    if policy.version <= state.step and state.steps[policy.version - 1].policy == policy:
-        return state.steps[policy.version - 1]
-    return next((step for step in state.steps if step.policy == policy), None)
-
-
-def _parents(state: RunState, policy: Policy) -> list[int]:
-    parents: list[int] = []
-    while policy.parent is not None and len(parents) < _PARENTS_SHOWN:
-        parents.append(policy.parent)
-        policy = state.policies[policy.parent]
-    return parents
 
 
 def _shard_use(log: RunLog, shard_id: str, step: Step | None) -> ShardUse:

@@ -165,7 +165,7 @@ class Queries:
         self._connection = duckdb.connect(config={"python_enable_replacements": False, "temp_directory": str(scratch)})
         tables = {
             "shard_rows": self._rows,
-            "groups": _groups(state, shards, entries),
+            "groups": _groups(state, shards),
             "steps": _steps(entries),
             "evaluations": _evaluations(entries),
             "reward_rows": RewardRows.of(log, {shard.id for shard in readable}, left_out=self.left_out),
@@ -223,10 +223,9 @@ def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None, verif
     return Queries(log, [e.body for e in entries if isinstance(e.body, Shard)], entries, verify=verify)
 
 
-def _groups(state: RunState, shards: Sequence[Shard], entries: Sequence[LogEntry]) -> pa.Table:
+def _groups(state: RunState, shards: Sequence[Shard]) -> pa.Table:
     """Every group of the shards, except those that were lost with a quarantined shard."""
     numbers = {shard_id: number for number, shard_id in enumerate(state.shards)}
-    versions = {e.body.claim.step: e.body.policy.version for e in entries if isinstance(e.body, Step)}
     rows: list[dict[str, Any]] = []
     for shard in shards:
         for group in shard.groups:
@@ -234,15 +233,13 @@ def _groups(state: RunState, shards: Sequence[Shard], entries: Sequence[LogEntry
             if outcome is None and group.id not in state.pending:
                 continue
             step = None if shard.is_eval else state.step_of.get(group.id)
-            if step is not None and outcome == "trained" and step not in versions:  # opened without entries
-                versions[step] = state.steps[step - 1].policy.version
             rows.append(
                 {
                     **vars(group),
                     "failures": list(group.failures.items()),
                     "outcome": outcome or "pending",
                     "step": step,
-                    "policy_version": versions[step] if step is not None and outcome == "trained" else None,
+                    "policy_version": step if outcome == "trained" else None,  # step k makes version k
                     "shard_id": shard.id,
                     "shard_number": numbers[shard.id],
                 }
