@@ -195,7 +195,7 @@ class _Survey:
         owned = self._by_owner()
         latest = self._now - rules.orphan_seconds
         settled = {owner: max(file.modified_at for file in files) <= latest for owner, files in owned.items()}
-        saved = {state_path for _, state_path, _ in facts.steps}
+        saved = {state_path for state_path, _ in facts.steps}
         unscored = {name: version for name, version in facts.eval_shards.items() if name not in facts.scored_shards}
         # An evaluation commits shard after shard, and its score last.
         running = {version for name, version in unscored.items() if not settled.get(("shards", name), True)}
