@@ -7,6 +7,7 @@ import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import lancedb
 import numpy as np
@@ -164,7 +165,7 @@ def test_filters_leave_only_what_they_name(tmp_path: Path) -> None:
     log.append(a_step(log.state, trained=["0.task0"], filtered=["0.task1"]))
     log.append(a_step(log.state, trained=["0.task2"]))
     index = _updated(log, tmp_path)
-    for positions, all_filters in {
+    filters_of: dict[str, list[dict[str, Any]]] = {
         "0": [{"reward": ("=", 0.1)}, {"step": 1, "outcome": "trained"}],
         "01": [{"last_version": 1}, {"step": 1}],
         "012": [{"reward": (">=", 0.1)}],
@@ -180,7 +181,8 @@ def test_filters_leave_only_what_they_name(tmp_path: Path) -> None:
         "29": [{"include_eval": True, "reward": ("=", 1.0)}],
         "3": [{"reward": ("<", -0.5)}, {"outcome": "pending"}],
         "": [{"outcome": "stale"}, {"step": 2, "reward": (">", 5.0)}],
-    }.items():
+    }
+    for positions, all_filters in filters_of.items():
         for filters in all_filters:
             for query in ("word", '"word"'):
                 assert _ids(index, query, **filters) == [f"{position}/0" for position in positions], filters
@@ -347,11 +349,12 @@ def test_an_index_keeps_its_embedding_until_it_is_made_again(tmp_path: Path) -> 
 
 def test_an_embedding_that_returns_no_vectors_is_refused_and_the_old_index_stays(tmp_path: Path) -> None:
     log, _ = _indexed(tmp_path, "a word")
-    for sentence, replies in {
+    replies_of: dict[str, list[Any]] = {
         "answers 1 texts with shape": [[[1.0], [1.0]], [1.0], [[]]],
         "all equally long": [[[1.0], [1.0, 2.0]], ["word"], None],
         "not finite": [[[float("nan")]]],
-    }.items():
+    }
+    for sentence, replies in replies_of.items():
         for reply in replies:
             index = SearchIndex(log, tmp_path / "index", load_embedding=lambda name, reply=reply: lambda texts: reply)
             with pytest.raises(ValueError, match=f"embedding my:bad.*{sentence}"):
