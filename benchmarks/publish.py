@@ -86,17 +86,17 @@ def publish(
         folder = scratch / f"{anchor_every}-{version}"
         digest, path = masters.save(folder), log.key(f"policies/{version}-a")
         started = time.perf_counter()
-        written = writer.put(folder, path, version=version)
+        anchor, written = writer.put(folder, path, version=version)
         saved = time.perf_counter()
-        policy = Policy(version=version, path=path, weights_sha256=digest, parent=version - 1, anchor=written.anchor)
+        policy = Policy(version=version, path=path, weights_sha256=digest, parent=version - 1, anchor=anchor)
         log.append(policy)
         logged = time.perf_counter()
         fetched = reader.fetch(policy)
         found.append(
             {
-                "is_delta": written.anchor is not None,
-                "bytes": written.num_bytes,
-                "changed_fraction": written.changed_fraction,
+                "is_delta": anchor is not None,
+                "bytes": int(written["policy_bytes"]),
+                "changed_fraction": written.get("policy_changed_fraction"),
                 "save_seconds": saved - started,
                 "fetch_seconds": time.perf_counter() - logged,
             }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from infra.memory import PeakMemory
 from storage.log.entries import Shard
-from storage.tracking.system_metrics import SystemMetrics
+from storage.tracking.metrics import SystemMetrics
 from trainers.timing import split_wait
 
 

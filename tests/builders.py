@@ -28,6 +28,7 @@ from storage.objects.digests import seal_folder
 from storage.objects.object_store import LocalStore, StoredFile
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance, summarise
+from storage.shards.shards import commit_shard
 from tasks.clock import RoundClock
 from tasks.fleet import Fleet
 from tasks.mirror import TrackingMirror
@@ -277,6 +278,12 @@ def provenance(shard_id: str = "s0", *, run_id: str = "run") -> Provenance:
 
 
 SAMPLING = Sampling(max_tokens=8)
+
+
+def commit(log: RunLog, shard_id: str, *groups: RolloutGroup, is_eval: bool = False) -> Shard:
+    """Commit groups as a shard of the run, with its file."""
+    made_by = provenance(shard_id, run_id=log.run_id)
+    return commit_shard(log, groups, provenance=made_by, sampling=SAMPLING, is_eval=is_eval)
 
 
 def a_policy_folder(folder: Path, *, weights: bytes = b"weights", tokenizer: Path | None = None) -> str:

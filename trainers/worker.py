@@ -185,9 +185,9 @@ class TrainerWorker:
         policy = dataclasses.replace(self._live(), version=claim.base_version + 1, parent=claim.base_version)
         if digest:
             path = self._log.key(f"policies/{policy.version}-{attempt}")
-            written = self._policies.put(folder / "policy", path, version=policy.version)
-            policy = dataclasses.replace(policy, path=path, weights_sha256=digest, anchor=written.anchor)
-            metrics = {**metrics, **written.metrics}
+            anchor, written = self._policies.put(folder / "policy", path, version=policy.version)
+            policy = dataclasses.replace(policy, path=path, weights_sha256=digest, anchor=anchor)
+            metrics = {**metrics, **written}
         state_path = None
         if (folder / "state").exists():
             state_path = self._log.key(f"state/{claim.step}-{attempt}")

@@ -32,7 +32,7 @@ def export(
 ) -> None:
     """Write trajectories as a data set for other trainers: Parquet that Hugging Face datasets reads."""
     from storage.retention.retention import reading
-    from storage.views.exports import export_dpo, export_sft
+    from storage.views.exports import export_rows
     from storage.views.queries import open_queries
 
     log, console = open_named(run, store), Console(highlight=False, soft_wrap=True)
@@ -46,10 +46,7 @@ def export(
     with reading(log, f"traj export {kind}"):
         log.refresh()  # what retention has taken since is known from here on, and it takes nothing more
         queries = open_queries(log, verify=True)
-        if kind == "sft":
-            num_rows = export_sft(queries, file, where=where, include_eval=include_eval, force=force)
-        else:
-            num_rows = export_dpo(queries, file, where=where, margin=margin, include_eval=include_eval, force=force)
+        num_rows = export_rows(queries, file, kind, where=where, margin=margin, include_eval=include_eval, force=force)
     what = counted(num_rows, "conversation" if kind == "sft" else "pair")
     console.print(f"{what}, {size(file.stat().st_size)}: {escape(str(file))}")
     console.print(f'[dim]datasets.load_dataset("parquet", data_files="{escape(str(file))}")[/]')

@@ -41,8 +41,7 @@ def check_adapters(table: pa.Table, *, shard_id: str, policies: Mapping[int, Pol
         version: "" if policy.path == policies[0].path else policy.weights_sha256
         for version, policy in policies.items()
     }
-    has_column = ADAPTERS.name in table.schema.names
-    served_B = table[ADAPTERS.name].to_pylist() if has_column else [[]] * table.num_rows
+    served_B = table[ADAPTERS.name].to_pylist() if ADAPTERS.name in table.schema.names else [None] * len(table)
     heads, tails = table["head_version"].to_pylist(), table["tail_version"].to_pylist()
     versions_T, starts = flat(table["weight_versions"]), row_offsets(table["weight_versions"])
     for row, served in enumerate(served_B):

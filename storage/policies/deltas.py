@@ -18,12 +18,10 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from storage.objects.digests import DigestMismatch
@@ -33,46 +31,32 @@ CHUNK = 2**22
 """Values compared at once; the comparison needs a few times their memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Weights:
-    """A memory-mapped safetensors file."""
-
-    header: bytes
-    tensors: dict[str, np.ndarray]
-    """Name → flat tensor, each value an unsigned integer of its width."""
-
-
 def write_delta(whole: Path, anchor: Path, file: Path, *, most_bytes: int, about: dict[str, str]) -> float | None:
     """Write the difference of `whole` from `anchor`; returns the share of the values whose bits differ.
 
     Returns None and writes no file if that takes more than `most_bytes`, or if the files hold different tensors.
-    `about` goes into the file's metadata. Needs up to `most_bytes` of memory.
+    `about` goes into the file's metadata. Needs about `most_bytes` of memory.
     """
-    new, old = _open(whole), _open(anchor)
-    if new.header != old.header:
+    (header, new), (anchor_header, old) = _open(whole), _open(anchor)
+    if header != anchor_header:
         return None
-    at_least = 0  # counting is much cheaper than encoding if most values changed
-    for name, values in new.tensors.items():
+    num_bytes = num_changed = 0  # at least; counting is much cheaper than encoding if most values changed
+    for name, values in new.items():
         for start in range(0, values.size, CHUNK):
-            differs = values[start : start + CHUNK] != old.tensors[name][start : start + CHUNK]
-            at_least += int(np.count_nonzero(differs)) * (1 + values.itemsize)
-            if at_least > most_bytes:
-                return None
-    delta: dict[str, np.ndarray] = {}
-    num_bytes = num_changed = 0
-    for name, values in new.tensors.items():
-        parts = []
-        for part in _changes(values, old.tensors[name]):
-            num_bytes += sum(array.nbytes for array in part)
+            changed = np.count_nonzero(values[start : start + CHUNK] != old[name][start : start + CHUNK])
+            num_changed += int(changed)
+            num_bytes += int(changed) * (1 + values.itemsize)
             if num_bytes > most_bytes:
                 return None
-            parts.append(part)
-        if parts:
-            gaps, changed = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-            delta[f"{name}/gaps"], delta[f"{name}/values"] = gaps, changed
-            num_changed += changed.size
+    delta: dict[str, np.ndarray] = {}
+    for name, values in new.items():
+        if parts := list(_changes(values, old[name])):
+            gaps, new_values = zip(*parts, strict=True)
+            delta[f"{name}/gaps"], delta[f"{name}/values"] = np.concatenate(gaps), np.concatenate(new_values)
+    if sum(array.nbytes for array in delta.values()) > most_bytes:
+        return None
     save_file(delta, str(file), metadata={"format": FORMAT, **about})
-    return num_changed / max(1, sum(values.size for values in new.tensors.values()))
+    return num_changed / max(1, sum(values.size for values in new.values()))
 
 
 def apply_delta(anchor: Path, delta: Path, file: Path) -> None:
@@ -81,28 +65,24 @@ def apply_delta(anchor: Path, delta: Path, file: Path) -> None:
     Raises `storage.objects.digests.DigestMismatch` if the delta does not belong to this anchor.
     """
     shutil.copyfile(anchor, file)
-    tensors = _open(file, mode="r+").tensors
-    with safe_open(str(delta), framework="numpy") as stored:
-        for key in stored.keys():  # noqa: SIM118 - the file is not a mapping
-            name, _, part = key.rpartition("/")
-            if part != "gaps":
-                continue
-            values = stored.get_tensor(f"{name}/values")
-            positions = _positions(stored.get_tensor(key))
-            target = tensors.get(name, np.empty(0, np.uint8))
-            fits = target.dtype == values.dtype and positions.size == values.size
-            if not fits or positions[-1:] >= target.size:
-                raise DigestMismatch(f"{delta} changes {values.size} values of {name} that {anchor} does not have")
-            target[positions] = values
+    _, tensors = _open(file, mode="r+")
+    _, changes = _open(delta)
+    for name in (key.removesuffix("/gaps") for key in changes if key.endswith("/gaps")):
+        values, positions = changes[f"{name}/values"], _positions(changes[f"{name}/gaps"])
+        target = tensors.get(name, np.empty(0, np.uint8))
+        fits = target.dtype == values.dtype and positions.size == values.size
+        if not fits or positions[-1:] >= target.size:
+            raise DigestMismatch(f"{delta} changes {values.size} values of {name} that {anchor} does not have")
+        target[positions] = values
 
 
 def read_about(delta: Path) -> dict[str, str]:
     """The metadata of a delta. Raises `storage.objects.digests.DigestMismatch` for any other file."""
-    with safe_open(str(delta), framework="numpy") as stored:
-        about = stored.metadata() or {}
+    header, _ = _open(delta)
+    about: dict[str, str] = json.loads(header[8:]).get("__metadata__", {})
     if about.get("format") != FORMAT:
         raise DigestMismatch(f"{delta} is in format {about.get('format')!r}, and this version reads {FORMAT!r}")
-    return dict(about)
+    return about
 
 
 def _changes(new: np.ndarray, old: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -132,8 +112,9 @@ def _positions(gaps: np.ndarray) -> np.ndarray:
     return np.cumsum(gaps, dtype=np.int64)[ends] + np.arange(ends.size)
 
 
-def _open(file: Path, *, mode: Any = "r") -> _Weights:
-    """Map a safetensors file. The format: 8 bytes with the header's length, the header as JSON, the tensors.
+def _open(file: Path, *, mode: Any = "r") -> tuple[bytes, dict[str, np.ndarray]]:
+    """Map a safetensors file: its head (8 bytes with the length of the JSON behind them, and this JSON), and every
+    tensor by name, flat, its values as unsigned integers of their width.
 
     Raises `storage.objects.digests.DigestMismatch` for any other file.
     """
@@ -152,4 +133,4 @@ def _open(file: Path, *, mode: Any = "r") -> _Weights:
                 tensors[name] = content[start + begin : start + end].view(f"<u{width}")
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise DigestMismatch(f"{file} is no safetensors file: {error}") from error
-    return _Weights(header=header, tensors=tensors)
+    return header, tensors

@@ -21,7 +21,6 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from storage.log.entries import Policy
@@ -52,24 +51,6 @@ class DamagedDelta(DigestMismatch):
     """A policy cannot be made from its anchor and its delta; the message has the reason and the remedy."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """How a policy was stored."""
-
-    anchor: int | None
-    """The version that the delta is against; None if the policy was written whole."""
-    num_bytes: int
-    """Size in the store."""
-    changed_fraction: float | None
-    """Share of the weights whose bits differ from the anchor's; None without a delta."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """For the metrics of a step."""
-        changed = {} if self.changed_fraction is None else {"policy_changed_fraction": self.changed_fraction}
-        return {"policy_bytes": float(self.num_bytes), **changed}
-
-
 class PolicyWriter:
     """Writes the policies of one run: every `anchor_every`th whole, the others as deltas against it."""
 
@@ -81,10 +62,12 @@ class PolicyWriter:
         """Store path and local folder of an anchor that this writer wrote or verified."""
         self._kept: tempfile.TemporaryDirectory[str] | None = None
 
-    def put(self, folder: Path, path: str, *, version: int) -> Written:
+    def put(self, folder: Path, path: str, *, version: int) -> tuple[int | None, dict[str, float]]:
         """Copy a sealed folder in HF layout to `path`, or a delta if one is due and smaller.
 
-        Raises `storage.objects.object_store.StoreFull`.
+        Returns the version that the delta is against, None if the policy is whole; and metrics for the step: its bytes
+        in the store, and with a delta the share of the weights whose bits differ from the anchor's. Raises
+        `storage.objects.object_store.StoreFull`.
         """
         anchor = self._anchor_of(version)
         if anchor is not None:
@@ -92,11 +75,12 @@ class PolicyWriter:
                 changed = self._write_delta(folder, anchor, Path(scratch))
                 if changed is not None:
                     self._log.store.put_folder(Path(scratch), path, last=DIGEST_FILE)
-                    return Written(anchor=anchor.version, num_bytes=_size(Path(scratch)), changed_fraction=changed)
+                    num_bytes = float(_size(Path(scratch)))
+                    return anchor.version, {"policy_bytes": num_bytes, "policy_changed_fraction": changed}
         self._log.store.put_folder(folder, path, last=DIGEST_FILE)
         if self._anchor_every > 1:
             self._verified = path, self._keep(folder, path)
-        return Written(anchor=None, num_bytes=_size(folder), changed_fraction=None)
+        return None, {"policy_bytes": float(_size(folder))}
 
     def _anchor_of(self, version: int) -> Policy | None:
         """The newest whole policy; None if the next whole one is due. The base model is no anchor: its layout may
@@ -112,10 +96,14 @@ class PolicyWriter:
         """Make a sealed folder with the delta; returns the changed share of the weights, None without a delta."""
         seal = read_seal(folder)
         try:
-            anchor_folder = self._fetch_anchor(anchor)
+            if self._verified is None or self._verified[0] != anchor.path:
+                fetched = self._log.store.fetch_folder(anchor.path, self._cache)
+                verify_folder(fetched)
+                self._verified = anchor.path, fetched
+            anchor_folder = self._verified[1]
             anchor_seal = read_seal(anchor_folder)
-            weights, anchor_weights = _only_weights(seal), _only_weights(anchor_seal)
-            if weights is None or anchor_weights is None or _beside(seal) != _beside(anchor_seal):
+            is_alike = seal.files.keys() == anchor_seal.files.keys() and _beside(seal) == _beside(anchor_seal)
+            if not is_alike or _weights(seal) != [WEIGHTS_FILE]:
                 return None
             changed = write_delta(
                 folder / WEIGHTS_FILE,
@@ -142,13 +130,6 @@ class PolicyWriter:
             except OSError:  # another disk, or one without links
                 shutil.copyfile(file, Path(self._kept.name) / file.name)
         return Path(self._kept.name)
-
-    def _fetch_anchor(self, anchor: Policy) -> Path:
-        if self._verified is None or self._verified[0] != anchor.path:
-            folder = self._log.store.fetch_folder(anchor.path, self._cache)
-            verify_folder(folder)
-            self._verified = anchor.path, folder
-        return self._verified[1]
 
 
 class PolicyReader:
@@ -190,7 +171,7 @@ class PolicyReader:
         try:
             folder = self._log.store.fetch_folder(policy.path, self._cache)
             weights_sha256 = verify_folder(folder)
-            if _only_weights(read_seal(folder)) == DELTA_FILE:
+            if _weights(read_seal(folder)) == [DELTA_FILE]:
                 return self._whole(policy, folder)
             if weights_sha256 != policy.weights_sha256:
                 raise DigestMismatch(f"{folder} holds other weights than the log says policy {policy.version} has")
@@ -206,13 +187,13 @@ class PolicyReader:
 
     def _forget_damaged_copies(self, policy: Policy) -> bool:
         """Remove damaged copies of the files of the policy and its anchor; True if there were any."""
-        store, anchor = self._log.store, self._log.state.policies.get(policy.anchor) if policy.anchor else None
-        forgotten = False
-        if isinstance(store, LocalStore):
+        if isinstance(self._log.store, LocalStore):
             return False  # there are no copies
+        anchor = self._log.state.policies.get(policy.anchor) if policy.anchor else None
+        forgotten = False
         for path in [policy.path, *([anchor.path] if anchor else [])]:
             with contextlib.suppress(FileNotFoundError):
-                folder = store.fetch_folder(path, self._cache)
+                folder = self._log.store.fetch_folder(path, self._cache)
                 try:
                     verify_folder(folder)
                 except DigestMismatch as error:
@@ -285,10 +266,7 @@ class PolicyReader:
     def _prune(self, folder: Path) -> None:
         """Remove the folders that no process has locked."""
         for old in (path for path in folder.iterdir() if path not in self._held):
-            with (
-                contextlib.suppress(OSError),
-                _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB),
-            ):  # else another process uses it
+            with contextlib.suppress(OSError), _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 _remove(old)
 
 
@@ -324,10 +302,8 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def _only_weights(seal: Seal) -> str | None:
-    """Which of the two files a sealed folder has; None for weights in several or other files."""
-    names = [name for name in seal.files if name.endswith(".safetensors")]
-    return names[0] if names in ([WEIGHTS_FILE], [DELTA_FILE]) else None
+def _weights(seal: Seal) -> list[str]:
+    return [name for name in seal.files if name.endswith(".safetensors")]
 
 
 def _beside(seal: Seal) -> dict[str, str]:

@@ -101,11 +101,10 @@ class RunReport:
 
     def by_kind(self) -> dict[Kind, tuple[int, int]]:
         """Count and bytes of `items` per kind."""
-        totals: dict[Kind, tuple[int, int]] = {}
+        sizes: dict[Kind, list[int]] = defaultdict(list)
         for item in self.items:
-            count, num_bytes = totals.get(item.kind, (0, 0))
-            totals[item.kind] = count + 1, num_bytes + item.num_bytes
-        return totals
+            sizes[item.kind].append(item.num_bytes)
+        return {kind: (len(of_kind), sum(of_kind)) for kind, of_kind in sizes.items()}
 
 
 @contextlib.contextmanager
@@ -132,21 +131,17 @@ def reading(log: RunLog, what: str, *, quiet: bool = False) -> Iterator[None]:
         with contextlib.suppress(OSError, StoreError):  # its age ends one that cannot be deleted
             log.store.delete([key])
 
-    try:
-        thread = threading.Thread(target=stay_registered, args=[register()], name="reader", daemon=True)
-    except (OSError, StoreError) as error:
-        level = logging.DEBUG if quiet else logging.WARNING
-        logger.log(level, "%s: cannot register as a reader, so retention may remove files meanwhile: %s", what, error)
+    with contextlib.ExitStack() as at_the_end:
+        try:
+            thread = threading.Thread(target=stay_registered, args=[register()], name="reader", daemon=True)
+            thread.start()
+            at_the_end.callback(thread.join)
+            at_the_end.callback(ended.set)
+        except (OSError, StoreError) as error:
+            text = "%s: cannot register as a reader, so retention may remove files meanwhile: %s"
+            logger.log(logging.DEBUG if quiet else logging.WARNING, text, what, error)
         log.refresh()
         yield
-        return
-    thread.start()
-    try:
-        log.refresh()
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def collect_garbage(
@@ -157,28 +152,17 @@ def collect_garbage(
     Safe beside producers, trainers and other calls. Raises `FileNotFoundError` for an unknown run, and `LogDamaged` for
     a damaged one that is named; if none is named, damaged runs are reported and skipped.
     """
-    named = list(dict.fromkeys(run_ids))
     now = _now(store)
-    surveys, reports = [], []
-    damaged: list[RunReport] = []
-
-    @contextlib.contextmanager
-    def noting_damage(run_id: str) -> Iterator[None]:
+    surveys, damaged = [], []
+    for name in dict.fromkeys(run_ids or [n for n in store.names("runs") if store.exists(f"runs/{n}/run.json")]):
         try:
-            yield
-        except LogDamaged as error:
-            if named:
-                raise
-            damaged.append(RunReport(run=run_id, problem=str(error)))
-
-    for name in named or [n for n in store.names("runs") if store.exists(f"runs/{n}/run.json")]:
-        with noting_damage(name):
             surveys.append(_Survey(open_run(store, name), now=now))
+        except LogDamaged as error:
+            if run_ids:
+                raise
+            damaged.append(RunReport(run=name, problem=str(error)))
     chosen = _choose(surveys, rules, now=now)
-    for survey in surveys:
-        with noting_damage(survey.log.run_id):
-            reports.append(survey.collect(rules, chosen, dry_run=dry_run, ignore_readers=ignore_readers))
-    return reports + damaged
+    return [survey.collect(rules, chosen, dry_run, ignore_readers) for survey in surveys] + damaged
 
 
 class _Survey:
@@ -207,12 +191,11 @@ class _Survey:
         kept = self._kept(rules)
         needed_shards, needed_states = reach(state, facts, kept)
         items = []
-        going: dict[tuple[int, bool], list[tuple[list[int], list[StoredFile]]]] = {}
+        going: dict[tuple[int, bool], list[tuple[list[int], list[StoredFile]]]] = defaultdict(list)
         owned = self._by_owner()
-        settled = {
-            owner: self._now - max(file.modified_at for file in files) >= rules.orphan_seconds
-            for owner, files in owned.items()
-        }
+        latest = self._now - rules.orphan_seconds
+        settled = {owner: max(file.modified_at for file in files) <= latest for owner, files in owned.items()}
+        saved = {state_path for state_path, _ in facts.steps}
         unscored = {name: version for name, version in facts.eval_shards.items() if name not in facts.scored_shards}
         # An evaluation commits shard after shard, and its score last.
         running = {version for name, version in unscored.items() if not settled.get(("shards", name), True)}
@@ -227,8 +210,8 @@ class _Survey:
                         anchor = facts.anchors.get(versions[0])
                         # Deltas are removed together with their anchor: they are useless without it.
                         leader = anchor if anchor is not None and not retired and anchor not in kept else versions[-1]
-                        going.setdefault((leader, retired), []).append((versions, files))
-                case "state" if path in facts.states:
+                        going[leader, retired].append((versions, files))
+                case "state" if path in saved:
                     if retired or path not in needed_states:
                         reason = "no kept policy and no resume starts from it"
                         items.append(_item("state", path, files, reason, retired))
@@ -245,20 +228,15 @@ class _Survey:
             names = ", ".join(str(v) for v in sorted(version for versions, _ in policies for version in versions))
             files = [file for _, of_one in policies for file in of_one]
             items.append(_item("policy", names, files, "no rule keeps it", retired))
-        items += [
-            _item("temporary", file.key, [file], "a write that was cut off", False)
-            for file in self._unfinished
-            if self._now - file.modified_at >= rules.orphan_seconds
-        ]
-        return items
+        cut_off = [file for file in self._unfinished if file.modified_at <= latest]
+        return items + [_item("temporary", file.key, [file], "a write that was cut off", False) for file in cut_off]
 
-    def collect(self, rules: Rules, chosen: Chosen, *, dry_run: bool, ignore_readers: bool) -> RunReport:
+    def collect(self, rules: Rules, chosen: Chosen, dry_run: bool, ignore_readers: bool) -> RunReport:
         """Retire and delete the chosen items that may still be removed, unless the run has readers."""
         items, readers = self._still_chosen(rules, chosen), self._readers()
         removed = not dry_run and (ignore_readers or not readers)
         if removed:
-            items = self._retire(rules, chosen)
-            readers = self._readers()
+            items, readers = self._retire(rules, chosen), self._readers()
             removed = ignore_readers or not readers
         if removed:
             self.log.store.delete([key for item in items for key in item.keys])
@@ -286,11 +264,9 @@ class _Survey:
         for _ in range(_MOST_CONFLICTS):
             self.log.refresh()
             items = self._still_chosen(rules, chosen)
-            try:
+            with contextlib.suppress(Conflict):  # an alias was set, or an orphan got its entry: plan again
                 self.log.append(self._entry([item for item in items if not item.retired], rules))
                 break
-            except Conflict:
-                continue  # an alias was set, or an orphan got its entry: plan again
         else:
             raise Conflict(f"run {self.log.run_id!r} changed {_MOST_CONFLICTS} times while it was planned; try again")
         # The append refreshed the log. It does not refuse the entry of orphaned rewards, which may have come meanwhile.
@@ -317,17 +293,17 @@ class _Survey:
         owned: dict[tuple[str, str], list[StoredFile]] = defaultdict(list)
         for file in self._files:
             match file.key.removeprefix(f"{self.log.prefix}/").split("/"):
-                case ["shards" as folder, name]:
-                    owned[folder, name.removesuffix(".arrow")].append(file)
+                case ["shards" | "failures", name]:
+                    owned["shards", name.removesuffix(".arrow")].append(file)
                 case [("policies" | "state" | "readers") as folder, name, *_]:
                     owned[folder, name].append(file)
-                case ["failures", name]:
-                    owned["shards", name.removesuffix(".arrow")].append(file)
                 case ["rewards", rewards, name]:
                     shard_id = name.removesuffix(".arrow")
                     rescored = state.rescored.get(rewards)
-                    known = (rescored is not None and shard_id in rescored.files) or shard_id in state.retired_shards
-                    owned["shards" if known else "rewards", shard_id if known else f"{rewards}/{name}"].append(file)
+                    if shard_id in state.retired_shards or (rescored is not None and shard_id in rescored.files):
+                        owned["shards", shard_id].append(file)
+                    else:
+                        owned["rewards", f"{rewards}/{name}"].append(file)
                 case _:
                     pass  # the log, the search index and other files are not for retention to judge
         return owned

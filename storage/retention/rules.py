@@ -56,9 +56,8 @@ class Facts:
     Holds names and numbers, not entries, which fill gigabytes in a long run.
     """
 
-    steps: list[tuple[int, str | None, tuple[str, ...]]] = field(default_factory=list)
-    """Per step: its policy version, the folder of its saved state, the shards that it read."""
-    states: set[str] = field(default_factory=set)
+    steps: list[tuple[str | None, tuple[str, ...]]] = field(default_factory=list)
+    """Per step, which makes the policy version of its number: the folder of its saved state, the shards it read."""
     versions_at: dict[str, list[int]] = field(default_factory=dict)
     """Folder → its policy versions, rising: a skipped step makes a version that shares its parent's files."""
     anchors: dict[int, int] = field(default_factory=dict)
@@ -75,12 +74,10 @@ class Facts:
         for number in range(self._seen, len(log.entries)):
             match log.entries[number].body:
                 case Step(policy=policy, state_path=state_path, shard_sha256=shards):
-                    self.steps.append((policy.version, state_path, tuple(shards)))
+                    self.steps.append((state_path, tuple(shards)))
                     self.versions_at.setdefault(policy.path, []).append(policy.version)
                     if policy.anchor is not None:
                         self.anchors[policy.version] = policy.anchor
-                    if state_path is not None:
-                        self.states.add(state_path)
                 case Policy(path=path, version=version):
                     self.versions_at.setdefault(path, []).append(version)
                 case Evaluation() as evaluation:
@@ -98,9 +95,8 @@ def kept_policies(state: RunState, rules: Rules, evaluations: Iterable[Evaluatio
     best: dict[str, tuple[float, int]] = {}
     for evaluation in evaluations:
         if evaluation.version not in state.retired_policies and not evaluation.failed:
-            best[evaluation.split] = max(
-                best.get(evaluation.split, (-1.0e300, 0)), (evaluation.score, evaluation.version)
-            )
+            scored = (evaluation.score, evaluation.version)
+            best[evaluation.split] = max(best.get(evaluation.split, (-1.0e300, 0)), scored)
     kept: dict[int, str] = {}
     for version in state.policies:
         reasons = ["base model"] if version == 0 else []
@@ -129,18 +125,17 @@ def reach(state: RunState, facts: Facts, kept: Iterable[int]) -> tuple[set[str],
     states = set()
     saved = {
         number: path
-        for number, (_, path, _) in enumerate(facts.steps, start=1)
+        for number, (path, _) in enumerate(facts.steps, start=1)
         if path is not None and path not in state.retired_states
     }
     numbers = list(saved)
-    # Training step n again starts from the newest state before it; a resume trains the next step.
-    targets = [number for number, (version, _, _) in enumerate(facts.steps, start=1) if version in kept]
-    for target in [*targets, state.step + 1]:
+    # Training a step again starts from the newest state before it; a resume trains the next step.
+    for target in kept - {0} | {state.step + 1}:
         before = bisect.bisect_left(numbers, target)
         start = numbers[before - 1] if before else 0
         if start:
             states.add(saved[start])
-        for _, _, read in facts.steps[start:target]:
+        for _, read in facts.steps[start:target]:
             shards.update(read)
     return shards, states
 

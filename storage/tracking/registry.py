@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,25 +22,15 @@ from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registratio
 from storage.log.run_log import RunLog
 from storage.log.runs import run_config
 from storage.objects.digests import sha256_of_json
-from storage.tracking.entry_metrics import axis_of, metrics_of
+from storage.tracking.metrics import charted, import_mlflow
 from storage.tracking.traces import Traces
 
 logger = logging.getLogger("millrace.registry")
 
+_EXPERIMENT = "millrace"
 _CURSOR = "millrace.synced_entries"
 _LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
 _MOST_METRICS = 1000  # MLflow takes no more in one call
-
-
-_importing = threading.Lock()
-
-
-def import_mlflow() -> Any:
-    """The package, in a second. It breaks if two threads import it at the same time."""
-    with _importing:
-        import mlflow
-
-        return mlflow
 
 
 class RegistryUnavailable(UserError):
@@ -52,13 +40,11 @@ class RegistryUnavailable(UserError):
 class Registry:
     """One run's mirror in MLflow; `model_name`, the registered model, is named after the run."""
 
-    def __init__(self, log: RunLog, *, tracking_uri: str, experiment: str = "millrace") -> None:
+    def __init__(self, log: RunLog, *, tracking_uri: str) -> None:
         self._log = log
         self._tracking_uri = tracking_uri
-        self._experiment = experiment
         self._run_id = ""
         self._experiment_id = ""
-        self._is_running = False
         self._versions: dict[int, str] = {}
         """Policy version → MLflow's number, in the block that is being sent."""
         self.model_name = log.run_id
@@ -108,13 +94,13 @@ class Registry:
             raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
 
     def _replay(self, finished: bool) -> list[Registration]:
-        self._ensure_run()
-        cursor = int(self._client.get_run(self._run_id).data.tags.get(_CURSOR, "0"))
+        run = self._client.get_run(self._ensure_run())
+        cursor = int(run.data.tags.get(_CURSOR, "0"))
         if cursor == 0:  # logging the same again changes nothing
             from mlflow.entities import Param
 
             parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
-            self._log_batch({"millrace.config_sha256": self._config_sha256}, params=parameters)
+            self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
         entries, sessions = self._log.entries[cursor:], self._log.state.sessions
         # A version was made by the session before it, which need not be the one that sends it.
         num_before = len(sessions) - sum(isinstance(entry.body, Session) for entry in entries)
@@ -123,18 +109,27 @@ class Registry:
             session = self._send(block, session)
         if finished:
             self._client.set_terminated(self._run_id)
-            self._is_running = False
-        elif not self._is_running:
+        elif run.info.status != "RUNNING":
             self._client.update_run(self._run_id, status="RUNNING")
-            self._is_running = True
-        return self._unannounced()
+        # Also those that a session registered which died before it could say so in the log.
+        missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
+        return [
+            Registration(version=policy_version, model_name=self.model_name, registry_version=version)
+            for policy_version in sorted(missing)
+            if (version := self._find_version(policy_version)) is not None
+        ]
 
     def _send(self, block: Sequence[LogEntry], session: Session | None) -> Session | None:
         """Send some entries, and the cursor last; returns the session of the next entries."""
         from mlflow.entities import Metric
 
         self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
-        self._versions = self._newest_versions(sum(isinstance(entry.body, Policy | Step) for entry in block))
+        self._versions = {}
+        if count := sum(isinstance(entry.body, Policy | Step) for entry in block):
+            # Those that were registered before the sending of this block broke off are among the newest.
+            order = ["version_number DESC"]
+            newest = self._client.search_model_versions(self._ours(), max_results=count, order_by=order)
+            self._versions = {int(version.tags["millrace.version"]): str(version.version) for version in newest}
         aliases: dict[str, int] = {}
         for entry in block:
             match entry.body:
@@ -157,11 +152,10 @@ class Registry:
                 self._traces.send(
                     entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._find_version
                 )
-        metrics = [
-            Metric(key, value, int(entry.written_at * 1000), axis_of(entry))
-            for entry in block
-            for key, value in metrics_of(entry).items()
-        ]
+        metrics = []
+        for entry in block:
+            number, values = charted(entry)
+            metrics += [Metric(key, value, int(entry.written_at * 1000), number) for key, value in values.items()]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
         return session
 
@@ -175,8 +169,13 @@ class Registry:
         """The MLflow run that mirrors this one, made at the first call."""
         if self._run_id:
             return self._run_id
-        experiment = self._client.get_experiment_by_name(self._experiment)
-        self._experiment_id = str(experiment.experiment_id if experiment else self._create_experiment())
+        if experiment := self._client.get_experiment_by_name(_EXPERIMENT):
+            self._experiment_id = str(experiment.experiment_id)
+        else:
+            database = Path(self._tracking_uri.removeprefix("sqlite:///"))
+            # By default, MLflow without a server puts files into the current folder.
+            files = (database.parent / "mlartifacts" / _EXPERIMENT).as_uri() if database.is_absolute() else None
+            self._experiment_id = str(self._client.create_experiment(_EXPERIMENT, artifact_location=files))
         identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
         runs = self._client.search_runs([self._experiment_id], filter_string=wanted, max_results=1)
@@ -188,53 +187,36 @@ class Registry:
         self._run_id = str(runs[0].info.run_id)
         return self._run_id
 
-    def _create_experiment(self) -> Any:
-        database = Path(self._tracking_uri.removeprefix("sqlite:///"))
-        # By default, MLflow without a server puts files into the current folder.
-        files = database.parent / "mlartifacts" / self._experiment if database.is_absolute() else None
-        return self._client.create_experiment(self._experiment, artifact_location=files and files.as_uri())
-
     @functools.cached_property
     def _config(self) -> dict[str, Any]:
         return run_config(self._log)
 
-    @functools.cached_property
-    def _config_sha256(self) -> str:
-        return sha256_of_json(self._config)
-
     def _set_alias(self, name: str, policy_version: int) -> None:
-        version = self._find_version(policy_version)
-        if version is None:  # deleted in MLflow: the log has a policy before its alias
+        if (version := self._find_version(policy_version)) is not None:
+            self._client.set_registered_model_alias(self.model_name, name, version)
+        else:  # deleted in MLflow: the log has a policy before its alias
             logger.warning(
                 "MLflow has no version of policy %d any more, so alias %s is not set there", policy_version, name
             )
-        else:
-            self._client.set_registered_model_alias(self.model_name, name, version)
 
     def _tag_retired(self, retire: Retire) -> None:
         """Tag each version whose weights are removed; the other tags stay."""
         for policy_version in retire.policy_versions:
-            version = self._find_version(policy_version)
-            if version is not None:  # else it was deleted in MLflow
+            if (version := self._find_version(policy_version)) is not None:  # else it was deleted in MLflow
                 self._client.set_model_version_tag(self.model_name, version, "millrace.retired", retire.reason)
 
     def _log_shards(self, steps: Sequence[Step]) -> None:
         """Each step's shards as a dataset input, so that MLflow shows what a version was trained on."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
-        if not steps:
-            return
-        datasets = [
-            Dataset(
-                name=f"step-{step.claim.step}",
-                digest=dataset_digest(step),
-                source_type="millrace_shards",
-                source=json.dumps(self._shards_of(step)),
-            )
-            for step in steps
-        ]
         tag = InputTag("mlflow.data.context", "training")
-        self._client.log_inputs(self._run_id, [DatasetInput(dataset, [tag]) for dataset in datasets])
+        inputs = []
+        for step in steps:
+            source = json.dumps(self._shards_of(step))
+            dataset = Dataset(f"step-{step.claim.step}", dataset_digest(step), "millrace_shards", source)
+            inputs.append(DatasetInput(dataset, [tag]))
+        if inputs:
+            self._client.log_inputs(self._run_id, inputs)
 
     def _shards_of(self, step: Step) -> list[dict[str, Any]]:
         shards = self._log.state.shards
@@ -259,7 +241,7 @@ class Registry:
             "millrace.parent": "" if policy.parent is None else str(policy.parent),
             "millrace.weights_sha256": policy.weights_sha256,
             "millrace.anchor": "" if policy.anchor is None else str(policy.anchor),
-            "millrace.config_sha256": self._config_sha256,
+            "millrace.config_sha256": sha256_of_json(self._config),
             **_code_tags(session),
         }
         description = f"Policy {policy.version} of run {self._log.run_id}: the base model."
@@ -295,32 +277,12 @@ class Registry:
             store = f"millrace://{self._log.run_id}"
         return f"{store}/{policy.path}"
 
-    def _unannounced(self) -> list[Registration]:
-        """Versions that MLflow has and the log does not, also those of a session that died in between."""
-        missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
-        numbers = {policy_version: self._find_version(policy_version) for policy_version in sorted(missing)}
-        return [
-            Registration(version=policy_version, model_name=self.model_name, registry_version=version)
-            for policy_version, version in numbers.items()
-            if version is not None
-        ]
-
     def _find_version(self, policy_version: int) -> str | None:
         if policy_version not in self._versions:
             wanted = f"{self._ours()} and tags.`millrace.version` = '{policy_version}'"
-            matches = self._client.search_model_versions(wanted, max_results=1)
-            if not matches:
-                return None
-            self._versions[policy_version] = str(matches[0].version)
-        return self._versions[policy_version]
-
-    def _newest_versions(self, count: int) -> dict[int, str]:
-        """Policy version → MLflow's number, of the newest: those of a block whose sending broke off are among them."""
-        if not count:
-            return {}
-        newest = ["version_number DESC"]
-        versions = self._client.search_model_versions(self._ours(), max_results=count, order_by=newest)
-        return {int(version.tags["millrace.version"]): str(version.version) for version in versions}
+            for match in self._client.search_model_versions(wanted, max_results=1):
+                self._versions[policy_version] = str(match.version)
+        return self._versions.get(policy_version)
 
     def _ours(self) -> str:
         return f"name = '{self.model_name}' and run_id = '{self._run_id}'"
@@ -331,7 +293,7 @@ def _blocks(entries: Sequence[LogEntry]) -> Iterator[list[LogEntry]]:
     block: list[LogEntry] = []
     num_metrics = 0
     for entry in entries:
-        more = len(metrics_of(entry))
+        more = len(charted(entry)[1])
         if block and num_metrics + more > _MOST_METRICS:
             yield block
             block, num_metrics = [], 0
@@ -356,10 +318,8 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
         raise RegistryUnavailable(f"there is no database {database}")  # a client would create it
     client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
     try:
-        if name.isdigit():
-            version = client.get_model_version(log.run_id, name)
-        else:
-            version = client.get_model_version_by_alias(log.run_id, name)
+        get = client.get_model_version if name.isdigit() else client.get_model_version_by_alias
+        version = get(log.run_id, name)
         store = client.get_run(version.run_id).data.tags.get("millrace.store")
     except MlflowException as error:
         if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
@@ -376,18 +336,6 @@ def registered_version(log: RunLog, name: str, *, tracking_uri: str) -> int:
 def dataset_digest(step: Step) -> str:
     """Digest of the groups and shard files that a step trained on (MLflow allows 36 characters)."""
     return sha256_of_json([step.shard_sha256, to_json(step.claim.trained)])[:32]
-
-
-def prepare_database(tracking_uri: str) -> float:
-    """Seconds to reach the tracking server. It creates a new database's tables before several processes use it.
-
-    Raises MLflow's errors if the server cannot be reached.
-    """
-    import mlflow
-
-    started = time.perf_counter()
-    mlflow.MlflowClient(tracking_uri=tracking_uri).search_experiments(max_results=1)
-    return time.perf_counter() - started
 
 
 def _code_tags(session: Session | None) -> dict[str, str]:

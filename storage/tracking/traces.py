@@ -14,7 +14,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
@@ -28,8 +28,9 @@ from storage.shards.shards import DamagedShard, read_shard
 
 logger = logging.getLogger("millrace.traces")
 
-_COLUMNS = ("group_id", "prompt_id", "attempt", "sequence_idx", "head_version", "tail_version", "reward") + (
-    *("reward_parts", "status", "turns", "messages", "started_at", "finished_at"),
+_COLUMNS = (
+    *("group_id", "prompt_id", "attempt", "sequence_idx", "head_version", "tail_version"),
+    *("reward", "reward_parts", "status", "turns", "messages", "started_at", "finished_at"),
 )
 _LONGEST_TEXT = 20_000  # characters of one message; the shard has all of it
 
@@ -42,14 +43,24 @@ class Traces:
         self._client = client
         self._settings = settings
 
-    def send(self, entry: LogEntry, *, experiment_id: str, run_id: str, find_model: Callable[[int], str | None]) -> int:
-        """Send the traces of an entry; returns their number. `find_model` has MLflow's number of a policy version.
+    def send(
+        self, entry: LogEntry, *, experiment_id: str, run_id: str, find_model: Callable[[int], str | None]
+    ) -> None:
+        """Send the traces of an entry. `find_model` has MLflow's number of a policy version.
 
         Shards that are removed or damaged have no traces. Raises `ConnectionError` if the server does not say that it
         takes traces.
         """
-        attempts, about = self._sample(entry)
-        for shard_id, rows in attempts:
+        groups: set[str] | None = None  # all of them
+        match entry.body:
+            case Evaluation(shard_ids=shard_ids, split=split):
+                about, count = {"millrace.of": "evaluation", "millrace.split": split}, self._settings.per_evaluation
+            case Step(claim=claim, shard_sha256=shards) if claim.step % self._settings.every == 0:
+                about, count = {"millrace.of": "training", "millrace.step": str(claim.step)}, self._settings.per_step
+                shard_ids, groups = list(shards), {group.group_id for group in claim.trained}
+            case _:
+                return
+        for shard_id, rows in self._attempts(shard_ids, groups, count):
             first = rows[0]
             tags = {**about, "millrace.run_id": self._log.run_id, "millrace.shard": shard_id}
             tags["millrace.trajectory"] = f"{first['group_id']}/{first['attempt']}"
@@ -59,33 +70,17 @@ class Traces:
                 tags["millrace.version"] = str(max(versions))
                 if model := find_model(max(versions)):
                     tags["millrace.model_version"] = f"models:/{self._log.run_id}/{model}"
-            trace_id = _trace_id(self._log, shard_id, first)
-            self._log_spans(experiment_id, list(_spans(trace_id, rows)))
+            place = json.dumps([self._log.store.uri, self._log.run_id, shard_id, first["group_id"], first["attempt"]])
+            trace_id = "tr-" + sha256_of(place.encode())[:32]  # MLflow's form of an OpenTelemetry trace id
+            try:
+                self._client.log_spans(experiment_id, _spans(trace_id, rows))
+            except NotImplementedError as error:
+                # MLflow's client remembers until its end that a server did not tell its version.
+                self._client.store._get_server_version.cache_clear()
+                raise ConnectionError(
+                    f"{error}; a server before 3.4 takes no traces: set traces.per_evaluation and traces.per_step to 0"
+                ) from error
             self._client.start_trace(_trace_info(trace_id, rows, tags, experiment_id=experiment_id, run_id=run_id))
-        return len(attempts)
-
-    def _log_spans(self, experiment_id: str, spans: list[Any]) -> None:
-        try:
-            self._client.log_spans(experiment_id, spans)
-        except NotImplementedError as error:
-            # MLflow's client remembers until its end that a server did not tell its version.
-            self._client.store._get_server_version.cache_clear()
-            raise ConnectionError(
-                f"{error}; a server before 3.4 takes no traces: set traces.per_evaluation and traces.per_step to 0"
-            ) from error
-
-    def _sample(self, entry: LogEntry) -> tuple[list[tuple[str, list[dict[str, Any]]]], dict[str, str]]:
-        """Attempts as (shard id, rows), and tags of all of them."""
-        match entry.body:
-            case Evaluation() as evaluation:
-                about = {"millrace.of": "evaluation", "millrace.split": evaluation.split}
-                return self._attempts(evaluation.shard_ids, None, self._settings.per_evaluation), about
-            case Step() as step if step.claim.step % self._settings.every == 0:
-                about = {"millrace.of": "training", "millrace.step": str(step.claim.step)}
-                groups = {group.group_id for group in step.claim.trained}
-                return self._attempts(list(step.shard_sha256), groups, self._settings.per_step), about
-            case _:
-                return [], {}
 
     def _attempts(
         self, shard_ids: Sequence[str], groups: set[str] | None, count: int
@@ -100,21 +95,19 @@ class Traces:
                 logger.info("no traces: %s", error)
                 continue
             chosen = _chosen(table, groups, count)
-            indices = pa.array([index for indices in chosen for index in indices], pa.int64())
-            rows = iter(table.select(_COLUMNS).take(indices).to_pylist())
-            return [(shard_id, [next(rows) for _ in indices]) for indices in chosen]
+            return [(shard_id, table.select(_COLUMNS).take(indices).to_pylist()) for indices in chosen]
         return []
 
 
 def _chosen(table: pa.Table, groups: set[str] | None, count: int) -> list[list[int]]:
     """Row numbers of each attempt that is shown."""
-    keys = ("group_id", "attempt", "sequence_idx", "reward")
     rows_of: dict[tuple[str, int], list[int]] = {}
     rewards: dict[tuple[str, int], float] = {}
-    for row, (group, attempt, _, reward) in enumerate(zip(*(table[key].to_pylist() for key in keys), strict=True)):
-        if groups is None or group in groups:
-            rows_of.setdefault((group, attempt), []).append(row)
-            rewards[group, attempt] = -math.inf if reward is None or math.isnan(reward) else reward
+    for number, row in enumerate(table.select(["group_id", "attempt", "reward"]).to_pylist()):
+        if groups is None or row["group_id"] in groups:
+            attempt = row["group_id"], row["attempt"]
+            rows_of.setdefault(attempt, []).append(number)
+            rewards[attempt] = -math.inf if row["reward"] is None or math.isnan(row["reward"]) else row["reward"]
     ordered = sorted(rows_of, key=lambda key: (rewards[key], key))
     if len(ordered) > count:
         # The lowest and the highest, and between them what is left evenly spaced; one alone is the highest.
@@ -123,71 +116,51 @@ def _chosen(table: pa.Table, groups: set[str] | None, count: int) -> list[list[i
     return [rows_of[key] for key in ordered]
 
 
-def _trace_id(log: RunLog, shard_id: str, row: dict[str, Any]) -> str:
-    """MLflow's form of an OpenTelemetry trace id."""
-    place = json.dumps([log.store.uri, log.run_id, shard_id, row["group_id"], row["attempt"]])
-    return "tr-" + sha256_of(place.encode())[:32]
+def _spans(trace_id: str, rows: Sequence[dict[str, Any]]) -> list[Any]:
+    """The attempt, and below it each turn, each tool call and the scoring, one after another."""
+    from mlflow.entities import Span, SpanType
 
+    spans: list[Any] = []
 
-class _Part(NamedTuple):
-    """A stretch of an attempt's time, in Unix nanoseconds."""
-
-    name: str
-    kind: str
-    start: int
-    end: int
-    inputs: dict[str, Any]
-    outputs: dict[str, Any]
-    failed: bool = False
-
-
-def _parts(rows: Sequence[dict[str, Any]]) -> Iterator[_Part]:
-    """The attempt, then each turn, each tool call and the scoring, one after another."""
-    from mlflow.entities import SpanType
+    def add(name: str, kind: str, start: int, end: int, inputs: Any, outputs: Any, *, failed: bool = False) -> None:
+        """Times in Unix nanoseconds."""
+        attributes = {
+            "mlflow.traceRequestId": trace_id,
+            "mlflow.spanType": kind,
+            "mlflow.spanInputs": inputs,
+            "mlflow.spanOutputs": outputs,
+        }
+        content = {
+            "trace_id": trace_id,
+            "span_id": _span_id(trace_id, len(spans)),
+            "parent_span_id": _span_id(trace_id, 0) if spans else None,
+            "name": name,
+            "start_time_unix_nano": start,
+            "end_time_unix_nano": end,
+            "status": {"code": "ERROR" if failed else "OK", "message": ""},
+            "attributes": {key: json.dumps(value) for key, value in attributes.items()},
+        }
+        spans.append(Span.from_dict(content))
 
     first = rows[0]
     now = _nanoseconds(first["started_at"])
     end = max(now, _nanoseconds(first["finished_at"]))
     prompts, replies = _conversation(first["messages"])
     outcome = {"status": first["status"], "reward": first["reward"], "reply": replies[-1] if replies else ""}
-    yield _Part("attempt", SpanType.AGENT, now, end, {"messages": prompts[0]}, outcome)
+    add("attempt", SpanType.AGENT, now, end, {"messages": prompts[0]}, outcome)
     for index, turn in enumerate(turn for row in rows for turn in row["turns"]):
         start, now = now, min(end, now + _nanoseconds(turn["generate_seconds"]))
         inputs = {"messages": prompts[index]} if index < len(prompts) else {}
         outputs = {"reply": replies[index]} if index < len(replies) else {}
         outputs |= {"sampled_tokens": turn["sampled_len"], "finish_reason": turn["finish_reason"]}
-        yield _Part(f"turn {index + 1}", SpanType.CHAT_MODEL, start, now, inputs, outputs)
+        add(f"turn {index + 1}", SpanType.CHAT_MODEL, start, now, inputs, outputs)
         for call in turn["tool_calls"]:
             start, now = now, min(end, now + _nanoseconds(call["seconds"]))
             shown = {"arguments": _short(call["arguments"])}, {"result": _short(call["result"])}
-            yield _Part(call["name"] or "tool", SpanType.TOOL, start, now, *shown, call["failed"])
+            add(call["name"] or "tool", SpanType.TOOL, start, now, *shown, failed=call["failed"])
     scored = {"reward": first["reward"], "parts": dict(first["reward_parts"] or [])}
-    yield _Part("reward", SpanType.EVALUATOR, now, end, {}, scored)
-
-
-def _spans(trace_id: str, rows: Sequence[dict[str, Any]]) -> Iterator[Any]:
-    """A span per part of an attempt, all of them below the first, which is the attempt itself."""
-    from mlflow.entities import Span
-
-    for number, part in enumerate(_parts(rows)):
-        attributes = {
-            "mlflow.traceRequestId": trace_id,
-            "mlflow.spanType": part.kind,
-            "mlflow.spanInputs": part.inputs,
-            "mlflow.spanOutputs": part.outputs,
-        }
-        yield Span.from_dict(
-            {
-                "trace_id": trace_id,
-                "span_id": _span_id(trace_id, number),
-                "parent_span_id": _span_id(trace_id, 0) if number else None,
-                "name": part.name,
-                "start_time_unix_nano": part.start,
-                "end_time_unix_nano": part.end,
-                "status": {"code": "ERROR" if part.failed else "OK", "message": ""},
-                "attributes": {key: json.dumps(value) for key, value in attributes.items()},
-            }
-        )
+    add("reward", SpanType.EVALUATOR, now, end, {}, scored)
+    return spans
 
 
 def _conversation(messages: Sequence[dict[str, Any]]) -> tuple[list[list[dict[str, str]]], list[str]]:

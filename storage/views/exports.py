@@ -21,15 +21,15 @@ import pyarrow.parquet as pq
 from settings.errors import InvalidInput
 from storage.views.queries import Queries
 
-_SFT = Template("""
+_SFT = """
 SELECT list_transform(messages, lambda m: {'role': m.role, 'content': m.content}) AS messages,
     prompt_id, reward, map_entries(reward_parts) AS reward_parts, id AS trajectory_id
 FROM trajectories
 WHERE sequence_idx = 0 AND len(messages) > 0 AND $condition
 ORDER BY shard_number, position, attempt
-""")
+"""
 
-_DPO = Template("""
+_DPO = """
 WITH pairs AS (
     SELECT shard_id, group_id,
         arg_min(id, (-reward, attempt)) AS chosen_id, max(reward) AS chosen_reward,
@@ -56,47 +56,34 @@ WHERE id IN (chosen_id, rejected_id) AND first IS NOT NULL
 GROUP BY shard_id, group_id, prompt_id, shard_number, position, chosen_reward, rejected_reward, chosen_id, rejected_id
 HAVING count(DISTINCT messages[:first - 1]) = 1 AND count(DISTINCT messages) = 2
 ORDER BY shard_number, position
-""")
+"""
 
 
-def export_sft(
-    queries: Queries, file: Path, *, where: str = "", include_eval: bool = False, force: bool = False
-) -> int:
-    """Write the attempts that satisfy `where`, a condition on the view `trajectories`; returns their number.
-
-    Raises `InvalidInput` for wrong SQL, if no attempt satisfies it, and for a file that exists, unless `force`.
-    """
-    return _export(queries, _SFT.substitute(condition=_condition(where, include_eval)), file, force=force)
-
-
-def export_dpo(
+def export_rows(
     queries: Queries,
     file: Path,
+    kind: str,
     *,
     where: str = "",
     margin: float = 0.0,
     include_eval: bool = False,
     force: bool = False,
 ) -> int:
-    """Write the best and the worst attempt of every group; their rewards differ, and by at least `margin`.
+    """Write the attempts that satisfy `where`, a condition on the view `trajectories`; returns the number of rows.
 
-    The first attempt counts if several have the same reward. Groups whose two attempts began with different messages,
-    or have equal replies, are left out. `where` and errors as in `export_sft`.
+    Of kind `sft` all of them; of kind `dpo` the best and the worst of every group, if their rewards differ, and by at
+    least `margin`. The first attempt counts if several have the same reward. Groups whose two attempts began with
+    different messages, or have equal replies, are left out.
+
+    Raises `InvalidInput` for wrong SQL, if there is no row, and for a file that exists, unless `force`.
     """
-    sql = _DPO.substitute(condition=_condition(where, include_eval), margin=float(margin))
-    return _export(queries, sql, file, force=force)
-
-
-def _condition(where: str, include_eval: bool) -> str:
-    # On a line of its own, so that a comment in `where` ends there.
-    return f"({where or 'true'}\n)" + ("" if include_eval else " AND is_eval = false")
-
-
-def _export(queries: Queries, sql: str, file: Path, *, force: bool) -> int:
     if file.exists() and not force:
         raise InvalidInput(f"{file} is there already; add --force to replace it, or choose another name")
     if not file.parent.is_dir():
         raise InvalidInput(f"there is no folder {file.parent}; make it first")
+    # On a line of its own, so that a comment in `where` ends there.
+    condition = f"({where or 'true'}\n)" + ("" if include_eval else " AND is_eval = false")
+    sql = Template(_SFT if kind == "sft" else _DPO).substitute(condition=condition, margin=float(margin))
     partial = file.parent / f".{file.name}.{uuid.uuid4().hex}.tmp"
 
     def write(reader: pa.RecordBatchReader) -> int:

@@ -1,6 +1,6 @@
-"""What made a policy, and which policies a trajectory influenced: both are read from a run's log by key.
+"""What made a policy, and which policies a trajectory influenced, from the log of its run.
 
-In: a run's log and a policy version, a trajectory or a prompt. Out: plain records.
+In: a log, and a policy version, a trajectory or a prompt. Out: plain records.
 
     policy ─▶ its step ─▶ shards (digests) ─▶ groups, prompts ─▶ the policies that sampled their tokens
     trajectory ─▶ its shard, its row ─▶ its group's outcome ─▶ the step ─▶ its policy and all that descend from it
@@ -27,8 +27,7 @@ import pyarrow.compute as pc
 from settings.errors import InvalidInput
 from storage.log.entries import OUTCOMES, Evaluation, GroupSummary, Policy, Step
 from storage.log.run_log import RunLog
-from storage.log.run_state import RunState
-from storage.objects.digests import DigestMismatch, verify_folder
+from storage.objects.digests import DigestMismatch
 from storage.policies.policies import PolicyReader
 from storage.shards.schema import flat
 from storage.shards.shards import DamagedShard, read_shard
@@ -63,14 +62,10 @@ class PolicyLineage:
     registry_model: str | None
     """Registered model in MLflow; None until MLflow has the version."""
     registry_version: str | None
-    """MLflow's number of the version."""
     aliases: list[str]
     live: bool
-    """True for the newest version."""
     retired: bool
-    """True if retention removed the weights."""
     weights: str
-    """URI of the folder."""
     weights_sha256: str
     parents: list[int]
     """Parent, grandparent and so on, at most eight of them."""
@@ -82,7 +77,6 @@ class PolicyLineage:
     reward_sha256: str
     """Digest of the reward code of that session; empty in runs from before this was recorded."""
     config: str
-    """URI of the file with the run's configuration."""
     config_sha256: str
     outcomes: dict[str, int]
     """Groups the step took out of the queue, by outcome."""
@@ -95,9 +89,8 @@ class PolicyLineage:
     """The groups trained on, in prompt order."""
     evaluations: list[Evaluation]
     verified: bool
-    """True if every shard and the policy's files were read again and compared with their digests."""
+    """True if every shard and the policy's files were compared with their digests; `problems` has the differences."""
     problems: list[str]
-    """Differences that this comparison found."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,13 +155,13 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
     policy = state.policies.get(version)
     if policy is None:
         raise InvalidInput(f"run {log.run_id!r} has no policy version {version}; it has 0 to {state.newest_version}")
-    step = _maker(state, policy)
+    step = state.steps[version - 1] if version else None  # step k trains version k - 1 and makes version k
     shards = [_shard_use(log, shard_id, step) for shard_id in step.shard_sha256] if step else []
     groups = [state.groups[claimed.group_id] for claimed in step.claim.trained] if step else []
     sampled_by = sorted({v for group in groups if group.rows for v in (group.head_version, group.tail_version)})
     problems: list[str] = []
     if verify:
-        shards, seen = _read_again(log, shards, {group.id for group in groups})
+        shards, seen = _read_again(log, shards, [group.id for group in groups])
         sampled_by = sorted({*sampled_by, *seen})
         problems = [f"shard {shard.id}: {shard.problem}" for shard in shards if shard.problem]
         problems += _weights_problems(log, policy)
@@ -186,7 +179,7 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
         retired=version in state.retired_policies,
         weights=f"{log.store.uri}/{policy.path}",
         weights_sha256=policy.weights_sha256,
-        parents=_parents(state, policy),
+        parents=list(range(version))[::-1][:_PARENTS_SHOWN],
         step=step.claim.step if step else None,
         session_id=session_id,
         code_version=session.code_version if session else "",
@@ -209,14 +202,32 @@ def trajectory_lineage(log: RunLog, trajectory: str) -> GroupLineage:
 
     Raises `InvalidInput`, which names the nearest id, for an attempt that the run does not have.
     """
-    group_id, _, attempt = trajectory.rpartition("/")
-    if not attempt.isdigit():
+    group_id, _, number = trajectory.rpartition("/")
+    if not number.isdigit():
         raise InvalidInput(f"trajectory {trajectory!r}: write it as GROUP/ATTEMPT, as `millrace traj show` prints them")
-    lineage = _group_lineage(log, group_id)
-    group = lineage.group
-    if int(attempt) >= group.expected:
-        raise InvalidInput(f"group {group_id!r} has attempts 0 to {group.expected - 1}, not {attempt}")
-    return _with_attempt(log, lineage, int(attempt))
+    attempt, lineage = int(number), _group_lineage(log, group_id)
+    if attempt >= lineage.group.expected:
+        raise InvalidInput(f"group {group_id!r} has attempts 0 to {lineage.group.expected - 1}, not {attempt}")
+    if lineage.shard.problem:
+        return lineage
+    try:
+        table = read_shard(log, log.state.shards[lineage.shard.id])
+    except DamagedShard as error:
+        return replace(lineage, shard=replace(lineage.shard, problem=error.reason))
+    rows = table.filter(pc.and_(pc.equal(table["group_id"], group_id), pc.equal(table["attempt"], attempt)))
+    if not rows.num_rows:
+        return lineage  # a failed attempt has no row
+    [first] = rows.select(["reward", "reward_parts", "status"]).slice(0, 1).to_pylist()
+    facts = AttemptFacts(
+        attempt=attempt,
+        reward=first["reward"],
+        reward_parts=dict(first["reward_parts"]),
+        status=first["status"],
+        sequences=rows.num_rows,
+        sampled_tokens=int(flat(rows["loss_mask"]).sum()),
+        versions=_versions(rows),
+    )
+    return replace(lineage, attempt=facts)
 
 
 def prompt_lineage(log: RunLog, prompt_id: str) -> list[GroupLineage]:
@@ -254,7 +265,8 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
     if step is not None:
         reason = next(claimed.reason for claimed in getattr(step.claim, outcome) if claimed.group_id == group_id)
     policy = step.policy.version if step is not None and outcome == "trained" else None
-    influenced = _descendants(state, policy) if policy is not None else []
+    # Every step trains the newest policy, so a run is one line.
+    influenced = list(range(policy, state.newest_version + 1)) if policy is not None else []
     versions = set(influenced)
     return GroupLineage(
         group=group,
@@ -272,64 +284,12 @@ def _group_lineage(log: RunLog, group_id: str) -> GroupLineage:
     )
 
 
-def _with_attempt(log: RunLog, lineage: GroupLineage, attempt: int) -> GroupLineage:
-    """The same with the attempt as its shard has it, or with the reason why it cannot be read."""
-    if lineage.shard.problem:
-        return lineage
-    try:
-        table = read_shard(log, log.state.shards[lineage.shard.id])
-    except DamagedShard as error:
-        return replace(lineage, shard=replace(lineage.shard, problem=error.reason))
-    wanted = pc.and_(pc.equal(table["group_id"], lineage.group.id), pc.equal(table["attempt"], attempt))
-    return replace(lineage, attempt=_facts(table.filter(wanted), attempt))
-
-
-def _facts(rows: pa.Table, attempt: int) -> AttemptFacts | None:
-    """None if the attempt failed and has no row."""
-    if not rows.num_rows:
-        return None
-    first = rows.select(["reward", "reward_parts", "status"]).slice(0, 1).to_pylist()[0]
-    return AttemptFacts(
-        attempt=attempt,
-        reward=first["reward"],
-        reward_parts=dict(first["reward_parts"]),
-        status=first["status"],
-        sequences=rows.num_rows,
-        sampled_tokens=int(flat(rows["loss_mask"]).sum()),
-        versions=_versions(rows),
-    )
-
-
-def _maker(state: RunState, policy: Policy) -> Step | None:
-    """The step that made a policy; step k nearly always makes version k."""
-    if policy.parent is None:
-        return None
-    if policy.version <= state.step and state.steps[policy.version - 1].policy == policy:
-        return state.steps[policy.version - 1]
-    return next((step for step in state.steps if step.policy == policy), None)
-
-
-def _parents(state: RunState, policy: Policy) -> list[int]:
-    parents: list[int] = []
-    while policy.parent is not None and len(parents) < _PARENTS_SHOWN:
-        parents.append(policy.parent)
-        policy = state.policies[policy.parent]
-    return parents
-
-
-def _descendants(state: RunState, version: int) -> list[int]:
-    """The version and all that were trained from it: every step trains the newest policy, so a run is one line."""
-    return [later for later in range(version, state.newest_version + 1) if later in state.policies]
-
-
 def _shard_use(log: RunLog, shard_id: str, step: Step | None) -> ShardUse:
     state = log.state
     shard = state.shards[shard_id]
-    problem = ""
+    problem = f"quarantined: {state.quarantined[shard_id]}" if shard_id in state.quarantined else ""
     if shard_id in state.retired_shards:
         problem = "retired: retention removed its file"
-    elif shard_id in state.quarantined:
-        problem = f"quarantined: {state.quarantined[shard_id]}"
     return ShardUse(
         id=shard_id,
         uri=f"{log.store.uri}/{log.shard_key(shard_id)}",
@@ -340,7 +300,7 @@ def _shard_use(log: RunLog, shard_id: str, step: Step | None) -> ShardUse:
     )
 
 
-def _read_again(log: RunLog, shards: list[ShardUse], group_ids: set[str]) -> tuple[list[ShardUse], set[int]]:
+def _read_again(log: RunLog, shards: list[ShardUse], group_ids: list[str]) -> tuple[list[ShardUse], set[int]]:
     """The shards with the problems of their files, and the versions that sampled the groups' tokens."""
     checked, versions = [], set[int]()
     for use in shards:
@@ -350,7 +310,7 @@ def _read_again(log: RunLog, shards: list[ShardUse], group_ids: set[str]) -> tup
         elif not use.problem:
             try:
                 table = read_shard(log, recorded)
-                trained = pc.is_in(table["group_id"], value_set=pa.array(sorted(group_ids), pa.string()))
+                trained = pc.is_in(table["group_id"], value_set=pa.array(group_ids, pa.string()))
                 versions.update(_versions(table.filter(trained)))
             except DamagedShard as error:
                 use = replace(use, problem=error.reason)
@@ -364,12 +324,12 @@ def _weights_problems(log: RunLog, policy: Policy) -> list[str]:
         return ["weights: retired: retention removed them"]
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         try:
-            digest = verify_folder(PolicyReader(log, Path(scratch)).fetch(policy))
+            PolicyReader(log, Path(scratch)).fetch(policy)
         except FileNotFoundError:
             return [f"weights: {log.store.uri}/{policy.path} is missing"]
         except DigestMismatch as error:
             return [f"weights: {error}"]
-    return [] if digest == policy.weights_sha256 else [f"weights: their digest is {digest}, not the recorded one"]
+    return []
 
 
 def _versions(rows: pa.Table) -> list[int]:

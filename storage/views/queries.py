@@ -11,7 +11,6 @@ and nothing else: no file, no network, no Python variable.
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from collections.abc import Callable, Collection, Sequence
@@ -153,30 +152,20 @@ class Queries:
         import duckdb
 
         state = log.state
-        versions = {
-            body.claim.step: body.policy.version for body in (e.body for e in entries) if isinstance(body, Step)
-        }
-
-        @functools.cache
-        def version_of(step: int) -> int:
-            return versions[step] if step in versions else state.steps[step - 1].policy.version
-
         self.left_out: dict[str, str] = {}
         """Shard id → why its rows are left out. A damaged file appears once a query has read it."""
-        readable = []
         for shard in shards:
             if shard.id in state.quarantined:
                 self.left_out[shard.id] = f"quarantined: {state.quarantined[shard.id]}"
             elif shard.id in state.retired_shards:
                 self.left_out[shard.id] = "retired: retention has removed the file"
-            else:
-                readable.append(shard)
+        readable = [shard for shard in shards if shard.id not in self.left_out]
         self._rows = ShardRows.of(log, readable, left_out=self.left_out, verify=verify)
         scratch = Path(tempfile.gettempdir()) / f"millrace-duckdb-{os.getpid()}"
         self._connection = duckdb.connect(config={"python_enable_replacements": False, "temp_directory": str(scratch)})
         tables = {
             "shard_rows": self._rows,
-            "groups": _groups(state, shards, version_of),
+            "groups": _groups(state, shards),
             "steps": _steps(entries),
             "evaluations": _evaluations(entries),
             "reward_rows": RewardRows.of(log, {shard.id for shard in readable}, left_out=self.left_out),
@@ -234,7 +223,7 @@ def open_queries(log: RunLog, *, shard_ids: Collection[str] | None = None, verif
     return Queries(log, [e.body for e in entries if isinstance(e.body, Shard)], entries, verify=verify)
 
 
-def _groups(state: RunState, shards: Sequence[Shard], version_of: Callable[[int], int]) -> pa.Table:
+def _groups(state: RunState, shards: Sequence[Shard]) -> pa.Table:
     """Every group of the shards, except those that were lost with a quarantined shard."""
     numbers = {shard_id: number for number, shard_id in enumerate(state.shards)}
     rows: list[dict[str, Any]] = []
@@ -250,7 +239,7 @@ def _groups(state: RunState, shards: Sequence[Shard], version_of: Callable[[int]
                     "failures": list(group.failures.items()),
                     "outcome": outcome or "pending",
                     "step": step,
-                    "policy_version": version_of(step) if step is not None and outcome == "trained" else None,
+                    "policy_version": step if outcome == "trained" else None,  # step k makes version k
                     "shard_id": shard.id,
                     "shard_number": numbers[shard.id],
                 }

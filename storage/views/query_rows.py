@@ -78,20 +78,19 @@ class ShardRows(_Rows):
         # Arrow's own filter would follow offsets before they are checked.
         needed = columns if mask is None else list(dict.fromkeys([*columns, *_FLAT_COLUMNS]))
         reading: deque[Future[pa.Table | None]] = deque()
-        with ThreadPoolExecutor(READ_AHEAD) as pool:
-            try:
-                for fragment in self.get_fragments(mask):
-                    reading.append(pool.submit(self._read, self._shards[fragment.path], needed))
-                    if len(reading) == READ_AHEAD:
-                        yield from _narrowed(reading.popleft().result(), columns, mask)
-                while reading:
+        pool = ThreadPoolExecutor(READ_AHEAD)
+        try:
+            for fragment in self.get_fragments(mask):
+                reading.append(pool.submit(self._read, self._shards[fragment.path], needed))
+                if len(reading) == READ_AHEAD:
                     yield from _narrowed(reading.popleft().result(), columns, mask)
-            except Exception as error:
-                self.failure = error
-                raise
-            finally:
-                for future in reading:
-                    future.cancel()
+            while reading:
+                yield from _narrowed(reading.popleft().result(), columns, mask)
+        except Exception as error:
+            self.failure = error
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _read(self, shard: Shard, columns: list[str]) -> pa.Table | None:
         """These columns of one shard, and possibly more; None, and a note in `left_out`, if its file is damaged."""
@@ -103,16 +102,14 @@ class ShardRows(_Rows):
                 table = read_shard(self._log, shard, columns=stored).select(stored)
             else:
                 table = self._columns_of(shard, stored)
+            return table.append_column("shard_id", pa.repeat(pa.scalar(shard.id), len(table)))
         except DamagedShard as error:
             self._left_out[shard.id] = error.reason
-            return None
         except (BadShard, DigestMismatch) as error:
             self._left_out[shard.id] = str(error)
-            return None
         except (pa.ArrowException, OSError):
             self._left_out[shard.id] = self._damage(shard)
-            return None
-        return table.append_column("shard_id", pa.repeat(pa.scalar(shard.id), len(table)))
+        return None
 
     def _columns_of(self, shard: Shard, names: list[str]) -> pa.Table:
         """Columns of the file, with offsets in bounds; the digest of a file that is fetched whole is compared."""

@@ -138,7 +138,7 @@ class SearchIndex:
             held = self._held(table)
             if gone := held - set(self._live_shards()):
                 with self._damage_named():
-                    table.delete(f"shard_id IN ({', '.join(sql_text(shard_id) for shard_id in sorted(gone))})")
+                    table.delete(_in_shards(gone))
                 report.shards_removed = len(gone)
             self._add(table, self._missing(held), report, progress)
             with self._damage_named():
@@ -160,15 +160,17 @@ class SearchIndex:
         index, `InvalidInput` for `similar` without vectors, and `BadIndex`.
         """
         table = self._open()
-        start = self._start_similar(table, query) if similar else self._start_words(table, query)
+        search = self._similar(table, query) if similar else _with_words(table, query)
         where = filters.sql() if similar else query.sql(filters)
-        if filters.step is not None:
-            where = f"({where}) AND {self._in_shards_of(filters.step)}"
+        if filters.step is not None:  # a row of the step is in a shard that has a group which the step took
+            steps = self.log.state.steps
+            claimed = claimed_groups(steps[filters.step - 1]) if 1 <= filters.step <= len(steps) else []
+            where = f"({where}) AND {_in_shards({group.shard_id for _, group in claimed})}"
+        search = search.where(where, prefilter=True).with_row_id(True)
         fetched = 8 * count
         while True:
             with self._damage_named():
-                builder = start().where(where, prefilter=True).with_row_id(True)
-                hits = builder.limit(fetched).to_arrow().to_pylist()
+                hits = search.limit(fetched).to_arrow().to_pylist()
             kept = [hit for hit in hits if self._is_wanted(hit, filters)]
             if len(kept) >= count or len(hits) < fetched:
                 return self._read(table, kept[:count])
@@ -205,12 +207,6 @@ class SearchIndex:
         """True if a version of the table is committed."""
         return any((self._path / "_versions").glob("*.manifest"))
 
-    def _remove(self) -> None:
-        if self._path.is_dir():
-            shutil.rmtree(self._path)
-        else:
-            self._path.unlink(missing_ok=True)
-
     def _create(self, embedding: str) -> Any:
         import lancedb
 
@@ -218,7 +214,7 @@ class SearchIndex:
         if embedding:
             length = unit_vectors(self._load_embedding(embedding), ["millrace"], name=embedding).shape[1]
             schema = schema.append(pa.field("vector", pa.list_(pa.float32(), length)))
-        self._remove()
+        shutil.rmtree(self._path, ignore_errors=True)
         with self._damage_named():
             return lancedb.connect(str(self.folder)).create_table(_TABLE, schema=schema)
 
@@ -266,21 +262,19 @@ class SearchIndex:
             for start in range(0, len(shards), _READ_AT_ONCE):
                 progress(start, len(shards))
                 chunk = shards[start : start + _READ_AT_ONCE]
-                for shard, rows in zip(chunk, pool.map(self._shard_rows, chunk), strict=True):
-                    if isinstance(rows, DamagedShard):
-                        report.damaged[shard.id] = rows.reason
-                    else:
-                        waiting.append(rows)
+                for shard, reading in [(shard, pool.submit(self._shard_rows, shard)) for shard in chunk]:
+                    try:
+                        waiting.append(reading.result())
                         report.shards_added += 1
-                if sum(rows.nbytes for rows in waiting) >= _COMMIT_BYTES or start + len(chunk) == len(shards):
-                    self._commit(table, waiting)
+                    except DamagedShard as error:
+                        report.damaged[shard.id] = error.reason
+                is_last = start + len(chunk) == len(shards)
+                if waiting and (is_last or sum(rows.nbytes for rows in waiting) >= _COMMIT_BYTES):
+                    self._commit(table, pa.concat_tables(waiting))
                     waiting = []
             progress(len(shards), len(shards))
 
-    def _commit(self, table: Any, waiting: Sequence[pa.Table]) -> None:
-        if not waiting:
-            return
-        rows = pa.concat_tables(waiting)
+    def _commit(self, table: Any, rows: pa.Table) -> None:
         if embedding := _embedding_of(table):
             vectors = unit_vectors(self._load_embedding(embedding), rows["text"].to_pylist(), name=embedding)
             column = table.schema.field("vector")
@@ -294,27 +288,10 @@ class SearchIndex:
         with self._damage_named():
             table.add(rows)
 
-    def _shard_rows(self, shard: Shard) -> pa.Table | DamagedShard:
-        try:
-            return attempt_rows(read_shard(self.log, shard), shard_id=shard.id)
-        except DamagedShard as error:
-            return error
+    def _shard_rows(self, shard: Shard) -> pa.Table:
+        return attempt_rows(read_shard(self.log, shard), shard_id=shard.id)
 
-    def _start_words(self, table: Any, query: SearchQuery) -> Callable[[], Any]:
-        from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur, PhraseQuery
-
-        columns = ["group_id", "shard_id"]
-        clauses = [(Occur.MUST, PhraseQuery(phrase, "text")) for phrase in query.phrases]
-        if query.words:
-            every = MatchQuery(" ".join(query.words), "text", operator=FullTextOperator.AND)
-            clauses.append((Occur.MUST, every))
-        if len(query.words) > 1:  # any order matches; side by side first
-            clauses.append((Occur.SHOULD, PhraseQuery(" ".join(query.words), "text")))
-        if not clauses:  # no index has punctuation
-            return lambda: table.search().select(columns)
-        return lambda: table.search(BooleanQuery(clauses)).select([*columns, "_score"])
-
-    def _start_similar(self, table: Any, query: SearchQuery) -> Callable[[], Any]:
+    def _similar(self, table: Any, query: SearchQuery) -> Any:
         embedding = _embedding_of(table)
         if not embedding:
             raise InvalidInput(
@@ -322,27 +299,17 @@ class SearchIndex:
                 f"{EMBEDDING}"
             )
         vector = unit_vectors(self._load_embedding(embedding), [query.text], name=embedding)[0]
-        return lambda: (
-            table.search(vector, vector_column_name="vector")
-            .distance_type("dot")
-            .select(["group_id", "shard_id", "_distance"])
-        )
-
-    def _in_shards_of(self, step: int) -> str:
-        """Condition for rows whose shard has a group that the step took."""
-        steps = self.log.state.steps
-        claimed = claimed_groups(steps[step - 1]) if 1 <= step <= len(steps) else []
-        shard_ids = dict.fromkeys(group.shard_id for _, group in claimed)
-        return f"shard_id IN ({', '.join(map(sql_text, shard_ids))})" if shard_ids else "false"
+        search = table.search(vector, vector_column_name="vector").distance_type("dot")
+        return search.select(["group_id", "shard_id", "_distance"])
 
     def _is_wanted(self, hit: dict[str, Any], filters: Filters) -> bool:
         """The filters that need the log."""
-        state, group_id = self.log.state, hit["group_id"]
-        if hit["shard_id"] in state.quarantined or hit["shard_id"] in state.retired_shards:
-            return False
-        if filters.step is not None and state.step_of.get(group_id) != filters.step:
-            return False
-        return not filters.outcome or self._outcome(group_id) == filters.outcome
+        state, group_id, shard_id = self.log.state, hit["group_id"], hit["shard_id"]
+        return (
+            not (shard_id in state.quarantined or shard_id in state.retired_shards)
+            and filters.step in (None, state.step_of.get(group_id))
+            and filters.outcome in ("", self._outcome(group_id))
+        )
 
     def _outcome(self, group_id: str) -> str | None:
         state = self.log.state
@@ -353,18 +320,34 @@ class SearchIndex:
             return []
         with self._damage_named():
             selected = table.take_row_ids([hit["_rowid"] for hit in hits]).select(ROW.names).with_row_id()
-            rows = {row["_rowid"]: row for row in selected.to_arrow().to_pylist()}  # in another order
-        return [self._match(rows[hit["_rowid"]], hit) for hit in hits]
+            rows = {row.pop("_rowid"): row for row in selected.to_arrow().to_pylist()}  # in another order
+        matches = []
+        for hit in hits:
+            row = rows[hit["_rowid"]]
+            group_id = row.pop("group_id")
+            row |= {"outcome": self._outcome(group_id), "step": self.log.state.step_of.get(group_id)}
+            row["reward_parts"] = json.loads(row["reward_parts"])
+            row["score"] = 1.0 - hit["_distance"] if "_distance" in hit else hit.get("_score")
+            matches.append(Match(**row))
+        return matches
 
-    def _match(self, row: dict[str, Any], hit: dict[str, Any]) -> Match:
-        score = 1.0 - hit["_distance"] if "_distance" in hit else hit.get("_score")
-        return Match(
-            score=score,
-            reward_parts=json.loads(row["reward_parts"]),
-            outcome=self._outcome(row["group_id"]),
-            step=self.log.state.step_of.get(row["group_id"]),
-            **{name: row[name] for name in ROW.names if name not in ("reward_parts", "group_id", "attempt")},
-        )
+
+def _with_words(table: Any, query: SearchQuery) -> Any:
+    from lancedb.query import BooleanQuery, FullTextOperator, MatchQuery, Occur, PhraseQuery
+
+    words = " ".join(query.words)
+    clauses = [(Occur.MUST, PhraseQuery(phrase, "text")) for phrase in query.phrases]
+    if words:
+        clauses.append((Occur.MUST, MatchQuery(words, "text", operator=FullTextOperator.AND)))
+    if len(query.words) > 1:  # any order matches; side by side first
+        clauses.append((Occur.SHOULD, PhraseQuery(words, "text")))
+    if not clauses:  # no index has punctuation
+        return table.search().select(["group_id", "shard_id"])
+    return table.search(BooleanQuery(clauses)).select(["group_id", "shard_id", "_score"])
+
+
+def _in_shards(shard_ids: set[str]) -> str:
+    return f"shard_id IN ({', '.join(map(sql_text, sorted(shard_ids)))})" if shard_ids else "false"
 
 
 def _embedding_of(table: Any) -> str:

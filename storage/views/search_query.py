@@ -72,7 +72,7 @@ class SearchQuery:
             re.escape(folded(term)) if exactly else rf"(?<![^\W_]){re.escape(folded(term))}(?![^\W_])"
             for term, exactly in sorted(self._terms, key=lambda term: -len(term[0]))
         ]
-        return [match.span() for match in re.finditer("|".join(patterns), folded(text))] if patterns else []
+        return [match.span() for match in re.finditer("|".join(patterns), folded(text))]
 
 
 @dataclass(frozen=True, kw_only=True)

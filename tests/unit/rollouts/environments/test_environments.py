@@ -26,7 +26,7 @@ from rollouts.rewards.scoring import score
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from storage.records import RolloutGroup, Task, Trajectory
 from storage.shards.shards import commit_shard
-from storage.views.exports import export_sft
+from storage.views.exports import export_rows
 from storage.views.queries import open_queries
 from tests.builders import SAMPLING, a_log, local_store, provenance
 from tests.unit.rollouts.scripted_text import an_engine, play_group
@@ -115,7 +115,7 @@ def test_per_turn_values_survive_storage_and_export(tokens: ChatTokens, tmp_path
     log = a_log(local_store(tmp_path))
     commit_shard(log, [group], provenance=provenance("s0"), sampling=SAMPLING)
     file = tmp_path / "sft.parquet"
-    assert export_sft(open_queries(log, verify=True), file) == 2
+    assert export_rows(open_queries(log, verify=True), file, "sft") == 2
     exported = [{part["key"]: part["value"] for part in row["reward_parts"]} for row in pq.read_table(file).to_pylist()]
     assert exported == [{"turn_0": 2.0, "turn_1": 4.0, "turn_2": 8.0}] * 2
 

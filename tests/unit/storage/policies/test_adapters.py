@@ -39,44 +39,31 @@ def test_each_row_holds_the_digests_of_the_adapters_that_sampled_it():
     table = _table([_turn(0, 0)], [_turn(1, 2), _turn(2, 3)], [_turn(3)])
     assert [dict(row) for row in table["adapters"].to_pylist()] == [{}, _DIGESTS, {3: "3" * 64}]
     check_adapters(table, shard_id="s", policies=_POLICIES)
+    without = _table([_turn(0)], [_turn(0, 1)])
+    assert without.schema.names == SCHEMA.names
+    check_adapters(without, shard_id="s", policies=_POLICIES)
+    with pytest.raises(DamagedShard, match="row 1 .*sampled with no adapter"):
+        check_adapters(table.drop_columns(["adapters"]), shard_id="s", policies=_POLICIES)
 
 
-def test_without_adapters_there_is_no_column_and_nothing_to_complain_of():
-    table = _table([_turn(0)], [_turn(0, 1)])
-    assert table.schema.names == SCHEMA.names
-    check_adapters(table, shard_id="s", policies=_POLICIES)
+def test_a_row_sampled_by_other_weights_is_refused_by_name():
+    other = "9" * 64
+    for turn, sentence in (
+        (_turn(2, adapters={}), "version 2 that the engine sampled with no adapter; that policy has adapter 2222"),
+        (_turn(2, adapters={2: other}), "version 2 that the engine sampled with adapter 9999.*has adapter 2222"),
+        (_turn(1, adapters={1: other}), "version 1 that the engine sampled with adapter 9999.*has no adapter"),
+        (_turn(2, 2, 0, 3, adapters={2: "2" * 64}), "version 3 that the engine sampled with no adapter"),
+        (_turn(2, 1, 3, adapters={**_DIGESTS, 1: other}), "version 1 that the engine sampled with adapter 9999"),
+        (_turn(4, adapters={4: "4" * 64}), "version 4 .*that policy is not in the log"),
+    ):
+        where = r"shard s: row 1 \(group 0\.task0, attempt 1\) has tokens of policy"
+        with pytest.raises(DamagedShard, match=f"{where} .*{sentence}"):
+            check_adapters(_table([_turn(2)], [turn]), shard_id="s", policies=_POLICIES)
 
 
-@pytest.mark.parametrize(
-    ("turns", "sentence"),
-    [
-        ([_turn(2, adapters={})], "version 2 that the engine sampled with no adapter; that policy has adapter 2222"),
-        ([_turn(2, adapters={2: "9" * 64})], "version 2 that the engine sampled with adapter 9999.*has adapter 2222"),
-        ([_turn(1, adapters={1: "9" * 64})], "version 1 that the engine sampled with adapter 9999.*has no adapter"),
-        ([_turn(2, 2, 0, 3, adapters={2: "2" * 64})], "version 3 that the engine sampled with no adapter"),
-        ([_turn(2, 1, 3, adapters={**_DIGESTS, 1: "9" * 64})], "version 1 that the engine sampled with adapter 9999"),
-        ([_turn(4, adapters={4: "4" * 64})], "version 4 .*that policy is not in the log"),
-    ],
-)
-def test_a_row_sampled_by_other_weights_is_refused_by_name(turns: list[Turn], sentence: str):
-    table = _table([_turn(2)], turns)
-    where = r"shard s: row 1 \(group 0\.task0, attempt 1\) has tokens of policy"
-    with pytest.raises(DamagedShard, match=f"{where} .*{sentence}"):
-        check_adapters(table, shard_id="s", policies=_POLICIES)
-
-
-def test_a_shard_without_the_column_is_refused_once_a_policy_is_an_adapter():
-    table = _table([_turn(2)]).drop_columns(["adapters"])
-    with pytest.raises(DamagedShard, match="row 0 .*sampled with no adapter"):
-        check_adapters(table, shard_id="s", policies=_POLICIES)
-
-
-def test_one_version_cannot_be_two_adapters():
+def test_a_version_with_two_adapters_and_a_column_of_another_type_are_refused():
     with pytest.raises(BadShard, match="shard s: group 0.task0 was sampled by two adapters, both of policy version 2"):
         _table([_turn(2), _turn(2, adapters={2: "9" * 64})])
-
-
-def test_the_column_has_its_type_or_the_file_is_refused():
     table = _table([_turn(2)])
     renamed = table.set_column(table.schema.get_field_index("adapters"), "adapters", pa.array(["2"]))
     with pytest.raises(BadShard, match="column adapters has type string"):

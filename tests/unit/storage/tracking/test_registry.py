@@ -5,48 +5,46 @@ from __future__ import annotations
 import json
 import logging
 import sqlite3
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from storage.log.entries import Alias, Evaluation, LogEntry, Retire, Session
+from storage.log.entries import Alias, Evaluation, LogEntry, Registration, Retire, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.object_store import LocalStore
-from storage.tracking.registry import (
-    Registry,
-    RegistryUnavailable,
-    dataset_digest,
-    prepare_database,
-    registered_version,
-)
+from storage.tracking.registry import Registry, RegistryUnavailable, dataset_digest
 from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
 
 CONFIG = {"seed": 0, "train": {"scale": "std"}}
 
 
-@dataclass
 class _Mirror:
-    """A run of two steps, made by two sessions, and the database it was synced into."""
+    """A run, and the database it was synced into."""
 
-    log: RunLog
-    tracking: str
-    registered: list[Any]
-    client: Any
+    def __init__(self, log: RunLog, folder: Path) -> None:
+        from mlflow import MlflowClient
+
+        self.log, self.tracking = log, f"sqlite:///{folder / 'mlflow.db'}"
+        self.registered = self.sync()
+        self.client: Any = MlflowClient(tracking_uri=self.tracking, registry_uri=self.tracking)
+
+    def sync(self, *, finished: bool = False) -> list[Registration]:
+        return Registry(self.log, tracking_uri=self.tracking).sync(finished=finished)
 
     def versions(self) -> dict[str, Any]:
         """Model versions by our own version number."""
-        found = self.client.search_model_versions("name = 'run'")
-        return {version.tags["millrace.version"]: version for version in found}
+        versions = self.client.search_model_versions("name = 'run'")
+        return {version.tags["millrace.version"]: version for version in versions}
 
     def run(self) -> Any:
-        experiment = self.client.get_experiment_by_name("millrace")
-        [run] = self.client.search_runs([experiment.experiment_id])
+        [run] = self.client.search_runs([self.client.get_experiment_by_name("millrace").experiment_id])
         return run
+
+    def history(self, metric: str) -> list[tuple[Any, ...]]:
+        return [(m.step, m.value, m.timestamp) for m in self.client.get_metric_history(self.run().info.run_id, metric)]
 
     def everything(self) -> list[Any]:
         """All that was sent, without MLflow's own ids and clocks."""
@@ -54,17 +52,18 @@ class _Mirror:
         return [
             run.data.tags["millrace.synced_entries"],
             run.data.params,
-            {
-                key: [(m.step, m.value, m.timestamp) for m in self.client.get_metric_history(run.info.run_id, key)]
-                for key in run.data.metrics
-            },
+            {metric: self.history(metric) for metric in run.data.metrics},
             {number: (version.tags, version.source) for number, version in self.versions().items()},
             sorted((i.dataset.name, i.dataset.digest, i.dataset.source) for i in run.inputs.dataset_inputs),
             self.client.get_model_version_by_alias("run", "rollout").tags["millrace.version"],
         ]
 
 
-def _two_steps(log: RunLog) -> None:
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> _Mirror:
+    """Two steps, made by two sessions."""
+    folder = tmp_path_factory.mktemp("registry")
+    log = create_run(local_store(folder / "with space"), "run", CONFIG)
     log.append(Session(id="first", code_version="c0de1"))
     log.append(BASE)
     log.append(a_shard("s0", [a_summary(0), a_summary(1), a_summary(2, accepted=False)]))
@@ -78,43 +77,32 @@ def _two_steps(log: RunLog) -> None:
     log.append(Evaluation(version=1, score=0.5, standard_error=0.25, shard_id="e0", **counts, **scored))
     log.append(Evaluation(version=2, score=0.0, num_failed=8, shard_id="e1", **scored))
     log.append(Alias(name="rollout", version=2, checksum="sum2"))
-
-
-def _sync(log: RunLog, database: Path) -> _Mirror:
-    from mlflow import MlflowClient
-
-    tracking = f"sqlite:///{database}"
-    assert prepare_database(tracking) > 0
-    registered = Registry(log, tracking_uri=tracking).sync()
-    client = MlflowClient(tracking_uri=tracking, registry_uri=tracking)
-    return _Mirror(log=log, tracking=tracking, registered=registered, client=client)
-
-
-@pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Mirror]:
-    folder = tmp_path_factory.mktemp("registry")
-    log = create_run(local_store(folder / "with space"), "run", CONFIG)
-    _two_steps(log)
-    yield _sync(log, folder / "mlflow.db")
+    return _Mirror(log, folder)
 
 
 def test_every_policy_is_a_model_version_that_points_into_the_store(mirror: _Mirror):
-    versions = mirror.versions()
+    versions, uri = mirror.versions(), mirror.log.store.uri
     assert sorted(versions) == ["0", "1", "2"]
-    assert versions["0"].source == f"{mirror.log.store.uri}/models/base"
-    assert versions["2"].source == f"{mirror.log.store.uri}/runs/run/policies/2-a"
+    assert (versions["0"].source, versions["2"].source) == (f"{uri}/models/base", f"{uri}/runs/run/policies/2-a")
     assert {version.run_id for version in versions.values()} == {mirror.run().info.run_id}
-    assert [(r.version, r.model_name) for r in mirror.registered] == [(0, "run"), (1, "run"), (2, "run")]
-    assert {str(r.version): r.registry_version for r in mirror.registered} == {
-        number: str(version.version) for number, version in versions.items()
-    }
+    assert [(str(r.version), r.model_name, r.registry_version) for r in mirror.registered] == [
+        (number, "run", str(versions[number].version)) for number in "012"
+    ]
+    assert mirror.client.get_model_version_by_alias("run", "rollout").version == versions["2"].version
+    # A server must not read a path that might be its own.
+    assert Registry(mirror.log, tracking_uri="http://127.0.0.1:9")._source_of(BASE) == "millrace://run/models/base"
 
 
 def test_a_version_says_what_made_it(mirror: _Mirror):
-    tags = mirror.versions()["2"].tags
+    versions = mirror.versions()
+    assert [versions[number].tags["millrace.parent"] for number in "012"] == ["", "0", "1"]
+    codes = {n: (v.tags["millrace.code_version"], v.tags["millrace.reward_sha256"]) for n, v in versions.items()}
+    assert codes == {"0": ("c0de1", ""), "1": ("c0de1", ""), "2": ("c0de2", "4e3a")}
+    run_tags = mirror.run().data.tags
+    assert (run_tags["millrace.code_version"], run_tags["millrace.reward_sha256"]) == ("c0de2", "4e3a")
+    tags, description = versions["2"].tags, versions["2"].description
     step = mirror.log.state.steps[1]
     assert tags["millrace.run_id"] == "run" and tags["millrace.step"] == "2"
-    assert tags["millrace.parent"] == "1" and mirror.versions()["0"].tags["millrace.parent"] == ""
     assert tags["millrace.weights_sha256"] == step.policy.weights_sha256
     assert tags["millrace.config_sha256"] == sha256_of_json(run_config(mirror.log))
     assert json.loads(tags["millrace.shards"]) == [
@@ -123,25 +111,9 @@ def test_a_version_says_what_made_it(mirror: _Mirror):
     ]
     assert json.loads(tags["millrace.groups"]) == {"trained": 2, "stale": 0, "filtered": 1, "failed": 0, "cancelled": 0}
     assert tags["millrace.dataset_digest"] == dataset_digest(step)
-
-
-def test_a_version_names_the_code_of_the_session_that_made_it(mirror: _Mirror):
-    codes = {number: version.tags["millrace.code_version"] for number, version in mirror.versions().items()}
-    assert codes == {"0": "c0de1", "1": "c0de1", "2": "c0de2"}
-
-
-def test_a_version_names_the_reward_code_where_the_session_recorded_it(mirror: _Mirror):
-    rewards = {number: version.tags["millrace.reward_sha256"] for number, version in mirror.versions().items()}
-    assert rewards == {"0": "", "1": "", "2": "4e3a"}
-    tags = mirror.run().data.tags
-    assert (tags["millrace.code_version"], tags["millrace.reward_sha256"]) == ("c0de2", "4e3a")
-
-
-def test_a_version_is_described_for_whoever_looks_at_it_in_the_browser(mirror: _Mirror):
-    description = mirror.versions()["2"].description
     assert "made by step 2 from policy 1" in description and "2 trained, 0 stale, 1 filtered" in description
     assert "from 2 shards" in description and "`millrace lineage run --policy 2`" in description
-    assert "base model" in mirror.versions()["0"].description
+    assert "base model" in versions["0"].description
 
 
 def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
@@ -150,81 +122,41 @@ def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
     dataset = inputs["step-2"].dataset
     assert dataset.digest == dataset_digest(mirror.log.state.steps[1]) and len(dataset.digest) <= 36
     assert [(tag.key, tag.value) for tag in inputs["step-2"].tags] == [("mlflow.data.context", "training")]
+    folder = f"{mirror.log.store.uri}/runs/run/shards"
     assert json.loads(dataset.source) == [
-        {
-            "id": shard_id,
-            "uri": f"{mirror.log.store.uri}/runs/run/shards/{shard_id}.arrow",
-            "sha256": "f" * 64,
-            "num_rows": num_rows,
-            "groups": groups,
-        }
-        for shard_id, num_rows, groups in [("s0", 6, ["0.task1"]), ("s1", 2, ["0.task3"])]
+        {"id": "s0", "uri": f"{folder}/s0.arrow", "sha256": "f" * 64, "num_rows": 6, "groups": ["0.task1"]},
+        {"id": "s1", "uri": f"{folder}/s1.arrow", "sha256": "f" * 64, "num_rows": 2, "groups": ["0.task3"]},
     ]
-
-
-def test_other_groups_of_the_same_shards_are_another_dataset(mirror: _Mirror):
-    first, second = mirror.log.state.steps
-    assert dataset_digest(first) == dataset_digest(first) != dataset_digest(second)
-
-
-def test_the_alias_names_the_version_that_serves(mirror: _Mirror):
-    version = mirror.client.get_model_version_by_alias("run", "rollout")
-    assert version.tags["millrace.version"] == "2"
 
 
 def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     run = mirror.run()
     assert run.data.params == {"seed": "0", "train.scale": "std"}
-    history = mirror.client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(metric.step, metric.value) for metric in history] == [(1, 0.5), (2, 0.5)]
+    assert [(step, value) for step, value, _ in mirror.history("train/loss")] == [(1, 0.5), (2, 0.5)]
     evaluation = {key.removeprefix("eval/test/"): value for key, value in run.data.metrics.items() if "eval/" in key}
     assert evaluation == {
         **{"score": 0.5, "standard_error": 0.25, "pass_at_1": 0.5, "pass_at_2": 0.75, "pass_at_4": 1.0},
         **{"tasks": 2.0, "seconds": 1.0, "failed": 1.0},
     }
-    failed = mirror.client.get_metric_history(run.info.run_id, "eval/test/failed")
-    assert [(metric.step, metric.value) for metric in failed] == [(1, 0.25), (2, 1.0)]
+    assert [(step, value) for step, value, _ in mirror.history("eval/test/failed")] == [(1, 0.25), (2, 1.0)]
     assert run.data.tags["millrace.store"] == mirror.log.store.uri
 
 
-def test_the_page_of_the_run_is_known_after_a_sync(mirror: _Mirror):
-    registry, info = Registry(mirror.log, tracking_uri=mirror.tracking), mirror.run().info
+def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_cursor(mirror: _Mirror):
+    registry, info, before = Registry(mirror.log, tracking_uri=mirror.tracking), mirror.run().info, mirror.everything()
     assert registry.run_page == ""
-    registry.sync()
+    for finished, status in ((True, "FINISHED"), (False, "RUNNING")):
+        registry.sync(finished=finished)
+        assert mirror.run().info.status == status and mirror.everything() == before
     assert registry.run_page == f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
-
-
-def test_syncing_again_adds_nothing_not_even_from_another_process(mirror: _Mirror):
-    before = mirror.everything()
-    Registry(mirror.log, tracking_uri=mirror.tracking).sync()
-    assert mirror.everything() == before
-
-
-def test_a_sync_that_died_before_its_cursor_is_repeated_without_doubles(mirror: _Mirror):
-    before = mirror.everything()
     for cursor in ("0", "3"):
-        mirror.client.set_tag(mirror.run().info.run_id, "millrace.synced_entries", cursor)
-        again = Registry(mirror.log, tracking_uri=mirror.tracking).sync()
-        # The session that died never said in the log what it had registered, so this one does.
-        assert again == mirror.registered
+        mirror.client.set_tag(info.run_id, "millrace.synced_entries", cursor)
+        # The log has no registrations of the session that died, so this one does.
+        assert mirror.sync() == mirror.registered
         assert mirror.everything() == before
 
 
-def test_an_alias_of_a_version_somebody_deleted_in_mlflow_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    log = create_run(local_store(tmp_path), "run", CONFIG)
-    _two_steps(log)
-    mirror = _sync(log, tmp_path / "mlflow.db")
-    mirror.client.delete_model_version("run", mirror.versions()["2"].version)
-    log.append(Alias(name="best", version=2, checksum="sum2"))
-    log.append(Alias(name="second", version=1, checksum="sum1"))
-    with caplog.at_level(logging.WARNING, logger="millrace.registry"):
-        Registry(log, tracking_uri=mirror.tracking).sync()
-    assert "no version of policy 2 any more, so alias best is not set" in caplog.text
-    assert mirror.client.get_model_version_by_alias("run", "second").tags["millrace.version"] == "1"
-    assert mirror.run().data.tags["millrace.synced_entries"] == str(log.state.entries)
-
-
-def test_a_sync_decodes_only_the_entries_after_its_cursor(
+def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_database_from_the_log(
     mirror: _Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """And reads the configuration once, however many versions there are to register."""
@@ -250,53 +182,10 @@ def test_a_sync_decodes_only_the_entries_after_its_cursor(
     Registry(log, tracking_uri=mirror.tracking).sync()
     assert read == [repr(slice(cursor, None))]
     read.clear()
-    _sync(log, tmp_path / "again.db")
+    again = _Mirror(log, tmp_path)
     assert read == [log.key("run.json"), repr(slice(0, None))]
-
-
-def test_a_deleted_database_is_made_anew_from_the_log(mirror: _Mirror, tmp_path: Path):
-    again = _sync(mirror.log, tmp_path / "fresh.db")
     assert [registration.version for registration in again.registered] == [0, 1, 2]
     assert again.everything() == mirror.everything()
-
-
-def test_the_run_is_marked_as_finished_until_it_is_continued(mirror: _Mirror):
-    Registry(mirror.log, tracking_uri=mirror.tracking).sync(finished=True)
-    assert mirror.run().info.status == "FINISHED"
-    Registry(mirror.log, tracking_uri=mirror.tracking).sync()
-    assert mirror.run().info.status == "RUNNING"
-
-
-def test_only_what_the_log_does_not_know_as_registered_is_returned(mirror: _Mirror):
-    """Changes the log, so it comes last."""
-    for registration in mirror.registered:
-        mirror.log.append(registration)
-    registry = Registry(mirror.log, tracking_uri=mirror.tracking)
-    assert registry.sync() == []
-    mirror.log.append(a_shard("s2", [a_summary(4, version=2)]))
-    mirror.log.append(a_step(mirror.log.state, trained=["0.task4"]))
-    [added] = registry.sync()
-    assert (added.version, added.registry_version) == (3, str(mirror.versions()["3"].version))
-
-
-def test_versions_whose_weights_retention_removed_say_so(mirror: _Mirror):
-    """Changes the log too."""
-    mirror.log.append(Retire(shard_ids=["s0"], policy_versions=[1], state_paths=[], reason="keep_last 1"))
-    Registry(mirror.log, tracking_uri=mirror.tracking).sync()
-    retired = {number: version.tags.get("millrace.retired") for number, version in mirror.versions().items()}
-    assert retired == {"0": None, "1": "keep_last 1", "2": None, "3": None}
-
-
-def test_what_only_mlflow_knows_is_asked_of_mlflow(mirror: _Mirror, tmp_path: Path):
-    number = mirror.versions()["2"].version
-    mirror.client.set_registered_model_alias("run", "champion", number)
-    assert registered_version(mirror.log, "champion", tracking_uri=mirror.tracking) == 2
-    assert registered_version(mirror.log, str(number), tracking_uri=mirror.tracking) == 2
-    with pytest.raises(ValueError, match="aliases in the log: rollout"):
-        registered_version(mirror.log, "unknown", tracking_uri=mirror.tracking)
-    with pytest.raises(RegistryUnavailable, match="no database"):
-        registered_version(mirror.log, "champion", tracking_uri=f"sqlite:///{tmp_path}/none.db")
-    assert not (tmp_path / "none.db").exists()
 
 
 def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(tmp_path: Path) -> None:
@@ -319,6 +208,29 @@ def test_files_are_attached_once_by_name_and_lie_beside_the_database(mirror: _Mi
     assert kept.read_text() == "second"
 
 
-def test_a_server_is_told_the_key_of_a_policy_and_not_a_path_that_might_be_its_own(mirror: _Mirror):
-    there = Registry(mirror.log, tracking_uri="http://127.0.0.1:9")
-    assert there._source_of(BASE) == "millrace://run/models/base"
+def test_only_versions_new_to_the_log_are_returned_and_retired_ones_are_tagged(mirror: _Mirror):
+    """Changes the log, as the next one does."""
+    for registration in mirror.registered:
+        mirror.log.append(registration)
+    assert mirror.sync() == []
+    mirror.log.append(a_shard("s2", [a_summary(4, version=2)]))
+    mirror.log.append(a_step(mirror.log.state, trained=["0.task4"]))
+    mirror.log.append(Retire(shard_ids=["s0"], policy_versions=[1], state_paths=[], reason="keep_last 1"))
+    [added] = mirror.sync()
+    assert (added.version, added.registry_version) == (3, str(mirror.versions()["3"].version))
+    retired = {number: version.tags.get("millrace.retired") for number, version in mirror.versions().items()}
+    assert retired == {"0": None, "1": "keep_last 1", "2": None, "3": None}
+
+
+def test_an_alias_of_a_version_that_was_deleted_in_mlflow_is_left_out(
+    mirror: _Mirror, caplog: pytest.LogCaptureFixture
+):
+    """Changes the log and MLflow, so it comes last."""
+    mirror.client.delete_model_version("run", mirror.versions()["2"].version)
+    mirror.log.append(Alias(name="best", version=2, checksum="sum2"))
+    mirror.log.append(Alias(name="second", version=0, checksum="sum0"))
+    with caplog.at_level(logging.WARNING, logger="millrace.registry"):
+        mirror.sync()
+    assert "no version of policy 2 any more, so alias best is not set" in caplog.text
+    assert mirror.client.get_model_version_by_alias("run", "second").tags["millrace.version"] == "0"
+    assert mirror.run().data.tags["millrace.synced_entries"] == str(mirror.log.state.entries)

@@ -2,67 +2,49 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
-from storage.log.run_log import RunLog
-from storage.objects.opening import open_store
 from storage.records import Message, Trajectory
-from storage.shards.shards import commit_shard
-from storage.views.exports import export_dpo, export_sft
+from storage.views.exports import export_rows
 from storage.views.queries import Queries, open_queries
-from tests.builders import SAMPLING, a_group, a_log, a_trajectory, a_turn, local_store, provenance
+from tests.builders import a_group, a_log, a_trajectory, a_turn, commit, local_store
 
 
 def _said(prompt: str, *reply: str) -> list[Message]:
-    """A conversation: one prompt, then replies with a tool's answer between each two."""
-    said = [Message(role="user", content=prompt)]
+    """A conversation: one prompt, then replies with a tool's result between each two."""
+    messages = [Message(role="user", content=prompt)]
     for index, text in enumerate(reply):
-        said += [Message(role="tool", content="ok")] if index else []
-        said.append(Message(role="assistant", content=text, is_completion=True))
-    return said
+        messages += [Message(role="tool", content="ok")] if index else []
+        messages.append(Message(role="assistant", content=text, is_completion=True))
+    return messages
 
 
 def _attempts(*scored: tuple[float, str]) -> list[Trajectory]:
-    return [
-        a_trajectory(reward, attempt=attempt, messages=_said("3+4", text))
-        for attempt, (reward, text) in enumerate(scored)
-    ]
+    return [a_trajectory(reward, attempt=i, messages=_said("3+4", text)) for i, (reward, text) in enumerate(scored)]
 
 
-def _commit(
-    log: RunLog, groups: dict[str, Sequence[Trajectory]], *, shard_id: str = "s0", is_eval: bool = False
-) -> None:
+def _queries(folder: Path, groups: dict[str, Sequence[Trajectory]], held_out: Sequence[Trajectory] = ()) -> Queries:
+    """A run with groups by name, and perhaps a held-out one."""
+    log = a_log(local_store(folder))
     made = [a_group(i, group_id=name, trajectories=attempts) for i, (name, attempts) in enumerate(groups.items())]
-    commit_shard(log, made, provenance=provenance(shard_id), sampling=SAMPLING, is_eval=is_eval)
+    commit(log, "s0", *made)
+    if held_out:
+        commit(log, "e0", a_group(9, group_id="held-out", trajectories=held_out), is_eval=True)
+    return open_queries(log)
 
 
-@pytest.fixture
-def log(tmp_path: Path) -> RunLog:
-    log = a_log(local_store(tmp_path))
-    _commit(
-        log,
-        {
-            "clear": _attempts((0.5, "maybe"), (1.0, "seven"), (0.0, "no"), (1.0, "7"), (0.0, "nothing")),
-            "close": _attempts((0.5, "maybe"), (0.75, "perhaps")),
-            "tied": _attempts((1.0, "7"), (1.0, "seven")),
-        },
-    )
-    _commit(log, {"held-out": _attempts((1.0, "secret"), (0.0, "hidden"))}, shard_id="e0", is_eval=True)
-    return log
-
-
-@pytest.fixture
-def queries(log: RunLog) -> Queries:
-    return open_queries(log, verify=True)
+@pytest.fixture(scope="module")
+def queries(tmp_path_factory: pytest.TempPathFactory) -> Queries:
+    groups = {
+        "clear": _attempts((0.5, "maybe"), (1.0, "seven"), (0.0, "no"), (1.0, "7"), (0.0, "nothing")),
+        "close": _attempts((0.5, "maybe"), (0.75, "perhaps")),
+        "tied": _attempts((1.0, "7"), (1.0, "seven")),
+    }
+    return _queries(tmp_path_factory.mktemp("run"), groups, held_out=_attempts((1.0, "secret"), (0.0, "hidden")))
 
 
 def _message(role: str, content: str) -> dict[str, str]:
@@ -71,7 +53,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 def test_sft_has_a_conversation_per_attempt(queries: Queries, tmp_path: Path):
     file = tmp_path / "sft.parquet"
-    assert export_sft(queries, file, where="reward >= 1 -- the good ones") == 4
+    assert export_rows(queries, file, "sft", where="reward >= 1 -- the good ones") == 4
     rows = pq.read_table(file).to_pylist()
     assert rows[0] == {
         "messages": [_message("user", "3+4"), _message("assistant", "seven")],
@@ -81,11 +63,13 @@ def test_sft_has_a_conversation_per_attempt(queries: Queries, tmp_path: Path):
         "trajectory_id": "clear/1",
     }
     assert [row["trajectory_id"] for row in rows] == ["clear/1", "clear/3", "tied/0", "tied/1"]
+    assert export_rows(queries, file, "sft", force=True) == 9
+    assert export_rows(queries, file, "sft", include_eval=True, force=True) == 11
 
 
 def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_path: Path):
     file = tmp_path / "dpo.parquet"
-    assert export_dpo(queries, file) == 2
+    assert export_rows(queries, file, "dpo", margin=0.25) == 2
     first, second = pq.read_table(file).to_pylist()
     assert first == {
         "prompt": [_message("user", "3+4")],
@@ -98,118 +82,61 @@ def test_dpo_pairs_the_best_with_the_worst_and_skips_ties(queries: Queries, tmp_
         "rejected_id": "clear/2",
     }
     assert (second["chosen_id"], second["rejected_id"]) == ("close/1", "close/0")
-
-
-def test_a_margin_wants_rewards_that_far_apart(queries: Queries, tmp_path: Path):
-    assert export_dpo(queries, tmp_path / "a.parquet", margin=0.25) == 2
-    assert export_dpo(queries, tmp_path / "b.parquet", margin=0.26) == 1
-
-
-def test_a_condition_chooses_among_the_attempts_before_they_are_paired(queries: Queries, tmp_path: Path):
-    file = tmp_path / "dpo.parquet"
-    assert export_dpo(queries, file, where="reply <> 'seven' and group_id = 'clear'") == 1
+    assert export_rows(queries, file, "dpo", include_eval=True, force=True) == 3
+    assert export_rows(queries, file, "dpo", margin=0.26, force=True) == 1, "rewards at least so far apart"
+    where = "reply <> 'seven' and group_id = 'clear'"
+    assert export_rows(queries, file, "dpo", where=where, force=True) == 1, "chosen before they are paired"
     assert pq.read_table(file)["chosen_id"].to_pylist() == ["clear/3"]
 
 
-def test_held_out_attempts_stay_out_unless_asked_for(queries: Queries, tmp_path: Path):
-    for kind in (export_sft, export_dpo):
-        num_rows = kind(queries, tmp_path / f"{kind.__name__}.parquet")
-        with_eval = kind(queries, tmp_path / f"{kind.__name__}-all.parquet", include_eval=True)
-        assert with_eval == num_rows + (2 if kind is export_sft else 1)
+def test_pairs_have_one_prompt_and_two_replies_and_an_edited_history_is_one_conversation(tmp_path: Path):
+    def attempts(*conversations: list[Message]) -> list[Trajectory]:
+        return [a_trajectory(1.0 - i, attempt=i, messages=messages) for i, messages in enumerate(conversations)]
 
-
-def test_pairs_have_one_prompt_and_two_answers(tmp_path: Path):
-    log = a_log(local_store(tmp_path))
-    several = [
-        a_trajectory(1.0, attempt=0, messages=_said("3+4", "think", "7")),
-        a_trajectory(0.0, attempt=1, messages=_said("3+4", "think", "8")),
-    ]
-    other_prompt = [
-        a_trajectory(1.0, attempt=0, messages=_said("3+4", "7")),
-        a_trajectory(0.0, attempt=1, messages=_said("4+3", "8")),
-    ]
-    silent = [a_trajectory(reward, attempt=i, messages=_said("3+4")) for i, reward in enumerate([1.0, 0.0])]
-    _commit(
-        log,
+    edited = [a_turn(), a_turn(sequence_idx=1)]
+    queries = _queries(
+        tmp_path,
         {
-            "several": several,
-            "other prompt": other_prompt,
-            "same answer": _attempts((1.0, "7"), (0.0, "7")),
-            "silent": silent,
+            "several": attempts(_said("3+4", "think", "7"), _said("3+4", "think", "8")),
+            "other prompt": attempts(_said("3+4", "7"), _said("4+3", "8")),
+            "same reply": attempts(_said("3+4", "7"), _said("3+4", "7")),
+            "silent": attempts(_said("3+4"), _said("3+4")),
+            "edited": [a_trajectory(1.0, turns=edited, messages=_said("3+4", "7"))],
         },
     )
     file = tmp_path / "dpo.parquet"
-    assert export_dpo(open_queries(log), file) == 1
+    assert export_rows(queries, file, "dpo") == 1
     (row,) = pq.read_table(file).to_pylist()
     assert row["prompt"] == [_message("user", "3+4")]
     assert row["chosen"] == [_message("assistant", "think"), _message("tool", "ok"), _message("assistant", "7")]
     assert row["rejected"][-1] == _message("assistant", "8")
+    assert export_rows(queries, tmp_path / "sft.parquet", "sft", where="group_id = 'edited'") == 1
 
 
-def test_an_attempt_that_edited_its_history_is_one_conversation(tmp_path: Path):
-    log = a_log(local_store(tmp_path))
-    turns = [a_turn(), a_turn(sequence_idx=1)]
-    _commit(log, {"forked": [a_trajectory(1.0, turns=turns, messages=_said("3+4", "7"))]})
-    assert export_sft(open_queries(log), tmp_path / "sft.parquet") == 1
-
-
-@pytest.mark.parametrize(
-    ("where", "sentence"), [("reward > 9", "nothing to export"), ("rewrd > 0", '"reward"'), ("reward >", "syntax")]
-)
-def test_what_cannot_be_exported_leaves_no_file(queries: Queries, tmp_path: Path, where: str, sentence: str):
-    for kind in (export_sft, export_dpo):
-        with pytest.raises(ValueError, match=sentence):
-            kind(queries, tmp_path / "out.parquet", where=where)
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-def test_a_file_is_replaced_only_by_force(queries: Queries, tmp_path: Path):
+def test_what_cannot_be_exported_leaves_no_file_and_a_file_is_replaced_only_by_force(queries: Queries, tmp_path: Path):
     file = tmp_path / "out.parquet"
     file.write_text("mine")
+    for where, sentence in {"reward > 9": "nothing to export", "rewrd > 0": '"reward"', "reward >": "syntax"}.items():
+        for kind in ("sft", "dpo"):
+            with pytest.raises(ValueError, match=sentence):
+                export_rows(queries, file, kind, where=where, force=True)
     with pytest.raises(ValueError, match="--force"):
-        export_sft(queries, file)
-    with pytest.raises(ValueError, match="nothing to export"):
-        export_sft(queries, file, where="false", force=True)
-    assert file.read_text() == "mine"
-    assert export_sft(queries, file, force=True) == 9
+        export_rows(queries, file, "sft")
     with pytest.raises(ValueError, match="no folder"):
-        export_sft(queries, tmp_path / "nowhere" / "out.parquet")
-
-
-def test_a_damaged_shard_is_left_out_of_a_verified_export(log: RunLog, tmp_path: Path):
-    path = tmp_path / "store" / log.shard_key("s0")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    queries = open_queries(log, verify=True)
-    assert export_sft(queries, tmp_path / "out.parquet", include_eval=True) == 2
-    assert "sha256" in queries.left_out["s0"]
-
-
-def test_exports_come_from_a_bucket_too(bucket: str, tmp_path: Path):
-    log = a_log(open_store(f"s3://{bucket}/prefix"))
-    _commit(log, {"clear": _attempts((1.0, "7"), (0.0, "8"))})
-    assert export_dpo(open_queries(log, verify=True), tmp_path / "dpo.parquet") == 1
+        export_rows(queries, tmp_path / "nowhere" / "out.parquet", "sft")
+    assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
+    assert export_rows(queries, file, "sft", force=True) == 9
 
 
 def test_hugging_face_datasets_reads_them(queries: Queries, tmp_path: Path):
-    """In a process of its own: the cache folder is read when `datasets` is imported."""
-    export_sft(queries, tmp_path / "sft.parquet")
-    export_dpo(queries, tmp_path / "dpo.parquet")
-    code = """
-import json, sys
-from datasets import load_dataset
-found = {}
-for name in ("sft", "dpo"):
-    data = load_dataset("parquet", data_files=f"{sys.argv[1]}/{name}.parquet")["train"]
-    found[name] = [data.column_names, len(data), data[0]]
-print(json.dumps(found))
-"""
-    environment: dict[str, Any] = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=True
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["sft"][:2] == [["messages", "prompt_id", "reward", "reward_parts", "trajectory_id"], 9]
-    assert found["dpo"][0][:3] == ["prompt", "chosen", "rejected"] and found["dpo"][1] == 2
-    assert found["dpo"][2]["chosen"] == [_message("assistant", "seven")]
+    import datasets
+
+    read = {}
+    for kind in ("sft", "dpo"):
+        file = tmp_path / f"{kind}.parquet"
+        export_rows(queries, file, kind)
+        read[kind] = datasets.load_dataset("parquet", data_files=str(file), cache_dir=str(tmp_path / "cache"))["train"]
+    assert read["sft"].column_names == ["messages", "prompt_id", "reward", "reward_parts", "trajectory_id"]
+    assert read["dpo"].column_names[:3] == ["prompt", "chosen", "rejected"]
+    assert (len(read["sft"]), len(read["dpo"])) == (9, 2)
+    assert read["dpo"][0]["chosen"] == [_message("assistant", "seven")]

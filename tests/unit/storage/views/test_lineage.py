@@ -11,11 +11,9 @@ import pytest
 from storage.log.entries import Alias, Evaluation, Quarantine, Registration, Retire, Session
 from storage.log.run_log import RunLog
 from storage.objects.digests import DIGEST_FILE
-from storage.shards.shards import commit_shard
 from storage.tracking.registry import dataset_digest
-from storage.views.lineage import find_version, policy_lineage, prompt_lineage, trajectory_lineage
+from storage.views.lineage import policy_lineage, prompt_lineage, trajectory_lineage
 from tests.builders import (
-    SAMPLING,
     MemoryStore,
     a_claim,
     a_group,
@@ -26,8 +24,8 @@ from tests.builders import (
     a_summary,
     a_trajectory,
     a_turn,
+    commit,
     local_store,
-    provenance,
 )
 
 
@@ -39,30 +37,26 @@ def log(tmp_path: Path) -> RunLog:
     """
     store = local_store(tmp_path)
     log = a_log(store)
-    _commit(log, "s0", a_group(0), a_group(1, rewards=[1.0, None, 0.0]), a_group(2, accepted=False))
+    commit(log, "s0", a_group(0), a_group(1, rewards=[1.0, None, 0.0]), a_group(2, accepted=False))
     log.append(a_step(log.state, trained=["0.task0"]))
     log.append(Session(id="second", code_version="c0de2", reward_sha256="4e3a"))
     turns = [a_turn(versions=0), a_turn(versions=2, sequence_idx=1)]
     mixed = [a_trajectory(1.0, turns=turns, reward_parts={"exact": 1.0}), a_trajectory(0.5, attempt=1)]
-    _commit(log, "s1", a_group(3, trajectories=mixed))
+    commit(log, "s1", a_group(3, trajectories=mixed))
     step = a_step(log.state, a_claim(log.state, trained=["0.task1", "0.task3"], filtered=["0.task2"]))
     digest = a_policy_folder(tmp_path / "made")
     policy = replace(step.policy, weights_sha256=digest)
     store.put_folder(tmp_path / "made", policy.path, last=DIGEST_FILE)
     log.append(replace(step, policy=policy))
-    _commit(log, "s2", a_group(4, version=2))
+    commit(log, "s2", a_group(4, version=2))
     log.append(a_step(log.state, trained=["0.task4"]))
-    _commit(log, "s3", a_group(5, version=3))
+    commit(log, "s3", a_group(5, version=3))
     log.append(Alias(name="rollout", version=3, checksum=""))
     log.append(Alias(name="shipped", version=2, checksum=""))
     log.append(Registration(version=2, model_name="run", registry_version="3"))
     log.append(Registration(version=1, model_name="run", registry_version="7"))
     log.append(Evaluation(version=2, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id="e2", seconds=1.0))
     return log
-
-
-def _commit(log: RunLog, shard_id: str, *groups: object) -> None:
-    commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING)  # type: ignore[arg-type]
 
 
 def test_a_policy_leads_to_all_that_made_it(log: RunLog):
@@ -83,30 +77,15 @@ def test_a_policy_leads_to_all_that_made_it(log: RunLog):
     assert made.weights == f"{log.store.uri}/runs/run/policies/2-a" and not made.verified
 
 
-def test_the_base_model_and_runs_of_older_code_have_less_to_say(log: RunLog):
+def test_the_base_model_and_runs_of_older_code_have_less_to_say_and_long_parent_chains_are_cut_short(log: RunLog):
     base = policy_lineage(log, 0)
     assert (base.step, base.parents, base.shards, base.groups, base.dataset_digest) == (None, [], [], [], "")
     first = policy_lineage(log, 1)
     assert first.reward_sha256 == "" and first.code_version == "c0de" and first.registry_version == "7"
-
-
-def test_a_version_the_run_does_not_have_is_refused(log: RunLog):
-    with pytest.raises(ValueError, match="no policy version 4; it has 0 to 3"):
-        policy_lineage(log, 4)
-
-
-def test_a_long_parent_chain_is_cut_short():
-    log = a_log(MemoryStore())
-    for number in range(12):
+    for number in range(6, 12):
         log.append(a_shard(f"s{number}", [a_summary(number)]))
         log.append(a_step(log.state, trained=[f"0.task{number}"]))
-    assert policy_lineage(log, 12).parents == [11, 10, 9, 8, 7, 6, 5, 4]
-    assert trajectory_lineage(_retired(log, "s3"), "0.task3/0").influenced == [4, 5, 6, 7, 8, 9, 10, 11, 12]
-
-
-def _retired(log: RunLog, shard_id: str) -> RunLog:
-    log.append(Retire(shard_ids=[shard_id], policy_versions=[4], state_paths=[], reason="by age"))
-    return log
+    assert policy_lineage(log, 9).parents == [8, 7, 6, 5, 4, 3, 2, 1]
 
 
 def test_checking_reads_every_file_again(log: RunLog):
@@ -121,16 +100,15 @@ def test_checking_reads_every_file_again(log: RunLog):
     (root / "runs/run/policies/2-a/digest.json").unlink()
     assert "never finished" in policy_lineage(log, 2, verify=True).problems[1]
     assert "missing" in policy_lineage(log, 3, verify=True).problems[0]
+    shard.unlink()
+    lineage = trajectory_lineage(log, "0.task3/0")
+    assert lineage.attempt is None and "missing" in lineage.shard.problem and lineage.influenced == [2, 3]
 
 
-def test_checking_finds_versions_the_summaries_cannot_name(tmp_path: Path):
+def test_checking_finds_versions_the_summaries_cannot_name(log: RunLog):
     """A group knows its oldest and newest version; those in between are in the rows."""
-    log = a_log(local_store(tmp_path))
-    for number in range(3):
-        log.append(a_shard(f"s{number}", [a_summary(number)]))
-        log.append(a_step(log.state, trained=[f"0.task{number}"]))
     turn = a_turn(sampled=(5, 6, 7), versions=[0, 1, 3])
-    _commit(log, "mixed", a_group(9, trajectories=[a_trajectory(turns=[turn])]), a_group(8, version=2))
+    commit(log, "mixed", a_group(9, trajectories=[a_trajectory(turns=[turn])]), a_group(8, version=2))
     log.append(a_step(log.state, trained=["0.task9"]))
     assert policy_lineage(log, 4).sampled_by == [0, 3]
     assert policy_lineage(log, 4, verify=True).sampled_by == [0, 1, 3]
@@ -142,6 +120,7 @@ def test_retired_and_quarantined_files_are_named(log: RunLog):
     made = policy_lineage(log, 2, verify=True)
     assert [shard.problem for shard in made.shards] == ["quarantined: cut off", "retired: retention removed its file"]
     assert policy_lineage(log, 1).retired and "retired" in policy_lineage(log, 1, verify=True).problems[-1]
+    assert trajectory_lineage(log, "0.task3/0").retired == [] and trajectory_lineage(log, "0.task0/0").retired == [1]
 
 
 def test_a_trajectory_leads_to_every_policy_it_influenced(log: RunLog):
@@ -156,37 +135,25 @@ def test_a_trajectory_leads_to_every_policy_it_influenced(log: RunLog):
     assert other is not None and (other.reward, other.status, other.versions) == (0.5, "ok", [0])
 
 
-def test_what_was_never_trained_influenced_nothing(log: RunLog):
+def test_what_was_never_trained_influenced_nothing_and_a_failed_attempt_has_no_row(log: RunLog):
     rejected = trajectory_lineage(log, "0.task2/0")
     assert (rejected.outcome, rejected.step, rejected.policy, rejected.influenced) == ("filtered", 2, None, [])
     waiting = trajectory_lineage(log, "0.task5/1")
     assert (waiting.outcome, waiting.step, waiting.influenced, waiting.live) == ("pending", None, [], None)
+    failed = trajectory_lineage(log, "0.task1/1")
+    assert failed.attempt is None and failed.group.failures == {"env_error": 1} and failed.policy == 2
 
 
-def test_a_failed_attempt_has_no_row_and_its_group_was_trained(log: RunLog):
-    lineage = trajectory_lineage(log, "0.task1/1")
-    assert lineage.attempt is None and lineage.group.failures == {"env_error": 1} and lineage.policy == 2
-
-
-def test_without_its_file_a_trajectory_keeps_its_history(log: RunLog):
-    (log.store.root / "runs/run/shards/s1.arrow").unlink()  # type: ignore[attr-defined]
-    lineage = trajectory_lineage(log, "0.task3/0")
-    assert lineage.attempt is None and "missing" in lineage.shard.problem and lineage.influenced == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("trajectory", "sentence"),
-    [
-        ("0.task33/0", "no group '0.task33'; the nearest is '0.task3'"),
-        ("7.task3/0", "nearest is '0.task3'"),
-        ("0.task3/2", "attempts 0 to 1, not 2"),
-        ("0.task3", "GROUP/ATTEMPT"),
-        ("eval2.task3/0", "held-out"),
-    ],
-)
-def test_an_unknown_trajectory_is_an_error_with_the_nearest_one(log: RunLog, trajectory: str, sentence: str):
-    with pytest.raises(ValueError, match=sentence):
-        trajectory_lineage(log, trajectory)
+def test_an_unknown_trajectory_is_an_error_with_the_nearest_one(log: RunLog):
+    for trajectory, sentence in {
+        "0.task33/0": "no group '0.task33'; the nearest is '0.task3'",
+        "7.task3/0": "nearest is '0.task3'",
+        "0.task3/2": "attempts 0 to 1, not 2",
+        "0.task3": "GROUP/ATTEMPT",
+        "eval2.task3/0": "held-out",
+    }.items():
+        with pytest.raises(ValueError, match=sentence):
+            trajectory_lineage(log, trajectory)
 
 
 def test_a_prompt_leads_to_all_its_groups():
@@ -196,15 +163,9 @@ def test_a_prompt_leads_to_all_its_groups():
     groups = [replace(a_summary(n), id=i, prompt_id=p) for n, (i, p) in enumerate(zip(names, prompts, strict=True))]
     log.append(a_shard("s0", groups))
     log.append(a_step(log.state, trained=["1.7", "0.77"]))
-    found = prompt_lineage(log, "7")
-    assert [lineage.group.id for lineage in found] == ["0.7", "1.7", "1.7.retry1"]
-    assert [lineage.influenced for lineage in found] == [[], [1], []]
+    lineages = prompt_lineage(log, "7")
+    assert [lineage.group.id for lineage in lineages] == ["0.7", "1.7", "1.7.retry1"]
+    assert [lineage.influenced for lineage in lineages] == [[], [1], []]
     assert [lineage.group.id for lineage in prompt_lineage(log, "7.5")] == ["0.7.5"]
     with pytest.raises(ValueError, match="no group of prompt '8'"):
         prompt_lineage(log, "8")
-
-
-def test_registry_numbers_and_aliases_are_found_in_the_log(log: RunLog):
-    assert find_version(log, "3") == 2 and find_version(log, "7") == 1, "MLflow's numbers, not ours"
-    assert find_version(log, "rollout") == 3
-    assert find_version(log, "2") is None and find_version(log, "champion") is None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,24 @@ from storage.objects.object_store import LocalStore, ObjectStore, StoreError
 from storage.objects.opening import open_store
 from storage.records import Message, RolloutGroup, ToolCall
 from storage.shards.reward_sets import NewReward, RewardSet, attempts_of, put_rewards, rewards_key
-from storage.shards.shards import commit_shard, read_shard
+from storage.shards.shards import read_shard
 from storage.views import query_rows
 from storage.views.queries import VIEWS, Queries, open_queries
 from tests.builders import (
     SAMPLING,
+    MemoryStore,
     a_group,
     a_log,
     a_shard,
     a_step,
     a_trajectory,
     a_turn,
+    commit,
     local_store,
     provenance,
 )
 from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
-from tests.shard_files import encode_shard
+from tests.shard_files import encode_shard, file_with
 
 
 @pytest.fixture
@@ -50,13 +52,9 @@ def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     return open_store(f"s3://{request.getfixturevalue('bucket')}/prefix")
 
 
-def _commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup], **fields: Any) -> Shard:
-    return commit_shard(log, groups, provenance=provenance(shard_id), sampling=SAMPLING, **fields)
-
-
 def _conversation() -> RolloutGroup:
-    """A group of one attempt that called a tool, was told the result, and then edited its history."""
-    said = [
+    """A group of one attempt that called a tool, got the result, and then edited its history."""
+    messages = [
         Message(role="system", content="use the tool"),
         Message(role="user", content="3+4"),
         Message(role="assistant", content="call", is_completion=True),
@@ -69,20 +67,26 @@ def _conversation() -> RolloutGroup:
         a_turn([6, 1], context=[9], versions=2),
         a_turn([7], context=[2, 4], versions=3, sequence_idx=1, finish_reason="length"),
     ]
-    attempt = a_trajectory(0.25, turns=turns, messages=said, reward_parts={"exact": 0.0, "style": 0.25})
+    attempt = a_trajectory(0.25, turns=turns, messages=messages, reward_parts={"exact": 0.0, "style": 0.25})
     return a_group(4, trajectories=[attempt])
 
 
 def _a_run(store: ObjectStore) -> RunLog:
     """Five groups of which one is trained, stale, filtered, failed and pending each, and a held-out one."""
     log = a_log(store)
-    _commit(log, "s0", [a_group(0, rewards=[1.0, 0.0]), a_group(1), a_group(2, accepted=False)])
-    _commit(log, "s1", [a_group(3, rewards=[None, 0.5]), _conversation()])
-    _commit(log, "e0", [a_group(-1, group_id="eval0.test", rewards=[1.0])], is_eval=True)
+    commit(log, "s0", a_group(0, rewards=[1.0, 0.0]), a_group(1), a_group(2, accepted=False))
+    commit(log, "s1", a_group(3, rewards=[None, 0.5]), _conversation())
+    commit(log, "e0", a_group(-1, group_id="eval0.test", rewards=[1.0]), is_eval=True)
     log.append(Evaluation(version=0, split="test", score=0.5, num_tasks=2, num_failed=1, shard_id="e0", seconds=1.5))
     outcomes = {"trained": ["0.task0"], "stale": ["0.task1"], "filtered": ["0.task2"], "failed": ["0.task3"]}
     log.append(a_step(log.state, **outcomes))
     return log
+
+
+@pytest.fixture(scope="module")
+def queries(tmp_path_factory: pytest.TempPathFactory) -> Queries:
+    """Of a run that no test changes."""
+    return open_queries(_a_run(local_store(tmp_path_factory.mktemp("queries"))))
 
 
 def _rescore(log: RunLog, name: str, rewards: Sequence[float | None]) -> None:
@@ -100,29 +104,23 @@ def _rows(queries: Queries, sql: str) -> list[tuple[Any, ...]]:
 
 def test_every_trajectory_is_told_with_what_became_of_it(any_store: ObjectStore):
     queries = open_queries(_a_run(any_store))
-    found = _rows(
-        queries,
-        """
-        SELECT id, reward, outcome, step, policy_version, shard_id, is_eval FROM trajectories
-        WHERE sequence_idx = 0 ORDER BY shard_number, position, attempt
-        """,
-    )
-    assert found == [
-        ("0.task0/0", 1.0, "trained", 1, 1, "s0", False),
-        ("0.task0/1", 0.0, "trained", 1, 1, "s0", False),
-        ("0.task1/0", 1.0, "stale", 1, None, "s0", False),
-        ("0.task1/1", 0.0, "stale", 1, None, "s0", False),
-        ("0.task2/0", 1.0, "filtered", 1, None, "s0", False),
-        ("0.task2/1", 0.0, "filtered", 1, None, "s0", False),
-        ("0.task3/1", 0.5, "failed", 1, None, "s1", False),
-        ("0.task4/0", 0.25, "pending", None, None, "s1", False),
-        ("eval0.test/0", 1.0, "eval", None, None, "e0", True),
+    sql = """
+        SELECT list(id ORDER BY attempt), list(reward ORDER BY attempt), outcome, step, policy_version, shard_id,
+            is_eval
+        FROM trajectories WHERE sequence_idx = 0 GROUP BY ALL ORDER BY any_value(shard_number), any_value(position)
+    """
+    assert _rows(queries, sql) == [
+        (["0.task0/0", "0.task0/1"], [1.0, 0.0], "trained", 1, 1, "s0", False),
+        (["0.task1/0", "0.task1/1"], [1.0, 0.0], "stale", 1, None, "s0", False),
+        (["0.task2/0", "0.task2/1"], [1.0, 0.0], "filtered", 1, None, "s0", False),
+        (["0.task3/1"], [0.5], "failed", 1, None, "s1", False),
+        (["0.task4/0"], [0.25], "pending", None, None, "s1", False),
+        (["eval0.test/0"], [1.0], "eval", None, None, "e0", True),
     ]
     assert queries.left_out == {}
 
 
-def test_what_was_said_and_how_long_it_was(store: ObjectStore):
-    queries = open_queries(_a_run(store))
+def test_a_conversation_is_told_with_its_turns_and_tokens(queries: Queries):
     (first, forked) = queries.select(
         "SELECT * FROM trajectories WHERE group_id = '0.task4' ORDER BY sequence_idx"
     ).to_pylist()
@@ -133,46 +131,26 @@ def test_what_was_said_and_how_long_it_was(store: ObjectStore):
     assert dict(first["reward_parts"]) == {"exact": 0.0, "style": 0.25}
     assert (first["head_version"], first["tail_version"]) == (1, 2)
     assert (forked["prompt"], forked["reply"], forked["num_sampled"], forked["tail_version"]) == (None, None, 1, 3)
-
-
-def test_turns_have_their_tool_calls(store: ObjectStore):
-    found = _rows(
-        open_queries(_a_run(store)),
-        """
+    turns = """
         SELECT sequence_idx, turn_idx, context_len, sampled_len, finish_reason, num_tool_calls, tool_calls[1].name,
             tool_calls[1].result
         FROM turns WHERE trajectory_id = '0.task4/0' ORDER BY ALL
-        """,
-    )
-    assert found == [
+    """
+    assert _rows(queries, turns) == [
         (0, 0, 3, 2, "stop", 1, "add", "7"),
         (0, 1, 1, 2, "stop", 0, None, None),
         (1, 0, 2, 1, "length", 0, None, None),
     ]
-
-
-def test_tokens_have_their_logprobs_and_versions(store: ObjectStore):
-    found = _rows(
-        open_queries(_a_run(store)),
-        """
-        SELECT position, token_id, sampled, logprob, weight_version FROM tokens
+    tokens = """
+        SELECT token_id, sampled, logprob, weight_version FROM tokens
         WHERE trajectory_id = '0.task4/0' AND sequence_idx = 0 ORDER BY position
-        """,
-    )
-    assert found == [
-        (0, 2, False, 0.0, -1),
-        (1, 8, False, 0.0, -1),
-        (2, 3, False, 0.0, -1),
-        (3, 5, True, -0.5, 1),
-        (4, 1, True, -0.5, 2),
-        (5, 9, False, 0.0, -1),
-        (6, 6, True, -0.5, 2),
-        (7, 1, True, -0.5, 2),
-    ]
+    """
+    prompt = [(token, False, 0.0, -1) for token in (2, 8, 3)]
+    replies = [(5, True, -0.5, 1), (1, True, -0.5, 2), (9, False, 0.0, -1), (6, True, -0.5, 2), (1, True, -0.5, 2)]
+    assert _rows(queries, tokens) == prompt + replies
 
 
-def test_groups_steps_and_evaluations_are_those_of_the_log(store: ObjectStore):
-    queries = open_queries(_a_run(store))
+def test_groups_steps_and_evaluations_are_those_of_the_log(queries: Queries):
     (group,) = queries.select("SELECT * FROM groups WHERE id = '0.task3'").to_pylist()
     assert dict(group.pop("failures")) == {"env_error": 1}
     assert group.items() >= {
@@ -190,44 +168,31 @@ def test_rewards_of_a_rescore_stand_beside_the_recorded_ones(any_store: ObjectSt
     _rescore(log, "strict", [0.0, None])
     _rescore(log, "kind", [1.0, 0.5])
     compared = """
-        SELECT t.id, t.reward AS old, w.reward AS new FROM trajectories t JOIN rewards w ON w.trajectory_id = t.id
-        WHERE w.name = 'strict' ORDER BY t.id
+        SELECT t.id, t.reward AS old, w.name, w.reward AS new
+        FROM trajectories t JOIN rewards w ON w.trajectory_id = t.id ORDER BY ALL
     """
-    assert _rows(open_queries(log), compared) == [("0.task0/0", 1.0, 0.0), ("0.task0/1", 0.0, None)]
-    assert _rows(open_queries(log), "SELECT name, count(*) FROM rewards GROUP BY name ORDER BY name") == [
-        ("kind", 2),
-        ("strict", 2),
-    ]
+    first, second = ("0.task0/0", 1.0), ("0.task0/1", 0.0)
+    strict = [(*first, "strict", 0.0), (*second, "strict", None)]
+    assert _rows(open_queries(log), compared) == sorted([(*first, "kind", 1.0), (*second, "kind", 0.5), *strict])
     any_store.put(rewards_key(log, "kind", "s0"), b"cut off")
     queries = open_queries(log)
-    assert _rows(queries, "SELECT DISTINCT name FROM rewards") == [("strict",)]
+    assert _rows(queries, compared) == strict
     assert "sha256 differs" in queries.left_out["rewards kind of s0"]
     log.append(Quarantine(shard_id="s0", reason="lost"))
     assert _rows(open_queries(log), "SELECT * FROM rewards") == []
 
 
-def test_every_view_has_columns_and_rows(store: ObjectStore):
-    log = _a_run(store)
+def test_every_view_has_columns_and_rows_or_no_rows_in_a_run_without_shards():
+    empty, log = open_queries(a_log()), _a_run(MemoryStore())
     _rescore(log, "strict", [0.0])
     queries = open_queries(log)
     for view in VIEWS:
-        assert list(queries.columns(view)) == queries.select(f"SELECT * FROM {view}").schema.names
-        assert _rows(queries, f"SELECT count(*) FROM {view}")[0][0] > 0
+        table = queries.select(f"SELECT * FROM {view}")
+        assert list(queries.columns(view)) == table.schema.names and len(table) > 0
+        assert len(empty.select(f"SELECT * FROM {view}")) == 0
 
 
-def test_a_run_without_shards_answers_with_no_rows(store: ObjectStore):
-    queries = open_queries(a_log(store))
-    assert {view: len(queries.select(f"SELECT * FROM {view}")) for view in VIEWS} == dict.fromkeys(VIEWS, 0)
-
-
-def test_a_shard_without_rows_is_no_trouble(store: ObjectStore):
-    log = a_log(store)
-    _commit(log, "s0", [a_group(0, rewards=[None, None])])
-    _commit(log, "s1", [a_group(1)])
-    assert _rows(open_queries(log), "SELECT shard_id, count(*) FROM trajectories GROUP BY 1") == [("s1", 2)]
-
-
-def test_only_committed_shards_that_are_neither_quarantined_nor_retired_are_read(any_store: ObjectStore):
+def test_orphans_quarantined_and_retired_shards_are_not_read(any_store: ObjectStore):
     log = _a_run(any_store)
     orphan = encode_shard([a_group(9)], provenance=provenance("orphan"), sampling=SAMPLING)
     any_store.put(log.shard_key("orphan"), orphan)
@@ -238,28 +203,34 @@ def test_only_committed_shards_that_are_neither_quarantined_nor_retired_are_read
     assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories") == [("e0",)]
     assert queries.left_out == {"s0": "retired: retention has removed the file", "s1": "quarantined: cut off"}
     # What was used stays in the log's own view; a pending group of a quarantined shard runs again under another id.
-    assert _rows(queries, "SELECT id FROM groups ORDER BY ALL") == [
-        ("0.task0",), ("0.task1",), ("0.task2",), ("0.task3",), ("eval0.test",)
-    ]  # fmt: skip
+    groups = [("0.task0",), ("0.task1",), ("0.task2",), ("0.task3",), ("eval0.test",)]
+    assert _rows(queries, "SELECT id FROM groups ORDER BY ALL") == groups
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "garbage", "empty"])
-def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(any_store: ObjectStore, damage: str):
+@pytest.mark.parametrize(("whole_bytes", "verify"), [(query_rows.WHOLE_BYTES, False), (0, False), (0, True)])
+def test_a_damaged_file_is_left_out_with_its_reason_and_stops_no_query(
+    any_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, whole_bytes: int, verify: bool
+):
+    """Small shards and verified ones are compared with the log's digest, of others the columns of a query are read."""
     log = _a_run(any_store)
-    key = log.shard_key("s1")
-    data = any_store.get(key)
-    if damage == "missing":
-        any_store.delete([key])
-    else:
-        any_store.put(key, {"cut": data[: len(data) // 2], "garbage": b"\0" * len(data), "empty": b""}[damage])
-    queries = open_queries(log)
-    assert _rows(queries, "SELECT count(*) FROM trajectories") == [(7,)]
+    data = any_store.get(log.shard_key("s1"))
+    other = encode_shard([a_group(8)], provenance=provenance("other"), sampling=SAMPLING)
+    damaged = {"cut": data[: len(data) // 2], "garbage": b"\0" * len(data), "empty": b"", "other": other}
+    for position, shard_id in enumerate([*damaged, "missing"], start=10):
+        commit(log, shard_id, a_group(position))
+        any_store.put(log.shard_key(shard_id), damaged.get(shard_id, b""))
+    any_store.delete([log.shard_key("missing")])
+    monkeypatch.setattr(query_rows, "WHOLE_BYTES", whole_bytes)
+    queries = open_queries(log, verify=verify)
+    unnoticed = ["other"] if not whole_bytes and not verify else []
+    readable = [("e0",), *((name,) for name in unnoticed), ("s0",), ("s1",)]
+    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == readable
     assert _rows(queries, "SELECT count(*), sum(reward) FROM trajectories WHERE outcome = 'trained'") == [(2, 1.0)]
-    assert list(queries.left_out) == ["s1"]
-    assert ("missing" if damage == "missing" else "sha256") in queries.left_out["s1"]
+    assert {*queries.left_out} == {*damaged, "missing"} - {*unnoticed} and "missing" in queries.left_out.pop("missing")
+    assert all("sha256" in reason for reason in queries.left_out.values())
 
 
-@pytest.mark.parametrize("place", range(0, 96, 8))
+@pytest.mark.parametrize("place", range(0, 96, 16))
 def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, monkeypatch: pytest.MonkeyPatch):
     """DuckDB follows the offsets it is given, over the end of a buffer if need be."""
     monkeypatch.setattr(query_rows, "WHOLE_BYTES", 0)
@@ -278,7 +249,7 @@ def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, mo
 
 
 @pytest.mark.parametrize("whole_bytes", [query_rows.WHOLE_BYTES, 0])
-def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
+def test_a_shard_whose_checksum_on_the_server_differs_is_left_out(
     bucket: str, server: dict[str, str], monkeypatch: pytest.MonkeyPatch, whole_bytes: int
 ):
     monkeypatch.setattr(query_rows, "WHOLE_BYTES", whole_bytes)
@@ -291,71 +262,32 @@ def test_a_shard_that_the_servers_own_checksum_speaks_against_is_left_out(
     assert "is not what was written there" in queries.left_out["s1"]
 
 
-def test_verified_queries_notice_what_breaks_no_column(any_store: ObjectStore, monkeypatch: pytest.MonkeyPatch):
-    log = _a_run(any_store)
-    other = encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING)
-    any_store.put(log.shard_key("s1"), other)
-    monkeypatch.setattr(query_rows, "WHOLE_BYTES", 0)
-    assert ("0.task8/0",) in _rows(open_queries(log), "SELECT id FROM trajectories")
-    queries = open_queries(log, verify=True)
-    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
-    assert "sha256" in queries.left_out["s1"]
-
-
-def test_a_small_shard_is_always_compared_with_the_logs_digest(any_store: ObjectStore):
-    log = _a_run(any_store)
-    any_store.put(log.shard_key("s1"), encode_shard([a_group(8)], provenance=provenance("s1"), sampling=SAMPLING))
-    queries = open_queries(log)
-    assert _rows(queries, "SELECT DISTINCT shard_id FROM trajectories ORDER BY 1") == [("e0",), ("s0",)]
-    assert "sha256" in queries.left_out["s1"]
-
-
-def _committed_bytes(log: RunLog, shard_id: str, table: pa.Table) -> None:
-    """Commit a table as the file of a shard."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    data = bytes(sink.getvalue())
-    log.store.put(log.shard_key(shard_id), data)
-    record = a_shard(shard_id, [])
-    log.append(dataclasses.replace(record, sha256=sha256_of(data), num_rows=len(table), num_bytes=len(data)))
-
-
-def _stored_table(log: RunLog, shard_id: str) -> pa.Table:
-    return pa.ipc.open_file(log.store.get(log.shard_key(shard_id))).read_all()
-
-
-def test_a_column_that_a_newer_minor_version_added_is_passed_over(store: ObjectStore):
+def test_a_new_column_is_passed_over_and_a_newer_major_version_left_out_with_the_way_out(store: ObjectStore):
     log = _a_run(store)
-    table = _stored_table(log, "s0")
-    _committed_bytes(log, "newer", table.append_column("mood", pa.array(["good"] * len(table))))
+    commit(log, "no rows", a_group(9, rewards=[None, None]))
+    table = pa.ipc.open_file(log.store.get(log.shard_key("s0"))).read_all()
+    files = {"column": file_with(table.append_column("mood", pa.array(["good"] * len(table))))}
+    files["major"] = file_with(table, schema_version="2")
+    for shard_id, data in files.items():
+        log.store.put(log.shard_key(shard_id), data)
+        log.append(replace(a_shard(shard_id, []), sha256=sha256_of(data), num_rows=len(table), num_bytes=len(data)))
     queries = open_queries(log)
-    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'newer' AND reward = 1") == [(3,)]
-    assert queries.left_out == {}
-
-
-def test_a_newer_major_version_is_left_out_with_the_way_out(store: ObjectStore):
-    log = _a_run(store)
-    table = _stored_table(log, "s0")
-    _committed_bytes(log, "newer", table.replace_schema_metadata({**table.schema.metadata, b"schema_version": b"2"}))
-    queries = open_queries(log)
-    assert _rows(queries, "SELECT count(*) FROM trajectories WHERE shard_id = 'newer'") == [(0,)]
-    assert "upgrade" in queries.left_out["newer"]
+    counts = "SELECT shard_id, count(*) FROM trajectories WHERE reward = 1 GROUP BY ALL ORDER BY ALL"
+    assert _rows(queries, counts) == [("column", 3), ("e0", 1), ("s0", 3)]
+    assert list(queries.left_out) == ["major"] and "upgrade" in queries.left_out["major"]
 
 
 def test_a_query_reads_the_columns_it_names_and_the_shards_it_may_find_something_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    queries: Queries, monkeypatch: pytest.MonkeyPatch
 ):
-    log = _a_run(local_store(tmp_path))
-    queries = open_queries(log)
     read: list[tuple[str, tuple[str, ...]]] = []
-    original = type(queries._rows)._read
+    original = query_rows.ShardRows._read
 
     def watched(self: Any, shard: Shard, columns: list[str]) -> Any:
         read.append((shard.id, tuple(columns)))
         return original(self, shard, columns)
 
-    monkeypatch.setattr(type(queries._rows), "_read", watched)
+    monkeypatch.setattr(query_rows.ShardRows, "_read", watched)
     queries.select("SELECT avg(len(logprobs)) FROM shard_rows")
     assert sorted(read) == [(name, ("logprobs",)) for name in ("e0", "s0", "s1")]
     read.clear()
@@ -367,41 +299,34 @@ def test_a_query_reads_the_columns_it_names_and_the_shards_it_may_find_something
     assert {name for name, _ in read} == {"e0"}
 
 
-def test_over_s3_a_query_fetches_little_of_a_large_shard(bucket: str, monkeypatch: pytest.MonkeyPatch):
-    store = open_store(f"s3://{bucket}/prefix")
-    log = a_log(store)
+def test_over_s3_a_query_fetches_little_of_a_large_shard_and_asks_once_for_a_small_one(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+):
+    log = _a_run(open_store(f"s3://{bucket}/prefix"))
     draw = random.Random(0)
     turns = [a_turn([draw.randrange(100_000) for _ in range(20_000)]) for _ in range(20)]
     attempts = [a_trajectory(1.0, attempt=attempt, turns=[turn]) for attempt, turn in enumerate(turns)]
-    shard = _commit(log, "s0", [a_group(0, trajectories=attempts)])
-    fetched: list[int] = []
-    original = s3fs.S3File._fetch_range
-
-    def counted(self: Any, start: int, end: int) -> bytes:
-        data: bytes = original(self, start, end)
-        fetched.append(len(data))
-        return data
-
-    monkeypatch.setattr(s3fs.S3File, "_fetch_range", counted)
-    assert _rows(open_queries(log), "SELECT avg(reward) FROM trajectories") == [(1.0,)]
-    assert 0 < sum(fetched) < shard.num_bytes / 10
-
-
-def test_over_s3_a_query_asks_once_for_a_small_shard(bucket: str, monkeypatch: pytest.MonkeyPatch):
-    log = _a_run(open_store(f"s3://{bucket}/prefix"))
-    sql = "SELECT id, reward, prompt, reply FROM trajectories ORDER BY id"
-    expected = _rows(open_queries(log, verify=True), sql)
-    queries = open_queries(log)
+    large = commit(log, "large", a_group(9, trajectories=attempts))
     asked: list[str] = []
+    fetched: list[int] = []
+    call, fetch_range = aiobotocore.client.AioBaseClient._make_api_call, s3fs.S3File._fetch_range
 
     def counted(self: Any, operation: str, parameters: dict[str, Any]) -> Any:
         asked.append(operation)
-        return original(self, operation, parameters)
+        return call(self, operation, parameters)
 
-    original = aiobotocore.client.AioBaseClient._make_api_call
+    def measured(self: Any, start: int, end: int) -> bytes:
+        data: bytes = fetch_range(self, start, end)
+        fetched.append(len(data))
+        return data
+
+    small, all_shards = open_queries(log, shard_ids=["s0", "s1", "e0"]), open_queries(log)
     monkeypatch.setattr(aiobotocore.client.AioBaseClient, "_make_api_call", counted)
-    assert _rows(queries, sql) == expected
-    assert asked == ["GetObject"] * 3
+    monkeypatch.setattr(s3fs.S3File, "_fetch_range", measured)
+    assert len(_rows(small, "SELECT id, reward, prompt, reply FROM trajectories")) == 10
+    assert asked == ["GetObject"] * 3 and not fetched
+    assert _rows(all_shards, "SELECT avg(reward) FROM trajectories WHERE shard_id = 'large'") == [(1.0,)]
+    assert 0 < sum(fetched) < large.num_bytes / 10
 
 
 def test_chosen_shards_alone_are_looked_at(store: ObjectStore):
@@ -416,52 +341,40 @@ def test_chosen_shards_alone_are_looked_at(store: ObjectStore):
     assert _rows(open_queries(log, shard_ids=[]), "SELECT count(*) FROM trajectories") == [(0,)]
 
 
-@pytest.mark.parametrize(
-    ("sql", "sentence"),
-    [
-        ("SELECT rewrd FROM trajectories", 'Referenced column "rewrd" not found.*"reward"'),
-        ("SELECT * FROM trajectorys", 'Did you mean "trajectories"'),
-        ("SELEC 1", 'syntax error at or near "SELEC"'),
-        ("SELECT 'ok' + [1]", "type"),
-        ("", "empty"),
-        ("SELECT * FROM trajectories WHERE reward = ?", "."),
-    ],
-)
-def test_wrong_sql_is_one_line_with_the_nearest_name(tmp_path: Path, sql: str, sentence: str):
-    queries = open_queries(_a_run(local_store(tmp_path)))
-    with pytest.raises(ValueError, match=sentence) as error:
-        queries.select(sql)
-    assert "\n" not in str(error.value)
-
-
-def test_sql_reaches_nothing_but_the_views(tmp_path: Path):
-    log = _a_run(local_store(tmp_path))
+def test_wrong_sql_is_one_line_with_the_nearest_name_and_none_reaches_more_than_the_views(
+    queries: Queries, tmp_path: Path
+):
     secret = tmp_path / "secret.csv"
     secret.write_text("a\n1\n")
-    queries = open_queries(log)
     hidden = pa.table({"a": [1]})  # noqa: F841 - what a replacement scan would find
-    for sql in [
-        f"SELECT * FROM read_csv('{secret}')",
-        f"SELECT * FROM '{secret}'",
-        f"COPY (SELECT 1) TO '{tmp_path / 'out.csv'}'",
-        f"ATTACH '{tmp_path / 'out.db'}'",
-        "SET enable_external_access = true",
-        "INSTALL httpfs",
-        "SELECT * FROM hidden",
-    ]:
-        with pytest.raises(ValueError):
+    for sql, sentence in {
+        "SELECT rewrd FROM trajectories": 'Referenced column "rewrd" not found.*"reward"',
+        "SELECT * FROM trajectorys": 'Did you mean "trajectories"',
+        "SELEC 1": 'syntax error at or near "SELEC"',
+        "SELECT 'ok' + [1]": "type",
+        "": "empty",
+        "SELECT * FROM trajectories WHERE reward = ?": ".",
+        f"SELECT * FROM read_csv('{secret}')": "disabled",
+        f"SELECT * FROM '{secret}'": "disabled|does not exist",
+        f"COPY (SELECT 1) TO '{tmp_path / 'out.csv'}'": "disabled",
+        f"ATTACH '{tmp_path / 'out.db'}'": "disabled",
+        "SET enable_external_access = true": "locked",
+        "INSTALL httpfs": "disabled",
+        "SELECT * FROM hidden": "hidden does not exist",
+    }.items():
+        with pytest.raises(ValueError, match=sentence) as error:
             queries.select(sql)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret.csv", "store"]
+        assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["secret.csv"]
     assert _rows(queries, "SELECT count(*) FROM trajectories") == [(10,)], "and the views are still there"
 
 
-def test_a_store_that_cannot_be_reached_is_an_error_and_no_empty_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_store_that_cannot_be_reached_is_an_error_and_no_empty_result(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ):
-    log = _a_run(local_store(tmp_path))
+    log = _a_run(store)
     queries = open_queries(log)
-    store = log.store.root / log.shard_key("s0")  # type: ignore[attr-defined]
-    store.unlink()
+    store.delete([log.shard_key("s0")])
 
     def unreachable(self: LocalStore, key: str) -> bytes:
         raise StoreError("store is away; look for it")
@@ -471,8 +384,7 @@ def test_a_store_that_cannot_be_reached_is_an_error_and_no_empty_answer(
         queries.select("SELECT count(*) FROM trajectories")
 
 
-def test_an_answer_comes_batch_by_batch(tmp_path: Path):
-    queries = open_queries(_a_run(local_store(tmp_path)))
+def test_a_result_comes_batch_by_batch(queries: Queries):
     sql = "SELECT t.id FROM trajectories t, range(100000)"
     assert queries.stream(sql, lambda reader: reader.read_next_batch().num_rows) < 1_000_000
     assert queries.stream("SELECT count(*) FROM trajectories", lambda reader: reader.read_all())[0][0].as_py() == 10

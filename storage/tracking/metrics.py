@@ -1,0 +1,84 @@
+"""The metrics that MLflow charts, by the names of docs/metrics.md: those of a log entry, and those of the machine.
+
+In: a log entry. Out: its metrics. In: nothing. Out: what the machine was doing, measured by MLflow's own monitors, for
+the step's log entry. From there they reach MLflow like all others: none is lost while the server is away, and none is
+sent twice.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from typing import Any
+
+from storage.log.entries import Evaluation, LogEntry, Step
+
+logger = logging.getLogger("millrace.system_metrics")
+
+SYSTEM = "system/"
+"""Prefix of the metrics of a machine; MLflow shows them on a page of their own."""
+
+_importing = threading.Lock()
+
+
+def import_mlflow() -> Any:
+    """The package, in a second. It breaks if two threads import it at the same time."""
+    with _importing:
+        import mlflow
+
+        return mlflow
+
+
+def charted(entry: LogEntry) -> tuple[int, dict[str, float]]:
+    """The step at which MLflow charts an entry, and its metrics: `loss` is `train/loss`, `system/…` is itself."""
+    match entry.body:
+        case Step(claim=claim, metrics=values):
+            metrics = {name if name.startswith(SYSTEM) else f"train/{name}": value for name, value in values.items()}
+            return claim.step, metrics
+        case Evaluation() as evaluation:
+            metrics = {"tasks": float(evaluation.num_tasks), "seconds": evaluation.seconds}
+            if evaluation.n_samples:
+                metrics["failed"] = evaluation.num_failed / (evaluation.num_tasks * evaluation.n_samples)
+            if not evaluation.failed:  # the score 0 would look like a bad policy
+                metrics |= {"score": evaluation.score, **{f"pass_at_{k}": p for k, p in evaluation.pass_at.items()}}
+                if evaluation.standard_error is not None:
+                    metrics["standard_error"] = evaluation.standard_error
+            return evaluation.version, {f"eval/{evaluation.split}/{name}": value for name, value in metrics.items()}
+        case _:
+            return 0, {}
+
+
+class SystemMetrics:
+    """Processors, memory, disk, network and GPUs. A `sample` covers the time since the last one.
+
+    The first one imports MLflow, which takes a second: call it in a thread.
+    """
+
+    @functools.cached_property
+    def _monitors(self) -> list[Any]:
+        import_mlflow()
+        from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+        from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+        from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+        from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+        monitors = []
+        for kind in (CPUMonitor, DiskMonitor, NetworkMonitor, GPUMonitor):
+            try:
+                monitor = kind()
+                monitor.collect_metrics()  # the first measurement only starts the next one
+                monitor.clear_metrics()
+                monitors.append(monitor)
+            except (ImportError, RuntimeError, OSError, AttributeError) as error:
+                logger.debug("%s measures nothing here: %s", kind.__name__, error)
+        return monitors
+
+    def sample(self) -> dict[str, float]:
+        """By names such as `system/cpu_utilization_percentage`."""
+        values: dict[str, float] = {}
+        for monitor in self._monitors:
+            monitor.collect_metrics()
+            values |= monitor.aggregate_metrics()
+            monitor.clear_metrics()
+        return {f"{SYSTEM}{name}": float(value) for name, value in values.items()}
