@@ -16,7 +16,7 @@ from rich.text import Text
 
 from cli.terminal.arguments import StoreOption, open_named
 from cli.terminal.formatting import number, one_line, plain_table, printable, versions_of
-from cli.traj.finding import decode, find_trajectories, load_tokenizer, outcome_of
+from cli.traj.finding import decode, find_trajectories, load_tokenizer, outcome_of, tool_call
 
 MOST_ROWS = 24
 """Tokens whose logprobs are listed; of more, the ones that differ most."""
@@ -83,10 +83,11 @@ def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
     table.add_column("", justify="right", style="dim", no_wrap=True)
     table.add_column(Text(a.name), ratio=1, overflow="fold")
     table.add_column(Text(b.name), ratio=1, overflow="fold")
-    for name, values in _facts(a, b).items():
-        left, right = values
-        style = "" if left == right else "yellow"
-        table.add_row(name, Text(left, style=style), Text(right, style=style))
+    parts = list(dict.fromkeys(name for side in (a, b) for name, _ in side.row["reward_parts"]))
+    others = _facts(b, parts)
+    for name, left in _facts(a, parts).items():
+        style = "" if left == others[name] else "yellow"
+        table.add_row(name, Text(left, style=style), Text(others[name], style=style))
     table.add_row()
     table.add_row("said", _messages(a, other=b), _messages(b, other=a))
     if any(len(side.row["turns"]) > 1 or side.row["turns"][0]["tool_calls"] for side in (a, b)):
@@ -102,26 +103,20 @@ def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
         console.print(_logprobs(a, b, found))
 
 
-def _facts(a: Side, b: Side) -> dict[str, tuple[str, str]]:
-    """What there is to say of either, by name."""
-    parts = dict.fromkeys(name for side in (a, b) for name, _ in side.row["reward_parts"])
-
-    def of(side: Side) -> dict[str, str]:
-        row, given = side.row, dict(side.row["reward_parts"])
-        sampled = [value for value, is_sampled in zip(row["logprobs"], row["loss_mask"], strict=True) if is_sampled]
-        return {
-            "reward": number(row["reward"]),
-            **{f"· {one_line(name)}": number(given[name]) if name in given else "-" for name in parts},
-            "status": row["status"],
-            "policy": versions_of(row),
-            "outcome": outcome_of(row),
-            "turns": str(len(row["turns"])),
-            "tokens": f"{len(sampled)} sampled after {row['prompt_len']}",
-            "logprob": f"{sum(sampled) / max(1, len(sampled)):.3f} mean",
-        }
-
-    left, right = of(a), of(b)
-    return {name: (left[name], right[name]) for name in left}
+def _facts(side: Side, parts: Sequence[str]) -> dict[str, str]:
+    """What there is to say of one side, by name; `parts` names the rewards of either."""
+    row, rewards = side.row, dict(side.row["reward_parts"])
+    sampled = [value for value, is_sampled in zip(row["logprobs"], row["loss_mask"], strict=True) if is_sampled]
+    return {
+        "reward": number(row["reward"]),
+        **{f"· {one_line(name)}": number(rewards[name]) if name in rewards else "-" for name in parts},
+        "status": row["status"],
+        "policy": versions_of(row),
+        "outcome": outcome_of(row),
+        "turns": str(len(row["turns"])),
+        "tokens": f"{len(sampled)} sampled after {row['prompt_len']}",
+        "logprob": f"{sum(sampled) / max(1, len(sampled)):.3f} mean",
+    }
 
 
 def _messages(side: Side, *, other: Side) -> Text:
@@ -130,8 +125,7 @@ def _messages(side: Side, *, other: Side) -> Text:
     for index, message in enumerate(side.row["messages"]):
         is_common = message in other.row["messages"][index : index + 1]
         style = "dim" if is_common else "green" if message["is_completion"] else "cyan"
-        text.append(f"{message['role']}: ", style="dim")
-        text.append(f"{printable(message['content'])}\n", style=style)
+        text.append(f"{message['role']}: ", style="dim").append(f"{printable(message['content'])}\n", style=style)
     text.rstrip()
     return text
 
@@ -140,9 +134,7 @@ def _tools(side: Side) -> Text:
     text = Text()
     for index, turn in enumerate(side.row["turns"]):
         for call in turn["tool_calls"]:
-            text.append(f"{index + 1} ", style="dim")
-            text.append(f"{one_line(call['name'])}({one_line(call['arguments'])})", style="magenta")
-            text.append(f" {'failed' if call['failed'] else '→'} {one_line(call['result'])}\n")
+            text.append(f"{index + 1} ", style="dim").append(tool_call(call)).append("\n")
     text.rstrip()
     return text or Text("none", style="dim")
 
@@ -170,43 +162,30 @@ def _verdict(a: Side, b: Side, found: Comparison, *, by_text: bool) -> list[Text
     sentence = Text("they part at the first sampled token: ")
     if found.shared:
         sentence = Text(f"the first {len(found.shared)} sampled tokens are the same; then ")
-    for index, side in enumerate((a, b)):
-        if found.parted_at < len(side.pieces):
-            sentence.append(repr(side.pieces[found.parted_at]), style="bold yellow")
-            if side.row["loss_mask"][found.parted_at]:
-                sentence.append(f" ({side.row['logprobs'][found.parted_at]:.2f})")
-            else:
-                sentence.append(" (not sampled)")
-        else:
-            sentence.append("nothing more")
-        sentence.append(" against " if index == 0 else "")
-    return [*lines, sentence]
+    return [*lines, sentence.append(_token(a, found.parted_at)).append(" against ").append(_token(b, found.parted_at))]
+
+
+def _token(side: Side, index: int) -> Text:
+    if index >= len(side.pieces):
+        return Text("nothing more")
+    fact = f"{side.row['logprobs'][index]:.2f}" if side.row["loss_mask"][index] else "not sampled"
+    return Text(repr(side.pieces[index]), style="bold yellow").append(f" ({fact})", style="not bold default")
 
 
 def _logprobs(a: Side, b: Side, found: Comparison) -> Table:
     """Logprobs of the common sampled tokens, in order."""
-
-    def difference(index: int) -> float:
-        return float(b.row["logprobs"][index] - a.row["logprobs"][index])
-
-    shown = found.shared
+    changes = {index: b.row["logprobs"][index] - a.row["logprobs"][index] for index in found.shared}
+    shown = sorted(sorted(changes, key=lambda index: -abs(changes[index]))[:MOST_ROWS])
     title = "logprob of the same token"
-    if len(shown) > MOST_ROWS:
-        shown = sorted(sorted(shown, key=lambda index: -abs(difference(index)))[:MOST_ROWS])
-        title += f": the {MOST_ROWS} of {len(found.shared)} that differ most"
-    mean = sum(abs(difference(index)) for index in found.shared) / len(found.shared)
+    if len(shown) < len(changes):
+        title += f": the {MOST_ROWS} of {len(changes)} that differ most"
+    mean = sum(map(abs, changes.values())) / len(changes)
     names = ("at", "token", "policy", "A", "policy", "B", "B − A")
     table = plain_table(*names, right=set(names) - {"token"}, title=title, title_justify="left", title_style="dim")
     table.caption, table.caption_justify = f"mean |difference| {mean:.2g}", "left"
     for index in shown:
-        change = difference(index)
-        table.add_row(
-            str(index),
-            Text(repr(a.pieces[index])[1:-1]),
-            str(a.row["weight_versions"][index]),
-            f"{a.row['logprobs'][index]:.3f}",
-            str(b.row["weight_versions"][index]),
-            f"{b.row['logprobs'][index]:.3f}",
-            Text(f"{change:+.3f}", style="green" if change > 0.1 else "red" if change < -0.1 else "dim"),
-        )
+        style = "green" if changes[index] > 0.1 else "red" if changes[index] < -0.1 else "dim"
+        pairs = [(str(side["weight_versions"][index]), f"{side['logprobs'][index]:.3f}") for side in (a.row, b.row)]
+        token = Text(repr(a.pieces[index])[1:-1])
+        table.add_row(str(index), token, *pairs[0], *pairs[1], Text(f"{changes[index]:+.3f}", style=style))
     return table

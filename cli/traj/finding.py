@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
-from cli.terminal.formatting import counted
+from cli.terminal.formatting import counted, one_line
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
+    from storage.log.run_state import RunState
     from storage.shards.failed_attempts import FailedAttempt
     from storage.views.queries import Queries
 
@@ -62,9 +64,14 @@ def find_trajectories(
     if worst or best:
         conditions.append("reward IS NOT NULL")
     order = f"reward {'DESC' if best else 'ASC'}, {NEWEST}" if worst or best else NEWEST
-    shard_ids = shards_to_read(
-        log, group=group, step=step, newest=not (worst or best or where), count=count, held=include_eval
-    )
+    shard_ids: list[str] | None = None
+    if step is not None:
+        check_step(log.state, step)
+        shard_ids = [claimed.shard_id for claimed in log.state.steps[step - 1].claim.trained]
+    elif group is not None:
+        shard_ids = _shards_of_group(log, group)
+    elif not (worst or best or where):
+        shard_ids = newest_shards(log.state, count, include_eval=include_eval)
     sql = f"""
         SELECT shard_id, group_id, attempt FROM trajectories
         WHERE {" AND ".join(conditions)} ORDER BY {order} LIMIT {count}
@@ -91,8 +98,7 @@ def find_failure(log: RunLog, trajectory_id: str) -> FailedAttempt | None:
     from storage.shards.failed_attempts import read_failures
 
     group, _ = split_id(trajectory_id)
-    shard_ids = shards_to_read(log, group=group, step=None, newest=False, count=1, held=True) or ()
-    failures = read_failures(log, [log.state.shards[shard_id] for shard_id in shard_ids])
+    failures = read_failures(log, [log.state.shards[shard_id] for shard_id in _shards_of_group(log, group)])
     return next((failure for failure in failures if failure.id == trajectory_id), None)
 
 
@@ -163,42 +169,41 @@ def _rows_of(log: RunLog, queries: Queries, sql: str, parameters: Sequence[Any])
     return [row for sequences in rows.values() for row in sequences]
 
 
-def shards_to_read(
-    log: RunLog, *, group: str | None, step: int | None, newest: bool, count: int, held: bool
-) -> list[str] | None:
-    """The shards that can hold what is asked for; null where any may. `held` counts held-out shards among the newest.
+def tool_call(call: Mapping[str, Any]) -> Text:
+    """What was called and what came back, in one line."""
+    text, failed = Text(), call["failed"]
+    text.append(f"{one_line(call['name'])}({one_line(call['arguments'])})", style="magenta")
+    text.append(" failed" if failed else " →", style="bold red" if failed else "dim")
+    return text.append(f" {one_line(call['result'])}", style="red" if failed else "")
 
-    Raises `ValueError` for a group or step that is not in the log.
-    """
-    state = log.state
-    if step is not None:
-        if not 1 <= step <= state.step:
-            raise InvalidInput(
-                f"step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}"
-            )
-        trained = [claimed.shard_id for claimed in state.steps[step - 1].claim.trained]
-        return list(dict.fromkeys(trained))
-    if group is not None:
-        if group in state.shard_of:
-            return [state.shard_of[group]]
-        held_out = [shard for shard in state.shards.values() if shard.is_eval]
-        holding = [shard.id for shard in held_out if any(g.id == group for g in shard.groups)]
-        if not holding:
-            raise InvalidInput(
-                f"run {log.run_id!r} has no group {group!r}; `millrace traj ls {log.run_id}` lists its ids"
-            )
-        return holding
-    if not newest:
-        return None
-    scope, num_attempts = [], 0
-    for shard_id in reversed(list(state.shards)):
-        shard = state.shards[shard_id]
-        if shard_id not in state.quarantined and shard_id not in state.retired_shards and (held or not shard.is_eval):
-            scope.append(shard_id)
-            num_attempts += sum(g.usable for g in shard.groups)
+
+def newest_shards(state: RunState, count: int, *, include_eval: bool) -> list[str]:
+    """So many of the newest shards that can be read that they hold more than `count` attempts."""
+    shard_ids, num_attempts = [], 0
+    for shard_id, shard in reversed(list(state.shards.items())):
+        if shard_id in state.quarantined or shard_id in state.retired_shards or (shard.is_eval and not include_eval):
+            continue
+        shard_ids.append(shard_id)
+        num_attempts += sum(group.usable for group in shard.groups)
         if num_attempts > count:
             break
-    return scope
+    return shard_ids
+
+
+def check_step(state: RunState, step: int) -> None:
+    """Raises `InvalidInput` for a step that the run has not done."""
+    if not 1 <= step <= state.step:
+        raise InvalidInput(f"--step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}")
+
+
+def _shards_of_group(log: RunLog, group: str) -> list[str]:
+    if group in log.state.shard_of:
+        return [log.state.shard_of[group]]
+    held_out = [shard for shard in log.state.shards.values() if shard.is_eval]
+    shard_ids = [shard.id for shard in held_out if any(summary.id == group for summary in shard.groups)]
+    if not shard_ids:
+        raise InvalidInput(f"run {log.run_id!r} has no group {group!r}; `millrace traj ls {log.run_id}` lists its ids")
+    return shard_ids
 
 
 def why_missing(left_out: Mapping[str, str]) -> str:

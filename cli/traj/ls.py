@@ -17,7 +17,7 @@ from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
 from cli.terminal.formatting import number, one_line, versions_of
-from cli.traj.finding import NEWEST, condition, note_left_out, outcome_of, shards_to_read, why_missing
+from cli.traj.finding import NEWEST, condition, newest_shards, note_left_out, outcome_of, why_missing
 from settings.errors import InvalidInput, in_one_line
 
 _NARROWEST_TEXT = 8  # characters that prompt and reply keep on the narrowest terminal
@@ -42,7 +42,7 @@ def ls(
         for failure in newest_failures(log, count, include_eval=include_eval):
             console.print(f"{escape(failure.id)}  {failure.status}  [red]{escape(in_one_line(failure.error))}[/]")
         return
-    shard_ids = shards_to_read(log, group=None, step=None, newest=not where, count=count, held=include_eval)
+    shard_ids = None if where else newest_shards(log.state, count, include_eval=include_eval)
     sql = f"""
         SELECT id, sequence_idx, prompt, reply, reward, status, head_version, tail_version, outcome, step, num_sampled
         FROM trajectories WHERE {condition(where, include_eval)} ORDER BY {NEWEST} LIMIT {count + 1}

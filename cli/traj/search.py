@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named
 from cli.terminal.formatting import counted, number, one_line, plain_table, versions_of
+from cli.traj.finding import check_step
 from cli.traj.index import open_index, update_index
 from settings.errors import InvalidInput
 
@@ -49,15 +50,8 @@ def search(
     from storage.views.search_query import SearchQuery
 
     log, query, notes = open_named(run, store), SearchQuery(text), Console(highlight=False, stderr=True)
-    filters = parse_filters(
-        log.state,
-        reward=reward,
-        status=status,
-        version=version,
-        step=step,
-        outcome=outcome,
-        include_eval=include_eval,
-    )
+    others = {"status": status, "step": step, "outcome": outcome, "include_eval": include_eval}
+    filters = parse_filters(log.state, reward=reward, version=version, **others)
     index = open_index(log)
     if update:
         update_index(index, notes)
@@ -70,31 +64,22 @@ def search(
         _print(matches, query, Console(highlight=False))
 
 
-def parse_filters(
-    state: RunState, *, reward: str, status: str, version: str, step: int | None, outcome: str, include_eval: bool
-) -> Filters:
-    """Filters as typed on the command line. Raises `ValueError` with how to write the one that cannot be read."""
+def parse_filters(state: RunState, *, reward: str, version: str, **others: Any) -> Filters:
+    """Filters as typed on the command line. Raises `InvalidInput` with how to write the one that cannot be read."""
     from storage.log.entries import OUTCOMES
     from storage.records import TRAINABLE_STATUSES
     from storage.views.search_query import Filters
 
-    first_version, last_version = _versions(version)
-    if status and status not in TRAINABLE_STATUSES:
+    first, last = _versions(version)
+    filters = Filters(reward=_reward(reward) if reward else None, first_version=first, last_version=last, **others)
+    if filters.status and filters.status not in TRAINABLE_STATUSES:
         kept = ", ".join(sorted(TRAINABLE_STATUSES))
-        raise InvalidInput(f"--status {status!r}: attempts are kept when they ended in one of {kept}")
-    if outcome and outcome not in (*OUTCOMES, "pending"):
-        raise InvalidInput(f"--outcome {outcome!r}: write one of {', '.join(OUTCOMES)}, pending")
-    if step is not None and not 1 <= step <= state.step:
-        raise InvalidInput(f"--step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}")
-    return Filters(
-        reward=_reward(reward) if reward else None,
-        status=status,
-        first_version=first_version,
-        last_version=last_version,
-        step=step,
-        outcome=outcome,
-        include_eval=include_eval,
-    )
+        raise InvalidInput(f"--status {filters.status!r}: attempts are kept when they ended in one of {kept}")
+    if filters.outcome and filters.outcome not in (*OUTCOMES, "pending"):
+        raise InvalidInput(f"--outcome {filters.outcome!r}: write one of {', '.join(OUTCOMES)}, pending")
+    if filters.step is not None:
+        check_step(state, filters.step)
+    return filters
 
 
 def _print(found: list[Match], query: SearchQuery, console: Console) -> None:

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
-from cli.terminal.formatting import facts_table, number, one_line, printable, versions_of
-from cli.traj.finding import decode, find_failure, find_trajectories, load_tokenizer, outcome_of
+from cli.terminal.formatting import facts_table, number, printable, versions_of
+from cli.traj.finding import decode, find_failure, find_trajectories, load_tokenizer, outcome_of, tool_call
 
 if TYPE_CHECKING:
     from cli.traj.coloring import Coloring
@@ -115,10 +115,7 @@ def _add_turns(lines: Table, row: Mapping[str, Any], pieces: Sequence[str], colo
             ended = f"{turn['finish_reason']}, {turn['sampled_len']} tokens in {turn['generate_seconds']:.2g} s"
             lines.add_row("", Text(ended, style="dim"))
         for call in turn["tool_calls"]:
-            shown = Text(f"{one_line(call['name'])}({one_line(call['arguments'])})", style="magenta")
-            shown.append(" failed" if call["failed"] else " →", style="bold red" if call["failed"] else "dim")
-            shown.append(f" {one_line(call['result'])}", style="red" if call["failed"] else "")
-            lines.add_row("tool", shown.append(f"  {call['seconds']:.2g} s", style="dim"))
+            lines.add_row("tool", tool_call(call).append(f"  {call['seconds']:.2g} s", style="dim"))
 
 
 def _visible(piece: str) -> str:

@@ -40,6 +40,13 @@ FROM trajectories WHERE {condition} GROUP BY shard_id, group_id, attempt
 """
 # A forked attempt has its messages in its first sequence alone.
 
+_FAILURES = """
+SELECT failure.key, sum(failure.value)::BIGINT FROM (
+    SELECT unnest(map_entries(failures)) AS failure FROM groups {outcomes}
+) GROUP BY 1 ORDER BY 2 DESC
+"""
+"""Attempts that became no row, by failing status, from the log."""
+
 _MEASURES = {"seconds": "seconds", "tokens": "num_sampled", "turns": "num_turns"}
 """What has a mean, quantiles and a maximum, and its column of `attempts`."""
 _SPREADS = ", ".join(
@@ -96,14 +103,12 @@ def trajectory_stats(
     queries.select(_ATTEMPTS.format(condition=condition(where, include_eval)))
     overall = queries.select(f"SELECT {_NUMBERS} FROM attempts").to_pylist()[0]
     if not overall["attempts"]:
-        raise InvalidInput(
-            "no trajectory satisfies the conditions" + ("" if include_eval else "; --eval adds held-out ones")
-        )
+        hint = "" if include_eval else "; --eval adds held-out ones"
+        raise InvalidInput(f"no trajectory satisfies the conditions{hint}")
     prompts = queries.select(
         """
         SELECT count(*) AS number,
-            coalesce(sum((best < $1)::INTEGER), 0)::BIGINT AS never_solved,
-            coalesce(sum((worst >= $1)::INTEGER), 0)::BIGINT AS always_solved,
+            count(*) FILTER (best < $1) AS never_solved, count(*) FILTER (worst >= $1) AS always_solved,
             1 - sum(replies) / sum(attempts) AS same_reply_share, sum(groups)::BIGINT AS groups
         FROM (
             SELECT min(reward) AS worst, max(reward) AS best, count(*) AS attempts,
@@ -113,6 +118,7 @@ def trajectory_stats(
         """,
         [solved],
     ).to_pylist()[0]
+    outcomes = "" if include_eval else "WHERE outcome <> 'eval'"
     stats = {
         **overall,
         "groups": prompts.pop("groups"),
@@ -120,8 +126,8 @@ def trajectory_stats(
         "prompts": {**prompts, "solved_from": solved},
         "statuses": _counts(queries, "SELECT status, count(*) FROM attempts GROUP BY 1 ORDER BY 2 DESC"),
         "outcomes": _counts(queries, "SELECT outcome, count(*) FROM attempts GROUP BY 1 ORDER BY 2 DESC"),
-        "failures": {} if where else _failures(queries, include_eval),
-        "histogram": _histogram(queries, overall["reward_min"], overall["reward_max"]),
+        "failures": {} if where else _counts(queries, _FAILURES.format(outcomes=outcomes)),
+        "histogram": _histogram(queries),
     }
     if by:
         order = "reward_mean, key" if by == "prompt" else "key"
@@ -183,14 +189,9 @@ _COLUMNS = {
 def _table(rows: list[dict[str, Any]], by: str) -> Table:
     table = plain_table(by, *_COLUMNS, right=[*_COLUMNS, *({by} & {"version", "step"})])
     for row in rows[:MOST_ROWS]:
-        cells = [
-            _percent(row[key])
-            if key.endswith("_share")
-            else str(row[key])
-            if key == "attempts"
-            else number(row[key], digits=3, missing="-")
-            for key in _COLUMNS.values()
-        ]
+        numbers = {name: number(row[key], digits=3, missing="-") for name, key in _COLUMNS.items()}
+        shares = {name: _percent(row[key]) for name, key in _COLUMNS.items() if key.endswith("_share")}
+        cells = {**numbers, **shares, "attempts": str(row["attempts"])}.values()
         table.add_row(Text("none" if row["key"] is None else one_line(str(row["key"]))), *cells)
     return table
 
@@ -204,35 +205,17 @@ def _percent(share: float) -> str:
     return f"{share:.1%}"
 
 
-def _counts(queries: Queries, sql: str) -> dict[str, int]:
+def _counts(queries: Queries, sql: str) -> dict[Any, int]:
     table = queries.select(sql)
     return dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
 
-def _failures(queries: Queries, include_eval: bool) -> dict[str, int]:
-    """Attempts that became no row, by failing status, from the log."""
-    return _counts(
-        queries,
-        f"""
-        SELECT failure.key, sum(failure.value)::BIGINT FROM (
-            SELECT unnest(map_entries(failures)) AS failure FROM groups
-            {"" if include_eval else "WHERE outcome <> 'eval'"}
-        ) GROUP BY 1 ORDER BY 2 DESC
-        """,
-    )
-
-
-def _histogram(queries: Queries, low: float | None, high: float | None) -> list[tuple[str, int]]:
+def _histogram(queries: Queries) -> list[tuple[str, int]]:
     """Attempts by reward: a bar for each value where there are few, equal bins where there are many."""
-    values = queries.select(
-        f"SELECT reward, count(*) AS n FROM attempts WHERE reward IS NOT NULL GROUP BY 1 ORDER BY 1 LIMIT {_BINS + 1}"
-    ).to_pylist()
-    if len(values) <= _BINS or low is None or high is None:
-        return [(number(row["reward"]), row["n"]) for row in values]
-    width = (high - low) / _BINS
-    sql = f"""
-        SELECT least(floor((reward - {low!r}) / {width!r}), {_BINS - 1})::INTEGER AS bin, count(*)
-        FROM attempts WHERE reward IS NOT NULL GROUP BY 1
-    """
-    counts = _counts(queries, sql)
-    return [(f"{low + width * i:.3g} …", counts.get(i, 0)) for i in range(_BINS)]  # type: ignore[call-overload]
+    import numpy as np
+
+    numbers = _counts(queries, "SELECT reward, count(*) FROM attempts WHERE reward IS NOT NULL GROUP BY 1 ORDER BY 1")
+    if len(numbers) <= _BINS:
+        return [(number(reward), count) for reward, count in numbers.items()]
+    counts, edges = np.histogram(list(numbers), bins=_BINS, weights=list(numbers.values()))
+    return [(f"{edge:.3g} …", int(count)) for edge, count in zip(edges, counts, strict=False)]

@@ -272,12 +272,14 @@ def test_the_gap_is_between_trainer_and_engine(log: RunLog, tmp_path: Path, base
 
 
 def test_a_gap_needs_weights_that_are_still_there(log: RunLog, tmp_path: Path, invoke: Invoke):
-    assert "weights of policy 1 are missing" in invoke("show", "run", "0.task1/1", "--color", "gap", status=2)
+    assert "weights of policy 1, which the store does not have" in invoke(
+        "show", "run", "0.task1/1", "--color", "gap", status=2
+    )
     weights = tmp_path / "store" / "models" / "base" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert "are damaged" in invoke("show", "run", "0.task0/0", "--color", "gap", status=2)
+    assert "differs from its digest" in invoke("show", "run", "0.task0/0", "--color", "gap", status=2)
     log.append(Retire(shard_ids=[], policy_versions=[0], state_paths=[], reason="old"))
-    assert "retention has removed" in invoke("show", "run", "0.task0/0", "--color", "gap", status=2)
+    assert "was retired: its weights are gone" in invoke("show", "run", "0.task0/0", "--color", "gap", status=2)
 
 
 def test_nothing_sampled_has_no_gap():
