@@ -52,12 +52,12 @@ def export(
 def export_policy(
     log: RunLog, to: Path, *, version: int | None, merge: bool = False, average: bool = False
 ) -> dict[str, Any]:
-    """Write policy `version`, the newest where it is null, into the folder `to`, which appears whole or not at all.
+    """Write policy `version`, by default the newest, into the folder `to`, which appears whole or not at all.
 
     With `average`, the moving average of the weights up to that version; the newest is that of the last saved state.
-    Returns what was written. Raises `ValueError` for a version the run does not have (any more), for a folder that
-    exists or cannot be made, for `merge` where there is nothing to merge and for `average` where none was kept;
-    `FileNotFoundError` and `storage.objects.digests.DigestMismatch` where the policy's files are gone or altered.
+    Returns what was written. Raises `InvalidInput` for a version without weights, a folder that exists or cannot be
+    made, and `merge` or `average` without adapters or an average; `FileNotFoundError` and `DigestMismatch` for files
+    of the policy that are gone or altered.
     """
     import tempfile
 
@@ -108,7 +108,7 @@ def export_policy(
 
 
 def _saved_step(log: RunLog, version: int | None) -> Step:
-    """The step that made policy `version`, the last one where it is null, whose optimizer state is there."""
+    """The step with a saved optimizer state that made policy `version`, by default the last one."""
     from storage.log.replay_plan import is_saved
 
     state = log.state

@@ -77,14 +77,8 @@ def gc(
 def _document(report: RunReport) -> dict[str, Any]:
     """A report as JSON, every item with its reason."""
     items = [
-        {
-            "kind": item.kind,
-            "name": item.name,
-            "reason": item.reason,
-            "bytes": item.num_bytes,
-            "files": len(item.keys),
-            "modified_at": item.modified_at,
-        }
+        {"kind": item.kind, "name": item.name, "reason": item.reason}
+        | {"bytes": item.num_bytes, "files": len(item.keys), "modified_at": item.modified_at}
         for item in report.items
     ]
     return {
@@ -95,7 +89,7 @@ def _document(report: RunReport) -> dict[str, Any]:
         "problem": report.problem,
         "by_kind": {kind: {"count": count, "bytes": num} for kind, (count, num) in report.by_kind().items()},
         "kept_policies": {str(version): reason for version, reason in report.kept.items()},
-        "readers": [{"what": r.what, "host": r.host, "pid": r.pid} for r in report.readers],
+        "readers": [vars(reader) for reader in report.readers],
         "items": items,
     }
 

@@ -95,13 +95,12 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
 
 
 def _mlflow_page(made: PolicyLineage, tracking: str) -> str:
-    """Address of the version in MLflow's UI, where one is running or `tracking` names a server; else empty."""
+    """Address of the version in MLflow's UI, if one is running or `tracking` names a server; else empty."""
     from infra.services import running_services
 
-    uri = tracking_uri(tracking)
     server = running_services(home()).get("mlflow") if not tracking else None
-    root = server.url if server else uri if uri.startswith("http") else ""
-    if not root or made.registry_version is None:
+    root = server.url if server else tracking_uri(tracking)
+    if not root.startswith("http") or made.registry_version is None:
         return ""
     return f"{root}/#/models/{made.registry_model}/versions/{made.registry_version}"
 
@@ -109,15 +108,13 @@ def _mlflow_page(made: PolicyLineage, tracking: str) -> str:
 def _print_policy(made: PolicyLineage, console: Console, *, show_all: bool, mlflow: str) -> None:
     state = [*(["live"] if made.live else []), *made.aliases, *(["weights retired"] if made.retired else [])]
     registered = f"{made.registry_model} version {made.registry_version}" if made.registry_version else "not registered"
-    facts = {
-        "policy": f"[bold]{made.version}[/] of run {escape(made.run)}"
-        + (f"  ({escape(', '.join(state))})" if state else ""),
-        "registry": escape(registered + (f"  {mlflow}" if mlflow else "")),
-        "weights": f"{escape(made.weights)}\nsha256 {made.weights_sha256}",
-        "trained from": " → ".join(map(str, made.parents)) + (" → …" if made.parents and made.parents[-1] else "")
-        if made.parents
-        else "nothing: it is the base model",
-    }
+    facts = {"policy": f"[bold]{made.version}[/] of run {escape(made.run)}"}
+    if state:
+        facts["policy"] += f"  ({escape(', '.join(state))})"
+    facts["registry"] = escape(f"{registered}  {mlflow}".rstrip())
+    facts["weights"] = f"{escape(made.weights)}\nsha256 {made.weights_sha256}"
+    parents = [*map(str, made.parents), *(["…"] if made.parents and made.parents[-1] else [])]
+    facts["trained from"] = " → ".join(parents) or "nothing: it is the base model"
     if made.step is not None:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in made.outcomes.items())
         facts["step"] = f"{made.step}, session {escape(made.session_id or 'not recorded')}: {counts}"

@@ -1,15 +1,13 @@
 """`millrace status`: what a run's log says, and nothing else: no MLflow, no Prefect, no torch.
 
-In: a run's log. Out: a dictionary of plain numbers, or a table of them. With `--follow` the last rounds and that table
-as the log grows, whoever trains the run, or nobody: on a terminal one view, drawn again every second; elsewhere a
-status whenever something changed.
+In: a run's log. Out: a dictionary of plain numbers, or a table of them. With `--follow`, the last rounds and that table
+as the log grows: on a terminal one view, drawn again every second; elsewhere a status after every change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,8 +20,8 @@ from settings.errors import InvalidInput
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
-    from storage.log.entries import Step
     from storage.log.run_log import RunLog
+    from storage.log.run_state import RunState
 
 SECONDS_BETWEEN_LOOKS = 1.0
 MOST_ROUNDS = 5
@@ -51,15 +49,9 @@ def status(
         console.print(status_table(run_status(log)))
 
 
-def run_status(log: RunLog, *, peak_memory_bytes: int | None = None) -> dict[str, Any]:
-    """The run in numbers; null where it has none yet. Accuracies are held-out scores, 0 to 1.
-
-    Whoever asks again and again hands in the peak it knows: else every step is looked at each time.
-    """
-    state = log.state
-    if peak_memory_bytes is None:
-        peak_memory_bytes = peak_memory(state.steps)
-    live = state.live
+def run_status(log: RunLog) -> dict[str, Any]:
+    """The run in numbers; None for what it does not have yet. Accuracies are held-out scores, 0 to 1."""
+    state, live = log.state, log.state.live
     evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
     last = evaluations[-1] if evaluations else None
     registration = state.registrations.get(live.version) if live else None
@@ -76,7 +68,7 @@ def run_status(log: RunLog, *, peak_memory_bytes: int | None = None) -> dict[str
         "pass_at": last.pass_at if last else None,
         "failed_evaluations": len(state.evaluations) - len(evaluations),
         "wall_seconds": round(state.worked_seconds, 1),
-        "peak_memory_bytes": peak_memory_bytes,
+        "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
         "mlflow_model": registration.model_name if registration else None,
         "mlflow_version": registration.registry_version if registration else None,
         "paused": state.paused or None,
@@ -85,11 +77,6 @@ def run_status(log: RunLog, *, peak_memory_bytes: int | None = None) -> dict[str
         "trajectories": state.num_trajectories,
         **state.counters(),
     }
-
-
-def peak_memory(steps: Iterable[Step]) -> int:
-    """Most bytes that any of the steps held; 0 without one."""
-    return int(max((step.metrics["peak_memory_bytes"] for step in steps), default=0))
 
 
 def status_table(status: dict[str, Any]) -> Group:
@@ -108,55 +95,44 @@ def status_table(status: dict[str, Any]) -> Group:
 
 
 class RunView:
-    """What the last look at a run has found. Drawn at any time, by another thread too."""
+    """A run as it was at the last look. Another thread may draw it at any time."""
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
-        self._peak_memory, self._steps_seen = 0, 0
-        self._seen: tuple[int, bool, bool] | None = None
+        self._entries = -1
         self._is_training = False
         self._failure = ""
-        self._last_at = 0.0
         self._numbers = Group()
         """Rounds and status, made when an entry is new."""
 
     @property
     def is_over(self) -> bool:
-        """True where the newest session has all the steps it means to do; older logs do not say how many."""
+        """True when the newest session has done all its steps; older logs do not say how many it wants."""
         state = self._log.state
         return bool(state.sessions) and 0 < state.sessions[-1].steps <= state.step
 
     def look(self) -> bool:
-        """Read what is new; True where something is, other than the time. A store that fails is part of the view."""
+        """Read what is new; True if anything is, other than the time. A store that fails is part of the view."""
         from storage.log.runs import is_training
         from storage.objects.object_store import StoreError
 
-        before = self._seen
+        before = (self._entries, self._is_training, bool(self._failure))
         try:
             self._log.refresh()
             self._is_training = is_training(self._log)
             self._failure = ""
         except (OSError, StoreError) as error:
             self._failure = one_line(without_secrets(f"{type(error).__name__}: {error}"))
-        entries = self._log.state.entries
-        if before is None or before[0] != entries:
-            self._read_numbers()
-        self._seen = (entries, self._is_training, bool(self._failure))
-        return self._seen != before
-
-    def _read_numbers(self) -> None:
-        state = self._log.state
-        self._peak_memory = max(self._peak_memory, peak_memory(state.steps[self._steps_seen :]))
-        self._steps_seen = state.step
-        self._last_at = state.last_at
-        wanted = state.sessions[-1].steps if state.sessions else 0
-        numbers = status_table(run_status(self._log, peak_memory_bytes=self._peak_memory))
-        self._numbers = Group(_rounds(state.steps[-MOST_ROUNDS:], wanted=wanted), numbers)
+        if self._entries != self._log.state.entries:
+            self._entries = self._log.state.entries
+            self._numbers = Group(_rounds(self._log.state), status_table(run_status(self._log)))
+        return before != (self._entries, self._is_training, bool(self._failure))
 
     def __rich__(self) -> Group:
         """The newest first: a terminal may have too few lines for all of it."""
         who = "a process of this machine trains it" if self._is_training else "nobody on this machine trains it"
-        last = f"last entry {ago(time.time() - self._last_at)}" if self._last_at else "no entry yet"
+        last_at = self._log.state.last_at
+        last = f"last entry {ago(time.time() - last_at)}" if last_at else "no entry yet"
         lines = [Text(f"run {self._log.run_id}: {last}, {who}", style="bold")]
         if self._failure:
             lines.append(Text(f"the store could not be read, trying again: {self._failure}", style="yellow"))
@@ -181,14 +157,14 @@ def follow_run(log: RunLog, console: Console, *, seconds: float = SECONDS_BETWEE
                 changed = view.look()
 
 
-def _rounds(steps: Sequence[Step], *, wanted: int) -> Text:
-    """What `millrace train` says of a round's time, a line for each step, the newest last."""
-    rounds = Text()
-    if not steps:
-        return rounds
-    rounds.append(f"{LEGEND}\n", style="dim")
+def _rounds(state: RunState) -> Text:
+    """A line for each of the last steps, as `millrace train` prints it."""
+    if not state.steps:
+        return Text()
+    wanted = state.sessions[-1].steps if state.sessions else 0
+    rounds = Text().append(f"{LEGEND}\n", style="dim")
     rounds.append(f"{'step':>8} {'reward':>6} {PHASES_HEADER}", style="bold")
-    for step in steps:
+    for step in state.steps[-MOST_ROUNDS:]:
         number = f"{step.claim.step}/{wanted}" if wanted else str(step.claim.step)
         reward = f"{step.metrics['reward']:.3f}" if "reward" in step.metrics else "-"  # nothing was trained
         rounds.append(f"\n{number:>8} {reward:>6} {phases(step.metrics)}")

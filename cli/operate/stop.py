@@ -5,6 +5,7 @@ In: a run's log. Out: the step it stopped at. What was committed stays, and the 
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -18,8 +19,6 @@ from settings.redaction import without_secrets
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
 
-_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-_API = "PREFECT_API_URL"
 _LOOK_SECONDS = 0.05
 
 
@@ -31,9 +30,8 @@ def stop(run: str, store: StoreOption = "") -> None:
 def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
     """Ask the process that trains the run to end, and wait until it has; returns the run's step.
 
-    A flow run of Prefect's is cancelled there, at the server its process reports to.
-    Raises `ValueError` where nobody on this machine trains it, where Prefect's server does not take the wish in, and
-    where the process is still there after so many seconds.
+    A flow run of Prefect's is cancelled there, at the server its process reports to. Raises `InvalidInput` if the run
+    is not trained on this machine, if Prefect's server does not cancel it, and if the process outlives `seconds`.
     """
     from storage.log.runs import RunBusy, trainer_lock
 
@@ -49,8 +47,28 @@ def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
     return log.refresh().step
 
 
+def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        environment = process.environ()
+        flow_run, api_url = environment.get("PREFECT__FLOW_RUN_ID"), environment.get("PREFECT_API_URL", "")
+        if flow_run is None or not _cancel(flow_run, api_url=api_url, run_id=run_id, pid=pid):
+            process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + seconds
+        # a zombie is one whose parent has yet to hear of its end, or whose other threads still hold the run's lock
+        while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
+            if time.monotonic() > deadline:
+                raise InvalidInput(
+                    f"process {pid}, which trains run {run_id!r}, has not ended within {seconds:g} s; `kill -9 {pid}` "
+                    "loses nothing that was committed"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+
 def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
-    """Let Prefect end it, so that it knows; False where it takes the flow run for over already."""
+    """Let Prefect end it, so that it knows; False if it takes the flow run for over already."""
     import asyncio
 
     from tasks.prefect.flow_runs import cancel_flow_run
@@ -63,25 +81,3 @@ def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
             f"did not cancel it ({error!r}); try `prefect flow-run cancel {flow_run_id}` there, or end the process "
             f"with `kill {pid}`, which loses nothing that was committed"
         ) from error
-
-
-def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-        environment = process.environ()
-        flow_run = environment.get(_FLOW_RUN)
-        if flow_run is None or not _cancel(flow_run, api_url=environment.get(_API, ""), run_id=run_id, pid=pid):
-            process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + seconds
-        # a zombie is one whose parent has yet to hear of its end, or whose other threads still hold the run's lock
-        while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
-            if time.monotonic() > deadline:
-                raise InvalidInput(
-                    f"process {pid}, which trains run {run_id!r}, has not ended within {seconds:g} s; `kill -9 {pid}` "
-                    "loses nothing that was committed"
-                )
-            time.sleep(_LOOK_SECONDS)
-    except psutil.NoSuchProcess:
-        return

@@ -189,7 +189,7 @@ def by_advantage(row: Mapping[str, Any], advantage: float, why: str, *, oldest: 
     style = "dim" if advantage == 0 else "green" if advantage > 0 else "red"
     style = f"bold {style}" if abs(advantage) > 1 else style
     masked = sum(1 for version in row["weight_versions"] if 0 <= version < oldest)
-    legend = Text(f"{advantage:+.3f}", style=style).append(f"  {why}", style="default")
+    legend = Text().append(f"{advantage:+.3f}", style=style).append(f"  {why}")
     if masked:
         legend.append(f"; {masked} tokens were masked as stale (dim)")
     return Coloring(

@@ -134,7 +134,7 @@ def test_a_check_that_raises_anything_is_a_failed_check(monkeypatch: pytest.Monk
     def broken() -> Finding:
         raise RuntimeError("closing tag '[/red]'")
 
-    checks = [("first", broken), ("second", lambda: Finding(good=True, text="fine"))]
+    checks = [("first", broken), ("second", lambda: Finding("fine"))]
     monkeypatch.setattr(doctor, "checks", lambda config: checks)
     shown = io.StringIO()
     assert not diagnose(None, Console(file=shown, width=200))
@@ -151,10 +151,10 @@ def test_prefect_is_the_server_of_make_up_or_the_one_that_is_named(home: Path, m
     with _server(PREFECT) as ours, _server("2.0.0") as theirs:
         _services(home, prefect=ours)
         found = check_prefect()
-        assert found.good and found.text == f"{ours}/api answers, version {PREFECT} as here"
+        assert not found.fix and found.text == f"{ours}/api answers, version {PREFECT} as here"
         monkeypatch.setenv("PREFECT_API_URL", f"{theirs}/api")
         found = check_prefect()
-    assert not found.good and f"{theirs}/api is version 2.0.0, here is {PREFECT}" in found.text
+    assert found.fix and f"{theirs}/api is version 2.0.0, here is {PREFECT}" in found.text
     assert "same version" in found.fix
 
 
@@ -163,16 +163,16 @@ def test_a_prefect_that_asks_for_a_password_gets_the_one_that_is_set(
 ) -> None:
     with _server(PREFECT, password="Basic bWU6cGFzczp3b3Jk") as url:
         monkeypatch.setenv("PREFECT_API_URL", f"{url}/api/")
-        assert not check_prefect().good and "PREFECT_API_AUTH_STRING" in check_prefect().fix
+        assert "PREFECT_API_AUTH_STRING" in check_prefect().fix
         with temporary_settings({PREFECT_API_AUTH_STRING: "me:pass:word"}):
-            assert check_prefect().good
+            assert not check_prefect().fix
 
 
 def test_a_server_that_is_not_prefect_is_no_prefect(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _server(PREFECT) as url:
         monkeypatch.setenv("PREFECT_API_URL", url)
         found = check_prefect()
-    assert not found.good and "404" in found.text and "unset PREFECT_API_URL" in found.fix
+    assert found.fix and "404" in found.text and "unset PREFECT_API_URL" in found.fix
 
 
 def test_services_that_are_up_are_named(home: Path) -> None:
@@ -188,11 +188,11 @@ def test_a_version_that_is_not_the_locked_one_is_named(tmp_path: Path, monkeypat
     monkeypatch.setattr(doctor, "PROJECT", tmp_path)
     rich = importlib.metadata.version("rich")
     found = check_lock()
-    assert found.text == f"rich {rich} instead of ==0.0.1; nothing-at-all missing instead of ==2" and not found.good
+    assert found.text == f"rich {rich} instead of ==0.0.1; nothing-at-all missing instead of ==2" and found.fix
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".device").write_text("gpu\n")
     (tmp_path / "requirements" / "gpu.lock").write_text("\n".join(lock[:1]))
-    assert check_lock() == Finding(good=True, text="all versions as in gpu.lock", fix=found.fix)
+    assert check_lock() == Finding("all versions as in gpu.lock")
 
 
 @pytest.mark.parametrize("check", ["disk", "memory"])
@@ -203,13 +203,13 @@ def test_too_little_room_says_what_to_do(home: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Little)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Little)
     found = dict(doctor.checks(None))[check]()
-    assert not found.good and "2 GiB" in found.text and found.fix
+    assert found.fix and "2 GiB" in found.text and found.fix
 
 
 def test_a_run_file_s_places_are_checked_too(home: Path, base_model: Path) -> None:
     document = {"workflow": "examples.arithmetic:Arithmetic", "run": "run", "store": str(home / "elsewhere")}
     config = make_config({**document, "model": str(base_model)}, source="test")
-    assert f"{base_model}: a greeting is " in check_tokenizer(config).text and check_tokenizer(config).good
+    assert f"{base_model}: a greeting is " in check_tokenizer(config).text and not check_tokenizer(config).fix
     assert (home / "elsewhere").as_uri() in dict(doctor.checks(config))["store"]().text
     hub = make_config({**document, "model": "somebody/something"}, source="test")
     assert "will be fetched from the hub" in check_tokenizer(hub).text
@@ -217,4 +217,4 @@ def test_a_run_file_s_places_are_checked_too(home: Path, base_model: Path) -> No
 
 def test_vllm_that_says_nothing_fails(vllm: dict[str, Any]) -> None:
     vllm.update(returncode=-11, stdout="")
-    assert check_vllm().text == "no output" and not check_vllm().good
+    assert check_vllm().text == "no output" and check_vllm().fix
