@@ -32,12 +32,8 @@ def export(
     run: str,
     to: Annotated[Path, typer.Option(help="The folder to write; it must not exist yet.")],
     version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Add a policy's adapters to the base model's weights.")
-    ] = False,
-    average: Annotated[
-        bool, typer.Option("--average", help="The moving average of the weights that train.ema keeps.")
-    ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Add a policy's adapters to the base model.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="The weights' moving average, see train.ema.")] = False,
     as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:

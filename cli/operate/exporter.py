@@ -45,7 +45,7 @@ _LABELS = {"groups": ["outcome"], "phase_seconds": ["phase"], "step_metric": ["m
 
 def exporter(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 9464,
-    host: Annotated[str, typer.Option(help="Whom to listen to; the numbers need no password.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; there is no password.")] = "127.0.0.1",
     store: StoreOption = "",
 ) -> None:
     """Serve the numbers of every run in the store to Prometheus, from the logs alone."""

@@ -35,7 +35,7 @@ def gc(
     older_than: Annotated[str, typer.Option(help="Remove only what is older: 12h, 30d, 8w.")] = "",
     max_size: Annotated[str, typer.Option(help="Oldest first, until all named runs are no larger: 50GB.")] = "",
     sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    ignore_readers: Annotated[bool, typer.Option("--ignore-readers", help="Even while somebody reads.")] = False,
+    ignore_readers: Annotated[bool, typer.Option("--ignore-readers", help="Even while the run is read.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with a reason for every item.")] = False,
     store: StoreOption = "",
 ) -> None:

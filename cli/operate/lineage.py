@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
+from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open_named, print_json
 from cli.terminal.formatting import counted, held_out, number, plain_table, ranges, versions_of
 from infra.environment import home, tracking_uri
 from settings.errors import InvalidInput
@@ -34,9 +34,7 @@ def lineage(
     show_all: Annotated[bool, typer.Option("--all", help="Every prompt, not the first few.")] = False,
     as_json: JsonOption = False,
     store: StoreOption = "",
-    tracking: Annotated[
-        str, typer.Option(help="MLflow, for what only it knows; by default $MILLRACE_TRACKING, else .millrace's.")
-    ] = "",
+    tracking: TrackingOption = "",
 ) -> None:
     """What made a policy: step, shards, prompts, code. Or which policies a trajectory influenced."""
     from storage.log.entries import to_json

@@ -14,7 +14,7 @@ from cli.terminal.arguments import StoreOption, open_named
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
 
-ReasonOption = Annotated[str, typer.Option(help="For whoever wonders; by default who asked for it.")]
+ReasonOption = Annotated[str, typer.Option(help="Shown by status; by default who asked for it.")]
 
 
 def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
@@ -47,7 +47,7 @@ def resume(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None
 def _where(log: RunLog) -> str:
     from storage.log.runs import is_training
 
-    return "" if is_training(log) else " as soon as it is trained again: nobody on this machine does now"
+    return "" if is_training(log) else " as soon as it is trained again: this machine does not train it now"
 
 
 def _who_asked() -> str:

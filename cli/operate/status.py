@@ -31,9 +31,7 @@ LEGEND = "time in % of the round: waited for generate, reward, commit; load, tra
 
 def status(
     run: str,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show it again as it grows, until the last step or Ctrl-C.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Again as it grows, until the last step.")] = False,
     store: StoreOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -130,7 +128,7 @@ class RunView:
 
     def __rich__(self) -> Group:
         """The newest first: a terminal may have too few lines for all of it."""
-        who = "a process of this machine trains it" if self._is_training else "nobody on this machine trains it"
+        who = "this machine trains it" if self._is_training else "this machine does not train it"
         last_at = self._log.state.last_at
         last = f"last entry {ago(time.time() - last_at)}" if last_at else "no entry yet"
         lines = [Text(f"run {self._log.run_id}: {last}, {who}", style="bold")]
@@ -140,7 +138,7 @@ class RunView:
 
 
 def follow_run(log: RunLog, console: Console, *, seconds: float = SECONDS_BETWEEN_LOOKS) -> None:
-    """Show the run until it has its steps, or until Ctrl-C. Raises `LogDamaged` where its log contradicts itself."""
+    """Show the run until it has its steps, or until Ctrl-C. Raises `LogDamaged` for a log that contradicts itself."""
     from rich.live import Live
 
     view = RunView(log)

@@ -23,13 +23,13 @@ from typing import Any
 import jinja2
 
 from cli.report.report_curves import (
-    Spans,
     curves,
     figures,
     lag_bars,
     reply_lengths,
     reward_levels,
     shard_versions,
+    spans_of,
     staleness,
     step_metrics,
     time_budget,
@@ -57,7 +57,7 @@ MOST_SESSIONS = 20
 def gather(log: RunLog) -> dict[str, Any]:
     """Everything the template shows; `data` is the part the page's script draws."""
     state, config, queries = log.state, run_config(log), open_queries(log)
-    spans = Spans(num_steps=len(state.steps), most=MOST_STEPS)
+    spans = spans_of(len(state.steps), MOST_STEPS)
     metrics = step_metrics(queries)
     drawn = {**curves(metrics, spans), **reply_lengths(queries, spans)}
     rewards = _reward_range(queries)
@@ -67,18 +67,14 @@ def gather(log: RunLog) -> dict[str, Any]:
     evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
     histories = [prompt_history(queries, name, rewards) for name in VISITS]
     counters = state.counters()
-    report = {
+    return {
         "run": log.run_id,
+        "state": state,
         "place": f"{log.store.uri}/{log.prefix}",
         "started": _date(state.started_at),
         "made": _date(datetime.now(tz=UTC).timestamp()),
         "code_version": state.sessions[-1].code_version if state.sessions else "unknown",
         "sessions": list(state.sessions[-MOST_SESSIONS:]),
-        "num_sessions": len(state.sessions),
-        "num_steps": len(state.steps),
-        "num_shards": len(state.shards),
-        "num_trajectories": state.num_trajectories,
-        "worked_seconds": state.worked_seconds,
         "peak_memory_bytes": float(max(metrics.get("peak_memory_bytes", ()), default=0)),
         "counters": counters,
         "terms": [(name, counters[name]) for name in (*OUTCOMES, "pending")],
@@ -86,8 +82,6 @@ def gather(log: RunLog) -> dict[str, Any]:
         "failures": kinds_of(newest_failures(log, MOST_FAILURES, include_eval=True))[:MOST_NOTES],
         "rewards": rewards,
         "evaluations": evaluations,
-        "evaluation_seconds": sum(evaluation.seconds for evaluation in state.evaluations),
-        "rescored": sorted(state.rescored),
         "settings": _flat(config),
         "figures": figures(drawn),
         "time": time_budget(metrics),
@@ -95,7 +89,7 @@ def gather(log: RunLog) -> dict[str, Any]:
         "lists": group_lists(log, queries),
         "histories": histories,
         "data": {
-            "spans": spans.edges(),
+            "spans": [(span[0], span[-1]) for span in spans],
             "metrics": drawn,
             "held_out": [
                 {"x": e.version, "y": e.score, "text": " ".join(held_out(e)), "split": e.split} for e in evaluations
@@ -106,8 +100,8 @@ def gather(log: RunLog) -> dict[str, Any]:
             "rewards": rewards,
             "histories": {history["name"]: history for history in histories},
         },
+        "notes": _notes(log, queries),  # last: a damaged shard is known once it has been read
     }
-    return {**report, "notes": _notes(log, queries)}  # last: a damaged shard is known once it has been read
 
 
 def render(report: dict[str, Any]) -> str:
@@ -140,7 +134,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _reward_range(queries: Queries) -> tuple[float, float]:
-    """Lowest and highest reward of any attempt, held-out ones included; (0, 1) where there is none."""
+    """Lowest and highest reward of any attempt, held-out ones included; (0, 1) without any."""
     found = queries.select(
         "SELECT min(reward) AS low, max(reward) AS high FROM trajectories WHERE isfinite(reward)"
     ).to_pylist()[0]
@@ -201,7 +195,7 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for what JSON cannot say: NaN and the infinities."""
+    """The same with None for NaN and the infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -232,7 +226,7 @@ def _amount(value: float) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three decimals without trailing zeros; a dash for null."""
+    """Three decimals without trailing zeros; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.3f}".rstrip("0").rstrip(".") if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"

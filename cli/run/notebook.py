@@ -132,7 +132,7 @@ def replay(run: str, *, first: int = 1, last: int | None = None, store: str = ""
 
 
 def _outside_of_a_loop(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Jupyter runs cells inside an event loop, where no other one may start: then a thread has its own."""
+    """Jupyter runs cells inside an event loop, in which no other one may start: then a thread has its own."""
     from infra.environment import prepare_environment
 
     prepare_environment()

@@ -27,19 +27,14 @@ COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "approx_kl", "rewar
 def replay(
     run: str,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Training settings to change in the span: train.loss.clip_high=0.3"),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change: train.loss.clip_high=0.3")
     ] = None,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     first: Annotated[int | None, typer.Option("--from", help="First step of a span.")] = None,
     last: Annotated[int | None, typer.Option("--to", help="Last step of a span; the newest by default.")] = None,
     lr: Annotated[float | None, typer.Option(help="Another learning rate.")] = None,
-    advantage: Annotated[
-        str | None, typer.Option(help="Another train.advantage, with its defaults: leave_one_out, opo, …")
-    ] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="Another train.loss, with its defaults: cispo, gspo, sapo, …")
-    ] = None,
+    advantage: Annotated[str | None, typer.Option(help="Another train.advantage, at its defaults: opo, …")] = None,
+    loss: Annotated[str | None, typer.Option(help="Another train.loss, at its defaults: cispo, …")] = None,
     rewards: Annotated[str, typer.Option(help="Train on these rewards of `millrace rescore`.")] = "",
     save: Annotated[str, typer.Option(help="A new folder for the replayed policy.")] = "",
     as_json: JsonOption = False,
@@ -72,9 +67,9 @@ def replay_run(
     store: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run the replay flow here and return what it found, a `Replay` as JSON.
+    """Run the replay flow here and return its result, a `Replay` as JSON.
 
-    `changes` are settings of the trainer by dotted key. What cannot work is said before anything heavy starts.
+    `changes` are settings of the trainer by dotted key. What cannot work is refused before anything heavy starts.
     """
     from cli.run.flow import run_flow
     from flows.replay import replay
@@ -92,7 +87,7 @@ def replay_run(
 
 
 def span_of(*, step: int | None, first: int | None, last: int | None) -> tuple[int, int | None]:
-    """First and last step of what was asked for. Raises `ValueError` unless it is either one step or a span."""
+    """First and last step. Raises `InvalidInput` unless the options name either one step or a span."""
     if step is not None and first is None and last is None:
         return step, step
     if step is None and (first is not None or last is not None):

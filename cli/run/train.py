@@ -25,12 +25,9 @@ logger = logging.getLogger("millrace.training")
 def train(
     run_file: Path,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings over the run file's, as key=value: steps=50 train.loss=cispo"),
+        list[str] | None, typer.Argument(help="Settings over the run file's: steps=50 train.loss=cispo")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print what it comes to, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, print the sizes, start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
     """Train the run a file describes; continues it where it stands."""

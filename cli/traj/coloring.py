@@ -40,7 +40,7 @@ class Coloring:
     name: str
     styles: Sequence[str]
     values: Sequence[str]
-    """What stands beside a token, without markup; empty strings where the colour says it all."""
+    """What stands beside a token, without markup; empty if the colour says it all."""
     legend: Text
 
 
@@ -48,7 +48,7 @@ class Colorist:
     """Colours rows of one run. It keeps the last policy it had to load."""
 
     def __init__(self, log: RunLog, by: str, *, cache: Path) -> None:
-        """Raises `ValueError` for a `by` that is not in `COLORS`."""
+        """Raises `InvalidInput` for a `by` that is not in `COLORS`."""
         if by not in COLORS:
             raise InvalidInput(f"--color {by!r}: write one of {', '.join(COLORS)}")
         self._log = log
@@ -57,7 +57,7 @@ class Colorist:
         self._model = functools.lru_cache(maxsize=1)(self._load)
 
     def color(self, row: Mapping[str, Any]) -> Coloring:
-        """Raises `ValueError` where what it needs is gone."""
+        """Raises `UserError` if what it needs is gone."""
         match self._by:
             case "advantage":
                 return self._advantage(row)
@@ -69,10 +69,7 @@ class Colorist:
                 return by_logprob(row)
 
     def _advantage(self, row: Mapping[str, Any]) -> Coloring:
-        """The advantage by the run's own settings, from the rewards of the group's attempts.
-
-        Raises `ValueError` where they are not enough to tell.
-        """
+        """By the run's own settings, from the rewards of the group's attempts; `InvalidInput` if it needs more."""
         import torch
 
         from settings.train import TrainSettings
@@ -141,7 +138,7 @@ class Colorist:
         return [0.0, *logprobs_T[:-1].tolist()]
 
     def _load(self, version: int) -> PolicyModel:
-        """The policy that sampled. Raises `UserError` where its weights are gone or are not what the log says."""
+        """The policy that sampled. Raises `UserError` if its weights are gone or are not what the log says."""
         import transformers
 
         from settings.train import LoraSettings
@@ -201,7 +198,7 @@ def by_advantage(row: Mapping[str, Any], advantage: float, why: str, *, oldest: 
 
 
 def by_gap(gaps: Sequence[float], why: str) -> Coloring:
-    """Trainer's minus engine's logprob of each token; NaN where nothing was sampled."""
+    """Trainer's minus engine's logprob of each token; NaN for tokens that were not sampled."""
     known = [abs(gap) for gap in gaps if not math.isnan(gap)]
     legend = _heat_legend("< 0.01", "< 0.1", "more")
     legend.append(f"   mean {sum(known) / max(1, len(known)):.2g}, largest {max(known, default=0):.2g}; {why}")

@@ -26,7 +26,7 @@ def diff(
     run: str,
     a: Annotated[str, typer.Argument(metavar="ID_A", help="Take both from `traj ls`.")],
     b: Annotated[str, typer.Argument(metavar="ID_B")],
-    run_b: Annotated[str, typer.Option(help="The run of ID_B, where it is another one.")] = "",
+    run_b: Annotated[str, typer.Option(help="The run of ID_B, if it is another one.")] = "",
     store: StoreOption = "",
 ) -> None:
     """Two trajectories side by side: rewards, where their tokens part, and logprobs up to there."""
@@ -46,7 +46,7 @@ class Side(NamedTuple):
     """One of the two."""
 
     name: str
-    """What it is called, with its run where there are two."""
+    """The attempt's id, with its run if there are two."""
     row: Mapping[str, Any]
     pieces: Sequence[str]
     """Text of each token."""
@@ -58,13 +58,13 @@ class Comparison(NamedTuple):
     same_prompt: bool
     """True when the tokens before the first sampled one are the same."""
     parted_at: int
-    """Index of the first token that differs, or that only one side has; the shorter length where none differs."""
+    """Index of the first token that differs, or that only one side has; the shorter length if none differs."""
     shared: list[int]
     """Indices of the tokens before it that both sides sampled."""
 
 
 def compare(a: Side, b: Side, *, by_text: bool = False) -> Comparison:
-    """Compare by token id, or by the tokens' text where two tokenizers are involved."""
+    """Compare by token id, or by the tokens' text if there are two tokenizers."""
     left, right = (side.pieces if by_text else side.row["input_ids"] for side in (a, b))
     pairs = list(zip(left, right, strict=False))
     parted_at = next((index for index, (x, y) in enumerate(pairs) if x != y), len(pairs))

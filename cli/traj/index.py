@@ -5,9 +5,7 @@ In: a run. Out: its index on this machine, which `traj search` looks into.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -53,7 +51,7 @@ def index(
 
 
 def open_index(log: RunLog) -> SearchIndex:
-    """The index of a run, where this machine keeps it."""
+    """The index of a run on this machine."""
     from infra.user_code import load_object
     from storage.views.search_index import SearchIndex, index_folder
 
@@ -61,29 +59,12 @@ def open_index(log: RunLog) -> SearchIndex:
 
 
 def update_index(index: SearchIndex, notes: Console, **options: Any) -> Update:
-    with _progress(notes) as progress:
-        report = index.update(progress=progress, **options)
-    for shard_id, reason in report.damaged.items():
-        notes.print(f"[yellow]left out:[/] shard {shard_id}: {reason}", soft_wrap=True)
-    return report
-
-
-@contextlib.contextmanager
-def _progress(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar of shards on a terminal; none while there is nothing to do."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
-    bar = Progress(*columns, console=console, transient=True)
-    task = bar.add_task("indexing")
-
-    def show(done: int, total: int) -> None:
-        if total and console.is_terminal:
-            bar.start()
-            bar.update(task, completed=done, total=total)
-
-    try:
-        yield show
-    finally:
-        if bar.live.is_started:
-            bar.stop()
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task("indexing", total=None)
+        report = index.update(progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
+    for shard_id, reason in report.damaged.items():
+        notes.print(f"[yellow]left out:[/] shard {shard_id}: {reason}", soft_wrap=True)
+    return report

@@ -1,7 +1,7 @@
 """`millrace traj show`: a trajectory as a person reads it, its tokens coloured by what they are to be looked at for.
 
 In: a shard row, the run's tokenizer, a colouring. Out: the conversation, the reward, the turns with their tools, and
-the sampled tokens, each with its value where there is room.
+the sampled tokens, each with its value if there is room.
 """
 
 from __future__ import annotations
@@ -37,10 +37,7 @@ def show(
     step: Annotated[int | None, typer.Option(help="Only what this step trained on.")] = None,
     where: WhereOption = "",
     include_eval: EvalOption = False,
-    color: Annotated[
-        str,
-        typer.Option(help="Colour by logprob, advantage, version, or gap: trainer's minus engine's logprob."),
-    ] = "logprob",
+    color: Annotated[str, typer.Option(help="logprob, advantage, version, or gap: trainer's − engine's.")] = "logprob",
     count: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 1,
     store: StoreOption = "",
 ) -> None:
@@ -97,7 +94,7 @@ def _print(row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring, co
 
 
 def _add_turns(lines: Table, row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring) -> None:
-    """The sampled tokens; where there are several turns, or tools, by turn and with what each of them did."""
+    """The sampled tokens; several turns, or turns with tools, one by one and with what each of them did."""
     turns = row["turns"]
     is_plain = len(turns) == 1 and not turns[0]["tool_calls"]
     with_values = sum(row["loss_mask"]) <= MOST_VALUES and any(coloring.values)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 200
 """Rows of a table on the terminal; JSON and CSV have all."""
 MOST_RECORDS = 20
-"""Rows where they are printed one value to a line."""
+"""Rows if they are printed one value to a line."""
 _MOST_CHARACTERS = 200  # of one value
 _NARROWEST = 9  # characters that a column gets before rows are printed one value to a line
 

@@ -211,7 +211,7 @@ def _counts(queries: Queries, sql: str) -> dict[Any, int]:
 
 
 def _histogram(queries: Queries) -> list[tuple[str, int]]:
-    """Attempts by reward: a bar for each value where there are few, equal bins where there are many."""
+    """Attempts by reward: a bar for each of few values, equal bins for many."""
     import numpy as np
 
     numbers = _counts(queries, "SELECT reward, count(*) FROM attempts WHERE reward IS NOT NULL GROUP BY 1 ORDER BY 1")

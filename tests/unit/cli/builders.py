@@ -10,9 +10,11 @@ from typer.testing import CliRunner, Result
 from cli.main import app
 from storage.log.entries import Evaluation
 from storage.log.run_log import RunLog
+from storage.log.runs import create_run
+from storage.objects.object_store import ObjectStore
 from storage.records import RolloutGroup
 from storage.shards.shards import commit_shard
-from tests.builders import SAMPLING, provenance
+from tests.builders import BASE, SAMPLING, a_shard, a_step, a_summary, provenance
 
 
 def typed(line: str, *more: str, status: int = 0, columns: int = 300, answer: str = "") -> Result:
@@ -26,6 +28,15 @@ def typed(line: str, *more: str, status: int = 0, columns: int = 300, answer: st
 def printed(line: str, *more: str, **options: Any) -> str:
     """What it prints, errors included; `options` as in `typed`."""
     return typed(line, *more, **options).output
+
+
+def a_run_of_one_step(store: ObjectStore, config: dict[str, Any], *, run_id: str = "run") -> RunLog:
+    """Whose policies and shard have no files."""
+    log = create_run(store, run_id, config)
+    log.append(BASE)
+    log.append(a_shard("s1", [a_summary(1)]))
+    log.append(a_step(log.state, trained=["0.task1"]))
+    return log
 
 
 def commit(log: RunLog, shard_id: str, *groups: RolloutGroup, is_eval: bool = False) -> None:

@@ -20,40 +20,36 @@ import psutil
 import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from rich.console import Console
-from typer.testing import CliRunner
 
-from cli.main import app
 from cli.operate import doctor
 from cli.operate.doctor import Finding, check_lock, check_ports, check_prefect, check_tokenizer, check_vllm, diagnose
 from infra.services import Service
 from settings.run_file import make_config
+from tests.unit.cli.builders import printed
 
 PREFECT = importlib.metadata.version("prefect")
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A fresh state folder, and no server named anywhere."""
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    for name in ("MILLRACE_STORE", "MILLRACE_TRACKING", "PREFECT_API_URL"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(autouse=True)
+def no_server() -> Iterator[None]:
+    """Prefect's own settings name no server either."""
     with temporary_settings(restore_defaults={PREFECT_API_URL, PREFECT_API_AUTH_STRING}):
-        yield tmp_path
+        yield
 
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What importing vLLM in a process of its own comes to; every other command runs."""
-    answer: dict[str, Any] = {"returncode": 0, "stdout": "1.2.3 CPU\n", "stderr": ""}
+    done: dict[str, Any] = {"returncode": 0, "stdout": "1.2.3 CPU\n", "stderr": ""}
     run = subprocess.run
 
-    def answered(command: list[str], **options: Any) -> Any:
+    def run_or_done(command: list[str], **options: Any) -> Any:
         if "import vllm" in command[-1]:
-            return subprocess.CompletedProcess(command, **answer)
+            return subprocess.CompletedProcess(command, **done)
         return run(command, **options)
 
-    monkeypatch.setattr(subprocess, "run", answered)
-    return answer
+    monkeypatch.setattr(subprocess, "run", run_or_done)
+    return done
 
 
 @contextmanager
@@ -88,12 +84,10 @@ def _services(home: Path, **urls: str) -> None:
     (home / "services.json").write_text(json.dumps([asdict(service) for service in services]))
 
 
-def _doctor(*arguments: str, status: int) -> dict[str, str]:
+def _doctor(*, status: int) -> dict[str, str]:
     """Mark and sentence of every check, and of a failed one its fix, by name."""
-    result = CliRunner().invoke(app, ["doctor", *arguments])
-    assert result.exit_code == status, result.output
     found: dict[str, str] = {}
-    for line in result.output.splitlines():
+    for line in printed("doctor", status=status).splitlines():
         if line.startswith(("ok ", "FAIL ")):
             mark, name, text = line.split(maxsplit=2)
             found[name] = f"{mark} {text}"
@@ -149,35 +143,23 @@ def test_a_check_that_raises_anything_is_a_failed_check(monkeypatch: pytest.Monk
 
 def test_prefect_is_the_server_of_make_up_or_the_one_that_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _server(PREFECT) as ours, _server("2.0.0") as theirs:
-        _services(home, prefect=ours)
-        found = check_prefect()
-        assert not found.fix and found.text == f"{ours}/api answers, version {PREFECT} as here"
+        _services(home, prefect=ours, mlflow="http://127.0.0.1:2")
+        assert check_ports().text == f"services are up: prefect {ours}, mlflow http://127.0.0.1:2"
+        assert check_prefect() == Finding(f"{ours}/api answers, version {PREFECT} as here")
         monkeypatch.setenv("PREFECT_API_URL", f"{theirs}/api")
         found = check_prefect()
-    assert found.fix and f"{theirs}/api is version 2.0.0, here is {PREFECT}" in found.text
-    assert "same version" in found.fix
+        assert f"{theirs}/api is version 2.0.0, here is {PREFECT}" in found.text and "same version" in found.fix
+        monkeypatch.setenv("PREFECT_API_URL", ours)
+        found = check_prefect()
+        assert "404" in found.text and "unset PREFECT_API_URL" in found.fix, "it is no Prefect"
 
 
-def test_a_prefect_that_asks_for_a_password_gets_the_one_that_is_set(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefect_that_asks_for_a_password_gets_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with _server(PREFECT, password="Basic bWU6cGFzczp3b3Jk") as url:
         monkeypatch.setenv("PREFECT_API_URL", f"{url}/api/")
         assert "PREFECT_API_AUTH_STRING" in check_prefect().fix
         with temporary_settings({PREFECT_API_AUTH_STRING: "me:pass:word"}):
             assert not check_prefect().fix
-
-
-def test_a_server_that_is_not_prefect_is_no_prefect(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _server(PREFECT) as url:
-        monkeypatch.setenv("PREFECT_API_URL", url)
-        found = check_prefect()
-    assert found.fix and "404" in found.text and "unset PREFECT_API_URL" in found.fix
-
-
-def test_services_that_are_up_are_named(home: Path) -> None:
-    _services(home, prefect="http://127.0.0.1:1", mlflow="http://127.0.0.1:2")
-    assert check_ports().text == "services are up: prefect http://127.0.0.1:1, mlflow http://127.0.0.1:2"
 
 
 def test_a_version_that_is_not_the_locked_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,8 +169,8 @@ def test_a_version_that_is_not_the_locked_one_is_named(tmp_path: Path, monkeypat
     (tmp_path / "requirements" / "cpu.lock").write_text("\n".join([*lock, "nothing-at-all==2"]))
     monkeypatch.setattr(doctor, "PROJECT", tmp_path)
     rich = importlib.metadata.version("rich")
-    found = check_lock()
-    assert found.text == f"rich {rich} instead of ==0.0.1; nothing-at-all missing instead of ==2" and found.fix
+    wrong = f"rich {rich} instead of ==0.0.1; nothing-at-all missing instead of ==2"
+    assert check_lock() == Finding(wrong, "rm .venv/.installed && make .venv/.installed")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".device").write_text("gpu\n")
     (tmp_path / "requirements" / "gpu.lock").write_text("\n".join(lock[:1]))
@@ -196,7 +178,7 @@ def test_a_version_that_is_not_the_locked_one_is_named(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("check", ["disk", "memory"])
-def test_too_little_room_says_what_to_do(home: Path, monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+def test_too_little_room_says_what_to_do(monkeypatch: pytest.MonkeyPatch, check: str) -> None:
     class Little:
         free = available = 2 * 2**30
 

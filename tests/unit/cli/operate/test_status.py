@@ -1,8 +1,9 @@
-"""`millrace status --follow` shows a run as its log grows, whoever trains it, and outlives a store that fails."""
+"""`millrace status` says what a run's log says; with `--follow` as it grows, and it outlives a store that fails."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -14,25 +15,19 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from cli.main import app
 from cli.operate import status
 from cli.operate.status import RunView, follow_run, run_status, status_table
-from storage.log.entries import Pause, Session, Step
+from storage.log.entries import LogEntry, Pause, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.object_store import LocalStore, StoreError
 from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
+from tests.unit.cli.builders import an_evaluation, printed
 
-METRICS = {
-    "peak_memory_bytes": 2.0**30,
-    "round_seconds": 2.0,
-    "generate_seconds": 1.0,
-    "train_seconds": 0.5,
-    "idle_seconds": 0.5,
-}
+METRICS = {"round_seconds": 2.0, "generate_seconds": 1.0, "train_seconds": 0.5, "idle_seconds": 0.5}
+METRICS |= {"peak_memory_bytes": 2.0**30}
 
 
 class MoodyStore(MemoryStore):
@@ -69,7 +64,13 @@ def _train(log: RunLog, *, reward: float | None = 0.75, **metrics: float) -> Ste
     return step
 
 
-def _shown(view: RunView) -> str:
+def _look(log: RunLog) -> RunView:
+    view = RunView(log)
+    assert view.look()
+    return view
+
+
+def _shown(view: Any) -> str:
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(view)
     return console.export_text()
@@ -96,77 +97,80 @@ def _read_anew(log: RunLog) -> RunLog:
     return RunLog(log.store, log.run_id)
 
 
+def test_a_run_without_steps_has_nulls_and_an_unknown_one_lists_the_others(store: LocalStore, log: RunLog) -> None:
+    numbers = json.loads(printed("status run --json"))
+    assert (numbers["step"], numbers["weight_version"], numbers["accuracy_before"]) == (0, 0, None)
+    log.append(Pause(reason="[/] me [red]"))
+    assert "[/] me [red]" in printed("status run", columns=120), "no markup"
+    assert "runs there: run" in printed("status unknown", status=2)
+    assert "--json prints the status once" in printed("status run --follow --json", status=2)
+    view = _look(create_run(store, "empty", {}))
+    assert "no entry yet" in _shown(view) and "step" in _shown(view)
+
+
+def test_accuracies_are_those_of_the_first_and_last_version_that_has_a_score(log: RunLog) -> None:
+    facts = {"num_tasks": 2, "n_samples": 2, "pass_at": {"1": 0.5, "2": 0.5}, "standard_error": 0.1}
+    for version, score, num_failed in ((5, 0.9, 1), (0, 0.4, 0), (6, 0.0, 4)):
+        log.append(an_evaluation(version, score, num_failed=num_failed, **facts))
+    numbers = run_status(log)
+    assert (numbers["accuracy_before"], numbers["accuracy_after"], numbers["failed_evaluations"]) == (0.4, 0.9, 1)
+    assert numbers["accuracy_standard_error"] == 0.1 and numbers["pass_at"] == {"1": 0.5, "2": 0.5}
+    shown = _shown(status_table(numbers))
+    assert "failed evaluations       1" in shown and "pass@k                   1: 0.500, 2: 0.500" in shown
+
+
+def test_wall_seconds_leave_out_the_time_between_sessions(store: LocalStore) -> None:
+    log = create_run(store, "run", {})
+    times = iter([100.0, 110.0, 500.0, 505.0])
+    for number, session in enumerate([Session(id="a", code_version=""), Session(id="b", code_version="")]):
+        policy = Policy(version=number, path=session.id, weights_sha256="", parent=None)
+        for kind, body in [("session", session), ("policy", policy)]:
+            log.state.apply(LogEntry(number=log.state.entries, kind=kind, written_at=next(times), body=body))
+    assert run_status(log)["wall_seconds"] == 15.0
+
+
 def test_the_age_of_the_newest_entry_and_who_trains_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     log = a_log()
     monkeypatch.setattr(status.time, "time", lambda: log.state.last_at + 3.2)
-    view = RunView(log)
-    view.look()
-    assert _shown(view).splitlines()[0] == "run run: last entry 3 s ago, nobody on this machine trains it"
+    view = _look(log)
+    assert _shown(view).splitlines()[0] == "run run: last entry 3 s ago, this machine does not train it"
     with trainer_lock(log):
         assert view.look(), "somebody trains it now"
-        assert "3 s ago, a process of this machine trains it" in _shown(view)
+        assert "3 s ago, this machine trains it" in _shown(view)
     monkeypatch.setattr(status.time, "time", lambda: log.state.last_at + 7300)
     assert "last entry 2 h ago" in _shown(view)
 
 
-def test_an_empty_log_has_no_entry_yet(tmp_path: Path) -> None:
-    view = RunView(create_run(LocalStore(tmp_path), "run", {}))
-    view.look()
-    assert "no entry yet" in _shown(view) and "step" in _shown(view)
-
-
-def test_the_last_rounds_say_where_the_time_went() -> None:
+def test_the_last_rounds_say_where_the_time_went_above_the_status() -> None:
     log = a_log()
     log.append(Session(id="second", code_version="c0de", steps=40))
-    for _ in range(6):
-        _train(log)
+    for size in range(6):
+        _train(log, peak_memory_bytes=(6 - size) * 2.0**30)
     _train(log, reward=None)
-    view = RunView(log)
-    view.look()
-    lines = [line.split() for line in _shown(view).splitlines()]
-    rounds = [line for line in lines if line and line[0].endswith("/40")]
+    shown = _shown(_look(log))
+    table = _shown(status_table(run_status(log)))
+    assert "6.00 GiB" in table and table in shown
+    lines = shown.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.split()[:1] == ["step"])
+    assert lines[at].split() == ["step", "reward", "round", "gen", "rew", "com", "tra", "pub", "idle"]
+    rounds = [line.split() for line in lines[at + 1 : at + 6]]
     assert [line[0] for line in rounds] == ["3/40", "4/40", "5/40", "6/40", "7/40"]
     assert rounds[0] == ["3/40", "0.750", "2.0s", "50%", "0%", "0%", "25%", "0%", "25%"]
     assert rounds[-1][:3] == ["7/40", "-", "2.0s"], "nothing was trained"
-    header = lines[lines.index(rounds[0]) - 1]
-    assert header == ["step", "reward", "round", "gen", "rew", "com", "tra", "pub", "idle"]
-
-
-def test_columns_stand_under_their_names() -> None:
-    log = a_log()
-    _train(log)
-    view = RunView(log)
-    view.look()
-    shown = _shown(view).splitlines()
-    at = next(number for number, line in enumerate(shown) if line.split()[:1] == ["step"])
-    header, row = shown[at : at + 2]
-    ends = [match.end() for match in re.finditer(r"\S+", header)]
-    assert [match.end() for match in re.finditer(r"\S+", row)] == ends
-
-
-def test_it_shows_all_that_status_shows() -> None:
-    log = a_log()
-    _train(log, peak_memory_bytes=3.5 * 2**30)
-    _train(log)
-    view = RunView(log)
-    view.look()
-    plain = Console(width=120, file=io.StringIO(), record=True)
-    plain.print(status_table(run_status(log)))
-    table = plain.export_text()
-    assert "3.50 GiB" in table and table in _shown(view)
+    header, row = ([match.end() for match in re.finditer(r"\S+", line)] for line in lines[at : at + 2])
+    assert header == row, "columns stand under their names"
 
 
 def test_each_look_reads_what_is_new_and_nothing_twice() -> None:
     store = MoodyStore()
     log = a_log(store)
-    view = RunView(open_run(store, "run"))
-    assert view.look() and not view.look()
-    _train(log, peak_memory_bytes=5 * 2.0**30)
+    view = _look(open_run(store, "run"))
+    assert not view.look()
+    _train(log)
     assert view.look()
     _train(log)
     store.reads = 0
     assert view.look() and store.reads == 3, "a shard, a step, and what would come after them"
-    assert "5.00 GiB" in _shown(view), "the most of all steps"
     store.reads = 0
     assert not view.look() and store.reads == 1
 
@@ -175,8 +179,7 @@ def test_each_look_reads_what_is_new_and_nothing_twice() -> None:
 def test_a_store_that_fails_for_a_moment_is_said_and_outlived(failure: Exception) -> None:
     store = MoodyStore()
     log = a_log(store)
-    view = RunView(open_run(store, "run"))
-    assert view.look()
+    view = _look(open_run(store, "run"))
     store.failure = failure
     assert view.look() and not view.look()
     shown = _shown(view)
@@ -190,10 +193,9 @@ def test_a_store_that_fails_for_a_moment_is_said_and_outlived(failure: Exception
 
 def test_a_log_that_contradicts_itself_ends_it() -> None:
     store = MoodyStore()
-    log = a_log(store)
-    damage = {log.key(f"log/{2:020d}.json"): b"{"}
+    damage = {a_log(store).key(f"log/{2:020d}.json"): b"{"}
     with pytest.raises(LogDamaged):
-        _follow(_read_anew(log), lambda: store.files.update(damage))
+        _follow(RunLog(store, "run"), lambda: store.files.update(damage))
 
 
 def test_it_ends_with_the_last_step_of_the_newest_session() -> None:
@@ -205,20 +207,18 @@ def test_it_ends_with_the_last_step_of_the_newest_session() -> None:
     assert "3/3" in _follow(_read_anew(log), lambda: _train(log), lambda: None, lambda: _train(log))
 
 
-def test_a_log_that_does_not_say_how_many_steps_is_followed_until_ctrl_c() -> None:
-    log = a_log()
-    _train(log)
-    assert "weight version" in _follow(_read_anew(log), lambda: None, _ctrl_c)
-
-
 def test_elsewhere_than_on_a_terminal_each_change_is_one_status_without_control_characters() -> None:
+    """The log does not say how many steps there will be: it is followed until Ctrl-C."""
     log = a_log()
     pause = Pause(reason="me")
-    printed = _follow(
-        _read_anew(log), lambda: None, lambda: _train(log), lambda: None, lambda: log.append(pause), _ctrl_c
-    )
-    assert printed.count("prompt groups: submitted") == 3, "at first, after the step, after the pause"
-    assert not set(printed) & {"\x1b", "\r"} and "paused                   me" in printed
+    events = (lambda: None, lambda: _train(log), lambda: None, lambda: log.append(pause), _ctrl_c)
+    dumb: dict[str, Any] = {"terminal": True, "_environ": {"TERM": "dumb"}}
+    for options in ({}, dumb):
+        log = a_log()
+        shown = _follow(_read_anew(log), *events, **options)
+        assert shown.count("prompt groups: submitted") == 3, "at first, after the step, after the pause"
+        assert "paused                   me" in shown and "\x1b[?25l" not in shown
+        assert options or not set(shown) & {"\x1b", "\r"}
 
 
 def test_a_terminal_shows_one_view_in_place() -> None:
@@ -226,36 +226,24 @@ def test_a_terminal_shows_one_view_in_place() -> None:
     drawn = _follow(_read_anew(log), lambda: _train(log), _ctrl_c, terminal=True, height=60)
     assert "\x1b[?25l" in drawn and drawn.rstrip().endswith("\x1b[?25h"), "the cursor is hidden and comes back"
     assert "0.750" in drawn[drawn.rindex("run run") :], "what is left standing is the newest"
-
-
-def test_a_terminal_that_cannot_move_its_cursor_gets_a_status_per_change() -> None:
-    log = a_log()
-    options: dict[str, Any] = {"terminal": True, "_environ": {"TERM": "dumb"}}
-    printed = _follow(_read_anew(log), lambda: None, lambda: _train(log), _ctrl_c, **options)
-    assert printed.count("prompt groups: submitted") == 2 and "\x1b[?25l" not in printed
-
-
-def test_a_terminal_with_few_lines_shows_the_newest_and_keeps_all_of_it_at_the_end() -> None:
-    log = a_log()
-    _train(log)
     drawn = _follow(_read_anew(log), _ctrl_c, terminal=True, height=12)
     first, last = drawn.split("run run")[1], drawn.split("run run")[-1]
-    assert "0.750" in first and "submitted =" not in first and "submitted =" in last
+    assert "0.750" in first and "submitted =" not in first and "submitted =" in last, "few lines show the newest"
 
 
-def test_ctrl_c_leaves_with_status_0(log: RunLog, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_with_status_0(log: RunLog) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "cli.main", "status", "run", "-f"],
-        env={**os.environ, "MILLRACE_HOME": str(tmp_path), "COLUMNS": "120", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "COLUMNS": "120", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         assert process.stdout is not None and process.stderr is not None
-        assert "nobody on this machine trains it" in process.stdout.readline()
+        assert "this machine does not train it" in process.stdout.readline()
         log.append(Session(id="later", code_version="c0de", steps=9))
-        while "nobody on this machine trains it" not in (line := process.stdout.readline()):
+        while "this machine does not train it" not in (line := process.stdout.readline()):
             assert line, "it ended"
         process.send_signal(2)
         rest, errors = process.communicate(timeout=30)
@@ -268,16 +256,4 @@ def test_ctrl_c_leaves_with_status_0(log: RunLog, tmp_path: Path) -> None:
 def test_the_command_ends_by_itself_when_a_run_has_its_steps(log: RunLog) -> None:
     log.append(Session(id="only", code_version="c0de", steps=1))
     _train(log)
-    result = CliRunner().invoke(app, ["status", "run", "--follow"], env={"COLUMNS": "120"})
-    assert result.exit_code == 0 and "1/1" in result.output
-
-
-def test_json_is_not_followed(log: RunLog) -> None:
-    result = CliRunner().invoke(app, ["status", "run", "--follow", "--json"])
-    assert result.exit_code == 2 and "--json prints the status once" in result.output
-
-
-def test_a_reason_that_looks_like_markup_is_shown_as_it_is(log: RunLog) -> None:
-    log.append(Pause(reason="[/] me [red]"))
-    result = CliRunner().invoke(app, ["status", "run"], env={"COLUMNS": "120"})
-    assert result.exit_code == 0 and "[/] me [red]" in result.output
+    assert "1/1" in printed("status run --follow", columns=120)

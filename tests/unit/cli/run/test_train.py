@@ -25,10 +25,7 @@ from tests.builders import a_log
 NOBODY = "http://somebody:secret@127.0.0.1:9/api"
 
 
-def test_a_server_that_is_not_there_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+def test_a_server_that_is_not_there_is_named_before_anything_starts() -> None:
     begun = []
 
     async def flow() -> None:

@@ -106,53 +106,40 @@ def test_similar_searches_by_an_embedding_from_a_file(log: RunLog, home: Path, m
     assert "made with embedding" in typed("index run --embedding json:dumps", status=2).stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--reward", "low"], "--reward 'low': write a comparison in quotes"),
-        (["--reward", "<"], "write a comparison"),
-        (["--reward", "=<1"], "write a comparison"),
-        (["--reward", "<nan"], "write a comparison"),
-        (["--reward", "<1e999"], "write a comparison"),
-        (["--status", "timeout"], "--status 'timeout': attempts are kept when they ended in one of"),
-        (["--version", "7..3"], "7 comes after 3"),
-        (["--version", ".."], "write a policy version or a range"),
-        (["--version", "3 7"], "write a policy version or a range"),
-        (["--version", "new"], "write a policy version or a range"),
-        (["--outcome", "won"], "--outcome 'won': write one of trained, filtered, stale, failed, cancelled, pending"),
-        (["--step", "2"], "--step 2: the run has steps 1 to 1"),
-        (["--step", "0"], "--step 0: the run has steps 1 to 1"),
-    ],
-)
-def test_a_bad_filter_is_one_sentence_before_anything_is_indexed(
-    log: RunLog, home: Path, options: list[str], sentence: str
-) -> None:
-    stderr = typed("traj search run off", *options, status=2).stderr
-    assert sentence in stderr and len(stderr.splitlines()) == 1
+def test_a_bad_filter_is_one_sentence_before_anything_is_indexed(log: RunLog, home: Path) -> None:
+    refused = {
+        "--reward low": "--reward 'low': write a comparison in quotes",
+        "--status timeout": "--status 'timeout': attempts are kept when they ended in one of",
+        "--version 7..3": "7 comes after 3",
+        "--outcome won": "--outcome 'won': write one of trained, filtered, stale, failed, cancelled, pending",
+        "--step 2": "--step 2: the run has steps 1 to 1",
+        "--step 0": "--step 0: the run has steps 1 to 1",
+    }
+    refused |= {f"--reward '{text}'": "write a comparison" for text in ("<", "=<1", "<nan", "<1e999")}
+    refused |= {f"--version '{text}'": "write a policy version or a range" for text in ("..", "3 7", "new")}
+    for options, sentence in refused.items():
+        stderr = typed(f"traj search run off {options}", status=2).stderr
+        assert sentence in stderr and len(stderr.splitlines()) == 1
     assert "nothing to search for" in typed("traj search run ' '", status=2).stderr
     assert not (home / "store/runs/run/index").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "filters"),
-    [
-        ({}, Filters()),
-        ({"reward": "<0.5"}, Filters(reward=("<", 0.5))),
-        ({"reward": " >= -1e-3 "}, Filters(reward=(">=", -0.001))),
-        ({"reward": "==.5"}, Filters(reward=("=", 0.5))),
-        ({"reward": "1"}, Filters(reward=("=", 1.0))),
-        ({"reward": "!=0"}, Filters(reward=("!=", 0.0))),
-        ({"version": "5"}, Filters(first_version=5, last_version=5)),
-        ({"version": "3..7"}, Filters(first_version=3, last_version=7)),
-        ({"version": "3.."}, Filters(first_version=3)),
-        ({"version": "..7"}, Filters(last_version=7)),
-        ({"status": "truncated", "outcome": "pending"}, Filters(status="truncated", outcome="pending")),
-        ({"include_eval": True}, Filters(include_eval=True)),
-    ],
-)
-def test_filters_are_read_as_typed(options: dict[str, Any], filters: Filters) -> None:
-    options = {"reward": "", "status": "", "version": "", "step": None, "outcome": "", "include_eval": False, **options}
-    assert parse_filters(a_log().state, **options) == filters
+def test_filters_are_read_as_typed() -> None:
+    def read(*, reward: str = "", version: str = "", **others: Any) -> Filters:
+        return parse_filters(a_log().state, reward=reward, version=version, **others)
+
+    operators = {
+        "<0.5": ("<", 0.5),
+        " >= -1e-3 ": (">=", -0.001),
+        "==.5": ("=", 0.5),
+        "1": ("=", 1.0),
+        "!=0": ("!=", 0),
+    }
+    assert {text: read(reward=text).reward for text in operators} == operators
+    ranges = {"5": (5, 5), "3..7": (3, 7), "3..": (3, None), "..7": (None, 7), "": (None, None)}
+    assert {text: (read(version=text).first_version, read(version=text).last_version) for text in ranges} == ranges
+    others: dict[str, Any] = {"status": "truncated", "outcome": "pending", "include_eval": True}
+    assert read(**others) == Filters(**others) and read() == Filters()
 
 
 def _marked(text: str, query: str) -> str:
