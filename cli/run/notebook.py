@@ -52,16 +52,14 @@ class Run:
         """The metrics of `steps` in long form: step, metric, value."""
         import pyarrow as pa
 
-        table = self.steps
-        numbers = [n for n in table.column_names if pa.types.is_float64(table.schema.field(n).type)]
-        rows = [
-            {"step": step, "metric": name, "value": value}
-            for name in numbers
-            for step, value in zip(table["step"].to_pylist(), table[name].to_pylist(), strict=True)
-            if value is not None
-        ]
+        steps = self.steps
         schema = pa.schema([("step", pa.int32()), ("metric", pa.string()), ("value", pa.float64())])
-        return pa.Table.from_pylist(rows, schema=schema)
+        metrics = [
+            pa.table([steps["step"], pa.repeat(field.name, len(steps)), steps[field.name]], schema=schema)
+            for field in steps.schema
+            if pa.types.is_float64(field.type)
+        ]
+        return pa.concat_tables([schema.empty_table(), *metrics]).drop_null()
 
     @property
     def evaluations(self) -> pa.Table:

@@ -63,8 +63,12 @@ def update_index(index: SearchIndex, notes: Console, **options: Any) -> Update:
 
     columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
     with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
-        task = bar.add_task("indexing", total=None)
-        report = index.update(progress=lambda done, total: bar.update(task, completed=done, total=total), **options)
+        task = bar.add_task("indexing", visible=False)  # nothing to do shows nothing
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=total > 0)
+
+        report = index.update(progress=progress, **options)
     for shard_id, reason in report.damaged.items():
         notes.print(f"[yellow]left out:[/] shard {shard_id}: {reason}", soft_wrap=True)
     return report
