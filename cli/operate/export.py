@@ -38,23 +38,6 @@ def export(
     store: StoreOption = "",
 ) -> None:
     """Write a policy as a folder that transformers, peft, vLLM and others load: whole weights, or adapters."""
-    exported = export_policy(open_named(run, store), to, version=version, merge=merge, average=average)
-    if as_json:
-        print_json(exported)
-    else:
-        _print(exported, Console(highlight=False, soft_wrap=True))
-
-
-def export_policy(
-    log: RunLog, to: Path, *, version: int | None, merge: bool = False, average: bool = False
-) -> dict[str, Any]:
-    """Write policy `version`, by default the newest, into the folder `to`, which appears whole or not at all.
-
-    With `average`, the moving average of the weights up to that version; the newest is that of the last saved state.
-    Returns what was written. Raises `InvalidInput` for a version without weights, a folder that exists or cannot be
-    made, and `merge` or `average` without adapters or an average; `FileNotFoundError` and `DigestMismatch` for files
-    of the policy that are gone or altered.
-    """
     import tempfile
 
     from storage.log.runs import find_policy
@@ -62,14 +45,12 @@ def export_policy(
     from storage.policies.adapters import has_adapter
     from storage.policies.policies import PolicyReader
 
+    log = open_named(run, store)
     check_target(to, "--to")
     if to.exists():
         raise InvalidInput(f"{to} is there already; remove it, or choose another folder")
-    state_path = ""
-    if average:
-        step = _saved_step(log, version)
-        state_path, version = step.state_path or "", step.policy.version
-    policy = find_policy(log, version)
+    saved = _saved_step(log, version) if average else None
+    policy = find_policy(log, saved.policy.version if saved else version)
     policies = PolicyReader(log, cache_folder())
     folder = policies.fetch(policy)
     adapters = has_adapter(folder)
@@ -77,12 +58,12 @@ def export_policy(
         raise InvalidInput(f"policy {policy.version} of run {log.run_id!r} has no adapters to merge; leave --merge out")
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.absolute().parent) as scratch:
         made = Path(scratch) / "content"
-        if average:
+        if saved:
             from trainers.checkpoint import save_average
 
-            saved = log.store.fetch_folder(state_path, cache_folder())
-            save_average(saved, folder, averaged := Path(scratch) / "average")
-            folder = averaged
+            state, average_folder = log.store.fetch_folder(saved.state_path, cache_folder()), Path(scratch) / "average"
+            save_average(state, folder, average_folder)
+            folder = average_folder
         if merge:
             from trainers.model.lora import merge_adapter
 
@@ -90,8 +71,8 @@ def export_policy(
         else:
             shutil.copytree(folder, made)
         digest = verify_folder(made)
-        os.rename(made, to)
-    return {
+        os.rename(made, to)  # the folder appears whole or not at all
+    exported = {
         "run": log.run_id,
         "version": policy.version,
         "policy_sha256": policy.weights_sha256,
@@ -101,6 +82,10 @@ def export_policy(
         "folder": str(to.absolute()),
         "base": f"{log.store.uri}/{log.state.policies[0].path}" if adapters and not merge else "",
     }
+    if as_json:
+        print_json(exported)
+    else:
+        _print(exported, Console(highlight=False, soft_wrap=True))
 
 
 def _saved_step(log: RunLog, version: int | None) -> Step:

@@ -1,6 +1,7 @@
-"""`millrace stop`: end the training of a run on this machine, as Ctrl-C in its terminal, or Cancel in Prefect, would.
+"""`millrace stop`, `pause` and `resume`: end the training of a run on this machine, or begin nothing new anywhere.
 
-In: a run's log. Out: the step it stopped at. What was committed stays, and the same command continues it.
+In: a run's log. Out: the step it stands at; what was committed stays. A pause is an entry in the log, which trainer and
+producers notice within seconds, wherever they are; what runs is finished and committed.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from storage.log.run_log import RunLog
 
 _LOOK_SECONDS = 0.05
+ReasonOption = Annotated[str, typer.Option(help="Shown by status; by default who asked for it.")]
 
 
 def stop(run: str, store: StoreOption = "") -> None:
@@ -81,3 +83,43 @@ def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
             f"did not cancel it ({error!r}); try `prefect flow-run cancel {flow_run_id}` there, or end the process "
             f"with `kill {pid}`, which loses nothing that was committed"
         ) from error
+
+
+def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
+    """Begin nothing new in a run, wherever it is trained; what runs is finished and committed."""
+    from storage.log.entries import Pause
+
+    log = open_named(run, store)
+    if earlier := log.state.paused:
+        typer.echo(f"run {run} is paused already: {earlier}")
+        return
+    log.append(Pause(reason=reason or _who_asked()))
+    typer.echo(
+        f"run {run} pauses at step {log.state.step}{_where(log)}; "
+        f"`millrace resume {run}` lets it go on, also after it was stopped and started again"
+    )
+
+
+def resume(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
+    """Let a paused run go on."""
+    from storage.log.entries import Resume
+
+    log = open_named(run, store)
+    if not log.state.paused:
+        typer.echo(f"run {run} is not paused; it stands at step {log.state.step}")
+        return
+    log.append(Resume(reason=reason or _who_asked()))
+    typer.echo(f"run {run} goes on from step {log.state.step}{_where(log)}")
+
+
+def _where(log: RunLog) -> str:
+    from storage.log.runs import is_training
+
+    return "" if is_training(log) else " as soon as it is trained again: this machine does not train it now"
+
+
+def _who_asked() -> str:
+    import getpass
+    import socket
+
+    return f"{getpass.getuser()} on {socket.gethostname()} asked for it"

@@ -37,7 +37,7 @@ from cli.report.report_curves import (
 )
 from cli.report.report_groups import group_lists
 from cli.report.report_prompts import VISITS, prompt_history
-from cli.terminal.formatting import held_out
+from cli.terminal.formatting import counted, held_out
 from rollouts.production.evaluation import failure_of
 from settings.errors import in_one_line
 from storage.log.entries import OUTCOMES
@@ -118,7 +118,7 @@ def render(report: dict[str, Any]) -> str:
     environment.filters.update(
         amount=_amount,
         count=_count,
-        counted=_counted,
+        counted=counted,
         duration=_duration,
         in_one_line=in_one_line,
         number=_number,
@@ -173,8 +173,8 @@ def _notes(log: RunLog, queries: Queries) -> list[str]:
     if len(failed) > MOST_NOTES:
         notes.append(f"and {len(failed) - MOST_NOTES:,} more failed evaluations")
     if retired := sum(shard_id in state.shards for shard_id in state.retired_shards):  # the rest never were in the log
-        shards = _counted(retired, "shard")
-        policies = _counted(len(state.retired_policies), "policy version")
+        shards = counted(retired, "shard")
+        policies = counted(len(state.retired_policies), "policy version")
         notes.append(
             f"Retention has removed the files of {shards}, and the weights of {policies}. "
             "Their groups are counted; their tokens and conversations are gone."
@@ -213,11 +213,6 @@ _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 
 def _count(value: float) -> str:
     return f"{value:,.0f}"
-
-
-def _counted(value: int, noun: str) -> str:
-    """`1 shard`, `2 shards`."""
-    return f"{_count(value)} {noun}" + ("" if value == 1 else "s")
 
 
 def _amount(value: float) -> str:

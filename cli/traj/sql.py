@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from cli.terminal.arguments import JsonOption, StoreOption, open_named
@@ -73,10 +73,7 @@ def _print_views(log: RunLog, console: Console) -> None:
         for name, kind in queries.columns(view).items():
             columns.append(name)
             columns.append(f":{_short(kind)}  ", style="dim")
-        grid = Table.grid()
-        grid.add_row("  ", columns)
-        console.print(grid)
-        console.print()
+        console.print(Padding(columns, (0, 0, 1, 2), expand=False))
     example = "select step, avg(reward), avg(num_sampled) from trajectories group by step order by step"
     console.print(f'[dim]millrace traj sql {log.run_id} "{example}"[/]', soft_wrap=True)
     console.print("[dim]the SQL is DuckDB's: https://duckdb.org/docs/stable/sql/introduction[/]", soft_wrap=True)

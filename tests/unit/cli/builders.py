@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from typer.testing import CliRunner, Result
@@ -28,6 +33,23 @@ def typed(line: str, *more: str, status: int = 0, columns: int = 300, answer: st
 def printed(line: str, *more: str, **options: Any) -> str:
     """What it prints, errors included; `options` as in `typed`."""
     return typed(line, *more, **options).output
+
+
+@contextlib.contextmanager
+def running(line: str) -> Iterator[subprocess.Popen[str]]:
+    """It in a process of its own, which is killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cli.main", *shlex.split(line)],
+        env={**os.environ, "COLUMNS": "300", "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def a_run_of_one_step(store: ObjectStore, config: dict[str, Any], *, run_id: str = "run") -> RunLog:

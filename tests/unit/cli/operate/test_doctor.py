@@ -7,15 +7,14 @@ import io
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import httpx
 import psutil
 import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
@@ -28,6 +27,8 @@ from settings.run_file import make_config
 from tests.unit.cli.builders import printed
 
 PREFECT = importlib.metadata.version("prefect")
+PASSWORD = "Basic bWU6cGFzczp3b3Jk"
+"""`me:pass:word` as a header has it."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,29 +53,18 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return done
 
 
-@contextmanager
-def _server(version: str, *, password: str = "") -> Iterator[str]:
-    """Prefect's two routes: health for everybody, the version for those with the password."""
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers of Prefect: `ours`, and `older`, which tells its version only to those with the password."""
 
-    class Routes(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            allowed = not password or self.headers.get("Authorization") == password
-            found = {"/api/health": True, "/api/admin/version": version}.get(self.path)
-            status = 404 if found is None else 401 if self.path != "/api/health" and not allowed else 200
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(found).encode())
+    def reply(request: httpx.Request) -> httpx.Response:
+        is_ours, path = request.url.host == "ours", request.url.path
+        if path == "/api/admin/version" and not is_ours and request.headers.get("Authorization") != PASSWORD:
+            return httpx.Response(401)
+        replies = {"/api/health": True, "/api/admin/version": PREFECT if is_ours else "2.0.0"}
+        return httpx.Response(200, json=replies[path]) if path in replies else httpx.Response(404)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Routes)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(reply)))
 
 
 def _services(home: Path, **urls: str) -> None:
@@ -122,6 +112,8 @@ def test_what_fails_says_how_to_mend_it_and_the_others_still_run(
     assert "fix: start it, on this machine by `millrace up`" in found["Prefect"]
     assert found["Python"].startswith("ok") and found["tokenizer"].startswith("ok")
     assert "secret" not in str(found)
+    vllm.update(returncode=-11, stderr="")
+    assert check_vllm().text == "no output" and check_vllm().fix
 
 
 def test_a_check_that_raises_anything_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,25 +133,19 @@ def test_a_check_that_raises_anything_is_a_failed_check(monkeypatch: pytest.Monk
     assert diagnose(None, Console(file=io.StringIO()))
 
 
+@pytest.mark.usefixtures("servers")
 def test_prefect_is_the_server_of_make_up_or_the_one_that_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _server(PREFECT) as ours, _server("2.0.0") as theirs:
-        _services(home, prefect=ours, mlflow="http://127.0.0.1:2")
-        assert check_ports().text == f"services are up: prefect {ours}, mlflow http://127.0.0.1:2"
-        assert check_prefect() == Finding(f"{ours}/api answers, version {PREFECT} as here")
-        monkeypatch.setenv("PREFECT_API_URL", f"{theirs}/api")
+    _services(home, prefect="http://ours", mlflow="http://127.0.0.1:2")
+    assert check_ports().text == "services are up: prefect http://ours, mlflow http://127.0.0.1:2"
+    assert check_prefect() == Finding(f"http://ours/api answers, version {PREFECT} as here")
+    monkeypatch.setenv("PREFECT_API_URL", "http://ours")
+    found = check_prefect()
+    assert "404" in found.text and "unset PREFECT_API_URL" in found.fix, "it is no Prefect"
+    monkeypatch.setenv("PREFECT_API_URL", "http://older/api/")
+    assert "PREFECT_API_AUTH_STRING" in check_prefect().fix
+    with temporary_settings({PREFECT_API_AUTH_STRING: "me:pass:word"}):
         found = check_prefect()
-        assert f"{theirs}/api is version 2.0.0, here is {PREFECT}" in found.text and "same version" in found.fix
-        monkeypatch.setenv("PREFECT_API_URL", ours)
-        found = check_prefect()
-        assert "404" in found.text and "unset PREFECT_API_URL" in found.fix, "it is no Prefect"
-
-
-def test_a_prefect_that_asks_for_a_password_gets_the_one_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _server(PREFECT, password="Basic bWU6cGFzczp3b3Jk") as url:
-        monkeypatch.setenv("PREFECT_API_URL", f"{url}/api/")
-        assert "PREFECT_API_AUTH_STRING" in check_prefect().fix
-        with temporary_settings({PREFECT_API_AUTH_STRING: "me:pass:word"}):
-            assert not check_prefect().fix
+    assert f"http://older/api/ is version 2.0.0, here is {PREFECT}" in found.text and "same version" in found.fix
 
 
 def test_a_version_that_is_not_the_locked_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +171,7 @@ def test_too_little_room_says_what_to_do(monkeypatch: pytest.MonkeyPatch, check:
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Little)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Little)
     found = dict(doctor.checks(None))[check]()
-    assert found.fix and "2 GiB" in found.text and found.fix
+    assert "2 GiB" in found.text and found.fix
 
 
 def test_a_run_file_s_places_are_checked_too(home: Path, base_model: Path) -> None:
@@ -195,8 +181,3 @@ def test_a_run_file_s_places_are_checked_too(home: Path, base_model: Path) -> No
     assert (home / "elsewhere").as_uri() in dict(doctor.checks(config))["store"]().text
     hub = make_config({**document, "model": "somebody/something"}, source="test")
     assert "will be fetched from the hub" in check_tokenizer(hub).text
-
-
-def test_vllm_that_says_nothing_fails(vllm: dict[str, Any]) -> None:
-    vllm.update(returncode=-11, stdout="")
-    assert check_vllm().text == "no output" and check_vllm().fix

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,7 +18,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run, trainer_lock
 from storage.objects.object_store import LocalStore
 from tests.builders import BASE, a_shard, a_step, a_summary
-from tests.unit.cli.builders import an_evaluation, printed
+from tests.unit.cli.builders import an_evaluation, printed, running
 
 Values = dict[tuple[str, ...], float]
 
@@ -86,22 +83,13 @@ def test_each_scrape_reads_what_is_new_and_leaves_a_damaged_log_out(
 
 
 def test_the_command_serves_until_it_is_interrupted(log: RunLog) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", "exporter", "--port", "0"],
-        env={**os.environ, "COLUMNS": "300"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with running("exporter --port 0") as process:
         assert process.stdout is not None
         address = re.search(r"http://127\.0\.0\.1:\d+/metrics", process.stdout.readline())
         assert address is not None
         assert _parsed(httpx.get(address[0]).text)["steps", "run"] == 1
         process.send_signal(2)
         assert process.wait(timeout=30) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_port_that_is_taken_is_one_sentence(store: LocalStore) -> None:

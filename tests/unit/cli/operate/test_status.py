@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +21,7 @@ from storage.log.run_state import LogDamaged
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.object_store import LocalStore, StoreError
 from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
-from tests.unit.cli.builders import an_evaluation, printed
+from tests.unit.cli.builders import an_evaluation, printed, running
 
 METRICS = {"round_seconds": 2.0, "generate_seconds": 1.0, "train_seconds": 0.5, "idle_seconds": 0.5}
 METRICS |= {"peak_memory_bytes": 2.0**30}
@@ -44,9 +41,9 @@ class MoodyStore(MemoryStore):
 
 
 @pytest.fixture(autouse=True)
-def a_lock_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_lock_of_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store in memory has its lock in the folder for temporary files."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(home))
 
 
 def _train(log: RunLog, *, reward: float | None = 0.75, **metrics: float) -> Step:
@@ -81,20 +78,15 @@ def _ctrl_c() -> None:
 
 
 def _follow(log: RunLog, *events: Callable[[], object], terminal: bool = False, **options: Any) -> str:
-    """What following prints while `events` happen, one after each look. It must have ended when there are no more."""
+    """What another process that follows it prints while `events` happen, one after each look; they must end it."""
     coming = iter(events)
     file = io.StringIO()
     console = Console(width=120, file=file, force_terminal=terminal, **options)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(status.time, "sleep", lambda _: next(coming)())
-        follow_run(log, console)
+        follow_run(RunLog(log.store, log.run_id), console)
     assert next(coming, None) is None, "it ended before everything had happened"
     return file.getvalue()
-
-
-def _read_anew(log: RunLog) -> RunLog:
-    """The same run as another process sees it."""
-    return RunLog(log.store, log.run_id)
 
 
 def test_a_run_without_steps_has_nulls_and_an_unknown_one_lists_the_others(store: LocalStore, log: RunLog) -> None:
@@ -121,11 +113,12 @@ def test_accuracies_are_those_of_the_first_and_last_version_that_has_a_score(log
 
 def test_wall_seconds_leave_out_the_time_between_sessions(store: LocalStore) -> None:
     log = create_run(store, "run", {})
-    times = iter([100.0, 110.0, 500.0, 505.0])
-    for number, session in enumerate([Session(id="a", code_version=""), Session(id="b", code_version="")]):
-        policy = Policy(version=number, path=session.id, weights_sha256="", parent=None)
-        for kind, body in [("session", session), ("policy", policy)]:
-            log.state.apply(LogEntry(number=log.state.entries, kind=kind, written_at=next(times), body=body))
+    policy = Policy(version=0, path="x", weights_sha256="", parent=None)
+    first, second = (Session(id=name, code_version="") for name in ("a", "b"))
+    for number, (at, body) in enumerate(
+        [(100, first), (110, policy), (500, second), (505, replace(policy, version=1))]
+    ):
+        log.state.apply(LogEntry(number=number, kind=type(body).__name__.lower(), written_at=at, body=body))
     assert run_status(log)["wall_seconds"] == 15.0
 
 
@@ -193,18 +186,19 @@ def test_a_store_that_fails_for_a_moment_is_said_and_outlived(failure: Exception
 
 def test_a_log_that_contradicts_itself_ends_it() -> None:
     store = MoodyStore()
-    damage = {a_log(store).key(f"log/{2:020d}.json"): b"{"}
+    log = a_log(store)
+    damage = {log.key(f"log/{2:020d}.json"): b"{"}
     with pytest.raises(LogDamaged):
-        _follow(RunLog(store, "run"), lambda: store.files.update(damage))
+        _follow(log, lambda: store.files.update(damage))
 
 
 def test_it_ends_with_the_last_step_of_the_newest_session() -> None:
     log = a_log()
     log.append(Session(id="second", code_version="c0de", steps=1))
     _train(log)
-    assert "1/1" in _follow(_read_anew(log)), "at once: nobody needs to train it any more"
+    assert "1/1" in _follow(log), "at once: nobody needs to train it any more"
     log.append(Session(id="third", code_version="c0de", steps=3))
-    assert "3/3" in _follow(_read_anew(log), lambda: _train(log), lambda: None, lambda: _train(log))
+    assert "3/3" in _follow(log, lambda: _train(log), lambda: None, lambda: _train(log))
 
 
 def test_elsewhere_than_on_a_terminal_each_change_is_one_status_without_control_characters() -> None:
@@ -215,7 +209,7 @@ def test_elsewhere_than_on_a_terminal_each_change_is_one_status_without_control_
     dumb: dict[str, Any] = {"terminal": True, "_environ": {"TERM": "dumb"}}
     for options in ({}, dumb):
         log = a_log()
-        shown = _follow(_read_anew(log), *events, **options)
+        shown = _follow(log, *events, **options)
         assert shown.count("prompt groups: submitted") == 3, "at first, after the step, after the pause"
         assert "paused                   me" in shown and "\x1b[?25l" not in shown
         assert options or not set(shown) & {"\x1b", "\r"}
@@ -223,23 +217,16 @@ def test_elsewhere_than_on_a_terminal_each_change_is_one_status_without_control_
 
 def test_a_terminal_shows_one_view_in_place() -> None:
     log = a_log()
-    drawn = _follow(_read_anew(log), lambda: _train(log), _ctrl_c, terminal=True, height=60)
+    drawn = _follow(log, lambda: _train(log), _ctrl_c, terminal=True, height=60)
     assert "\x1b[?25l" in drawn and drawn.rstrip().endswith("\x1b[?25h"), "the cursor is hidden and comes back"
     assert "0.750" in drawn[drawn.rindex("run run") :], "what is left standing is the newest"
-    drawn = _follow(_read_anew(log), _ctrl_c, terminal=True, height=12)
+    drawn = _follow(log, _ctrl_c, terminal=True, height=12)
     first, last = drawn.split("run run")[1], drawn.split("run run")[-1]
     assert "0.750" in first and "submitted =" not in first and "submitted =" in last, "few lines show the newest"
 
 
 def test_ctrl_c_leaves_with_status_0(log: RunLog) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", "status", "run", "-f"],
-        env={**os.environ, "COLUMNS": "120", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with running("status run -f") as process:
         assert process.stdout is not None and process.stderr is not None
         assert "this machine does not train it" in process.stdout.readline()
         log.append(Session(id="later", code_version="c0de", steps=9))
@@ -248,9 +235,6 @@ def test_ctrl_c_leaves_with_status_0(log: RunLog) -> None:
         process.send_signal(2)
         rest, errors = process.communicate(timeout=30)
         assert process.returncode == 0 and not errors and "\x1b" not in rest
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_the_command_ends_by_itself_when_a_run_has_its_steps(log: RunLog) -> None:

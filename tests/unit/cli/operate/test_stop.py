@@ -1,4 +1,4 @@
-"""`millrace stop` ends the process that trains a run, or says why it will not."""
+"""`millrace stop` ends the process that trains a run, or says why it will not; `pause` and `resume` are entries."""
 
 from __future__ import annotations
 
@@ -101,3 +101,17 @@ def test_a_prefect_server_that_does_not_answer_is_a_sentence_with_both_ways_out(
         shown = printed("stop run", status=2)
         assert f"prefect flow-run cancel {_FLOW_RUN}" in shown and f"`kill {process.pid}`" in shown
         assert "secret" not in shown and process.poll() is None
+
+
+def test_a_pause_stands_in_the_log_until_somebody_resumes(log: RunLog) -> None:
+    with trainer_lock(log):
+        shown = printed("pause run --reason 'the GPU is needed'")
+    assert "run run pauses at step 0;" in shown and "`millrace resume run`" in shown
+    assert log.refresh().paused == "the GPU is needed"
+    assert "is paused already: the GPU is needed" in printed("pause run")
+    with trainer_lock(log):
+        assert printed("resume run") == "run run goes on from step 0\n"
+    assert log.refresh().paused == ""
+    assert "is not paused" in printed("resume run")
+    assert "this machine does not train it now" in printed("pause run")
+    assert log.refresh().paused.endswith("asked for it"), "who asked is the reason if none is given"
