@@ -61,9 +61,8 @@ def export(
         if saved:
             from trainers.checkpoint import save_average
 
-            state, average_folder = log.store.fetch_folder(saved.state_path, cache_folder()), Path(scratch) / "average"
-            save_average(state, folder, average_folder)
-            folder = average_folder
+            policy_folder, folder = folder, Path(scratch) / "average"
+            save_average(log.store.fetch_folder(saved.state_path or "", cache_folder()), policy_folder, folder)
         if merge:
             from trainers.model.lora import merge_adapter
 

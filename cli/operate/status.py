@@ -1,7 +1,8 @@
-"""`millrace status`: what a run's log says, and nothing else: no MLflow, no Prefect, no torch.
+"""`millrace status` and `runs`: what the logs say, and nothing else: no MLflow, no Prefect, no torch.
 
-In: a run's log. Out: a dictionary of plain numbers, or a table of them. With `--follow`, the last rounds and that table
-as the log grows: on a terminal one view, drawn again every second; elsewhere a status after every change.
+In: a run's log, or a store. Out: a dictionary of plain numbers, or a table of them; a row per run, the one that was
+worked on last first. With `--follow`, the last rounds and the run's table as the log grows: on a terminal one view,
+drawn again every second; elsewhere a status after every change.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
+from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
-from cli.terminal.formatting import ago, one_line, plain_table
+from cli.terminal.arguments import JsonOption, StoreOption, open_named, open_named_store, print_json
+from cli.terminal.formatting import ago, number, one_line, plain_table
 from settings.errors import InvalidInput
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
     from storage.log.run_state import RunState
+    from storage.objects.object_store import ObjectStore
 
 SECONDS_BETWEEN_LOOKS = 1.0
 MOST_ROUNDS = 5
@@ -163,9 +166,9 @@ def _rounds(state: RunState) -> Text:
     rounds = Text().append(f"{LEGEND}\n", style="dim")
     rounds.append(f"{'step':>8} {'reward':>6} {PHASES_HEADER}", style="bold")
     for step in state.steps[-MOST_ROUNDS:]:
-        number = f"{step.claim.step}/{wanted}" if wanted else str(step.claim.step)
+        place = f"{step.claim.step}/{wanted}" if wanted else str(step.claim.step)
         reward = f"{step.metrics['reward']:.3f}" if "reward" in step.metrics else "-"  # nothing was trained
-        rounds.append(f"\n{number:>8} {reward:>6} {phases(step.metrics)}")
+        rounds.append(f"\n{place:>8} {reward:>6} {phases(step.metrics)}")
     return rounds
 
 
@@ -176,3 +179,63 @@ def phases(metrics: dict[str, float]) -> str:
     seconds = [sum(metrics.get(f"{phase}_seconds", 0.0) for phase in column) for column in columns]
     shares = (f"{100 * value / max(metrics['round_seconds'], 1e-9):>3.0f}%" for value in seconds)
     return f"{metrics['round_seconds']:>5.1f}s {' '.join(shares)}"
+
+
+def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
+    """Every run in the store: steps, scores, champion, and whether it is being trained here."""
+    opened, console = open_named_store(store), Console(highlight=False)
+    listed = list_runs(opened)
+    if as_json:
+        print_json(listed)
+    elif listed:
+        console.print(_runs_table(listed))
+    else:
+        sentence = f"no runs in {opened.uri} yet; `millrace train examples/arithmetic.toml` makes one"
+        console.print(sentence, soft_wrap=True)
+
+
+def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
+    """One dictionary of plain values per run; times in seconds since 1970."""
+    from storage.log.runs import open_run
+
+    logs = [open_run(store, name) for name in store.names("runs") if store.exists(f"runs/{name}/run.json")]
+    return sorted(map(_run_facts, logs), key=lambda run: run["last_entry_at"] or 0.0, reverse=True)
+
+
+def _run_facts(log: RunLog) -> dict[str, Any]:
+    from storage.log.promotion import CHAMPION
+    from storage.log.runs import is_training, run_config
+
+    state = log.state
+    scores = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
+    champion = state.aliases.get(CHAMPION)
+    return {
+        "run": log.run_id,
+        "workflow": run_config(log).get("workflow"),
+        "is_training": is_training(log),
+        "step": state.step,
+        "trajectories": state.num_trajectories,
+        "accuracy_before": scores[0].score if scores else None,
+        "accuracy_after": scores[-1].score if scores else None,
+        "champion": champion.version if champion is not None else None,
+        "wall_seconds": round(state.worked_seconds, 1),
+        "last_entry_at": log.entries[-1].written_at if log.entries else None,
+    }
+
+
+def _runs_table(runs: list[dict[str, Any]]) -> Table:
+    names = ("run", "workflow", "", "steps", "attempts", "held-out", "champion", "last entry")
+    table = plain_table(*names, right=("steps", "attempts", "champion"))
+    for run in runs:
+        scores = [run["accuracy_before"], run["accuracy_after"]]
+        table.add_row(
+            run["run"],
+            one_line(run["workflow"] or "-"),
+            "training" if run["is_training"] else "",
+            str(run["step"]),
+            f"{run['trajectories']:,}",
+            "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),
+            "-" if run["champion"] is None else str(run["champion"]),
+            "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
+        )
+    return table

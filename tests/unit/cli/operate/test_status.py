@@ -1,4 +1,4 @@
-"""`millrace status` says what a run's log says; with `--follow` as it grows, and it outlives a store that fails."""
+"""`millrace status` says what a run's log says, with `--follow` as it grows; `millrace runs` what a store holds."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,12 @@ from rich.console import Console
 
 from cli.operate import status
 from cli.operate.status import RunView, follow_run, run_status, status_table
-from storage.log.entries import LogEntry, Pause, Policy, Session, Step
+from storage.log.entries import Alias, LogEntry, Pause, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.object_store import LocalStore, StoreError
-from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
+from tests.builders import BASE, MemoryStore, a_log, a_shard, a_step, a_summary
 from tests.unit.cli.builders import an_evaluation, printed, running
 
 METRICS = {"round_seconds": 2.0, "generate_seconds": 1.0, "train_seconds": 0.5, "idle_seconds": 0.5}
@@ -241,3 +242,32 @@ def test_the_command_ends_by_itself_when_a_run_has_its_steps(log: RunLog) -> Non
     log.append(Session(id="only", code_version="c0de", steps=1))
     _train(log)
     assert "1/1" in printed("status run --follow", columns=120)
+
+
+def test_runs_have_steps_scores_champion_and_who_trains(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_run(store, "empty", {"workflow": "some.module:Thing"})
+    log = create_run(store, "done", {"workflow": "examples.arithmetic:Arithmetic"})
+    log.append(BASE)
+    log.append(an_evaluation(0, 0.25))
+    log.append(a_shard("s1", [a_summary(1)]))
+    step = a_step(log.state, trained=["0.task1"])
+    log.append(step)
+    log.append(an_evaluation(1, 0.75))
+    log.append(Alias(name="champion", version=1, checksum=step.policy.weights_sha256))
+    written_at = log.entries[-1].written_at
+    clock = SimpleNamespace(time=lambda: written_at)  # a test that stalls is no older
+    monkeypatch.setattr("cli.operate.status.time", clock)
+    with trainer_lock(log):
+        first, second = json.loads(printed("runs --json"))
+        lines = printed("runs").splitlines()
+    assert first["run"] == "done" and second["run"] == "empty"
+    assert first["is_training"] and not second["is_training"]
+    assert (first["step"], first["accuracy_before"], first["accuracy_after"], first["champion"]) == (1, 0.25, 0.75, 1)
+    assert second["step"] == 0 and second["accuracy_after"] is None and second["last_entry_at"] is None
+    assert "done" in lines[1] and "training" in lines[1] and "0.25 → 0.75" in lines[1] and "0 s ago" in lines[1]
+    assert "empty" in lines[2] and "training" not in lines[2]
+
+
+def test_an_empty_store_says_what_makes_a_run(store: LocalStore) -> None:
+    assert "no runs in" in printed("runs") and "millrace train" in printed("runs")
+    assert json.loads(printed("runs --json")) == []
