@@ -50,7 +50,7 @@ def rollback(run: str, as_json: JsonOption = False, store: StoreOption = "", tra
 
 
 def _announce(log: RunLog, alias: Alias, again: str, *, as_json: bool, tracking: str) -> None:
-    """Say who is the champion, and bring the alias to MLflow; once more if MLflow has not heard of it."""
+    """Print the champion and set the alias in MLflow, also if an earlier call could not."""
     from storage.log.entries import to_json
 
     console = Console(highlight=False, stderr=as_json, soft_wrap=True)
@@ -72,5 +72,7 @@ def _bring_to_mlflow(log: RunLog, tracking: str) -> str:
             for registration in Registry(log, tracking_uri=uri).sync(finished=True):
                 log.append(registration)
     except RegistryUnavailable as error:
-        return without_secrets(f"{uri} was not told ({error}); promote again, or continue the run, and it will be")
+        return without_secrets(
+            f"{uri} cannot be reached ({error}); promote again, or continue the run"
+        )
     return without_secrets(f"{log.run_id}@champion at {uri}")

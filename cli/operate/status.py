@@ -81,7 +81,7 @@ def run_status(log: RunLog) -> dict[str, Any]:
 
 
 def status_table(status: dict[str, Any]) -> Group:
-    """The same for people."""
+    """The status as a table."""
     table = plain_table()
     for key, value in status.items():
         if key == "peak_memory_bytes":

@@ -86,7 +86,7 @@ def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
 
 
 def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
-    """Begin nothing new in a run, wherever it is trained; what runs is finished and committed."""
+    """Pause a run on every machine: nothing new begins; what is running is finished and committed."""
     from storage.log.entries import Pause
 
     log = open_named(run, store)
@@ -96,12 +96,12 @@ def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
     log.append(Pause(reason=reason or _who_asked()))
     typer.echo(
         f"run {run} pauses at step {log.state.step}{_where(log)}; "
-        f"`millrace resume {run}` lets it go on, also after it was stopped and started again"
+        f"`millrace resume {run}` continues it, also after it was stopped and started again"
     )
 
 
 def resume(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
-    """Let a paused run go on."""
+    """Continue a paused run."""
     from storage.log.entries import Resume
 
     log = open_named(run, store)

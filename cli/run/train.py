@@ -29,7 +29,7 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, print the sizes, start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
-    """Train the run a file describes; continues it where it stands."""
+    """Train the run that a file describes, or continue it."""
     if not dry_run:
         train_run(run_file, parse_overrides(overrides))
         return

@@ -21,16 +21,7 @@ from storage.objects.object_store import LocalStore
 from storage.policies.adapters import ADAPTER_WEIGHTS
 from tests.builders import a_shard, a_step, a_summary
 from tests.unit.cli.builders import printed
-from tests.unit.trainers.builders import (
-    load_causal_lm,
-    logprobs_alone,
-    random_rows,
-    samples_of,
-    take_step,
-    tiny_model,
-    trainer_of,
-    weights,
-)
+from tests.unit.trainers import builders
 from trainers.checkpoint import save_policy, save_state
 from trainers.model.lora import adapter_weights, add_adapters, saved_name, write_adapter
 
@@ -39,7 +30,7 @@ _SEQUENCE = [2, 7, 8, 4, 9, 3, 5]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("base") / "tiny")
+    return builders.tiny_model(tmp_path_factory.mktemp("base") / "tiny")
 
 
 @pytest.fixture
@@ -63,7 +54,7 @@ def _a_run(store: LocalStore, base: Path, folder: Path, *, state_path: str | Non
 
 
 def _trained(base: Path) -> torch.nn.Module:
-    causal_lm, generator = load_causal_lm(base), torch.Generator().manual_seed(1)
+    causal_lm, generator = builders.load_causal_lm(base), torch.Generator().manual_seed(1)
     add_adapters(causal_lm, rank=2, alpha=8.0, target_modules="all-linear", seed=0)
     for weight in adapter_weights(causal_lm).values():
         weight.data = 0.3 * torch.randn(weight.shape, generator=generator)
@@ -72,7 +63,7 @@ def _trained(base: Path) -> torch.nn.Module:
 
 @torch.no_grad()
 def _logprobs(causal_lm: torch.nn.Module) -> torch.Tensor:
-    return logprobs_alone(causal_lm, _SEQUENCE)
+    return builders.logprobs_alone(causal_lm, _SEQUENCE)
 
 
 @pytest.fixture
@@ -86,9 +77,9 @@ def _export(options: str, out: Path, *, status: int = 0) -> str:
 
 def test_merged_it_is_a_model_that_transformers_loads(log: RunLog, base: Path, out: Path) -> None:
     assert "policy 1 of run run, adapters merged into the base model" in _export("--merge", out)
-    merged = load_causal_lm(out)
+    merged = builders.load_causal_lm(out)
     torch.testing.assert_close(_logprobs(merged), _logprobs(_trained(base)), atol=1e-5, rtol=0)
-    assert (_logprobs(merged) - _logprobs(load_causal_lm(base))).abs().max() > 0.1
+    assert (_logprobs(merged) - _logprobs(builders.load_causal_lm(base))).abs().max() > 0.1
     verify_folder(out)
     assert AutoTokenizer.from_pretrained(out).encode("1+2=") == AutoTokenizer.from_pretrained(base).encode("1+2=")
 
@@ -97,24 +88,24 @@ def test_unmerged_it_is_an_adapter_that_peft_loads(log: RunLog, base: Path, out:
     exported = json.loads(_export("--json", out))
     assert exported["kind"] == "adapter" and exported["base"] == f"{log.store.uri}/models/tiny"
     assert exported["weights_sha256"] == exported["policy_sha256"] == verify_folder(out)
-    by_peft = PeftModel.from_pretrained(load_causal_lm(base), str(out))
+    by_peft = PeftModel.from_pretrained(builders.load_causal_lm(base), str(out))
     assert torch.equal(_logprobs(by_peft), _logprobs(_trained(base)))
 
 
 def test_a_whole_policy_is_copied(log: RunLog, base: Path, out: Path) -> None:
     assert "policy 0 of run run, a whole model" in _export("--version 0", out)
     assert not (out / ADAPTER_WEIGHTS).exists()
-    assert torch.equal(_logprobs(load_causal_lm(out)), _logprobs(load_causal_lm(base)))
+    assert torch.equal(_logprobs(builders.load_causal_lm(out)), _logprobs(builders.load_causal_lm(base)))
 
 
 def test_the_average_is_that_of_the_state_saved_with_the_step(
     store: LocalStore, base: Path, tmp_path: Path, out: Path
 ) -> None:
-    trainer = trainer_of(base, learning_rate=0.1, ema=0.5)
+    trainer = builders.trainer_of(base, learning_rate=0.1, ema=0.5)
     after: list[dict[str, torch.Tensor]] = []
     for number in range(1, 3):
-        take_step(trainer, samples_of(random_rows(base)), step=number, max_staleness=2)
-        after.append({saved_name(name): tensor for name, tensor in weights(trainer).items()})
+        builders.take_step(trainer, builders.samples_of(builders.random_rows(base)), step=number, max_staleness=2)
+        after.append({saved_name(name): tensor for name, tensor in builders.weights(trainer).items()})
     save_policy(trainer.model, base, tmp_path / "policy", dtype=torch.float32)
     save_state(trainer, tmp_path / "state", step=1)
     store.put_folder(tmp_path / "state", "runs/run/state/1-a", last=DIGEST_FILE)

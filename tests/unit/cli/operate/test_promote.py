@@ -55,10 +55,10 @@ def test_a_refusal_is_one_sentence_and_changes_nothing(log: RunLog) -> None:
     assert "champion" not in log.refresh().aliases
 
 
-def test_mlflow_that_was_not_told_is_told_later(log: RunLog, home: Path) -> None:
+def test_mlflow_that_was_away_gets_the_alias_later(log: RunLog, home: Path) -> None:
     with trainer_lock(log):
         assert "being trained" in printed("promote run") and not (home / "mlflow.db").exists()
     assert log.refresh().aliases["champion"].version == 2
-    assert "was not told" in printed("promote run --version 1 --tracking http://127.0.0.1:9")
+    assert "cannot be reached" in printed("promote run --version 1 --tracking http://127.0.0.1:9")
     assert log.refresh().aliases["champion"].version == 1
     assert "run@champion at sqlite" in printed("promote run")
