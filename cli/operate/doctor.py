@@ -143,8 +143,8 @@ def check_ports() -> Finding:
 
     if running := running_services(home()):
         return Finding("services are up: " + ", ".join(f"{s.name} {s.url}" for s in running.values()))
-    taken = [port for port in (4200, 5000) if somebody_listens(port)]
-    return Finding(f"{taken} taken, `make up` will use others" if taken else "4200 and 5000 are free")
+    busy = [port for port in (4200, 5000) if somebody_listens(port)]
+    return Finding(f"{busy} taken, `make up` will use others" if busy else "4200 and 5000 are free")
 
 
 def check_store(uri: str) -> Finding:

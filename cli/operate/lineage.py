@@ -84,10 +84,10 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
     try:
         return registered_version(log, name, tracking_uri=tracking_uri(tracking))
     except RegistryUnavailable as error:
-        known = ", ".join(sorted(log.state.aliases)) or "none"
+        aliases = ", ".join(sorted(log.state.aliases)) or "none"
         raise InvalidInput(
             f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
-            f"(its aliases: {known}), and MLflow cannot be asked ({error}); "
+            f"(its aliases: {aliases}), and MLflow cannot be asked ({error}); "
             f"start it with `millrace up`, name it with --tracking, or give --policy N"
         ) from error
 

@@ -72,7 +72,5 @@ def _bring_to_mlflow(log: RunLog, tracking: str) -> str:
             for registration in Registry(log, tracking_uri=uri).sync(finished=True):
                 log.append(registration)
     except RegistryUnavailable as error:
-        return without_secrets(
-            f"{uri} cannot be reached ({error}); promote again, or continue the run"
-        )
+        return without_secrets(f"{uri} cannot be reached ({error}); promote again, or continue the run")
     return without_secrets(f"{log.run_id}@champion at {uri}")

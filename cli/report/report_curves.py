@@ -70,21 +70,21 @@ def step_metrics(queries: Queries) -> dict[str, np.ndarray]:
 def curves(metrics: dict[str, np.ndarray], spans: Sequence[range]) -> dict[str, Curve]:
     """Mean, low and high of every metric per span; without steps, nothing."""
     starts = [span[0] - 1 for span in spans]
-    found: dict[str, Curve] = {}
+    drawn: dict[str, Curve] = {}
     for name, values in metrics.items() if spans else ():
         there = np.isfinite(values)
         count = np.add.reduceat(there.astype(int), starts)
         total = np.add.reduceat(np.where(there, values, 0.0), starts)
-        found[name] = {"mean": _short(np.where(count > 0, total / np.maximum(count, 1), np.nan))}
+        drawn[name] = {"mean": _short(np.where(count > 0, total / np.maximum(count, 1), np.nan))}
         if _width(spans) > 1:
-            found[name]["low"] = _short(np.fmin.reduceat(values, starts))
-            found[name]["high"] = _short(np.fmax.reduceat(values, starts))
-    return found
+            drawn[name]["low"] = _short(np.fmin.reduceat(values, starts))
+            drawn[name]["high"] = _short(np.fmax.reduceat(values, starts))
+    return drawn
 
 
 def reply_lengths(queries: Queries, spans: Sequence[range]) -> dict[str, Curve]:
     """Sampled tokens per trained sequence, and the share that was cut at the limit. Empty if none can be read."""
-    found = queries.select(
+    table = queries.select(
         """
         SELECT (step - 1) // ? AS span, avg(num_sampled) AS mean, min(num_sampled) AS low, max(num_sampled) AS high,
             avg((status = 'truncated')::INTEGER) AS truncated
@@ -92,11 +92,11 @@ def reply_lengths(queries: Queries, spans: Sequence[range]) -> dict[str, Curve]:
         """,
         [_width(spans)],
     )
-    if not found.num_rows:
+    if not table.num_rows:
         return {}
     columns = {name: np.full(len(spans), np.nan) for name in ("mean", "low", "high", "truncated")}
     for name, values in columns.items():
-        values[found["span"].to_numpy()] = found[name].to_numpy()
+        values[table["span"].to_numpy()] = table[name].to_numpy()
     truncated = columns.pop("truncated")
     return {
         "reply_length": {name: _short(values) for name, values in columns.items()},
@@ -125,7 +125,7 @@ def time_budget(metrics: dict[str, np.ndarray]) -> dict[str, Any]:
 def token_lags(queries: Queries, *, steps_per_update: int) -> list[tuple[int, int]]:
     """Trained tokens by lag: how many weight updates behind the policy being trained they were sampled."""
     k = int(steps_per_update)
-    found = queries.select(
+    table = queries.select(
         f"""
         SELECT (g.policy_version - 1) // {k} - versions.key // {k} AS lag, sum(versions.value)::BIGINT AS tokens
         FROM (
@@ -135,7 +135,7 @@ def token_lags(queries: Queries, *, steps_per_update: int) -> list[tuple[int, in
         WHERE g.outcome = 'trained' AND versions.key >= 0 GROUP BY lag ORDER BY lag
         """
     )
-    return list(zip(found["lag"].to_pylist(), found["tokens"].to_pylist(), strict=True))
+    return list(zip(table["lag"].to_pylist(), table["tokens"].to_pylist(), strict=True))
 
 
 def staleness(lags: list[tuple[int, int]], *, bound: int, policy: str, stale_groups: int) -> dict[str, Any]:
@@ -170,18 +170,18 @@ def shard_versions(queries: Queries) -> dict[str, list[float]]:
 
     NaN if nothing was sampled or trained; `width` is the number of neighbours merged into one.
     """
-    found = queries.select(
+    table = queries.select(
         """
         SELECT min(nullif(head_version, -1)) AS head, max(nullif(tail_version, -1)) AS tail,
             min(policy_version - 1) AS trained_first, max(policy_version - 1) AS trained_last
         FROM groups WHERE outcome <> 'eval' GROUP BY shard_number ORDER BY shard_number
         """
     )
-    width = max(1, math.ceil(found.num_rows / MOST_SHARDS))
-    starts = np.arange(0, found.num_rows, width)
+    width = max(1, math.ceil(table.num_rows / MOST_SHARDS))
+    starts = np.arange(0, table.num_rows, width)
     merged: dict[str, list[float]] = {"width": [width]}
-    for name in found.column_names:
-        values = found[name].to_numpy().astype(float)
+    for name in table.column_names:
+        values = table[name].to_numpy().astype(float)
         merge = np.fmax if name in ("tail", "trained_last") else np.fmin
         merged[name] = merge.reduceat(values, starts).tolist() if len(values) else []
     return merged
@@ -190,7 +190,7 @@ def shard_versions(queries: Queries) -> dict[str, list[float]]:
 def reward_levels(queries: Queries, spans: Sequence[range], rewards: tuple[float, float]) -> dict[str, Any]:
     """Share of trained groups by mean reward, per span: `shares[level][span]`, levels from low to high."""
     low, high = rewards
-    found = queries.select(
+    table = queries.select(
         """
         SELECT (step - 1) // ? AS span, count(*) AS groups,
             greatest(0, least(? - 1, floor(? * (mean_reward - ?) / ?)))::INTEGER AS level
@@ -198,10 +198,10 @@ def reward_levels(queries: Queries, spans: Sequence[range], rewards: tuple[float
         """,
         [_width(spans), NUM_LEVELS, NUM_LEVELS, low, (high - low) or 1.0],
     )
-    if not found.num_rows or high <= low:
+    if not table.num_rows or high <= low:
         return {"edges": [], "shares": []}
     counts = np.zeros((NUM_LEVELS, len(spans)))
-    counts[found["level"].to_numpy(), found["span"].to_numpy()] = found["groups"].to_numpy()
+    counts[table["level"].to_numpy(), table["span"].to_numpy()] = table["groups"].to_numpy()
     shares = counts / np.maximum(counts.sum(axis=0), 1)
     return {"edges": _short(np.linspace(low, high, NUM_LEVELS + 1)), "shares": np.round(shares, 4).tolist()}
 

@@ -135,15 +135,15 @@ def render(report: dict[str, Any]) -> str:
 
 def _reward_range(queries: Queries) -> tuple[float, float]:
     """Lowest and highest reward of any attempt, held-out ones included; (0, 1) without any."""
-    found = queries.select(
+    rewards = queries.select(
         "SELECT min(reward) AS low, max(reward) AS high FROM trajectories WHERE isfinite(reward)"
     ).to_pylist()[0]
-    return (0.0, 1.0) if found["low"] is None else (found["low"], found["high"])
+    return (0.0, 1.0) if rewards["low"] is None else (rewards["low"], rewards["high"])
 
 
 def _losses(queries: Queries) -> list[tuple[str, int]]:
     """Why attempts failed and groups of training were taken out, the most frequent reasons first."""
-    found = queries.select(
+    table = queries.select(
         """
         SELECT reason, sum(number)::BIGINT AS number FROM (
             SELECT 'attempt: ' || unnest(map_keys(failures)) AS reason, unnest(map_values(failures)) AS number
@@ -154,7 +154,7 @@ def _losses(queries: Queries) -> list[tuple[str, int]]:
         """,
         [MOST_NOTES],
     )
-    return list(zip(found["reason"].to_pylist(), found["number"].to_pylist(), strict=True))
+    return list(zip(table["reason"].to_pylist(), table["number"].to_pylist(), strict=True))
 
 
 def _notes(log: RunLog, queries: Queries) -> list[str]:
@@ -168,8 +168,8 @@ def _notes(log: RunLog, queries: Queries) -> list[str]:
         notes.append(
             "The log's counts and rewards of these shards are in here, their tokens and conversations are not."
         )
-    failed = [_sentence(failure_of(evaluation)) for evaluation in state.evaluations if evaluation.failed]
-    notes += failed[:MOST_NOTES]
+    failed = [failure_of(evaluation) for evaluation in state.evaluations if evaluation.failed]
+    notes += [f"{text[0].upper()}{text[1:]}." for text in failed[:MOST_NOTES]]
     if len(failed) > MOST_NOTES:
         notes.append(f"and {len(failed) - MOST_NOTES:,} more failed evaluations")
     if retired := sum(shard_id in state.shards for shard_id in state.retired_shards):  # the rest never were in the log
@@ -180,10 +180,6 @@ def _notes(log: RunLog, queries: Queries) -> list[str]:
             "Their groups are counted; their tokens and conversations are gone."
         )
     return notes
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:

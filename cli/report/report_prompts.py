@@ -103,13 +103,13 @@ def _cells(queries: Queries, prompts: list[str]) -> tuple[list[str], dict[str, l
     spans = queries.select(
         "SELECT min(place) AS first, max(place) AS last FROM visits GROUP BY number // ? ORDER BY first", [width]
     ).to_pylist()
-    found = queries.select(
+    rows = queries.select(
         "SELECT prompt_id, number // ? AS span, avg(reward) AS reward FROM visits "
         "WHERE prompt_id IN (SELECT unnest(?::VARCHAR[])) GROUP BY prompt_id, span",
         [width, prompts],
     )
     cells: dict[str, list[Any]] = {prompt: [None] * len(spans) for prompt in prompts}
-    for row in found.to_pylist():
+    for row in rows.to_pylist():
         cells[row["prompt_id"]][row["span"]] = FAILED if row["reward"] is None else _rounded(row["reward"])
     return [ranges(range(span["first"], span["last"] + 1)) for span in spans], cells
 
@@ -125,7 +125,7 @@ def _texts(queries: Queries, prompts: list[str]) -> dict[str, str]:
     if not shards:
         return {}
     # A list of values rather than a subquery: only then does DuckDB tell the scan which shards to leave closed.
-    found = queries.select(
+    rows = queries.select(
         f"""
         SELECT prompt_id, any_value(prompt[:$1]) AS prompt FROM trajectories
         WHERE sequence_idx = 0 AND prompt_id IN (SELECT unnest($2::VARCHAR[]))
@@ -134,7 +134,7 @@ def _texts(queries: Queries, prompts: list[str]) -> dict[str, str]:
         """,
         [8 * SNIPPET_CHARACTERS, prompts, *shards],
     )
-    return {row["prompt_id"]: snippet(row["prompt"] or "") for row in found.to_pylist()}
+    return {row["prompt_id"]: snippet(row["prompt"] or "") for row in rows.to_pylist()}
 
 
 def _rounded(value: float | None) -> float | None:

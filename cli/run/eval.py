@@ -1,4 +1,4 @@
-"""`millrace eval`: the evaluation flow in this process, and what it found.
+"""`millrace eval`: the evaluation flow in this process, and its result.
 
 In: a run, a version and what to change about the run's own evaluation. Out: avg@n, pass@k, failures, standard error.
 """

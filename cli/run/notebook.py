@@ -72,7 +72,7 @@ class Run:
         return self.sql("SELECT * FROM trajectories")
 
     def sql(self, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
-        """The answer to a query over the views that `millrace traj sql` has. Raises `InvalidInput` for wrong SQL."""
+        """The result of a query over the views that `millrace traj sql` has. Raises `InvalidInput` for wrong SQL."""
         from storage.retention.retention import reading
         from storage.views.queries import open_queries
 

@@ -107,6 +107,6 @@ class Follower:
 
 
 def _last_stage(file: Path) -> str:
-    """The last line of the warm-up's log about the base model, from these words on; empty without one."""
+    """The end of the last line of the warm-up's log about the base model; empty without one."""
     stages = re.findall("base model.*", file.read_text(errors="replace")) if file.exists() else []
     return stages[-1] if stages else ""

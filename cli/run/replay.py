@@ -95,27 +95,27 @@ def span_of(*, step: int | None, first: int | None, last: int | None) -> tuple[i
     raise InvalidInput("say which steps: --step 7, or --from 1 --to 10 (without --to up to the newest)")
 
 
-def print_replay(found: dict[str, Any], console: Console) -> None:
+def print_replay(result: dict[str, Any], console: Console) -> None:
     """The report for people."""
-    plan, steps = found["plan"], found["steps"]
+    plan, steps = result["plan"], result["steps"]
     start = f"the state saved at step {plan['resumed_from']}" if plan["resumed_from"] else "the base policy"
-    changes = [f"{key} {change}" for key, change in found["changes"].items()]
-    changes += [f"rewards {found['rewards']}"] if found["rewards"] else []
+    changes = [f"{key} {change}" for key, change in result["changes"].items()]
+    changes += [f"rewards {result['rewards']}"] if result["rewards"] else []
     console.print(
-        f"run {found['run']}, steps {plan['first']} to {plan['last']}, from {start}; "
+        f"run {result['run']}, steps {plan['first']} to {plan['last']}, from {start}; "
         + escape(f"changed: {', '.join(changes)}" if changes else "nothing changed"),
         soft_wrap=True,
     )
     console.print(_one_step(steps[0]) if len(steps) == 1 else _span(steps))
-    if not found["start_identical"]:
+    if not result["start_identical"]:
         console.print(f"[yellow]steps before {plan['first']} gave other weights than recorded[/]; the span was started")
         console.print("from the recorded weights, with the optimizer state as it came out here", soft_wrap=True)
-    if found["unchanged"] and found["identical"]:
+    if result["unchanged"] and result["identical"]:
         console.print("[green]every step has the recorded weights, bit for bit[/]")
-    elif found["unchanged"]:
+    elif result["unchanged"]:
         console.print(
             "[red]the weights differ from the recorded ones[/]: look for other hardware, another device, or other "
-            f"code (recorded by {found['recorded_code']}, this is {found['code']})",
+            f"code (recorded by {result['recorded_code']}, this is {result['code']})",
             soft_wrap=True,
         )
     else:

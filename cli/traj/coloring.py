@@ -199,9 +199,9 @@ def by_advantage(row: Mapping[str, Any], advantage: float, why: str, *, oldest: 
 
 def by_gap(gaps: Sequence[float], why: str) -> Coloring:
     """Trainer's minus engine's logprob of each token; NaN for tokens that were not sampled."""
-    known = [abs(gap) for gap in gaps if not math.isnan(gap)]
+    sizes = [abs(gap) for gap in gaps if not math.isnan(gap)]
     legend = _heat_legend("< 0.01", "< 0.1", "more")
-    legend.append(f"   mean {sum(known) / max(1, len(known)):.2g}, largest {max(known, default=0):.2g}; {why}")
+    legend.append(f"   mean {sum(sizes) / max(1, len(sizes)):.2g}, largest {max(sizes, default=0):.2g}; {why}")
     return Coloring(
         name="gap",
         styles=["" if math.isnan(gap) else _heat(abs(gap), low=0.01, high=0.1) for gap in gaps],

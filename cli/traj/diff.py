@@ -78,7 +78,7 @@ def compare(a: Side, b: Side, *, by_text: bool = False) -> Comparison:
 
 
 def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
-    found = compare(a, b, by_text=by_text)
+    comparison = compare(a, b, by_text=by_text)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("", justify="right", style="dim", no_wrap=True)
     table.add_column(Text(a.name), ratio=1, overflow="fold")
@@ -93,14 +93,14 @@ def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
     if any(len(side.row["turns"]) > 1 or side.row["turns"][0]["tool_calls"] for side in (a, b)):
         table.add_row("tools", *(_tools(side) for side in (a, b)))
     table.add_row()
-    table.add_row("tokens", *(_tokens(side, found.parted_at if found.same_prompt else 0) for side in (a, b)))
+    table.add_row("tokens", *(_tokens(side, comparison.parted_at if comparison.same_prompt else 0) for side in (a, b)))
     console.print(table)
     console.print()
-    for line in _verdict(a, b, found, by_text=by_text):
+    for line in _verdict(a, b, comparison, by_text=by_text):
         console.print(line)
-    if found.same_prompt and found.shared:
+    if comparison.same_prompt and comparison.shared:
         console.print()
-        console.print(_logprobs(a, b, found))
+        console.print(_logprobs(a, b, comparison))
 
 
 def _facts(side: Side, parts: Sequence[str]) -> dict[str, str]:
@@ -151,18 +151,21 @@ def _tokens(side: Side, parted_at: int) -> Text:
     return text
 
 
-def _verdict(a: Side, b: Side, found: Comparison, *, by_text: bool) -> list[Text]:
+def _verdict(a: Side, b: Side, comparison: Comparison, *, by_text: bool) -> list[Text]:
     """Sentences: whether the prompts are the same, and where the replies part."""
     lines = [Text("the two runs have different tokenizers: tokens are compared by their text")] if by_text else []
-    if not found.same_prompt:
+    if not comparison.same_prompt:
         return [*lines, Text("different prompts: their tokens are not compared")]
     lengths = [len(side.pieces) for side in (a, b)]
-    if found.parted_at == lengths[0] == lengths[1]:
-        return [*lines, Text(f"the same {len(found.shared)} sampled tokens")]
+    if comparison.parted_at == lengths[0] == lengths[1]:
+        return [*lines, Text(f"the same {len(comparison.shared)} sampled tokens")]
     sentence = Text("they part at the first sampled token: ")
-    if found.shared:
-        sentence = Text(f"the first {len(found.shared)} sampled tokens are the same; then ")
-    return [*lines, sentence.append(_token(a, found.parted_at)).append(" against ").append(_token(b, found.parted_at))]
+    if comparison.shared:
+        sentence = Text(f"the first {len(comparison.shared)} sampled tokens are the same; then ")
+    return [
+        *lines,
+        sentence.append(_token(a, comparison.parted_at)).append(" against ").append(_token(b, comparison.parted_at)),
+    ]
 
 
 def _token(side: Side, index: int) -> Text:
@@ -172,9 +175,9 @@ def _token(side: Side, index: int) -> Text:
     return Text(repr(side.pieces[index]), style="bold yellow").append(f" ({fact})", style="not bold default")
 
 
-def _logprobs(a: Side, b: Side, found: Comparison) -> Table:
+def _logprobs(a: Side, b: Side, comparison: Comparison) -> Table:
     """Logprobs of the common sampled tokens, in order."""
-    changes = {index: b.row["logprobs"][index] - a.row["logprobs"][index] for index in found.shared}
+    changes = {index: b.row["logprobs"][index] - a.row["logprobs"][index] for index in comparison.shared}
     shown = sorted(sorted(changes, key=lambda index: -abs(changes[index]))[:MOST_ROWS])
     title = "logprob of the same token"
     if len(shown) < len(changes):

@@ -1,6 +1,6 @@
-"""Which attempts of a run a person asks for, and what the commands that show them have in common.
+"""The attempts of a run that a person asks for, and what the commands that show them have in common.
 
-In: a run's log and what was asked. Out: rows as the shards hold them, with what became of each.
+In: a run's log and options. Out: rows as the shards hold them, with the outcome of each.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ def find_trajectories(
     """Shard rows of at most `count` attempts, newest first, or lowest or highest reward first; the rest filters.
 
     A row also has `id`, `outcome`, `step`, `policy_version` and `shard_id`. An attempt that edited its history has
-    several rows, one after the other. Every file that is shown was compared with the digest in the log.
-    The terminal is told which shards were passed over.
-    Raises `ValueError` when nothing matches, and for an id, step or condition that cannot be.
+    several rows, one after the other. Every file that is shown was compared with the digest in the log. Prints which
+    shards were passed over. Raises `InvalidInput` if nothing matches, and for a wrong id, step or condition.
     """
     from storage.views.queries import open_queries
 
@@ -103,12 +102,12 @@ def find_failure(log: RunLog, trajectory_id: str) -> FailedAttempt | None:
 
 
 def condition(where: str, include_eval: bool) -> str:
-    """The SQL condition of what was asked; a line of its own, so that a comment at its end comments out nothing."""
+    """The SQL condition of the options; `where` ends with a line break, so that a comment in it ends there."""
     return f"({where or 'true'}\n)" + ("" if include_eval else " AND is_eval = false")
 
 
 def note_left_out(left_out: Mapping[str, str]) -> None:
-    """Say which shards are in no answer, and why."""
+    """Print which shards are not in the result, and why."""
     console = Console(highlight=False, stderr=True)
     for shard_id, reason in list(left_out.items())[:3]:
         console.print(f"[yellow]left out:[/] shard {escape(shard_id)}: {escape(reason)}", soft_wrap=True)
@@ -149,20 +148,20 @@ def _rows_of(log: RunLog, queries: Queries, sql: str, parameters: Sequence[Any])
     from storage.views.queries import open_queries
 
     while True:
-        found = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
-        whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in found), verify=True)
+        keys = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
+        whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in keys), verify=True)
         table = whole.select(
             """
             SELECT r.*, r.group_id || '/' || r.attempt AS id, g.outcome, g.step, g.policy_version
             FROM shard_rows r LEFT JOIN groups g ON g.shard_id = r.shard_id AND g.id = r.group_id
             WHERE r.group_id IN (SELECT unnest(?::VARCHAR[])) ORDER BY r.sequence_idx
             """,
-            [[group_id for _, group_id, _ in found]],
+            [[group_id for _, group_id, _ in keys]],
         )
         if not whole.left_out:
             break
         queries.left_out.update(whole.left_out)  # which makes the next attempt pass them over
-    rows: dict[tuple[str, str, int], list[dict[str, Any]]] = {key: [] for key in found}
+    rows: dict[tuple[str, str, int], list[dict[str, Any]]] = {key: [] for key in keys}
     for row in table.to_pylist():
         if (key := (row["shard_id"], row["group_id"], row["attempt"])) in rows:
             rows[key].append(row)
@@ -207,6 +206,6 @@ def _shards_of_group(log: RunLog, group: str) -> list[str]:
 
 
 def why_missing(left_out: Mapping[str, str]) -> str:
-    """Why shards that were asked for gave nothing."""
+    """Reasons for shards that were left out."""
     reasons = [f"shard {shard_id} is left out: {reason}" for shard_id, reason in left_out.items()]
     return f" ({'; '.join(reasons[:3])})" if reasons else ""

@@ -1,4 +1,4 @@
-"""`millrace traj search`: finding attempts by what was said in them; `millrace index`: its index, brought up to date.
+"""`millrace traj search`: finding attempts by their text; `millrace index`: its index, brought up to date.
 
 In: a run, a query and filters as typed. Out: what matches, best first, as a table or JSON; the index on this machine.
 """
@@ -78,7 +78,7 @@ def search(
     as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:
-    """Find trajectories by what was said and which tools were called, best match first."""
+    """Find trajectories by their text and tool calls, best match first."""
     from storage.views.search_query import SearchQuery
 
     log, query, notes = open_named(run, store), SearchQuery(text), Console(highlight=False, stderr=True)
@@ -138,9 +138,9 @@ def parse_filters(state: RunState, *, reward: str, version: str, **others: Any) 
     return filters
 
 
-def _print(found: list[Match], query: SearchQuery, console: Console) -> None:
+def _print(matches: list[Match], query: SearchQuery, console: Console) -> None:
     """A line or two for each, the matches highlighted."""
-    if not found:
+    if not matches:
         console.print(
             "nothing found. All words must be in one attempt, as whole words; a term with punctuation in it "
             'must be there exactly, and so must "what is quoted". Held-out attempts are searched with --eval.'
@@ -149,7 +149,7 @@ def _print(found: list[Match], query: SearchQuery, console: Console) -> None:
     names = ("id", "score", "reward", "status", "version", "outcome")
     table = plain_table(*names, right=("score", "reward", "version"), no_wrap=True)
     table.add_column("text", overflow="fold", ratio=1)
-    for one in found:
+    for one in matches:
         outcome = "held-out" if one.is_eval else f"{one.outcome or '-'}{f' {one.step}' if one.step else ''}"
         score = "-" if one.score is None else f"{one.score:.2f}"
         versions = versions_of(vars(one))

@@ -91,12 +91,11 @@ def trajectory_stats(
 ) -> dict[str, Any]:
     """Numbers over attempts (not sequences), shares from 0 to 1; with `by`, a list of them under `by` as well.
 
-    An attempt is solved from a reward of `solved` on. A reply repeats when an attempt before it, in the same group or
-    at the same prompt, said the very same. Quantiles are interpolated linearly, as `numpy.percentile` does: of n sorted
-    values the p-th is the one at place (n - 1) p / 100, counted from 0. `seconds` are from an attempt's start to its
-    end; attempts that failed left no row and are in none of them.
+    An attempt is solved from a reward of `solved` on. A reply repeats if an earlier attempt of the same group, or at
+    the same prompt, has the same text. Quantiles are interpolated linearly, as `numpy.percentile` does. `seconds` are
+    from an attempt's start to its end; failed attempts left no row and are not counted.
 
-    Raises `ValueError` for another `by` than in `BY`, wrong SQL, or no attempt.
+    Raises `InvalidInput` for another `by` than in `BY`, wrong SQL, or no attempt.
     """
     if by and by not in BY:
         raise InvalidInput(f"--by {by!r}: write one of {', '.join(BY)}")
@@ -143,8 +142,8 @@ def _print(stats: dict[str, Any], console: Console, *, by: str) -> None:
     for label, count in stats["histogram"]:
         share = count / stats["attempts"]
         bar = "█" * round(_BAR * count / max(1, max(n for _, n in stats["histogram"])))
-        lines.add_row(label, Text(f"{bar or '▏'} {count}  ").append(_percent(share), style="dim"))
-    truncated = f"  truncated {_percent(stats['truncated_share'])}"
+        lines.add_row(label, Text(f"{bar or '▏'} {count}  ").append(f"{share:.1%}", style="dim"))
+    truncated = f"  truncated {stats['truncated_share']:.1%}"
     lines.add_row("tokens", _spread(stats, "tokens", ("p50", "p90", "p95", "p99", "max")) + truncated)
     for name in ("turns", "seconds"):
         lines.add_row(name, _spread(stats, name, ("p50", "p95", "p99", "max")))
@@ -154,13 +153,13 @@ def _print(stats: dict[str, Any], console: Console, *, by: str) -> None:
             lines.add_row(name, "  ".join(f"{key} {count}" for key, count in stats[name].items()) + note)
     lines.add_row(
         "repeats",
-        f"{_percent(stats['same_in_group_share'])} of replies repeat one of their group, "
-        f"{_percent(stats['same_over_run_share'])} one at the same prompt",
+        f"{stats['same_in_group_share']:.1%} of replies repeat one of their group, "
+        f"{stats['same_over_run_share']:.1%} one at the same prompt",
     )
     lines.add_row(
         "prompts",
-        f"never solved {prompts['never_solved']} ({_percent(prompts['never_solved'] / prompts['number'])}), "
-        f"always solved {prompts['always_solved']} ({_percent(prompts['always_solved'] / prompts['number'])}); "
+        f"never solved {prompts['never_solved']} ({prompts['never_solved'] / prompts['number']:.1%}), "
+        f"always solved {prompts['always_solved']} ({prompts['always_solved'] / prompts['number']:.1%}); "
         f"solved is a reward of {prompts['solved_from']:g} or more",
     )
     console.print(lines)
@@ -190,7 +189,7 @@ def _table(rows: list[dict[str, Any]], by: str) -> Table:
     table = plain_table(by, *_COLUMNS, right=[*_COLUMNS, *({by} & {"version", "step"})])
     for row in rows[:MOST_ROWS]:
         numbers = {name: number(row[key], digits=3, missing="-") for name, key in _COLUMNS.items()}
-        shares = {name: _percent(row[key]) for name, key in _COLUMNS.items() if key.endswith("_share")}
+        shares = {name: f"{row[key]:.1%}" for name, key in _COLUMNS.items() if key.endswith("_share")}
         cells = {**numbers, **shares, "attempts": str(row["attempts"])}.values()
         table.add_row(Text("none" if row["key"] is None else one_line(str(row["key"]))), *cells)
     return table
@@ -199,10 +198,6 @@ def _table(rows: list[dict[str, Any]], by: str) -> Table:
 def _spread(stats: dict[str, Any], name: str, points: tuple[str, ...]) -> str:
     quantiles = "  ".join(f"{point} {number(stats[f'{name}_{point}'])}" for point in points)
     return f"mean {number(stats[f'{name}_mean'])}  {quantiles}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def _counts(queries: Queries, sql: str) -> dict[Any, int]:
