@@ -36,20 +36,15 @@ def printed(line: str, *more: str, **options: Any) -> str:
 
 
 @contextlib.contextmanager
-def running(line: str) -> Iterator[subprocess.Popen[str]]:
-    """It in a process of its own, which is killed at the end."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", *shlex.split(line)],
-        env={**os.environ, "COLUMNS": "300", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+def running(*words: str, **environment: str) -> Iterator[Any]:
+    """`python WORDS …` in a process of its own, with pipes of text; it is killed at the end."""
+    variables = {**os.environ, "COLUMNS": "300", "PYTHONUNBUFFERED": "1", **environment}
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, *words], env=variables, text=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def a_run_of_one_step(store: ObjectStore, config: dict[str, Any], *, run_id: str = "run") -> RunLog:

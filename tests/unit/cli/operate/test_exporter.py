@@ -83,8 +83,7 @@ def test_each_scrape_reads_what_is_new_and_leaves_a_damaged_log_out(
 
 
 def test_the_command_serves_until_it_is_interrupted(log: RunLog) -> None:
-    with running("exporter --port 0") as process:
-        assert process.stdout is not None
+    with running("-m", "cli.main", "exporter", "--port", "0") as process:
         address = re.search(r"http://127\.0\.0\.1:\d+/metrics", process.stdout.readline())
         assert address is not None
         assert _parsed(httpx.get(address[0]).text)["steps", "run"] == 1

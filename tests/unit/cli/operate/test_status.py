@@ -227,8 +227,7 @@ def test_a_terminal_shows_one_view_in_place() -> None:
 
 
 def test_ctrl_c_leaves_with_status_0(log: RunLog) -> None:
-    with running("status run -f") as process:
-        assert process.stdout is not None and process.stderr is not None
+    with running("-m", "cli.main", "status", "run", "-f") as process:
         assert "this machine does not train it" in process.stdout.readline()
         log.append(Session(id="later", code_version="c0de", steps=9))
         while "this machine does not train it" not in (line := process.stdout.readline()):

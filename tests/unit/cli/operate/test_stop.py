@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +14,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import RunBusy, open_run, trainer_lock
 from storage.objects.opening import open_store
 from tasks.prefect import flow_runs
-from tests.unit.cli.builders import printed
+from tests.unit.cli.builders import printed, running
 
 _TRAINS = """
 import ctypes, signal, sys, threading
@@ -37,21 +35,10 @@ with trainer_lock(open_run(open_store(sys.argv[1]), "run")):
 
 
 @contextlib.contextmanager
-def _training(log: RunLog, *, kind: str = "", **environment: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _TRAINS, log.store.uri, kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "training\n"
+def _training(log: RunLog, *, kind: str = "", **environment: str) -> Iterator[Any]:
+    with running("-c", _TRAINS, log.store.uri, kind, **environment) as process:
+        assert process.stdout.readline() == "training\n"
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_the_process_ends_and_the_run_is_free(log: RunLog) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from cli.report import report_prompts
 from cli.report.report import write_report
-from cli.report.report_curves import MOST_LAGS, curves, lag_bars, spans_of
+from cli.report.report_curves import MOST_LAGS, TIME, curves, lag_bars, spans_of
 from cli.report.report_page import gather
 from cli.report.report_prompts import snippet
 from storage.log.entries import Quarantine, Retire
@@ -69,15 +69,9 @@ def _seen(prompt: str, epoch: int, *, text: str = "3", **fields: Any) -> Rollout
 
 
 def _train(log: RunLog, *group_ids: str, **metrics: float) -> None:
-    phases = {
-        f"{phase}_seconds": 1.0
-        for phase in ("generate", "reward", "commit", "wait", "load", "train", "save", "publish")
-    }
+    seconds = {**{f"{phase}_seconds": 1.0 for phase in TIME}, "idle_seconds": 2.0, "round_seconds": 10.0}
     facts = {"reward": 0.5, "staleness_mean": 0.0, "staleness_max": 0.0, "peak_memory_bytes": 2.0**30}
-    step = a_step(log.state, trained=group_ids)
-    log.append(
-        dataclasses.replace(step, metrics={**facts, **phases, "idle_seconds": 2.0, "round_seconds": 10.0, **metrics})
-    )
+    log.append(dataclasses.replace(a_step(log.state, trained=group_ids), metrics={**facts, **seconds, **metrics}))
 
 
 def _evaluate(log: RunLog, version: int, rewards: Sequence[float]) -> None:
