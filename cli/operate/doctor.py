@@ -103,20 +103,18 @@ def check_lock() -> Finding:
     import importlib.metadata
 
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
     device = PROJECT / ".venv" / ".device"
     lock = PROJECT / "requirements" / f"{device.read_text().strip() if device.exists() else 'cpu'}.lock"
+    versions = {canonicalize_name(package.name): package.version for package in importlib.metadata.distributions()}
     wrong = []
     rows = [line.split("#")[0].strip() for line in lock.read_text().splitlines()]
     for requirement in [Requirement(row) for row in rows if row]:
-        if requirement.marker is not None and not requirement.marker.evaluate():
-            continue
-        try:
-            installed = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            installed = "missing"
-        if installed == "missing" or not requirement.specifier.contains(installed, prereleases=True):
-            wrong.append(f"{requirement.name} {installed} instead of {requirement.specifier}")
+        version = versions.get(canonicalize_name(requirement.name), "missing")
+        is_needed = requirement.marker is None or requirement.marker.evaluate()
+        if is_needed and (version == "missing" or not requirement.specifier.contains(version, prereleases=True)):
+            wrong.append(f"{requirement.name} {version} instead of {requirement.specifier}")
     if wrong:
         return Finding("; ".join(wrong[:5]), "rm .venv/.installed && make .venv/.installed")
     return Finding(f"all versions as in {lock.name}")

@@ -37,7 +37,7 @@ def show(
     step: Annotated[int | None, typer.Option(help="Only what this step trained on.")] = None,
     where: WhereOption = "",
     include_eval: EvalOption = False,
-    color: Annotated[str, typer.Option(help="logprob, advantage, version, or gap: trainer's − engine's.")] = "logprob",
+    color: Annotated[str, typer.Option(help="logprob, advantage, version, or gap: trainer minus engine.")] = "logprob",
     count: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 1,
     store: StoreOption = "",
 ) -> None:
