@@ -22,19 +22,7 @@ from typing import Any
 
 import jinja2
 
-from cli.report.report_curves import (
-    curves,
-    figures,
-    lag_bars,
-    reply_lengths,
-    reward_levels,
-    shard_versions,
-    spans_of,
-    staleness,
-    step_metrics,
-    time_budget,
-    token_lags,
-)
+from cli.report import report_curves
 from cli.report.report_groups import group_lists
 from cli.report.report_prompts import VISITS, prompt_history
 from cli.terminal.formatting import counted, held_out
@@ -57,12 +45,12 @@ MOST_SESSIONS = 20
 def gather(log: RunLog) -> dict[str, Any]:
     """Everything the template shows; `data` is the part the page's script draws."""
     state, config, queries = log.state, run_config(log), open_queries(log)
-    spans = spans_of(len(state.steps), MOST_STEPS)
-    metrics = step_metrics(queries)
-    drawn = {**curves(metrics, spans), **reply_lengths(queries, spans)}
+    spans = report_curves.spans_of(len(state.steps), MOST_STEPS)
+    metrics = report_curves.step_metrics(queries)
+    drawn = {**report_curves.curves(metrics, spans), **report_curves.reply_lengths(queries, spans)}
     rewards = _reward_range(queries)
     training, bound = config.get("train", {}), math.ceil(config.get("max_staleness", 0))
-    lags = token_lags(queries, steps_per_update=training.get("steps_per_update", 1))
+    lags = report_curves.token_lags(queries, steps_per_update=training.get("steps_per_update", 1))
     policy = training.get("stale_policy", "strict")
     evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
     histories = [prompt_history(queries, name, rewards) for name in VISITS]
@@ -83,9 +71,9 @@ def gather(log: RunLog) -> dict[str, Any]:
         "rewards": rewards,
         "evaluations": evaluations,
         "settings": _flat(config),
-        "figures": figures(drawn),
-        "time": time_budget(metrics),
-        "staleness": staleness(lags, bound=bound, policy=policy, stale_groups=counters["stale"]),
+        "figures": report_curves.figures(drawn),
+        "time": report_curves.time_budget(metrics),
+        "staleness": report_curves.staleness(lags, bound=bound, policy=policy, stale_groups=counters["stale"]),
         "lists": group_lists(log, queries),
         "histories": histories,
         "data": {
@@ -94,9 +82,9 @@ def gather(log: RunLog) -> dict[str, Any]:
             "held_out": [
                 {"x": e.version, "y": e.score, "text": " ".join(held_out(e)), "split": e.split} for e in evaluations
             ],
-            "lags": lag_bars(lags, bound=bound),
-            "shards": shard_versions(queries),
-            "levels": reward_levels(queries, spans, rewards),
+            "lags": report_curves.lag_bars(lags, bound=bound),
+            "shards": report_curves.shard_versions(queries),
+            "levels": report_curves.reward_levels(queries, spans, rewards),
             "rewards": rewards,
             "histories": {history["name"]: history for history in histories},
         },
@@ -115,16 +103,8 @@ def render(report: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        amount=_amount,
-        count=_count,
-        counted=counted,
-        duration=_duration,
-        in_one_line=in_one_line,
-        number=_number,
-        percent=_percent,
-        visible=_visible,
-    )
+    for text_filter in (amount, count, counted, duration, in_one_line, number, percent, visible):
+        environment.filters[text_filter.__name__] = text_filter
     return environment.get_template("report.html").render(
         **{**report, "data": _finite(report["data"])},
         script=script,
@@ -199,7 +179,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Control characters as their pictures (␀), so that they are seen and cannot disturb the page."""
     return text.translate(_PICTURES)
 
@@ -207,27 +187,27 @@ def _visible(text: str) -> str:
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"}
 
 
-def _count(value: float) -> str:
+def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _amount(value: float) -> str:
+def amount(value: float) -> str:
     """Short enough for a tile: 20,480, and 123 M."""
-    return _count(value) if value < 1e7 else f"{value / 1e6:,.0f} M" if value < 1e10 else f"{value / 1e9:,.0f} G"
+    return count(value) if value < 1e7 else f"{value / 1e6:,.0f} M" if value < 1e10 else f"{value / 1e9:,.0f} G"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     """Three decimals without trailing zeros; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.3f}".rstrip("0").rstrip(".") if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

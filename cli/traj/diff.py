@@ -52,7 +52,7 @@ class Side(NamedTuple):
     """Text of each token."""
 
 
-class Comparison(NamedTuple):
+class Parting(NamedTuple):
     """Where two token sequences part."""
 
     same_prompt: bool
@@ -63,14 +63,14 @@ class Comparison(NamedTuple):
     """Indices of the tokens before it that both sides sampled."""
 
 
-def compare(a: Side, b: Side, *, by_text: bool = False) -> Comparison:
+def compare(a: Side, b: Side, *, by_text: bool = False) -> Parting:
     """Compare by token id, or by the tokens' text if there are two tokenizers."""
     left, right = (side.pieces if by_text else side.row["input_ids"] for side in (a, b))
     pairs = list(zip(left, right, strict=False))
     parted_at = next((index for index, (x, y) in enumerate(pairs) if x != y), len(pairs))
     prompt_len = a.row["prompt_len"]
     masks = zip(a.row["loss_mask"][:parted_at], b.row["loss_mask"][:parted_at], strict=True)
-    return Comparison(
+    return Parting(
         same_prompt=prompt_len == b.row["prompt_len"] and parted_at >= prompt_len,
         parted_at=parted_at,
         shared=[index for index, (x, y) in enumerate(masks) if x and y],
@@ -78,7 +78,7 @@ def compare(a: Side, b: Side, *, by_text: bool = False) -> Comparison:
 
 
 def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
-    comparison = compare(a, b, by_text=by_text)
+    parting = compare(a, b, by_text=by_text)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("", justify="right", style="dim", no_wrap=True)
     table.add_column(Text(a.name), ratio=1, overflow="fold")
@@ -93,14 +93,14 @@ def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
     if any(len(side.row["turns"]) > 1 or side.row["turns"][0]["tool_calls"] for side in (a, b)):
         table.add_row("tools", *(_tools(side) for side in (a, b)))
     table.add_row()
-    table.add_row("tokens", *(_tokens(side, comparison.parted_at if comparison.same_prompt else 0) for side in (a, b)))
+    table.add_row("tokens", *(_tokens(side, parting.parted_at if parting.same_prompt else 0) for side in (a, b)))
     console.print(table)
     console.print()
-    for line in _verdict(a, b, comparison, by_text=by_text):
+    for line in _verdict(a, b, parting, by_text=by_text):
         console.print(line)
-    if comparison.same_prompt and comparison.shared:
+    if parting.same_prompt and parting.shared:
         console.print()
-        console.print(_logprobs(a, b, comparison))
+        console.print(_logprobs(a, b, parting))
 
 
 def _facts(side: Side, parts: Sequence[str]) -> dict[str, str]:
@@ -151,21 +151,19 @@ def _tokens(side: Side, parted_at: int) -> Text:
     return text
 
 
-def _verdict(a: Side, b: Side, comparison: Comparison, *, by_text: bool) -> list[Text]:
+def _verdict(a: Side, b: Side, parting: Parting, *, by_text: bool) -> list[Text]:
     """Sentences: whether the prompts are the same, and where the replies part."""
     lines = [Text("the two runs have different tokenizers: tokens are compared by their text")] if by_text else []
-    if not comparison.same_prompt:
+    if not parting.same_prompt:
         return [*lines, Text("different prompts: their tokens are not compared")]
     lengths = [len(side.pieces) for side in (a, b)]
-    if comparison.parted_at == lengths[0] == lengths[1]:
-        return [*lines, Text(f"the same {len(comparison.shared)} sampled tokens")]
+    if parting.parted_at == lengths[0] == lengths[1]:
+        return [*lines, Text(f"the same {len(parting.shared)} sampled tokens")]
     sentence = Text("they part at the first sampled token: ")
-    if comparison.shared:
-        sentence = Text(f"the first {len(comparison.shared)} sampled tokens are the same; then ")
-    return [
-        *lines,
-        sentence.append(_token(a, comparison.parted_at)).append(" against ").append(_token(b, comparison.parted_at)),
-    ]
+    if parting.shared:
+        sentence = Text(f"the first {len(parting.shared)} sampled tokens are the same; then ")
+    first, second = (_token(side, parting.parted_at) for side in (a, b))
+    return [*lines, sentence.append(first).append(" against ").append(second)]
 
 
 def _token(side: Side, index: int) -> Text:
@@ -175,9 +173,9 @@ def _token(side: Side, index: int) -> Text:
     return Text(repr(side.pieces[index]), style="bold yellow").append(f" ({fact})", style="not bold default")
 
 
-def _logprobs(a: Side, b: Side, comparison: Comparison) -> Table:
+def _logprobs(a: Side, b: Side, parting: Parting) -> Table:
     """Logprobs of the common sampled tokens, in order."""
-    changes = {index: b.row["logprobs"][index] - a.row["logprobs"][index] for index in comparison.shared}
+    changes = {index: b.row["logprobs"][index] - a.row["logprobs"][index] for index in parting.shared}
     shown = sorted(sorted(changes, key=lambda index: -abs(changes[index]))[:MOST_ROWS])
     title = "logprob of the same token"
     if len(shown) < len(changes):

@@ -30,9 +30,7 @@ def log(store: LocalStore) -> RunLog:
     log = create_run(store, "run", {**default_values(), "workflow": WORKFLOW})
     attempts = [
         a_trajectory(
-            float(attempt % 2),
-            attempt=attempt,
-            messages=[Message(role="assistant", content=reply, is_completion=True)],
+            float(attempt % 2), attempt=attempt, messages=[Message(role="assistant", content=reply, is_completion=True)]
         )
         for attempt, reply in enumerate(["x0", "x1", "x2", "y"])
     ]
