@@ -5,6 +5,7 @@ In: runs and rules. Out: a table per run, or JSON with a reason for every item.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -50,10 +51,7 @@ def gc(
     if as_json and not (dry_run or sure):
         raise InvalidInput("--json cannot ask; add --dry-run to look, or --yes to remove")
     opened, console = open_named_store(store), Console(highlight=False)
-
-    def collect(*, dry_run: bool) -> list[RunReport]:
-        return collect_garbage(opened, runs or [], rules, dry_run=dry_run, ignore_readers=ignore_readers)
-
+    collect = functools.partial(collect_garbage, opened, runs or [], rules, ignore_readers=ignore_readers)
     reports = collect(dry_run=dry_run or not as_json)
     if as_json:
         print_json([_document(report) for report in reports])

@@ -51,18 +51,18 @@ def find_trajectories(
         if worst or best or group is not None or step is not None:
             raise InvalidInput("an id names one trajectory: leave out --worst, --best, --group and --step")
         group, attempt = split_id(trajectory_id)
-    conditions = ["sequence_idx = 0", condition(where, include_eval or group is not None)]
-    parameters: list[Any] = []
+    filters: dict[str, Any] = {}
     if group is not None:
-        conditions.append("group_id = ?")
-        parameters.append(group)
+        filters["group_id = ?"] = group
     if trajectory_id:
-        conditions.append(f"attempt = {attempt}")
+        filters["attempt = ?"] = attempt
     if step is not None:
-        conditions.append(f"step = {step} AND outcome = 'trained'")
+        filters["outcome = 'trained' AND step = ?"] = step
+    conditions = [condition(where, include_eval or group is not None), "sequence_idx = 0", *filters]
+    order = NEWEST
     if worst or best:
         conditions.append("reward IS NOT NULL")
-    order = f"reward {'DESC' if best else 'ASC'}, {NEWEST}" if worst or best else NEWEST
+        order = f"reward {'DESC' if best else 'ASC'}, {NEWEST}"
     shard_ids: list[str] | None = None
     if step is not None:
         check_step(log.state, step)
@@ -75,13 +75,11 @@ def find_trajectories(
         SELECT shard_id, group_id, attempt FROM trajectories
         WHERE {" AND ".join(conditions)} ORDER BY {order} LIMIT {count}
     """
-    while True:
-        queries = open_queries(log, shard_ids=shard_ids)
+    queries, parameters = open_queries(log, shard_ids=shard_ids), list(filters.values())
+    rows = _rows_of(log, queries, sql, parameters)
+    if shard_ids is not None and not filters and len({(row["shard_id"], row["id"]) for row in rows}) < count:
+        queries = open_queries(log)  # some of the newest shards are damaged: look further back
         rows = _rows_of(log, queries, sql, parameters)
-        narrowed = shard_ids is not None and group is None and step is None
-        if not narrowed or len({(row["shard_id"], row["id"]) for row in rows}) >= count:
-            break
-        shard_ids = None  # some of the newest shards are damaged: look further back
     if not rows:
         missing = trajectory_id or (f"group {group}" if group is not None else "such trajectory")
         raise InvalidInput(
