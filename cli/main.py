@@ -15,25 +15,21 @@ from cli.operate.export import export
 from cli.operate.exporter import exporter
 from cli.operate.housekeeping import gc
 from cli.operate.lineage import lineage
-from cli.operate.pause import pause, resume
 from cli.operate.promote import promote, rollback
-from cli.operate.runs import runs
 from cli.operate.services import down, up
-from cli.operate.status import status
-from cli.operate.stop import stop
+from cli.operate.status import runs, status
+from cli.operate.stop import pause, resume, stop
 from cli.report.report import report
 from cli.run.eval import evaluate
-from cli.run.produce import produce
 from cli.run.replay import replay
 from cli.run.rescore import rescore
-from cli.run.rollout import once
+from cli.run.rollout import once, produce
 from cli.run.train import train
 from cli.terminal.errors import explained
 from cli.traj.diff import diff
 from cli.traj.export import export as export_trajectories
-from cli.traj.index import index
 from cli.traj.ls import ls
-from cli.traj.search import search
+from cli.traj.search import index, search
 from cli.traj.show import show
 from cli.traj.sql import sql
 from cli.traj.stats import stats

@@ -153,10 +153,9 @@ def a_turn(
     return Turn(
         context_ids=list(context),
         sampled_ids=list(sampled),
-        logprobs=[-0.5] * len(sampled),
         weight_versions=[versions] * len(sampled) if isinstance(versions, int) else list(versions),
         sequence_idx=sequence_idx,
-        **{"finish_reason": "stop", **fields},
+        **{"finish_reason": "stop", "logprobs": [-0.5] * len(sampled), **fields},
     )
 
 

@@ -32,33 +32,12 @@ def export(
     run: str,
     to: Annotated[Path, typer.Option(help="The folder to write; it must not exist yet.")],
     version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
-    merge: Annotated[
-        bool, typer.Option("--merge", help="Add a policy's adapters to the base model's weights.")
-    ] = False,
-    average: Annotated[
-        bool, typer.Option("--average", help="The moving average of the weights that train.ema keeps.")
-    ] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Add a policy's adapters to the base model.")] = False,
+    average: Annotated[bool, typer.Option("--average", help="The weights' moving average, see train.ema.")] = False,
     as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:
     """Write a policy as a folder that transformers, peft, vLLM and others load: whole weights, or adapters."""
-    exported = export_policy(open_named(run, store), to, version=version, merge=merge, average=average)
-    if as_json:
-        print_json(exported)
-    else:
-        _print(exported, Console(highlight=False, soft_wrap=True))
-
-
-def export_policy(
-    log: RunLog, to: Path, *, version: int | None, merge: bool = False, average: bool = False
-) -> dict[str, Any]:
-    """Write policy `version`, the newest where it is null, into the folder `to`, which appears whole or not at all.
-
-    With `average`, the moving average of the weights up to that version; the newest is that of the last saved state.
-    Returns what was written. Raises `ValueError` for a version the run does not have (any more), for a folder that
-    exists or cannot be made, for `merge` where there is nothing to merge and for `average` where none was kept;
-    `FileNotFoundError` and `storage.objects.digests.DigestMismatch` where the policy's files are gone or altered.
-    """
     import tempfile
 
     from storage.log.runs import find_policy
@@ -66,14 +45,12 @@ def export_policy(
     from storage.policies.adapters import has_adapter
     from storage.policies.policies import PolicyReader
 
+    log = open_named(run, store)
     check_target(to, "--to")
     if to.exists():
         raise InvalidInput(f"{to} is there already; remove it, or choose another folder")
-    state_path = ""
-    if average:
-        step = _saved_step(log, version)
-        state_path, version = step.state_path or "", step.policy.version
-    policy = find_policy(log, version)
+    saved = _saved_step(log, version) if average else None
+    policy = find_policy(log, saved.policy.version if saved else version)
     policies = PolicyReader(log, cache_folder())
     folder = policies.fetch(policy)
     adapters = has_adapter(folder)
@@ -81,12 +58,11 @@ def export_policy(
         raise InvalidInput(f"policy {policy.version} of run {log.run_id!r} has no adapters to merge; leave --merge out")
     with tempfile.TemporaryDirectory(prefix=f".{to.name}.", dir=to.absolute().parent) as scratch:
         made = Path(scratch) / "content"
-        if average:
+        if saved:
             from trainers.checkpoint import save_average
 
-            saved = log.store.fetch_folder(state_path, cache_folder())
-            save_average(saved, folder, averaged := Path(scratch) / "average")
-            folder = averaged
+            policy_folder, folder = folder, Path(scratch) / "average"
+            save_average(log.store.fetch_folder(saved.state_path or "", cache_folder()), policy_folder, folder)
         if merge:
             from trainers.model.lora import merge_adapter
 
@@ -94,8 +70,8 @@ def export_policy(
         else:
             shutil.copytree(folder, made)
         digest = verify_folder(made)
-        os.rename(made, to)
-    return {
+        os.rename(made, to)  # the folder appears whole or not at all
+    exported = {
         "run": log.run_id,
         "version": policy.version,
         "policy_sha256": policy.weights_sha256,
@@ -105,10 +81,14 @@ def export_policy(
         "folder": str(to.absolute()),
         "base": f"{log.store.uri}/{log.state.policies[0].path}" if adapters and not merge else "",
     }
+    if as_json:
+        print_json(exported)
+    else:
+        _print(exported, Console(highlight=False, soft_wrap=True))
 
 
 def _saved_step(log: RunLog, version: int | None) -> Step:
-    """The step that made policy `version`, the last one where it is null, whose optimizer state is there."""
+    """The step with a saved optimizer state that made policy `version`, by default the last one."""
     from storage.log.replay_plan import is_saved
 
     state = log.state

@@ -1,17 +1,7 @@
 """`millrace exporter`: runs as Prometheus metrics, read from their logs at every scrape.
 
-In: a store. Out: gauges with the label `run`, in Prometheus' text format. Nothing in a worker or a trainer is asked, so
-the numbers are there for dead runs too, and an exporter that is down loses none.
-
-    millrace_training                         1 while a process of this machine trains the run
-    millrace_steps, millrace_policy_version   optimizer steps done, newest policy
-    millrace_groups{outcome}                  prompt groups: submitted = trained + filtered + stale + … + pending
-    millrace_shards, millrace_quarantined_shards, millrace_trajectories
-    millrace_phase_seconds{phase}             of the last round: generate, reward, commit, wait, load, train, save, …
-    millrace_step_metric{metric}              the last step's other metrics, by their names in docs/metrics.md
-    millrace_score{split}                     newest held-out score
-    millrace_champion_version                 where there is one
-    millrace_last_entry_timestamp_seconds, millrace_last_step_timestamp_seconds
+In: a store. Out: the gauges `millrace_…` of `_GAUGES` with the label `run`, in Prometheus' text format. No worker or
+trainer is asked, so the numbers are there for dead runs too, and an exporter that is down loses none.
 """
 
 from __future__ import annotations
@@ -19,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -35,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("millrace.exporter")
 
-_SECONDS = "_seconds"
 _GAUGES = {
     "training": "1 while a process of this machine trains the run.",
     "steps": "Optimizer steps done.",
@@ -51,12 +40,12 @@ _GAUGES = {
     "last_entry_timestamp_seconds": "When the log grew last.",
     "last_step_timestamp_seconds": "When the last step was committed.",
 }
-_LABELS = {"groups": "outcome", "phase_seconds": "phase", "step_metric": "metric", "score": "split"}
+_LABELS = {"groups": ["outcome"], "phase_seconds": ["phase"], "step_metric": ["metric"], "score": ["split"]}
 
 
 def exporter(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 9464,
-    host: Annotated[str, typer.Option(help="Whom to listen to; the numbers need no password.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; there is no password.")] = "127.0.0.1",
     store: StoreOption = "",
 ) -> None:
     """Serve the numbers of every run in the store to Prometheus, from the logs alone."""
@@ -91,15 +80,13 @@ class RunCollector:
         from prometheus_client.core import GaugeMetricFamily
 
         families = {
-            name: GaugeMetricFamily(
-                f"millrace_{name}", text, labels=["run", *([_LABELS[name]] if name in _LABELS else [])]
-            )
+            name: GaugeMetricFamily(f"millrace_{name}", text, labels=["run", *_LABELS.get(name, [])])
             for name, text in _GAUGES.items()
         }
         with self._asking:
             for log in self._refreshed():
-                for name, label, value in _values(log):
-                    families[name].add_metric([log.run_id, *([label] if label else [])], value)
+                for name, value, *labels in _values(log):
+                    families[name].add_metric([log.run_id, *labels], value)
         yield from families.values()
 
     def _refreshed(self) -> Iterator[RunLog]:
@@ -122,32 +109,32 @@ class RunCollector:
             yield log
 
 
-def _values(log: RunLog) -> Iterator[tuple[str, str, float]]:
-    """Name, label or nothing, and value."""
+def _values(log: RunLog) -> Iterator[tuple[Any, ...]]:
+    """Name, value, and the label if it has one."""
     from storage.log.entries import Step
     from storage.log.promotion import CHAMPION
     from storage.log.runs import is_training
 
     state = log.state
-    yield "training", "", float(is_training(log))
-    yield "steps", "", state.step
-    yield "trajectories", "", state.num_trajectories
-    yield "shards", "", len(state.shards)
+    yield "training", float(is_training(log))
+    yield "steps", state.step
+    yield "trajectories", state.num_trajectories
+    yield "shards", len(state.shards)
     if state.live is not None:
-        yield "policy_version", "", state.newest_version
+        yield "policy_version", state.newest_version
     counts = state.counters()
-    yield "quarantined_shards", "", counts.pop("quarantined")
+    yield "quarantined_shards", counts.pop("quarantined")
     for outcome, count in counts.items():
-        yield "groups", outcome, count
+        yield "groups", count, outcome
     for evaluation in {e.split: e for e in sorted(state.evaluations, key=lambda e: e.version) if not e.failed}.values():
-        yield "score", evaluation.split, evaluation.score
+        yield "score", evaluation.score, evaluation.split
     if CHAMPION in state.aliases:
-        yield "champion_version", "", state.aliases[CHAMPION].version
+        yield "champion_version", state.aliases[CHAMPION].version
     for name, value in (state.steps[-1].metrics if state.steps else {}).items():
-        is_phase = name.endswith(_SECONDS)
-        yield "phase_seconds" if is_phase else "step_metric", name.removesuffix(_SECONDS) if is_phase else name, value
+        kind = "phase_seconds" if name.endswith("_seconds") else "step_metric"
+        yield kind, value, name.removesuffix("_seconds")
     if log.entries:
-        yield "last_entry_timestamp_seconds", "", log.entries[-1].written_at
+        yield "last_entry_timestamp_seconds", log.entries[-1].written_at
     if state.steps:  # else the search would go through the whole log, at every scrape
         last_step = next(entry for entry in reversed(log.entries) if isinstance(entry.body, Step))
-        yield "last_step_timestamp_seconds", "", last_step.written_at
+        yield "last_step_timestamp_seconds", last_step.written_at

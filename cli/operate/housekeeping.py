@@ -5,6 +5,7 @@ In: runs and rules. Out: a table per run, or JSON with a reason for every item.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +36,7 @@ def gc(
     older_than: Annotated[str, typer.Option(help="Remove only what is older: 12h, 30d, 8w.")] = "",
     max_size: Annotated[str, typer.Option(help="Oldest first, until all named runs are no larger: 50GB.")] = "",
     sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    ignore_readers: Annotated[bool, typer.Option("--ignore-readers", help="Even while somebody reads.")] = False,
+    ignore_readers: Annotated[bool, typer.Option("--ignore-readers", help="Even while the run is read.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with a reason for every item.")] = False,
     store: StoreOption = "",
 ) -> None:
@@ -50,10 +51,7 @@ def gc(
     if as_json and not (dry_run or sure):
         raise InvalidInput("--json cannot ask; add --dry-run to look, or --yes to remove")
     opened, console = open_named_store(store), Console(highlight=False)
-
-    def collect(*, dry_run: bool) -> list[RunReport]:
-        return collect_garbage(opened, runs or [], rules, dry_run=dry_run, ignore_readers=ignore_readers)
-
+    collect = functools.partial(collect_garbage, opened, runs or [], rules, ignore_readers=ignore_readers)
     reports = collect(dry_run=dry_run or not as_json)
     if as_json:
         print_json([_document(report) for report in reports])
@@ -77,14 +75,8 @@ def gc(
 def _document(report: RunReport) -> dict[str, Any]:
     """A report as JSON, every item with its reason."""
     items = [
-        {
-            "kind": item.kind,
-            "name": item.name,
-            "reason": item.reason,
-            "bytes": item.num_bytes,
-            "files": len(item.keys),
-            "modified_at": item.modified_at,
-        }
+        {"kind": item.kind, "name": item.name, "reason": item.reason}
+        | {"bytes": item.num_bytes, "files": len(item.keys), "modified_at": item.modified_at}
         for item in report.items
     ]
     return {
@@ -95,7 +87,7 @@ def _document(report: RunReport) -> dict[str, Any]:
         "problem": report.problem,
         "by_kind": {kind: {"count": count, "bytes": num} for kind, (count, num) in report.by_kind().items()},
         "kept_policies": {str(version): reason for version, reason in report.kept.items()},
-        "readers": [{"what": r.what, "host": r.host, "pid": r.pid} for r in report.readers],
+        "readers": [vars(reader) for reader in report.readers],
         "items": items,
     }
 

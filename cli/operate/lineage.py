@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
+from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open_named, print_json
 from cli.terminal.formatting import counted, held_out, number, plain_table, ranges, versions_of
 from infra.environment import home, tracking_uri
 from settings.errors import InvalidInput
@@ -34,9 +34,7 @@ def lineage(
     show_all: Annotated[bool, typer.Option("--all", help="Every prompt, not the first few.")] = False,
     as_json: JsonOption = False,
     store: StoreOption = "",
-    tracking: Annotated[
-        str, typer.Option(help="MLflow, for what only it knows; by default $MILLRACE_TRACKING, else .millrace's.")
-    ] = "",
+    tracking: TrackingOption = "",
 ) -> None:
     """What made a policy: step, shards, prompts, code. Or which policies a trajectory influenced."""
     from storage.log.entries import to_json
@@ -86,22 +84,21 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
     try:
         return registered_version(log, name, tracking_uri=tracking_uri(tracking))
     except RegistryUnavailable as error:
-        known = ", ".join(sorted(log.state.aliases)) or "none"
+        aliases = ", ".join(sorted(log.state.aliases)) or "none"
         raise InvalidInput(
             f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
-            f"(its aliases: {known}), and MLflow cannot be asked ({error}); "
+            f"(its aliases: {aliases}), and MLflow cannot be asked ({error}); "
             f"start it with `millrace up`, name it with --tracking, or give --policy N"
         ) from error
 
 
 def _mlflow_page(made: PolicyLineage, tracking: str) -> str:
-    """Address of the version in MLflow's UI, where one is running or `tracking` names a server; else empty."""
+    """Address of the version in MLflow's UI, if one is running or `tracking` names a server; else empty."""
     from infra.services import running_services
 
-    uri = tracking_uri(tracking)
     server = running_services(home()).get("mlflow") if not tracking else None
-    root = server.url if server else uri if uri.startswith("http") else ""
-    if not root or made.registry_version is None:
+    root = server.url if server else tracking_uri(tracking)
+    if not root.startswith("http") or made.registry_version is None:
         return ""
     return f"{root}/#/models/{made.registry_model}/versions/{made.registry_version}"
 
@@ -109,15 +106,13 @@ def _mlflow_page(made: PolicyLineage, tracking: str) -> str:
 def _print_policy(made: PolicyLineage, console: Console, *, show_all: bool, mlflow: str) -> None:
     state = [*(["live"] if made.live else []), *made.aliases, *(["weights retired"] if made.retired else [])]
     registered = f"{made.registry_model} version {made.registry_version}" if made.registry_version else "not registered"
-    facts = {
-        "policy": f"[bold]{made.version}[/] of run {escape(made.run)}"
-        + (f"  ({escape(', '.join(state))})" if state else ""),
-        "registry": escape(registered + (f"  {mlflow}" if mlflow else "")),
-        "weights": f"{escape(made.weights)}\nsha256 {made.weights_sha256}",
-        "trained from": " → ".join(map(str, made.parents)) + (" → …" if made.parents and made.parents[-1] else "")
-        if made.parents
-        else "nothing: it is the base model",
-    }
+    facts = {"policy": f"[bold]{made.version}[/] of run {escape(made.run)}"}
+    if state:
+        facts["policy"] += f"  ({escape(', '.join(state))})"
+    facts["registry"] = escape(f"{registered}  {mlflow}".rstrip())
+    facts["weights"] = f"{escape(made.weights)}\nsha256 {made.weights_sha256}"
+    parents = [*map(str, made.parents), *(["…"] if made.parents and made.parents[-1] else [])]
+    facts["trained from"] = " → ".join(parents) or "nothing: it is the base model"
     if made.step is not None:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in made.outcomes.items())
         facts["step"] = f"{made.step}, session {escape(made.session_id or 'not recorded')}: {counts}"

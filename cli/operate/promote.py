@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
+from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open_named, print_json
 from infra.environment import tracking_uri
 from settings.redaction import without_secrets
 
@@ -19,18 +19,14 @@ if TYPE_CHECKING:
     from storage.log.entries import Alias
     from storage.log.run_log import RunLog
 
-TrackingOption = Annotated[str, typer.Option(help="MLflow; by default $MILLRACE_TRACKING, else .millrace's.")]
-
 _LARGEST_GAP = 1.0
-"""Where a run from before the setting existed does not say, in nats per token."""
+"""For a run from before there was a setting, in nats per token."""
 
 
 def promote(
     run: str,
     version: Annotated[int | None, typer.Option(min=0, help="Policy version; the newest by default.")] = None,
-    max_gap: Annotated[
-        float | None, typer.Option(min=0, help="Largest trainer–engine gap of a step; by default the run's.")
-    ] = None,
+    max_gap: Annotated[float | None, typer.Option(min=0, help="Largest trainer–engine gap; else the run's.")] = None,
     as_json: JsonOption = False,
     store: StoreOption = "",
     tracking: TrackingOption = "",
@@ -54,7 +50,7 @@ def rollback(run: str, as_json: JsonOption = False, store: StoreOption = "", tra
 
 
 def _announce(log: RunLog, alias: Alias, again: str, *, as_json: bool, tracking: str) -> None:
-    """Say who is the champion, and bring the alias to MLflow; once more if MLflow has not heard of it."""
+    """Print the champion and set the alias in MLflow, also if an earlier call could not."""
     from storage.log.entries import to_json
 
     console = Console(highlight=False, stderr=as_json, soft_wrap=True)
@@ -76,5 +72,5 @@ def _bring_to_mlflow(log: RunLog, tracking: str) -> str:
             for registration in Registry(log, tracking_uri=uri).sync(finished=True):
                 log.append(registration)
     except RegistryUnavailable as error:
-        return without_secrets(f"{uri} was not told ({error}); promote again, or continue the run, and it will be")
+        return without_secrets(f"{uri} cannot be reached ({error}); promote again, or continue the run")
     return without_secrets(f"{log.run_id}@champion at {uri}")

@@ -19,7 +19,12 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 def up() -> None:
     """Start Prefect, MLflow and a worker on this machine, and deploy prefect.yaml."""
+    import asyncio
+
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
     from infra.services import NOTIFY, start_services
+    from tasks.prefect.flow_runs import crash_lost_flow_runs
 
     console = Console(highlight=False)
     if destination := os.environ.get(NOTIFY):
@@ -32,7 +37,8 @@ def up() -> None:
         services = start_services(home(), PROJECT, tracking=local_tracking_uri(), announce=status.update)
         api = f"{services['prefect'].url}/api"
         status.update("looking for flow runs whose process is gone")
-        lost = _crash_lost_flow_runs(api)
+        with temporary_settings({PREFECT_API_URL: api}):  # no flow run without a process stays Running
+            lost = asyncio.run(crash_lost_flow_runs())
     if lost:
         console.print(f"marked as crashed, their processes are gone: {', '.join(lost)}")
     console.print(
@@ -53,15 +59,3 @@ def down() -> None:
 
     stopped = stop_services(home())
     typer.echo(f"stopped {', '.join(stopped)}" if stopped else "nothing was running")
-
-
-def _crash_lost_flow_runs(api: str) -> list[str]:
-    """No flow run without a process stays Running; returns the names of those that were."""
-    import asyncio
-
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    from tasks.prefect.flow_runs import crash_lost_flow_runs
-
-    with temporary_settings({PREFECT_API_URL: api}):
-        return asyncio.run(crash_lost_flow_runs())

@@ -1,29 +1,30 @@
-"""`millrace status`: what a run's log says, and nothing else: no MLflow, no Prefect, no torch.
+"""`millrace status` and `runs`: what the logs say, and nothing else: no MLflow, no Prefect, no torch.
 
-In: a run's log. Out: a dictionary of plain numbers, or a table of them. With `--follow` the last rounds and that table
-as the log grows, whoever trains the run, or nobody: on a terminal one view, drawn again every second; elsewhere a
-status whenever something changed.
+In: a run's log, or a store. Out: a dictionary of plain numbers, or a table of them; a row per run, the one that was
+worked on last first. With `--follow`, the last rounds and the run's table as the log grows: on a terminal one view,
+drawn again every second; elsewhere a status after every change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
+from rich.table import Table
 from rich.text import Text
 
-from cli.terminal.arguments import JsonOption, StoreOption, open_named, print_json
-from cli.terminal.formatting import ago, one_line, plain_table
+from cli.terminal.arguments import JsonOption, StoreOption, open_named, open_named_store, print_json
+from cli.terminal.formatting import ago, number, one_line, plain_table
 from settings.errors import InvalidInput
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
-    from storage.log.entries import Step
     from storage.log.run_log import RunLog
+    from storage.log.run_state import RunState
+    from storage.objects.object_store import ObjectStore
 
 SECONDS_BETWEEN_LOOKS = 1.0
 MOST_ROUNDS = 5
@@ -33,9 +34,7 @@ LEGEND = "time in % of the round: waited for generate, reward, commit; load, tra
 
 def status(
     run: str,
-    follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Show it again as it grows, until the last step or Ctrl-C.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Again as it grows, until the last step.")] = False,
     store: StoreOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -51,15 +50,9 @@ def status(
         console.print(status_table(run_status(log)))
 
 
-def run_status(log: RunLog, *, peak_memory_bytes: int | None = None) -> dict[str, Any]:
-    """The run in numbers; null where it has none yet. Accuracies are held-out scores, 0 to 1.
-
-    Whoever asks again and again hands in the peak it knows: else every step is looked at each time.
-    """
-    state = log.state
-    if peak_memory_bytes is None:
-        peak_memory_bytes = peak_memory(state.steps)
-    live = state.live
+def run_status(log: RunLog) -> dict[str, Any]:
+    """The run in numbers; None for what it does not have yet. Accuracies are held-out scores, 0 to 1."""
+    state, live = log.state, log.state.live
     evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
     last = evaluations[-1] if evaluations else None
     registration = state.registrations.get(live.version) if live else None
@@ -76,7 +69,7 @@ def run_status(log: RunLog, *, peak_memory_bytes: int | None = None) -> dict[str
         "pass_at": last.pass_at if last else None,
         "failed_evaluations": len(state.evaluations) - len(evaluations),
         "wall_seconds": round(state.worked_seconds, 1),
-        "peak_memory_bytes": peak_memory_bytes,
+        "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
         "mlflow_model": registration.model_name if registration else None,
         "mlflow_version": registration.registry_version if registration else None,
         "paused": state.paused or None,
@@ -87,13 +80,8 @@ def run_status(log: RunLog, *, peak_memory_bytes: int | None = None) -> dict[str
     }
 
 
-def peak_memory(steps: Iterable[Step]) -> int:
-    """Most bytes that any of the steps held; 0 without one."""
-    return int(max((step.metrics["peak_memory_bytes"] for step in steps), default=0))
-
-
 def status_table(status: dict[str, Any]) -> Group:
-    """The same for people."""
+    """The status as a table."""
     table = plain_table()
     for key, value in status.items():
         if key == "peak_memory_bytes":
@@ -108,55 +96,44 @@ def status_table(status: dict[str, Any]) -> Group:
 
 
 class RunView:
-    """What the last look at a run has found. Drawn at any time, by another thread too."""
+    """A run as it was at the last look. Another thread may draw it at any time."""
 
     def __init__(self, log: RunLog) -> None:
         self._log = log
-        self._peak_memory, self._steps_seen = 0, 0
-        self._seen: tuple[int, bool, bool] | None = None
+        self._entries = -1
         self._is_training = False
         self._failure = ""
-        self._last_at = 0.0
         self._numbers = Group()
         """Rounds and status, made when an entry is new."""
 
     @property
     def is_over(self) -> bool:
-        """True where the newest session has all the steps it means to do; older logs do not say how many."""
+        """True when the newest session has done all its steps; older logs do not say how many it wants."""
         state = self._log.state
         return bool(state.sessions) and 0 < state.sessions[-1].steps <= state.step
 
     def look(self) -> bool:
-        """Read what is new; True where something is, other than the time. A store that fails is part of the view."""
+        """Read what is new; True if anything is, other than the time. A store that fails is part of the view."""
         from storage.log.runs import is_training
         from storage.objects.object_store import StoreError
 
-        before = self._seen
+        before = (self._entries, self._is_training, bool(self._failure))
         try:
             self._log.refresh()
             self._is_training = is_training(self._log)
             self._failure = ""
         except (OSError, StoreError) as error:
             self._failure = one_line(without_secrets(f"{type(error).__name__}: {error}"))
-        entries = self._log.state.entries
-        if before is None or before[0] != entries:
-            self._read_numbers()
-        self._seen = (entries, self._is_training, bool(self._failure))
-        return self._seen != before
-
-    def _read_numbers(self) -> None:
-        state = self._log.state
-        self._peak_memory = max(self._peak_memory, peak_memory(state.steps[self._steps_seen :]))
-        self._steps_seen = state.step
-        self._last_at = state.last_at
-        wanted = state.sessions[-1].steps if state.sessions else 0
-        numbers = status_table(run_status(self._log, peak_memory_bytes=self._peak_memory))
-        self._numbers = Group(_rounds(state.steps[-MOST_ROUNDS:], wanted=wanted), numbers)
+        if self._entries != self._log.state.entries:
+            self._entries = self._log.state.entries
+            self._numbers = Group(_rounds(self._log.state), status_table(run_status(self._log)))
+        return before != (self._entries, self._is_training, bool(self._failure))
 
     def __rich__(self) -> Group:
         """The newest first: a terminal may have too few lines for all of it."""
-        who = "a process of this machine trains it" if self._is_training else "nobody on this machine trains it"
-        last = f"last entry {ago(time.time() - self._last_at)}" if self._last_at else "no entry yet"
+        who = "this machine trains it" if self._is_training else "this machine does not train it"
+        last_at = self._log.state.last_at
+        last = f"last entry {ago(time.time() - last_at)}" if last_at else "no entry yet"
         lines = [Text(f"run {self._log.run_id}: {last}, {who}", style="bold")]
         if self._failure:
             lines.append(Text(f"the store could not be read, trying again: {self._failure}", style="yellow"))
@@ -164,7 +141,7 @@ class RunView:
 
 
 def follow_run(log: RunLog, console: Console, *, seconds: float = SECONDS_BETWEEN_LOOKS) -> None:
-    """Show the run until it has its steps, or until Ctrl-C. Raises `LogDamaged` where its log contradicts itself."""
+    """Show the run until it has its steps, or until Ctrl-C. Raises `LogDamaged` for a log that contradicts itself."""
     from rich.live import Live
 
     view = RunView(log)
@@ -181,17 +158,17 @@ def follow_run(log: RunLog, console: Console, *, seconds: float = SECONDS_BETWEE
                 changed = view.look()
 
 
-def _rounds(steps: Sequence[Step], *, wanted: int) -> Text:
-    """What `millrace train` says of a round's time, a line for each step, the newest last."""
-    rounds = Text()
-    if not steps:
-        return rounds
-    rounds.append(f"{LEGEND}\n", style="dim")
+def _rounds(state: RunState) -> Text:
+    """A line for each of the last steps, as `millrace train` prints it."""
+    if not state.steps:
+        return Text()
+    wanted = state.sessions[-1].steps if state.sessions else 0
+    rounds = Text().append(f"{LEGEND}\n", style="dim")
     rounds.append(f"{'step':>8} {'reward':>6} {PHASES_HEADER}", style="bold")
-    for step in steps:
-        number = f"{step.claim.step}/{wanted}" if wanted else str(step.claim.step)
+    for step in state.steps[-MOST_ROUNDS:]:
+        place = f"{step.claim.step}/{wanted}" if wanted else str(step.claim.step)
         reward = f"{step.metrics['reward']:.3f}" if "reward" in step.metrics else "-"  # nothing was trained
-        rounds.append(f"\n{number:>8} {reward:>6} {phases(step.metrics)}")
+        rounds.append(f"\n{place:>8} {reward:>6} {phases(step.metrics)}")
     return rounds
 
 
@@ -202,3 +179,63 @@ def phases(metrics: dict[str, float]) -> str:
     seconds = [sum(metrics.get(f"{phase}_seconds", 0.0) for phase in column) for column in columns]
     shares = (f"{100 * value / max(metrics['round_seconds'], 1e-9):>3.0f}%" for value in seconds)
     return f"{metrics['round_seconds']:>5.1f}s {' '.join(shares)}"
+
+
+def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
+    """Every run in the store: steps, scores, champion, and whether it is being trained here."""
+    opened, console = open_named_store(store), Console(highlight=False)
+    listed = list_runs(opened)
+    if as_json:
+        print_json(listed)
+    elif listed:
+        console.print(_runs_table(listed))
+    else:
+        sentence = f"no runs in {opened.uri} yet; `millrace train examples/arithmetic.toml` makes one"
+        console.print(sentence, soft_wrap=True)
+
+
+def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
+    """One dictionary of plain values per run; times in seconds since 1970."""
+    from storage.log.runs import open_run
+
+    logs = [open_run(store, name) for name in store.names("runs") if store.exists(f"runs/{name}/run.json")]
+    return sorted(map(_run_facts, logs), key=lambda run: run["last_entry_at"] or 0.0, reverse=True)
+
+
+def _run_facts(log: RunLog) -> dict[str, Any]:
+    from storage.log.promotion import CHAMPION
+    from storage.log.runs import is_training, run_config
+
+    state = log.state
+    scores = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
+    champion = state.aliases.get(CHAMPION)
+    return {
+        "run": log.run_id,
+        "workflow": run_config(log).get("workflow"),
+        "is_training": is_training(log),
+        "step": state.step,
+        "trajectories": state.num_trajectories,
+        "accuracy_before": scores[0].score if scores else None,
+        "accuracy_after": scores[-1].score if scores else None,
+        "champion": champion.version if champion is not None else None,
+        "wall_seconds": round(state.worked_seconds, 1),
+        "last_entry_at": log.entries[-1].written_at if log.entries else None,
+    }
+
+
+def _runs_table(runs: list[dict[str, Any]]) -> Table:
+    names = ("run", "workflow", "", "steps", "attempts", "held-out", "champion", "last entry")
+    table = plain_table(*names, right=("steps", "attempts", "champion"))
+    for run in runs:
+        scores = [run["accuracy_before"], run["accuracy_after"]]
+        table.add_row(
+            run["run"],
+            one_line(run["workflow"] or "-"),
+            "training" if run["is_training"] else "",
+            str(run["step"]),
+            f"{run['trajectories']:,}",
+            "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),
+            "-" if run["champion"] is None else str(run["champion"]),
+            "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
+        )
+    return table

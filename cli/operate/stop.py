@@ -1,13 +1,15 @@
-"""`millrace stop`: end the training of a run on this machine, as Ctrl-C in its terminal, or Cancel in Prefect, would.
+"""`millrace stop`, `pause` and `resume`: end the training of a run on this machine, or begin nothing new anywhere.
 
-In: a run's log. Out: the step it stopped at. What was committed stays, and the same command continues it.
+In: a run's log. Out: the step it stands at; what was committed stays. A pause is an entry in the log, which trainer and
+producers notice within seconds, wherever they are; what runs is finished and committed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,9 +20,8 @@ from settings.redaction import without_secrets
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
 
-_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
-_API = "PREFECT_API_URL"
 _LOOK_SECONDS = 0.05
+ReasonOption = Annotated[str, typer.Option(help="Shown by status; by default who asked for it.")]
 
 
 def stop(run: str, store: StoreOption = "") -> None:
@@ -31,9 +32,8 @@ def stop(run: str, store: StoreOption = "") -> None:
 def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
     """Ask the process that trains the run to end, and wait until it has; returns the run's step.
 
-    A flow run of Prefect's is cancelled there, at the server its process reports to.
-    Raises `ValueError` where nobody on this machine trains it, where Prefect's server does not take the wish in, and
-    where the process is still there after so many seconds.
+    A flow run of Prefect's is cancelled there, at the server its process reports to. Raises `InvalidInput` if the run
+    is not trained on this machine, if Prefect's server does not cancel it, and if the process outlives `seconds`.
     """
     from storage.log.runs import RunBusy, trainer_lock
 
@@ -49,8 +49,28 @@ def stop_run(log: RunLog, *, seconds: float = 45.0) -> int:
     return log.refresh().step
 
 
+def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        environment = process.environ()
+        flow_run, api_url = environment.get("PREFECT__FLOW_RUN_ID"), environment.get("PREFECT_API_URL", "")
+        if flow_run is None or not _cancel(flow_run, api_url=api_url, run_id=run_id, pid=pid):
+            process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + seconds
+        # a zombie is one whose parent has yet to hear of its end, or whose other threads still hold the run's lock
+        while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
+            if time.monotonic() > deadline:
+                raise InvalidInput(
+                    f"process {pid}, which trains run {run_id!r}, has not ended within {seconds:g} s; `kill -9 {pid}` "
+                    "loses nothing that was committed"
+                )
+            time.sleep(_LOOK_SECONDS)
+
+
 def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
-    """Let Prefect end it, so that it knows; False where it takes the flow run for over already."""
+    """Let Prefect end it, so that it knows; False if it takes the flow run for over already."""
     import asyncio
 
     from tasks.prefect.flow_runs import cancel_flow_run
@@ -65,23 +85,41 @@ def _cancel(flow_run_id: str, *, api_url: str, run_id: str, pid: int) -> bool:
         ) from error
 
 
-def _interrupt(pid: int, *, run_id: str, seconds: float) -> None:
-    import psutil
+def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
+    """Pause a run on every machine: nothing new begins; what is running is finished and committed."""
+    from storage.log.entries import Pause
 
-    try:
-        process = psutil.Process(pid)
-        environment = process.environ()
-        flow_run = environment.get(_FLOW_RUN)
-        if flow_run is None or not _cancel(flow_run, api_url=environment.get(_API, ""), run_id=run_id, pid=pid):
-            process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + seconds
-        # a zombie is one whose parent has yet to hear of its end, or whose other threads still hold the run's lock
-        while process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1:
-            if time.monotonic() > deadline:
-                raise InvalidInput(
-                    f"process {pid}, which trains run {run_id!r}, has not ended within {seconds:g} s; `kill -9 {pid}` "
-                    "loses nothing that was committed"
-                )
-            time.sleep(_LOOK_SECONDS)
-    except psutil.NoSuchProcess:
+    log = open_named(run, store)
+    if earlier := log.state.paused:
+        typer.echo(f"run {run} is paused already: {earlier}")
         return
+    log.append(Pause(reason=reason or _who_asked()))
+    typer.echo(
+        f"run {run} pauses at step {log.state.step}{_where(log)}; "
+        f"`millrace resume {run}` continues it, also after it was stopped and started again"
+    )
+
+
+def resume(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
+    """Continue a paused run."""
+    from storage.log.entries import Resume
+
+    log = open_named(run, store)
+    if not log.state.paused:
+        typer.echo(f"run {run} is not paused; it stands at step {log.state.step}")
+        return
+    log.append(Resume(reason=reason or _who_asked()))
+    typer.echo(f"run {run} goes on from step {log.state.step}{_where(log)}")
+
+
+def _where(log: RunLog) -> str:
+    from storage.log.runs import is_training
+
+    return "" if is_training(log) else " as soon as it is trained again: this machine does not train it now"
+
+
+def _who_asked() -> str:
+    import getpass
+    import socket
+
+    return f"{getpass.getuser()} on {socket.gethostname()} asked for it"

@@ -31,7 +31,7 @@ def report(
 def write_report(log: RunLog, out: Path | None) -> Path:
     """Write the page and return where it is: `out`, or `reports/<run>.html` in the state folder.
 
-    Raises `ValueError` for an `out` that is a folder. A page that is there already is replaced, whole.
+    Raises `InvalidInput` for an `out` that is a folder. A page that is there already is replaced, whole.
     """
     import tempfile
 
@@ -43,15 +43,9 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     if target.is_dir():
         raise InvalidInput(f"--out {target} is a folder; name a file in it, for example {target / log.run_id}.html")
     with reading(log, "report", quiet=True):
-        found = gather(log)
-    page = render(found).encode("utf-8", "replace")  # a lone surrogate in a log has no UTF-8 form
-    handle, partial = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(page)
-        os.chmod(partial, 0o644)
+        page = render(gather(log))
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        partial = Path(scratch, "page.html")
+        partial.write_bytes(page.encode("utf-8", "replace"))  # a lone surrogate in a log has no UTF-8 form
         os.replace(partial, target)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
     return target

@@ -6,7 +6,7 @@ In: a run opened for SQL. Out: plain lists, at most a few hundred points each ho
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,67 +47,56 @@ ELSEWHERE = {"reward", "round_seconds", "trained_tokens", "trained_rows", "stale
 """Metrics that other parts of the page show."""
 
 Curve = dict[str, list[float]]
-"""`mean`, and `low` and `high` where they differ, per span; NaN where there is nothing."""
+"""`mean`, and for spans of several steps `low` and `high`, per span; NaN if no step has a value."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spans:
-    """Steps 1 … `num_steps` in at most `most` spans of equal width. Example: 1,000 steps in 240 are 200 spans of 5."""
+def spans_of(num_steps: int, most: int) -> list[range]:
+    """Steps 1 … `num_steps` in at most `most` ranges of equal width. Example: 1,000 in 240 are 200 ranges of 5."""
+    width = max(1, math.ceil(num_steps / most))
+    return [range(start, min(start + width, num_steps + 1)) for start in range(1, num_steps + 1, width)]
 
-    num_steps: int
-    most: int
 
-    @property
-    def width(self) -> int:
-        """Steps per span, at least 1."""
-        return max(1, math.ceil(self.num_steps / self.most))
-
-    def __len__(self) -> int:
-        return math.ceil(self.num_steps / self.width)
-
-    def edges(self) -> list[tuple[int, int]]:
-        """First and last step of each span."""
-        starts = range(1, self.num_steps + 1, self.width)
-        return [(start, min(start + self.width - 1, self.num_steps)) for start in starts]
+def _width(spans: Sequence[range]) -> int:
+    return len(spans[0]) if spans else 1
 
 
 def step_metrics(queries: Queries) -> dict[str, np.ndarray]:
-    """Every metric any step has, by step; NaN where a step has it not, or not finite."""
+    """Every metric of any step, by step; NaN if a step lacks it or it is not finite."""
     steps = queries.select("SELECT * FROM steps ORDER BY step")
     columns = {f.name: steps[f.name].to_numpy() for f in steps.schema if pa.types.is_floating(f.type)}
     return {name: np.where(np.isfinite(values), values, np.nan) for name, values in columns.items()}
 
 
-def curves(metrics: dict[str, np.ndarray], spans: Spans) -> dict[str, Curve]:
+def curves(metrics: dict[str, np.ndarray], spans: Sequence[range]) -> dict[str, Curve]:
     """Mean, low and high of every metric per span; without steps, nothing."""
-    starts = np.arange(0, spans.num_steps, spans.width)
-    found: dict[str, Curve] = {}
-    for name, values in metrics.items() if spans.num_steps else ():
+    starts = [span[0] - 1 for span in spans]
+    drawn: dict[str, Curve] = {}
+    for name, values in metrics.items() if spans else ():
         there = np.isfinite(values)
         count = np.add.reduceat(there.astype(int), starts)
         total = np.add.reduceat(np.where(there, values, 0.0), starts)
-        found[name] = {"mean": _short(np.where(count > 0, total / np.maximum(count, 1), np.nan))}
-        if spans.width > 1:
-            found[name]["low"] = _short(np.fmin.reduceat(values, starts))
-            found[name]["high"] = _short(np.fmax.reduceat(values, starts))
-    return found
+        drawn[name] = {"mean": _short(np.where(count > 0, total / np.maximum(count, 1), np.nan))}
+        if _width(spans) > 1:
+            drawn[name]["low"] = _short(np.fmin.reduceat(values, starts))
+            drawn[name]["high"] = _short(np.fmax.reduceat(values, starts))
+    return drawn
 
 
-def reply_lengths(queries: Queries, spans: Spans) -> dict[str, Curve]:
-    """Sampled tokens per trained sequence, and the share that was cut at the limit. Nothing where none can be read."""
-    found = queries.select(
+def reply_lengths(queries: Queries, spans: Sequence[range]) -> dict[str, Curve]:
+    """Sampled tokens per trained sequence, and the share that was cut at the limit. Empty if none can be read."""
+    table = queries.select(
         """
         SELECT (step - 1) // ? AS span, avg(num_sampled) AS mean, min(num_sampled) AS low, max(num_sampled) AS high,
             avg((status = 'truncated')::INTEGER) AS truncated
         FROM trajectories WHERE outcome = 'trained' GROUP BY span
         """,
-        [spans.width],
+        [_width(spans)],
     )
-    if not found.num_rows:
+    if not table.num_rows:
         return {}
     columns = {name: np.full(len(spans), np.nan) for name in ("mean", "low", "high", "truncated")}
     for name, values in columns.items():
-        values[found["span"].to_numpy()] = found[name].to_numpy()
+        values[table["span"].to_numpy()] = table[name].to_numpy()
     truncated = columns.pop("truncated")
     return {
         "reply_length": {name: _short(values) for name, values in columns.items()},
@@ -115,13 +104,11 @@ def reply_lengths(queries: Queries, spans: Spans) -> dict[str, Curve]:
     }
 
 
-def figures(drawn: dict[str, Curve]) -> list[dict[str, Any]]:
-    """The small pictures: those we know, then whatever else the steps recorded."""
-    known = {name for name, *_ in FIGURES}
-    found = [figure for figure in FIGURES if figure[0] in drawn]
-    others = sorted(drawn.keys() - known - ELSEWHERE)
-    found += [(name, name.replace("_", " ").capitalize(), "", 1.0) for name in others]
-    return [{"metric": metric, "title": title, "unit": unit, "factor": factor} for metric, title, unit, factor in found]
+def figures(drawn: dict[str, Curve]) -> list[tuple[str, str, str, float]]:
+    """Those of `FIGURES` that can be drawn, then one for each other metric that the steps recorded."""
+    others = sorted(drawn.keys() - {name for name, *_ in FIGURES} - ELSEWHERE)
+    plain = [(name, name.replace("_", " ").capitalize(), "", 1.0) for name in others]
+    return [figure for figure in FIGURES if figure[0] in drawn] + plain
 
 
 def time_budget(metrics: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -138,7 +125,7 @@ def time_budget(metrics: dict[str, np.ndarray]) -> dict[str, Any]:
 def token_lags(queries: Queries, *, steps_per_update: int) -> list[tuple[int, int]]:
     """Trained tokens by lag: how many weight updates behind the policy being trained they were sampled."""
     k = int(steps_per_update)
-    found = queries.select(
+    table = queries.select(
         f"""
         SELECT (g.policy_version - 1) // {k} - versions.key // {k} AS lag, sum(versions.value)::BIGINT AS tokens
         FROM (
@@ -148,7 +135,7 @@ def token_lags(queries: Queries, *, steps_per_update: int) -> list[tuple[int, in
         WHERE g.outcome = 'trained' AND versions.key >= 0 GROUP BY lag ORDER BY lag
         """
     )
-    return list(zip(found["lag"].to_pylist(), found["tokens"].to_pylist(), strict=True))
+    return list(zip(table["lag"].to_pylist(), table["tokens"].to_pylist(), strict=True))
 
 
 def staleness(lags: list[tuple[int, int]], *, bound: int, policy: str, stale_groups: int) -> dict[str, Any]:
@@ -181,40 +168,40 @@ def lag_bars(lags: list[tuple[int, int]], *, bound: int) -> list[dict[str, Any]]
 def shard_versions(queries: Queries) -> dict[str, list[float]]:
     """Of each training shard, in commit order: oldest and newest version that sampled it, and that trained on it.
 
-    NaN where nothing was sampled or trained; `width` is the number of neighbours merged into one.
+    NaN if nothing was sampled or trained; `width` is the number of neighbours merged into one.
     """
-    found = queries.select(
+    table = queries.select(
         """
         SELECT min(nullif(head_version, -1)) AS head, max(nullif(tail_version, -1)) AS tail,
             min(policy_version - 1) AS trained_first, max(policy_version - 1) AS trained_last
         FROM groups WHERE outcome <> 'eval' GROUP BY shard_number ORDER BY shard_number
         """
     )
-    width = max(1, math.ceil(found.num_rows / MOST_SHARDS))
-    starts = np.arange(0, found.num_rows, width)
+    width = max(1, math.ceil(table.num_rows / MOST_SHARDS))
+    starts = np.arange(0, table.num_rows, width)
     merged: dict[str, list[float]] = {"width": [width]}
-    for name in found.column_names:
-        values = found[name].to_numpy().astype(float)
+    for name in table.column_names:
+        values = table[name].to_numpy().astype(float)
         merge = np.fmax if name in ("tail", "trained_last") else np.fmin
         merged[name] = merge.reduceat(values, starts).tolist() if len(values) else []
     return merged
 
 
-def reward_levels(queries: Queries, spans: Spans, rewards: tuple[float, float]) -> dict[str, Any]:
+def reward_levels(queries: Queries, spans: Sequence[range], rewards: tuple[float, float]) -> dict[str, Any]:
     """Share of trained groups by mean reward, per span: `shares[level][span]`, levels from low to high."""
     low, high = rewards
-    found = queries.select(
+    table = queries.select(
         """
         SELECT (step - 1) // ? AS span, count(*) AS groups,
             greatest(0, least(? - 1, floor(? * (mean_reward - ?) / ?)))::INTEGER AS level
         FROM groups WHERE outcome = 'trained' AND mean_reward IS NOT NULL GROUP BY span, level
         """,
-        [spans.width, NUM_LEVELS, NUM_LEVELS, low, (high - low) or 1.0],
+        [_width(spans), NUM_LEVELS, NUM_LEVELS, low, (high - low) or 1.0],
     )
-    if not found.num_rows or high <= low:
+    if not table.num_rows or high <= low:
         return {"edges": [], "shares": []}
     counts = np.zeros((NUM_LEVELS, len(spans)))
-    counts[found["level"].to_numpy(), found["span"].to_numpy()] = found["groups"].to_numpy()
+    counts[table["level"].to_numpy(), table["span"].to_numpy()] = table["groups"].to_numpy()
     shares = counts / np.maximum(counts.sum(axis=0), 1)
     return {"edges": _short(np.linspace(low, high, NUM_LEVELS + 1)), "shares": np.round(shares, 4).tolist()}
 

@@ -10,7 +10,7 @@ In: a run opened for SQL. Out: a few attempts each, with conversation, tokens an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from cli.report.report_prompts import snippet
@@ -86,7 +86,7 @@ def group_lists(log: RunLog, queries: Queries) -> list[dict[str, Any]]:
 def _card(
     queries: Queries, tokenizer: Any, shard_id: str, group_id: str, *, attempt: int, p: float
 ) -> list[dict[str, Any]]:
-    """One card, or none where the shard has gone since it was picked."""
+    """One card, or none if the shard has gone since it was picked."""
     key = [shard_id, group_id]
     rows = queries.select(
         "SELECT * FROM shard_rows WHERE shard_id = ? AND group_id = ? AND attempt = ? ORDER BY sequence_idx LIMIT 1",
@@ -143,24 +143,19 @@ def _turns(row: dict[str, Any], tokenizer: Any) -> Iterator[dict[str, Any]]:
         stop = start + turn["sampled_len"]
         ids, logprobs = row["input_ids"][start:stop], row["logprobs"][start:stop]
         versions = row["weight_versions"][start:stop]
+        # `·` is a token that only begins a character
+        texts = [f"#{token} " for token in ids] if tokenizer is None else decode(tokenizer, ids, unfinished="·")
         tokens = [
             {"text": text, "p": math.exp(logprob), "logprob": logprob, "version": version}
-            for text, logprob, version in zip(_texts(ids, tokenizer), logprobs, versions, strict=True)
+            for text, logprob, version in zip(texts, logprobs, versions, strict=True)
         ]
         start = stop
         if tokens:
             yield {"tokens": _ends(tokens, most), "left_out": max(0, len(tokens) - most)}
 
 
-def _texts(ids: Sequence[int], tokenizer: Any) -> list[str]:
-    """The text each token adds; `·` for one that only begins a character, `#id ` without a tokenizer."""
-    if tokenizer is None:
-        return [f"#{token} " for token in ids]
-    return decode(tokenizer, ids, unfinished="·")
-
-
 def _tokenizer(log: RunLog) -> Any:
-    """The run's tokenizer, or null where the base policy's folder is gone."""
+    """The run's tokenizer; None if the base policy's folder is gone."""
     try:
         return load_tokenizer(log)
     except (FileNotFoundError, KeyError):

@@ -22,22 +22,10 @@ from typing import Any
 
 import jinja2
 
-from cli.report.report_curves import (
-    Spans,
-    curves,
-    figures,
-    lag_bars,
-    reply_lengths,
-    reward_levels,
-    shard_versions,
-    staleness,
-    step_metrics,
-    time_budget,
-    token_lags,
-)
+from cli.report import report_curves
 from cli.report.report_groups import group_lists
 from cli.report.report_prompts import VISITS, prompt_history
-from cli.terminal.formatting import held_out
+from cli.terminal.formatting import counted, held_out
 from rollouts.production.evaluation import failure_of
 from settings.errors import in_one_line
 from storage.log.entries import OUTCOMES
@@ -57,28 +45,24 @@ MOST_SESSIONS = 20
 def gather(log: RunLog) -> dict[str, Any]:
     """Everything the template shows; `data` is the part the page's script draws."""
     state, config, queries = log.state, run_config(log), open_queries(log)
-    spans = Spans(num_steps=len(state.steps), most=MOST_STEPS)
-    metrics = step_metrics(queries)
-    drawn = {**curves(metrics, spans), **reply_lengths(queries, spans)}
+    spans = report_curves.spans_of(len(state.steps), MOST_STEPS)
+    metrics = report_curves.step_metrics(queries)
+    drawn = {**report_curves.curves(metrics, spans), **report_curves.reply_lengths(queries, spans)}
     rewards = _reward_range(queries)
     training, bound = config.get("train", {}), math.ceil(config.get("max_staleness", 0))
-    lags = token_lags(queries, steps_per_update=training.get("steps_per_update", 1))
+    lags = report_curves.token_lags(queries, steps_per_update=training.get("steps_per_update", 1))
     policy = training.get("stale_policy", "strict")
     evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
     histories = [prompt_history(queries, name, rewards) for name in VISITS]
     counters = state.counters()
-    report = {
+    return {
         "run": log.run_id,
+        "state": state,
         "place": f"{log.store.uri}/{log.prefix}",
         "started": _date(state.started_at),
         "made": _date(datetime.now(tz=UTC).timestamp()),
         "code_version": state.sessions[-1].code_version if state.sessions else "unknown",
         "sessions": list(state.sessions[-MOST_SESSIONS:]),
-        "num_sessions": len(state.sessions),
-        "num_steps": len(state.steps),
-        "num_shards": len(state.shards),
-        "num_trajectories": state.num_trajectories,
-        "worked_seconds": state.worked_seconds,
         "peak_memory_bytes": float(max(metrics.get("peak_memory_bytes", ()), default=0)),
         "counters": counters,
         "terms": [(name, counters[name]) for name in (*OUTCOMES, "pending")],
@@ -86,28 +70,26 @@ def gather(log: RunLog) -> dict[str, Any]:
         "failures": kinds_of(newest_failures(log, MOST_FAILURES, include_eval=True))[:MOST_NOTES],
         "rewards": rewards,
         "evaluations": evaluations,
-        "evaluation_seconds": sum(evaluation.seconds for evaluation in state.evaluations),
-        "rescored": sorted(state.rescored),
         "settings": _flat(config),
-        "figures": figures(drawn),
-        "time": time_budget(metrics),
-        "staleness": staleness(lags, bound=bound, policy=policy, stale_groups=counters["stale"]),
+        "figures": report_curves.figures(drawn),
+        "time": report_curves.time_budget(metrics),
+        "staleness": report_curves.staleness(lags, bound=bound, policy=policy, stale_groups=counters["stale"]),
         "lists": group_lists(log, queries),
         "histories": histories,
         "data": {
-            "spans": spans.edges(),
+            "spans": [(span[0], span[-1]) for span in spans],
             "metrics": drawn,
             "held_out": [
                 {"x": e.version, "y": e.score, "text": " ".join(held_out(e)), "split": e.split} for e in evaluations
             ],
-            "lags": lag_bars(lags, bound=bound),
-            "shards": shard_versions(queries),
-            "levels": reward_levels(queries, spans, rewards),
+            "lags": report_curves.lag_bars(lags, bound=bound),
+            "shards": report_curves.shard_versions(queries),
+            "levels": report_curves.reward_levels(queries, spans, rewards),
             "rewards": rewards,
             "histories": {history["name"]: history for history in histories},
         },
+        "notes": _notes(log, queries),  # last: a damaged shard is known once it has been read
     }
-    return {**report, "notes": _notes(log, queries)}  # last: a damaged shard is known once it has been read
 
 
 def render(report: dict[str, Any]) -> str:
@@ -121,16 +103,8 @@ def render(report: dict[str, Any]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
-        amount=_amount,
-        count=_count,
-        counted=_counted,
-        duration=_duration,
-        in_one_line=in_one_line,
-        number=_number,
-        percent=_percent,
-        visible=_visible,
-    )
+    for text_filter in (amount, count, counted, duration, in_one_line, number, percent, visible):
+        environment.filters[text_filter.__name__] = text_filter
     return environment.get_template("report.html").render(
         **{**report, "data": _finite(report["data"])},
         script=script,
@@ -140,16 +114,16 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _reward_range(queries: Queries) -> tuple[float, float]:
-    """Lowest and highest reward of any attempt, held-out ones included; (0, 1) where there is none."""
-    found = queries.select(
+    """Lowest and highest reward of any attempt, held-out ones included; (0, 1) without any."""
+    rewards = queries.select(
         "SELECT min(reward) AS low, max(reward) AS high FROM trajectories WHERE isfinite(reward)"
     ).to_pylist()[0]
-    return (0.0, 1.0) if found["low"] is None else (found["low"], found["high"])
+    return (0.0, 1.0) if rewards["low"] is None else (rewards["low"], rewards["high"])
 
 
 def _losses(queries: Queries) -> list[tuple[str, int]]:
     """Why attempts failed and groups of training were taken out, the most frequent reasons first."""
-    found = queries.select(
+    table = queries.select(
         """
         SELECT reason, sum(number)::BIGINT AS number FROM (
             SELECT 'attempt: ' || unnest(map_keys(failures)) AS reason, unnest(map_values(failures)) AS number
@@ -160,7 +134,7 @@ def _losses(queries: Queries) -> list[tuple[str, int]]:
         """,
         [MOST_NOTES],
     )
-    return list(zip(found["reason"].to_pylist(), found["number"].to_pylist(), strict=True))
+    return list(zip(table["reason"].to_pylist(), table["number"].to_pylist(), strict=True))
 
 
 def _notes(log: RunLog, queries: Queries) -> list[str]:
@@ -174,22 +148,18 @@ def _notes(log: RunLog, queries: Queries) -> list[str]:
         notes.append(
             "The log's counts and rewards of these shards are in here, their tokens and conversations are not."
         )
-    failed = [_sentence(failure_of(evaluation)) for evaluation in state.evaluations if evaluation.failed]
-    notes += failed[:MOST_NOTES]
+    failed = [failure_of(evaluation) for evaluation in state.evaluations if evaluation.failed]
+    notes += [f"{text[0].upper()}{text[1:]}." for text in failed[:MOST_NOTES]]
     if len(failed) > MOST_NOTES:
         notes.append(f"and {len(failed) - MOST_NOTES:,} more failed evaluations")
     if retired := sum(shard_id in state.shards for shard_id in state.retired_shards):  # the rest never were in the log
-        shards = _counted(retired, "shard")
-        policies = _counted(len(state.retired_policies), "policy version")
+        shards = counted(retired, "shard")
+        policies = counted(len(state.retired_policies), "policy version")
         notes.append(
             f"Retention has removed the files of {shards}, and the weights of {policies}. "
             "Their groups are counted; their tokens and conversations are gone."
         )
     return notes
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
@@ -201,7 +171,7 @@ def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 
 def _finite(value: Any) -> Any:
-    """The same with null for what JSON cannot say: NaN and the infinities."""
+    """The same with None for NaN and the infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -209,7 +179,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Control characters as their pictures (␀), so that they are seen and cannot disturb the page."""
     return text.translate(_PICTURES)
 
@@ -217,32 +187,27 @@ def _visible(text: str) -> str:
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {0x7F: "␡"}
 
 
-def _count(value: float) -> str:
+def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _counted(value: int, noun: str) -> str:
-    """`1 shard`, `2 shards`."""
-    return f"{_count(value)} {noun}" + ("" if value == 1 else "s")
-
-
-def _amount(value: float) -> str:
+def amount(value: float) -> str:
     """Short enough for a tile: 20,480, and 123 M."""
-    return _count(value) if value < 1e7 else f"{value / 1e6:,.0f} M" if value < 1e10 else f"{value / 1e9:,.0f} G"
+    return count(value) if value < 1e7 else f"{value / 1e6:,.0f} M" if value < 1e10 else f"{value / 1e9:,.0f} G"
 
 
-def _number(value: float | None) -> str:
-    """Three decimals without trailing zeros; a dash for null."""
+def number(value: float | None) -> str:
+    """Three decimals without trailing zeros; a dash for None."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:.3f}".rstrip("0").rstrip(".") if 1e-3 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.1f} %" if 0 < share < 0.1 else f"{100 * share:.0f} %"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

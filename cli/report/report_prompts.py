@@ -5,9 +5,9 @@ In: a run opened for SQL. Out: one row per prompt seen more than once, bounded, 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+from cli.terminal.formatting import ranges
 from storage.views.queries import Queries
 
 MOST_PROMPTS = 1000
@@ -16,7 +16,7 @@ MOST_COLUMNS = 40
 """Columns of a history; more epochs or versions than this are averaged."""
 SNIPPET_CHARACTERS = 100
 FAILED = "x"
-"""A cell whose attempts all failed; null is a prompt not seen."""
+"""A cell whose attempts all failed; None is a prompt not seen."""
 
 VISITS = {
     "held-out": (
@@ -33,16 +33,17 @@ VISITS = {
 """Each history's unit of columns, and one row per time a prompt was seen."""
 
 _PROMPTS = """
-    SELECT *, CASE
-        WHEN most IS NULL OR most <= $1 + $2 THEN 'never'
-        WHEN least >= $3 - $2 THEN 'always'
-        WHEN last > first THEN 'rose' WHEN last < first THEN 'fell' ELSE 'same' END AS kind
-    FROM (
-        SELECT prompt_id, avg(reward) AS mean, min(reward) AS least, max(reward) AS most,
-            arg_min(reward, place) FILTER (reward IS NOT NULL) AS first,
-            arg_max(reward, place) FILTER (reward IS NOT NULL) AS last
-        FROM visits GROUP BY prompt_id HAVING count(*) > 1
-    )
+CREATE OR REPLACE TEMP TABLE prompts AS
+SELECT *, CASE
+    WHEN most IS NULL OR most <= $1 + $2 THEN 'never'
+    WHEN least >= $3 - $2 THEN 'always'
+    WHEN last > first THEN 'rose' WHEN last < first THEN 'fell' ELSE 'same' END AS kind
+FROM (
+    SELECT prompt_id, avg(reward) AS mean, min(reward) AS least, max(reward) AS most,
+        arg_min(reward, place) FILTER (reward IS NOT NULL) AS first,
+        arg_max(reward, place) FILTER (reward IS NOT NULL) AS last
+    FROM visits GROUP BY prompt_id HAVING count(*) > 1
+)
 """
 
 
@@ -50,30 +51,26 @@ def prompt_history(queries: Queries, name: str, rewards: tuple[float, float]) ->
     """The prompts of one of `VISITS`, by what became of them, and the cells of those the page has room for.
 
     `never` rose above the lowest reward of the run, `always` had the highest (each within 1 % of their distance);
-    else it is the last visit against the first. A cell is a mean reward, `FAILED`, or null.
+    else it is the last visit against the first. A cell is a mean reward, `FAILED`, or None.
     """
     unit, visits = VISITS[name]
     low, high = rewards
-    bounds = [low, 0.01 * (high - low), high]
-    kinds = queries.select(
-        f"WITH visits AS ({visits}), prompts AS ({_PROMPTS}) "
-        "SELECT kind, count(*) AS number FROM prompts GROUP BY kind",
-        bounds,
-    )
-    number_of = dict(zip(kinds["kind"].to_pylist(), kinds["number"].to_pylist(), strict=True))
+    numbered = f"SELECT *, dense_rank() OVER (ORDER BY place) - 1 AS number FROM ({visits})"
+    queries.select(f"CREATE OR REPLACE TEMP TABLE visits AS {numbered}")
+    queries.select(_PROMPTS, [low, 0.01 * (high - low), high])
+    kinds = queries.select("SELECT kind, count(*) AS number FROM prompts GROUP BY kind").to_pylist()
+    number_of = {row["kind"]: row["number"] for row in kinds}
     chosen = queries.select(
-        f"WITH visits AS ({visits}), prompts AS ({_PROMPTS}) "
         "SELECT prompt_id, kind, mean, last - first AS change FROM prompts "
-        "ORDER BY most - least DESC NULLS LAST, mean, prompt_id LIMIT $4",
-        [*bounds, MOST_PROMPTS],
+        "ORDER BY most - least DESC NULLS LAST, mean, prompt_id LIMIT ?",
+        [MOST_PROMPTS],
     ).to_pylist()
-    seen = queries.select(f"WITH visits AS ({visits}) SELECT count(DISTINCT prompt_id) AS number FROM visits")
-    columns, cells = _cells(queries, visits, [row["prompt_id"] for row in chosen])
-    texts = _texts(queries, visits, list(cells))
+    columns, cells = _cells(queries, [row["prompt_id"] for row in chosen])
+    texts = _texts(queries, list(cells))
     return {
         "name": name,
         "unit": unit,
-        "prompts": seen["number"][0].as_py(),
+        "prompts": queries.select("SELECT count(DISTINCT prompt_id) AS number FROM visits")["number"][0].as_py(),
         "repeated": sum(number_of.values()),
         "shown": len(chosen),
         "kinds": {kind: number_of.get(kind, 0) for kind in ("never", "always", "rose", "fell", "same")},
@@ -99,30 +96,28 @@ def snippet(text: str) -> str:
     return line if whole else f"{line[:SNIPPET_CHARACTERS]}…"
 
 
-def _cells(queries: Queries, visits: str, prompts: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
+def _cells(queries: Queries, prompts: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
     """Labels of the columns, and each prompt's cells."""
-    places = queries.select(f"WITH visits AS ({visits}) SELECT DISTINCT place FROM visits ORDER BY place")
-    known = places["place"].to_pylist()
-    width = max(1, math.ceil(len(known) / MOST_COLUMNS))
-    spans = [known[start : start + width] for start in range(0, len(known), width)]
-    found = queries.select(
-        f"""
-        WITH visits AS ({visits}), places AS (SELECT unnest($1) AS place, unnest($2) AS span)
-        SELECT prompt_id, span, avg(reward) AS reward FROM visits JOIN places USING (place)
-        WHERE prompt_id IN (SELECT unnest($3::VARCHAR[])) GROUP BY prompt_id, span
-        """,
-        [known, [number // width for number in range(len(known))], prompts],
+    last = queries.select("SELECT max(number) AS last FROM visits")["last"][0].as_py()
+    width = 1 if last is None else last // MOST_COLUMNS + 1
+    spans = queries.select(
+        "SELECT min(place) AS first, max(place) AS last FROM visits GROUP BY number // ? ORDER BY first", [width]
+    ).to_pylist()
+    rows = queries.select(
+        "SELECT prompt_id, number // ? AS span, avg(reward) AS reward FROM visits "
+        "WHERE prompt_id IN (SELECT unnest(?::VARCHAR[])) GROUP BY prompt_id, span",
+        [width, prompts],
     )
     cells: dict[str, list[Any]] = {prompt: [None] * len(spans) for prompt in prompts}
-    for row in found.to_pylist():
+    for row in rows.to_pylist():
         cells[row["prompt_id"]][row["span"]] = FAILED if row["reward"] is None else _rounded(row["reward"])
-    return [str(s[0]) if len(s) == 1 else f"{s[0]}–{s[-1]}" for s in spans], cells
+    return [ranges(range(span["first"], span["last"] + 1)) for span in spans], cells
 
 
-def _texts(queries: Queries, visits: str, prompts: list[str]) -> dict[str, str]:
+def _texts(queries: Queries, prompts: list[str]) -> dict[str, str]:
     """What was asked, shortened; only the readable shards a prompt was last seen in are opened."""
     shards = queries.select(
-        f"WITH visits AS ({visits}) SELECT DISTINCT arg_max(shard_id, place) AS id FROM visits "
+        "SELECT DISTINCT arg_max(shard_id, place) AS id FROM visits "
         "WHERE prompt_id IN (SELECT unnest($1::VARCHAR[])) AND shard_id NOT IN (SELECT unnest($2::VARCHAR[])) "
         "GROUP BY prompt_id",
         [prompts, list(queries.left_out)],
@@ -130,7 +125,7 @@ def _texts(queries: Queries, visits: str, prompts: list[str]) -> dict[str, str]:
     if not shards:
         return {}
     # A list of values rather than a subquery: only then does DuckDB tell the scan which shards to leave closed.
-    found = queries.select(
+    rows = queries.select(
         f"""
         SELECT prompt_id, any_value(prompt[:$1]) AS prompt FROM trajectories
         WHERE sequence_idx = 0 AND prompt_id IN (SELECT unnest($2::VARCHAR[]))
@@ -139,7 +134,7 @@ def _texts(queries: Queries, visits: str, prompts: list[str]) -> dict[str, str]:
         """,
         [8 * SNIPPET_CHARACTERS, prompts, *shards],
     )
-    return {row["prompt_id"]: snippet(row["prompt"] or "") for row in found.to_pylist()}
+    return {row["prompt_id"]: snippet(row["prompt"] or "") for row in rows.to_pylist()}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from tasks.preflight import check_references, check_run, local_folder
 _KEPT_BYTES = 34
 _CHECKPOINTED_BYTES = 2
 _ADAPTER_SHARE = 0.02
-"""Of the parameters, roughly, are trained where only adapters are."""
+"""Of the parameters, roughly, are trained if only adapters are."""
 _MEMORY = (
     "parameters",
     "trainer_weights_bytes",
@@ -40,17 +39,8 @@ _MEMORY = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelSize:
-    """What memory depends on."""
-
-    num_parameters: int
-    hidden_size: int
-    num_layers: int
-
-
 def derived_values(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """Check what a start checks, and return derived values by name; null where they cannot be known yet.
+    """Check what a start checks, and return derived values by name; None for those that are not known yet.
 
     Raises what `millrace train` would.
     """
@@ -73,7 +63,7 @@ def derived_values(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
         "references_won": check_references(workflow, config),
         "evaluation_tasks": min(len(workflow.tasks(config.evaluation.split)), config.evaluation.num_tasks),
         **_batches(config),
-        **_memory(config, _model_size(config)),
+        **_memory(config),
     }
 
 
@@ -95,22 +85,6 @@ def _batches(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _model_size(config: RunConfig) -> ModelSize | None:
-    """Null for a model that is not on this machine."""
-    if not config.model:
-        width, layers = config.warmup.hidden_size, config.warmup.num_layers
-        return ModelSize(num_parameters=layers * 16 * width**2, hidden_size=width, num_layers=layers)
-    folder = local_folder(config.model)
-    if folder is None:
-        return None
-    about = json.loads((folder / "config.json").read_text())
-    return ModelSize(
-        num_parameters=sum(map(_count_parameters, folder.glob("*.safetensors"))),
-        hidden_size=about["hidden_size"],
-        num_layers=about["num_hidden_layers"],
-    )
-
-
 def _count_parameters(file: Path) -> int:
     from safetensors import safe_open
 
@@ -118,30 +92,36 @@ def _count_parameters(file: Path) -> int:
         return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
 
 
-def _memory(config: RunConfig, model: ModelSize | None) -> dict[str, float | None]:
-    """Bytes: of one trainer rank by part, and of an engine's weights."""
-    if model is None:
-        return dict.fromkeys(_MEMORY)
+def _memory(config: RunConfig) -> dict[str, float | None]:
+    """Bytes: of one trainer rank by part, and of an engine's weights. None for a model that is not on this machine."""
     train = config.train
+    if not config.model:
+        hidden_size, num_layers = config.warmup.hidden_size, config.warmup.num_layers
+        parameters = num_layers * 16 * hidden_size**2
+    elif folder := local_folder(config.model):
+        about = json.loads((folder / "config.json").read_text())
+        hidden_size, num_layers = about["hidden_size"], about["num_hidden_layers"]
+        parameters = sum(map(_count_parameters, folder.glob("*.safetensors")))
+    else:
+        return dict.fromkeys(_MEMORY)
     copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
-    trained = _ADAPTER_SHARE * model.num_parameters if train.lora is not None else model.num_parameters
-    moments = 12 * trained
-    weights = 4.0 * model.num_parameters * copies
+    weights = 4.0 * parameters * copies
+    moments = 12 * (_ADAPTER_SHARE * parameters if train.lora is not None else parameters)
     if train.advantage.kind == "gae":
-        weights, moments = weights + 4 * model.num_parameters, moments + 12 * model.num_parameters
+        weights, moments = weights + 4 * parameters, moments + 12 * parameters
+    kept_bytes = _KEPT_BYTES * num_layers
+    if train.activation_checkpointing:
+        kept_bytes = _CHECKPOINTED_BYTES * num_layers + _KEPT_BYTES
     width = 1 if train.dtype == "bfloat16" else 2
-    token_bytes = width * model.hidden_size * train.tokens_per_microbatch
-    layers = model.num_layers * (_CHECKPOINTED_BYTES if train.activation_checkpointing else _KEPT_BYTES)
-    one_layer = _KEPT_BYTES if train.activation_checkpointing else 0
     dtype = str(config.engine.vllm.get("dtype", "bfloat16"))
-    found = (
-        model.num_parameters,
+    values = (
+        parameters,
         weights / train.num_ranks,
         moments / train.num_ranks,
-        token_bytes * (layers + one_layer),
-        model.num_parameters * (4 if dtype == "float32" else 2),
+        width * hidden_size * train.tokens_per_microbatch * kept_bytes,
+        parameters * (4 if dtype == "float32" else 2),
     )
-    return dict(zip(_MEMORY, found, strict=True))
+    return dict(zip(_MEMORY, values, strict=True))
 
 
 def print_values(values: dict[str, Any], console: Console) -> None:

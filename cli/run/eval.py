@@ -1,4 +1,4 @@
-"""`millrace eval`: the evaluation flow in this process, and what it found.
+"""`millrace eval`: the evaluation flow in this process, and its result.
 
 In: a run, a version and what to change about the run's own evaluation. Out: avg@n, pass@k, failures, standard error.
 """
@@ -38,10 +38,10 @@ def evaluate(
 def evaluate_run(
     run: str, *, version: int | None = None, store: str = "", console: Console | None = None, **changes: Any
 ) -> dict[str, Any]:
-    """Run the evaluation flow here and return what it found.
+    """Run the evaluation flow here and return its result.
 
     `changes` are settings of the run's own evaluation: `split`, `num_tasks`, `n_samples`, `temperature`. What cannot
-    work is said before anything heavy starts.
+    work is refused before anything heavy starts.
     """
     from cli.run.flow import run_flow
     from flows.evaluate import evaluate, plan_evaluation

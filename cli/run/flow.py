@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -33,8 +34,7 @@ SECONDS_TO_ANSWER = 10.0
 def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
     """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on.
 
-    Raises `ServiceFailed` where Prefect's server is not there, and `InvalidInput` for a state folder that cannot be
-    made, before anything is started.
+    Raises `ServiceFailed` if Prefect's server is away, `InvalidInput` for a state folder that cannot be made.
     """
     try:
         with path_errors(f"MILLRACE_HOME {home()}"):
@@ -64,7 +64,7 @@ def use_running_services() -> None:
 
 
 def _check_prefect_answers() -> None:
-    """Raises `ServiceFailed` where `PREFECT_API_URL` names a server that is not there."""
+    """Raises `ServiceFailed` if `PREFECT_API_URL` names a server that does not answer."""
     import httpx
     from prefect.settings import PREFECT_API_URL
 
@@ -104,31 +104,25 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Resul
 
 
 async def drain_history(*, quiet_seconds: float = 2.0, at_most_seconds: float = 20.0) -> None:
-    """Wait until Prefect's server in this process has taken in every task run it was told about.
+    """Wait until Prefect's server in this process has taken in every task run: until their number stands still.
 
-    It dies with us, and what it has queued dies with it; so look until the counts stand still. A server elsewhere
-    lives on, and Prefect sends it at our exit what it has not been told yet.
+    The server dies with us, and so does its queue. A server elsewhere lives on, and Prefect sends it the rest at our
+    exit.
     """
     from prefect import get_client
     from prefect.settings import PREFECT_API_URL
 
     if PREFECT_API_URL.value():
         return
-
-    deadline = asyncio.get_running_loop().time() + at_most_seconds
-    seen, since = -1, asyncio.get_running_loop().time()
+    seen, since = -1, time.monotonic()
+    deadline = since + at_most_seconds
     async with get_client() as client:
-        while (now := asyncio.get_running_loop().time()) < deadline:
+        while (now := time.monotonic()) < deadline:
             runs = await client.read_task_runs(limit=200)
             unfinished = [run for run in runs if run.state is None or not run.state.is_final()]
-            count = await _count_task_runs(client)
+            count = int((await client.request("POST", "/task_runs/count", json={})).json())
             if count != seen or unfinished:
                 seen, since = count, now
             elif now - since >= quiet_seconds:
                 return
             await asyncio.sleep(0.25)
-
-
-async def _count_task_runs(client: Any) -> int:
-    response = await client.request("POST", "/task_runs/count", json={})
-    return int(response.json())

@@ -52,16 +52,14 @@ class Run:
         """The metrics of `steps` in long form: step, metric, value."""
         import pyarrow as pa
 
-        table = self.steps
-        numbers = [n for n in table.column_names if pa.types.is_float64(table.schema.field(n).type)]
-        rows = [
-            {"step": step, "metric": name, "value": value}
-            for name in numbers
-            for step, value in zip(table["step"].to_pylist(), table[name].to_pylist(), strict=True)
-            if value is not None
-        ]
+        steps = self.steps
         schema = pa.schema([("step", pa.int32()), ("metric", pa.string()), ("value", pa.float64())])
-        return pa.Table.from_pylist(rows, schema=schema)
+        metrics = [
+            pa.table([steps["step"], pa.repeat(field.name, len(steps)), steps[field.name]], schema=schema)
+            for field in steps.schema
+            if pa.types.is_float64(field.type)
+        ]
+        return pa.concat_tables([schema.empty_table(), *metrics]).drop_null()
 
     @property
     def evaluations(self) -> pa.Table:
@@ -74,7 +72,7 @@ class Run:
         return self.sql("SELECT * FROM trajectories")
 
     def sql(self, query: str, parameters: Sequence[Any] = ()) -> pa.Table:
-        """The answer to a query over the views that `millrace traj sql` has. Raises `InvalidInput` for wrong SQL."""
+        """The result of a query over the views that `millrace traj sql` has. Raises `InvalidInput` for wrong SQL."""
         from storage.retention.retention import reading
         from storage.views.queries import open_queries
 
@@ -132,7 +130,7 @@ def replay(run: str, *, first: int = 1, last: int | None = None, store: str = ""
 
 
 def _outside_of_a_loop(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Jupyter runs cells inside an event loop, where no other one may start: then a thread has its own."""
+    """Jupyter runs cells inside an event loop, in which no other one may start: then a thread has its own."""
     from infra.environment import prepare_environment
 
     prepare_environment()

@@ -1,10 +1,11 @@
 """What a person watches while a run trains: a row per round, read from the run's log.
 
-In: a store and a run. Out: lines on the terminal. Because only the log is read, the view is the same whoever trains.
+In: a run's log. Out: lines on the terminal.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class Follower:
     def _stage(self) -> str:
         state = self._log.state
         if state.live is None:
-            return last_line(self._warmup_log, "base model") or "preparing the base model"
+            return _last_stage(self._warmup_log) or "preparing the base model"
         if state.step >= self._steps:
             return "finishing: last evaluation, MLflow, Prefect history"
         return f"step {state.step + 1} of {self._steps}: {state.pending_accepted} groups ready"
@@ -105,9 +106,7 @@ class Follower:
         )
 
 
-def last_line(file: Path, word: str) -> str | None:
-    """The end of a log file's last line that contains `word`, from there on; null without one."""
-    if not file.exists():
-        return None
-    found = [line for line in file.read_text(errors="replace").splitlines() if word in line]
-    return found[-1][found[-1].index(word) :] if found else None
+def _last_stage(file: Path) -> str:
+    """The end of the last line of the warm-up's log about the base model; empty without one."""
+    stages = re.findall("base model.*", file.read_text(errors="replace")) if file.exists() else []
+    return stages[-1] if stages else ""

@@ -27,19 +27,14 @@ COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "approx_kl", "rewar
 def replay(
     run: str,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Training settings to change in the span: train.loss.clip_high=0.3"),
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings to change: train.loss.clip_high=0.3")
     ] = None,
     step: Annotated[int | None, typer.Option(help="Only this step.")] = None,
     first: Annotated[int | None, typer.Option("--from", help="First step of a span.")] = None,
     last: Annotated[int | None, typer.Option("--to", help="Last step of a span; the newest by default.")] = None,
     lr: Annotated[float | None, typer.Option(help="Another learning rate.")] = None,
-    advantage: Annotated[
-        str | None, typer.Option(help="Another train.advantage, with its defaults: leave_one_out, opo, …")
-    ] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="Another train.loss, with its defaults: cispo, gspo, sapo, …")
-    ] = None,
+    advantage: Annotated[str | None, typer.Option(help="Another train.advantage, at its defaults: opo, …")] = None,
+    loss: Annotated[str | None, typer.Option(help="Another train.loss, at its defaults: cispo, …")] = None,
     rewards: Annotated[str, typer.Option(help="Train on these rewards of `millrace rescore`.")] = "",
     save: Annotated[str, typer.Option(help="A new folder for the replayed policy.")] = "",
     as_json: JsonOption = False,
@@ -72,9 +67,9 @@ def replay_run(
     store: str = "",
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Run the replay flow here and return what it found, a `Replay` as JSON.
+    """Run the replay flow here and return its result, a `Replay` as JSON.
 
-    `changes` are settings of the trainer by dotted key. What cannot work is said before anything heavy starts.
+    `changes` are settings of the trainer by dotted key. What cannot work is refused before anything heavy starts.
     """
     from cli.run.flow import run_flow
     from flows.replay import replay
@@ -92,7 +87,7 @@ def replay_run(
 
 
 def span_of(*, step: int | None, first: int | None, last: int | None) -> tuple[int, int | None]:
-    """First and last step of what was asked for. Raises `ValueError` unless it is either one step or a span."""
+    """First and last step. Raises `InvalidInput` unless the options name either one step or a span."""
     if step is not None and first is None and last is None:
         return step, step
     if step is None and (first is not None or last is not None):
@@ -100,27 +95,27 @@ def span_of(*, step: int | None, first: int | None, last: int | None) -> tuple[i
     raise InvalidInput("say which steps: --step 7, or --from 1 --to 10 (without --to up to the newest)")
 
 
-def print_replay(found: dict[str, Any], console: Console) -> None:
+def print_replay(result: dict[str, Any], console: Console) -> None:
     """The report for people."""
-    plan, steps = found["plan"], found["steps"]
+    plan, steps = result["plan"], result["steps"]
     start = f"the state saved at step {plan['resumed_from']}" if plan["resumed_from"] else "the base policy"
-    changes = [f"{key} {change}" for key, change in found["changes"].items()]
-    changes += [f"rewards {found['rewards']}"] if found["rewards"] else []
+    changes = [f"{key} {change}" for key, change in result["changes"].items()]
+    changes += [f"rewards {result['rewards']}"] if result["rewards"] else []
     console.print(
-        f"run {found['run']}, steps {plan['first']} to {plan['last']}, from {start}; "
+        f"run {result['run']}, steps {plan['first']} to {plan['last']}, from {start}; "
         + escape(f"changed: {', '.join(changes)}" if changes else "nothing changed"),
         soft_wrap=True,
     )
     console.print(_one_step(steps[0]) if len(steps) == 1 else _span(steps))
-    if not found["start_identical"]:
+    if not result["start_identical"]:
         console.print(f"[yellow]steps before {plan['first']} gave other weights than recorded[/]; the span was started")
         console.print("from the recorded weights, with the optimizer state as it came out here", soft_wrap=True)
-    if found["unchanged"] and found["identical"]:
+    if result["unchanged"] and result["identical"]:
         console.print("[green]every step has the recorded weights, bit for bit[/]")
-    elif found["unchanged"]:
+    elif result["unchanged"]:
         console.print(
             "[red]the weights differ from the recorded ones[/]: look for other hardware, another device, or other "
-            f"code (recorded by {found['recorded_code']}, this is {found['code']})",
+            f"code (recorded by {result['recorded_code']}, this is {result['code']})",
             soft_wrap=True,
         )
     else:

@@ -69,16 +69,16 @@ def rescore(
 def _print(log: RunLog, result: Rescored, console: Console) -> None:
     """The report for people."""
     table = plain_table("split", "attempts", "null", "mean old → new", "changed", "correlation")
-    for split, found in result.comparisons.items():
-        means = f"{found.means[0]:.4f} → {found.means[1]:.4f}" if found.means else "-"
-        correlation = "-" if found.correlation is None else f"{found.correlation:.4f}"
-        share = f"{found.changed} ({100 * found.changed / max(1, found.attempts):.1f} %)"
-        table.add_row(split, str(found.attempts), str(found.nulls), means, share, correlation)
+    for split, comparison in result.comparisons.items():
+        means = f"{comparison.means[0]:.4f} → {comparison.means[1]:.4f}" if comparison.means else "-"
+        correlation = "-" if comparison.correlation is None else f"{comparison.correlation:.4f}"
+        share = f"{comparison.changed} ({100 * comparison.changed / max(1, comparison.attempts):.1f} %)"
+        table.add_row(split, str(comparison.attempts), str(comparison.nulls), means, share, correlation)
     console.print(table)
     name = result.rewards.name
-    known = f", {result.known_shards} had them" if result.known_shards else ""
+    already = f", {result.known_shards} had them" if result.known_shards else ""
     console.print(
-        f"rewards [bold]{escape(name)}[/]: {result.new_shards} shards scored{known}; "
+        f"rewards [bold]{escape(name)}[/]: {result.new_shards} shards scored{already}; "
         f"{log.store.uri}/{log.key(f'rewards/{name}')}",
         soft_wrap=True,
     )
@@ -103,13 +103,13 @@ def _document(result: Rescored) -> dict[str, object]:
         "failures": dict(result.failures),
         "splits": {
             split: {
-                "attempts": found.attempts,
-                "nulls": found.nulls,
-                "changed": found.changed,
-                "mean_old": found.means[0] if found.means else None,
-                "mean_new": found.means[1] if found.means else None,
-                "correlation": found.correlation,
+                "attempts": comparison.attempts,
+                "nulls": comparison.nulls,
+                "changed": comparison.changed,
+                "mean_old": comparison.means[0] if comparison.means else None,
+                "mean_new": comparison.means[1] if comparison.means else None,
+                "correlation": comparison.correlation,
             }
-            for split, found in result.comparisons.items()
+            for split, comparison in result.comparisons.items()
         },
     }

@@ -1,12 +1,12 @@
-"""`millrace rollout once`: a few prompts attempted once, looked at and thrown away; for debugging a workflow.
+"""`millrace produce`: rollouts for a run that another machine trains; `rollout once`: some that are only looked at.
 
-In: a run and a number of prompts. Out: every attempt with its messages, tool calls, reward and error.
+In: a run, and how much of it. Out: shards in the run's log; or every attempt with its messages, tool calls and reward.
 """
 
 from __future__ import annotations
 
 from textwrap import indent
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +18,24 @@ from cli.terminal.formatting import number, printable
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
     from storage.records import RolloutGroup, Trajectory
+
+
+def produce(
+    run: str,
+    name: Annotated[str, typer.Option(help="What its workers are called in the log; by default as this machine.")] = "",
+    shards: Annotated[int, typer.Option(min=0, help="End after so many shards; 0: when the run has its steps.")] = 0,
+    patience: Annotated[float, typer.Option(help="Seconds without anything new in the run before this ends.")] = 3600.0,
+    store: StoreOption = "",
+) -> None:
+    """Make rollouts for a run that is trained on another machine; any number of these may come and go."""
+    from cli.run.flow import run_flow
+    from flows.rollout import plan_rollouts, rollout
+
+    options: dict[str, Any] = {"run": run, "store": store, "name": name, "shards": shards, "patience": patience}
+    plan_rollouts(**options)  # refuses what cannot work before anything heavy starts
+    console = Console(highlight=False)
+    ended = run_flow(rollout(**options), console)["ended"]
+    console.print(f"no more rollouts for run {run} from here: {escape(ended)}")
 
 
 def once(

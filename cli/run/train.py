@@ -17,7 +17,6 @@ from cli.terminal.arguments import open_named, parse_overrides, print_json
 
 if TYPE_CHECKING:
     from settings.run_file import RunConfig
-    from storage.log.run_log import RunLog
 
 logger = logging.getLogger("millrace.training")
 
@@ -25,15 +24,12 @@ logger = logging.getLogger("millrace.training")
 def train(
     run_file: Path,
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Settings over the run file's, as key=value: steps=50 train.loss=cispo"),
+        list[str] | None, typer.Argument(help="Settings over the run file's: steps=50 train.loss=cispo")
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print what it comes to, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, print the sizes, start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
-    """Train the run a file describes; continues it where it stands."""
+    """Train the run that a file describes, or continue it."""
     if not dry_run:
         train_run(run_file, parse_overrides(overrides))
         return
@@ -55,30 +51,23 @@ def train_run(run: Path | dict[str, Any], overrides: dict[str, Any] | None = Non
     from cli.operate.status import run_status
     from cli.run.flow import run_flow
     from cli.run.progress import Follower
-    from settings.run_file import load_run_file
+    from infra.environment import store_uri
+    from settings.run_file import default_values, load_run_file
+    from storage.log.runs import create_run, trainer_lock
+    from storage.objects.opening import open_store
+    from tasks.preflight import check_run
 
     config, console = load_run_file(run, overrides), Console(highlight=False)
-    log = check_before_anything_starts(config)
+    check_run(config)
+    store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
+    log = create_run(store, config.run, document, defaults=default_values())
+    with trainer_lock(log):
+        pass  # another trainer is an error before anything heavy starts
     with Follower(log, steps=config.steps, console=console):
         run_flow(_train(config), console)
     status = run_status(log)
     _print_ending(status, config, console, run_file="" if isinstance(run, dict) else str(run))
     return status
-
-
-def check_before_anything_starts(config: RunConfig) -> RunLog:
-    """What a second can tell: workflow, data, model, store, the run's configuration and its lock. Returns its log."""
-    from infra.environment import store_uri
-    from settings.run_file import default_values
-    from storage.log.runs import create_run, trainer_lock
-    from storage.objects.opening import open_store
-    from tasks.preflight import check_run
-
-    check_run(config)
-    store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
-    log = create_run(store, config.run, document, defaults=default_values())
-    with trainer_lock(log):
-        return log
 
 
 async def _train(config: RunConfig) -> None:

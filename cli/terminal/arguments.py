@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 StoreOption = Annotated[str, typer.Option(help="Where the runs are; by default $MILLRACE_STORE, or .millrace/store.")]
 EvalOption = Annotated[bool, typer.Option("--eval", help="Held-out attempts too.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
-WhereOption = Annotated[
-    str, typer.Option(help='Only those for which this SQL holds, for example "reward < 1 and num_turns > 2".')
-]
+TrackingOption = Annotated[str, typer.Option(help="MLflow; by default $MILLRACE_TRACKING, else .millrace's.")]
+WhereOption = Annotated[str, typer.Option(help='Only those that satisfy this SQL: "reward < 1 and num_turns > 2".')]
 
 
 def open_named_store(store: str) -> ObjectStore:

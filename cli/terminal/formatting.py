@@ -47,8 +47,8 @@ def size(num_bytes: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 shard`, `2 shards`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+    """`1 shard`, `2,000 shards`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def ago(seconds: float) -> str:

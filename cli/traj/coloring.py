@@ -5,9 +5,12 @@ In: a run's log and a shard row. Out: the row's advantage; or the trainer's minu
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from cli.terminal.formatting import number
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, path_errors
 from storage.log.run_log import RunLog
-from storage.log.runs import run_config
-from storage.objects.digests import DigestMismatch, verify_folder
+from storage.log.runs import find_policy, run_config
 from storage.policies.adapters import ADAPTER_CONFIG, has_adapter
 from storage.policies.policies import PolicyReader
 from storage.views.queries import open_queries
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from trainers.model.model import PolicyModel
 
 COLORS = ("logprob", "advantage", "version", "gap")
+_HEAT = ("green", "yellow", "red")
 _VERSION_STYLES = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
@@ -37,7 +40,7 @@ class Coloring:
     name: str
     styles: Sequence[str]
     values: Sequence[str]
-    """What stands beside a token, without markup; empty strings where the colour says it all."""
+    """What stands beside a token, without markup; empty if the colour says it all."""
     legend: Text
 
 
@@ -45,16 +48,16 @@ class Colorist:
     """Colours rows of one run. It keeps the last policy it had to load."""
 
     def __init__(self, log: RunLog, by: str, *, cache: Path) -> None:
-        """Raises `ValueError` for a `by` that is not in `COLORS`."""
+        """Raises `InvalidInput` for a `by` that is not in `COLORS`."""
         if by not in COLORS:
             raise InvalidInput(f"--color {by!r}: write one of {', '.join(COLORS)}")
         self._log = log
         self._by = by
         self._cache = cache
-        self._loaded: tuple[int, PolicyModel] | None = None
+        self._model = functools.lru_cache(maxsize=1)(self._load)
 
     def color(self, row: Mapping[str, Any]) -> Coloring:
-        """Raises `ValueError` where what it needs is gone."""
+        """Raises `UserError` if what it needs is gone."""
         match self._by:
             case "advantage":
                 return self._advantage(row)
@@ -66,10 +69,7 @@ class Colorist:
                 return by_logprob(row)
 
     def _advantage(self, row: Mapping[str, Any]) -> Coloring:
-        """The advantage by the run's own settings, from the rewards of the group's attempts.
-
-        Raises `ValueError` where they are not enough to tell.
-        """
+        """By the run's own settings, from the rewards of the group's attempts; `InvalidInput` if it needs more."""
         import torch
 
         from settings.train import TrainSettings
@@ -90,13 +90,9 @@ class Colorist:
         attempts, rewards = table["attempt"].to_pylist(), table["reward"].to_pylist()
         rewards_B = torch.tensor([math.nan if reward is None else reward for reward in rewards])
         groups_B = torch.zeros(len(attempts), dtype=torch.int64)
+        lengths_B = torch.tensor(table["length"].to_pylist(), dtype=torch.float64)
         advantages_B = advantages_of(
-            settings,
-            rewards_B,
-            groups_B,
-            lengths_B=torch.tensor(table["length"].to_pylist(), dtype=torch.float64),
-            reward_parts_B={},
-            reward_weights={},
+            settings, rewards_B, groups_B, lengths_B=lengths_B, reward_parts_B={}, reward_weights={}
         )
         advantage = float(advantages_B[attempts.index(row["attempt"])])
         mean = f"{float(rewards_B.nanmean()):.3g}"
@@ -133,53 +129,31 @@ class Colorist:
         from trainers.data.packing import position_ids
         from trainers.model.attention import Layout
 
-        input_ids_T = torch.tensor(token_ids)
-        targets_T = torch.roll(input_ids_T, -1)
-        lengths = [len(token_ids)]
+        ids_T, lengths = torch.tensor(token_ids), [len(token_ids)]
+        layout = Layout(lengths, device=ids_T.device)
         with torch.no_grad():
             logprobs_T, _ = self._model(version)(
-                input_ids_T,
-                targets_T,
-                position_ids(lengths),
-                Layout(lengths, device=input_ids_T.device),
-                temperature,
+                ids_T, torch.roll(ids_T, -1), position_ids(lengths), layout, temperature
             )
         return [0.0, *logprobs_T[:-1].tolist()]
 
-    def _model(self, version: int) -> PolicyModel:
-        if self._loaded is None or self._loaded[0] != version:
-            self._loaded = (version, self._load(version))
-        return self._loaded[1]
-
     def _load(self, version: int) -> PolicyModel:
-        """The policy that sampled. Raises `ValueError` where its weights are gone or are not what the log says."""
-        state = self._log.state
-        if version in state.retired_policies:
-            raise InvalidInput(f"--color gap needs the weights of policy {version}, and retention has removed them")
-        policy = state.policies.get(version)
-        if policy is None:
-            raise InvalidInput(f"--color gap needs the weights of policy {version}, which is not in this run's log")
-        try:
-            folder = PolicyReader(self._log, self._cache).fetch(policy)
-            is_it = verify_folder(folder) == policy.weights_sha256
-        except FileNotFoundError:
-            raise InvalidInput(f"--color gap: the weights of policy {version} are missing from the store") from None
-        except DigestMismatch as error:
-            raise InvalidInput(f"--color gap: the weights of policy {version} are damaged: {error}") from error
-        if not is_it:
-            raise InvalidInput(f"--color gap: the weights in {folder} are not those of policy {version} in the log")
+        """The policy that sampled. Raises `UserError` if its weights are gone or are not what the log says."""
         import transformers
 
         from settings.train import LoraSettings
         from trainers.model.lora import read_adapter
         from trainers.model.model import load_model
 
+        reader, policy = PolicyReader(self._log, self._cache), find_policy(self._log, version)
+        with path_errors(f"--color gap needs the weights of policy {version}, which the store does not have"):
+            folder = reader.fetch(policy)
         transformers.utils.logging.disable_progress_bar()
         if not has_adapter(folder):
             return load_model(folder)
         about = json.loads((folder / ADAPTER_CONFIG).read_text())
         lora = LoraSettings(rank=about["r"], alpha=about["lora_alpha"], target_modules=about["target_modules"])
-        model = load_model(PolicyReader(self._log, self._cache).fetch(state.policies[0]), lora=lora)
+        model = load_model(reader.fetch(self._log.state.policies[0]), lora=lora)
         read_adapter(model.causal_lm, folder)
         return model
 
@@ -197,18 +171,13 @@ def by_logprob(row: Mapping[str, Any]) -> Coloring:
 
 def by_version(row: Mapping[str, Any]) -> Coloring:
     """A colour per policy version."""
-    sampled = sorted({version for version in row["weight_versions"] if version >= 0})
-    style_of = {version: _VERSION_STYLES[i % len(_VERSION_STYLES)] for i, version in enumerate(sampled)}
-    counts = {version: sum(1 for v in row["weight_versions"] if v == version) for version in sampled}
-    legend = Text()
-    for version in sampled:
-        legend.append("■", style=style_of[version])
-        legend.append(f" {version} ({counts[version]} tokens)  ")
+    counts = Counter(sorted(version for version in row["weight_versions"] if version >= 0))
+    style_of = dict(zip(counts, itertools.cycle(_VERSION_STYLES), strict=False))
     return Coloring(
         name="version",
         styles=[style_of.get(version, "") for version in row["weight_versions"]],
-        values=[f"@{version}" for version in row["weight_versions"]] if len(sampled) > 1 else [],
-        legend=legend,
+        values=[f"@{version}" for version in row["weight_versions"]] if len(counts) > 1 else [],
+        legend=_legend((style_of[version], f"{version} ({count} tokens)") for version, count in counts.items()),
     )
 
 
@@ -217,7 +186,7 @@ def by_advantage(row: Mapping[str, Any], advantage: float, why: str, *, oldest: 
     style = "dim" if advantage == 0 else "green" if advantage > 0 else "red"
     style = f"bold {style}" if abs(advantage) > 1 else style
     masked = sum(1 for version in row["weight_versions"] if 0 <= version < oldest)
-    legend = Text(f"{advantage:+.3f}", style=style).append(f"  {why}", style="default")
+    legend = Text().append(f"{advantage:+.3f}", style=style).append(f"  {why}")
     if masked:
         legend.append(f"; {masked} tokens were masked as stale (dim)")
     return Coloring(
@@ -229,10 +198,10 @@ def by_advantage(row: Mapping[str, Any], advantage: float, why: str, *, oldest: 
 
 
 def by_gap(gaps: Sequence[float], why: str) -> Coloring:
-    """Trainer's minus engine's logprob of each token; NaN where nothing was sampled."""
-    known = [abs(gap) for gap in gaps if not math.isnan(gap)]
+    """Trainer's minus engine's logprob of each token; NaN for tokens that were not sampled."""
+    sizes = [abs(gap) for gap in gaps if not math.isnan(gap)]
     legend = _heat_legend("< 0.01", "< 0.1", "more")
-    legend.append(f"   mean {sum(known) / max(1, len(known)):.2g}, largest {max(known, default=0):.2g}; {why}")
+    legend.append(f"   mean {sum(sizes) / max(1, len(sizes)):.2g}, largest {max(sizes, default=0):.2g}; {why}")
     return Coloring(
         name="gap",
         styles=["" if math.isnan(gap) else _heat(abs(gap), low=0.01, high=0.1) for gap in gaps],
@@ -242,12 +211,16 @@ def by_gap(gaps: Sequence[float], why: str) -> Coloring:
 
 
 def _heat(distance: float, *, low: float, high: float) -> str:
-    return "green" if distance < low else "yellow" if distance < high else "red"
+    return _HEAT[(distance >= low) + (distance >= high)]
 
 
-def _heat_legend(good: str, middle: str, bad: str) -> Text:
+def _legend(entries: Iterable[tuple[str, str]]) -> Text:
+    """A square of each style, and what it stands for."""
     legend = Text()
-    for style, text in (("green", good), ("yellow", middle), ("red", bad)):
-        legend.append("■", style=style)
-        legend.append(f" {text}  ")
+    for style, text in entries:
+        legend.append("■", style=style).append(f" {text}  ")
     return legend
+
+
+def _heat_legend(*texts: str) -> Text:
+    return _legend(zip(_HEAT, texts, strict=True))

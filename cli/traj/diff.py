@@ -16,7 +16,7 @@ from rich.text import Text
 
 from cli.terminal.arguments import StoreOption, open_named
 from cli.terminal.formatting import number, one_line, plain_table, printable, versions_of
-from cli.traj.finding import decode, find_trajectories, load_tokenizer, outcome_of
+from cli.traj.finding import decode, find_trajectories, load_tokenizer, outcome_of, tool_call
 
 MOST_ROWS = 24
 """Tokens whose logprobs are listed; of more, the ones that differ most."""
@@ -26,7 +26,7 @@ def diff(
     run: str,
     a: Annotated[str, typer.Argument(metavar="ID_A", help="Take both from `traj ls`.")],
     b: Annotated[str, typer.Argument(metavar="ID_B")],
-    run_b: Annotated[str, typer.Option(help="The run of ID_B, where it is another one.")] = "",
+    run_b: Annotated[str, typer.Option(help="The run of ID_B, if it is another one.")] = "",
     store: StoreOption = "",
 ) -> None:
     """Two trajectories side by side: rewards, where their tokens part, and logprobs up to there."""
@@ -46,31 +46,31 @@ class Side(NamedTuple):
     """One of the two."""
 
     name: str
-    """What it is called, with its run where there are two."""
+    """The attempt's id, with its run if there are two."""
     row: Mapping[str, Any]
     pieces: Sequence[str]
     """Text of each token."""
 
 
-class Comparison(NamedTuple):
+class Parting(NamedTuple):
     """Where two token sequences part."""
 
     same_prompt: bool
     """True when the tokens before the first sampled one are the same."""
     parted_at: int
-    """Index of the first token that differs, or that only one side has; the shorter length where none differs."""
+    """Index of the first token that differs, or that only one side has; the shorter length if none differs."""
     shared: list[int]
     """Indices of the tokens before it that both sides sampled."""
 
 
-def compare(a: Side, b: Side, *, by_text: bool = False) -> Comparison:
-    """Compare by token id, or by the tokens' text where two tokenizers are involved."""
+def compare(a: Side, b: Side, *, by_text: bool = False) -> Parting:
+    """Compare by token id, or by the tokens' text if there are two tokenizers."""
     left, right = (side.pieces if by_text else side.row["input_ids"] for side in (a, b))
     pairs = list(zip(left, right, strict=False))
     parted_at = next((index for index, (x, y) in enumerate(pairs) if x != y), len(pairs))
     prompt_len = a.row["prompt_len"]
     masks = zip(a.row["loss_mask"][:parted_at], b.row["loss_mask"][:parted_at], strict=True)
-    return Comparison(
+    return Parting(
         same_prompt=prompt_len == b.row["prompt_len"] and parted_at >= prompt_len,
         parted_at=parted_at,
         shared=[index for index, (x, y) in enumerate(masks) if x and y],
@@ -78,50 +78,45 @@ def compare(a: Side, b: Side, *, by_text: bool = False) -> Comparison:
 
 
 def _print(a: Side, b: Side, console: Console, *, by_text: bool) -> None:
-    found = compare(a, b, by_text=by_text)
+    parting = compare(a, b, by_text=by_text)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("", justify="right", style="dim", no_wrap=True)
     table.add_column(Text(a.name), ratio=1, overflow="fold")
     table.add_column(Text(b.name), ratio=1, overflow="fold")
-    for name, values in _facts(a, b).items():
-        left, right = values
-        style = "" if left == right else "yellow"
-        table.add_row(name, Text(left, style=style), Text(right, style=style))
+    parts = list(dict.fromkeys(name for side in (a, b) for name, _ in side.row["reward_parts"]))
+    others = _facts(b, parts)
+    for name, left in _facts(a, parts).items():
+        style = "" if left == others[name] else "yellow"
+        table.add_row(name, Text(left, style=style), Text(others[name], style=style))
     table.add_row()
     table.add_row("said", _messages(a, other=b), _messages(b, other=a))
     if any(len(side.row["turns"]) > 1 or side.row["turns"][0]["tool_calls"] for side in (a, b)):
         table.add_row("tools", *(_tools(side) for side in (a, b)))
     table.add_row()
-    table.add_row("tokens", *(_tokens(side, found.parted_at if found.same_prompt else 0) for side in (a, b)))
+    table.add_row("tokens", *(_tokens(side, parting.parted_at if parting.same_prompt else 0) for side in (a, b)))
     console.print(table)
     console.print()
-    for line in _verdict(a, b, found, by_text=by_text):
+    for line in _verdict(a, b, parting, by_text=by_text):
         console.print(line)
-    if found.same_prompt and found.shared:
+    if parting.same_prompt and parting.shared:
         console.print()
-        console.print(_logprobs(a, b, found))
+        console.print(_logprobs(a, b, parting))
 
 
-def _facts(a: Side, b: Side) -> dict[str, tuple[str, str]]:
-    """What there is to say of either, by name."""
-    parts = dict.fromkeys(name for side in (a, b) for name, _ in side.row["reward_parts"])
-
-    def of(side: Side) -> dict[str, str]:
-        row, given = side.row, dict(side.row["reward_parts"])
-        sampled = [value for value, is_sampled in zip(row["logprobs"], row["loss_mask"], strict=True) if is_sampled]
-        return {
-            "reward": number(row["reward"]),
-            **{f"· {one_line(name)}": number(given[name]) if name in given else "-" for name in parts},
-            "status": row["status"],
-            "policy": versions_of(row),
-            "outcome": outcome_of(row),
-            "turns": str(len(row["turns"])),
-            "tokens": f"{len(sampled)} sampled after {row['prompt_len']}",
-            "logprob": f"{sum(sampled) / max(1, len(sampled)):.3f} mean",
-        }
-
-    left, right = of(a), of(b)
-    return {name: (left[name], right[name]) for name in left}
+def _facts(side: Side, parts: Sequence[str]) -> dict[str, str]:
+    """What there is to say of one side, by name; `parts` names the rewards of either."""
+    row, rewards = side.row, dict(side.row["reward_parts"])
+    sampled = [value for value, is_sampled in zip(row["logprobs"], row["loss_mask"], strict=True) if is_sampled]
+    return {
+        "reward": number(row["reward"]),
+        **{f"· {one_line(name)}": number(rewards[name]) if name in rewards else "-" for name in parts},
+        "status": row["status"],
+        "policy": versions_of(row),
+        "outcome": outcome_of(row),
+        "turns": str(len(row["turns"])),
+        "tokens": f"{len(sampled)} sampled after {row['prompt_len']}",
+        "logprob": f"{sum(sampled) / max(1, len(sampled)):.3f} mean",
+    }
 
 
 def _messages(side: Side, *, other: Side) -> Text:
@@ -130,8 +125,7 @@ def _messages(side: Side, *, other: Side) -> Text:
     for index, message in enumerate(side.row["messages"]):
         is_common = message in other.row["messages"][index : index + 1]
         style = "dim" if is_common else "green" if message["is_completion"] else "cyan"
-        text.append(f"{message['role']}: ", style="dim")
-        text.append(f"{printable(message['content'])}\n", style=style)
+        text.append(f"{message['role']}: ", style="dim").append(f"{printable(message['content'])}\n", style=style)
     text.rstrip()
     return text
 
@@ -140,9 +134,7 @@ def _tools(side: Side) -> Text:
     text = Text()
     for index, turn in enumerate(side.row["turns"]):
         for call in turn["tool_calls"]:
-            text.append(f"{index + 1} ", style="dim")
-            text.append(f"{one_line(call['name'])}({one_line(call['arguments'])})", style="magenta")
-            text.append(f" {'failed' if call['failed'] else '→'} {one_line(call['result'])}\n")
+            text.append(f"{index + 1} ", style="dim").append(tool_call(call)).append("\n")
     text.rstrip()
     return text or Text("none", style="dim")
 
@@ -159,54 +151,42 @@ def _tokens(side: Side, parted_at: int) -> Text:
     return text
 
 
-def _verdict(a: Side, b: Side, found: Comparison, *, by_text: bool) -> list[Text]:
+def _verdict(a: Side, b: Side, parting: Parting, *, by_text: bool) -> list[Text]:
     """Sentences: whether the prompts are the same, and where the replies part."""
     lines = [Text("the two runs have different tokenizers: tokens are compared by their text")] if by_text else []
-    if not found.same_prompt:
+    if not parting.same_prompt:
         return [*lines, Text("different prompts: their tokens are not compared")]
     lengths = [len(side.pieces) for side in (a, b)]
-    if found.parted_at == lengths[0] == lengths[1]:
-        return [*lines, Text(f"the same {len(found.shared)} sampled tokens")]
+    if parting.parted_at == lengths[0] == lengths[1]:
+        return [*lines, Text(f"the same {len(parting.shared)} sampled tokens")]
     sentence = Text("they part at the first sampled token: ")
-    if found.shared:
-        sentence = Text(f"the first {len(found.shared)} sampled tokens are the same; then ")
-    for index, side in enumerate((a, b)):
-        if found.parted_at < len(side.pieces):
-            sentence.append(repr(side.pieces[found.parted_at]), style="bold yellow")
-            if side.row["loss_mask"][found.parted_at]:
-                sentence.append(f" ({side.row['logprobs'][found.parted_at]:.2f})")
-            else:
-                sentence.append(" (not sampled)")
-        else:
-            sentence.append("nothing more")
-        sentence.append(" against " if index == 0 else "")
-    return [*lines, sentence]
+    if parting.shared:
+        sentence = Text(f"the first {len(parting.shared)} sampled tokens are the same; then ")
+    first, second = (_token(side, parting.parted_at) for side in (a, b))
+    return [*lines, sentence.append(first).append(" against ").append(second)]
 
 
-def _logprobs(a: Side, b: Side, found: Comparison) -> Table:
+def _token(side: Side, index: int) -> Text:
+    if index >= len(side.pieces):
+        return Text("nothing more")
+    fact = f"{side.row['logprobs'][index]:.2f}" if side.row["loss_mask"][index] else "not sampled"
+    return Text(repr(side.pieces[index]), style="bold yellow").append(f" ({fact})", style="not bold default")
+
+
+def _logprobs(a: Side, b: Side, parting: Parting) -> Table:
     """Logprobs of the common sampled tokens, in order."""
-
-    def difference(index: int) -> float:
-        return float(b.row["logprobs"][index] - a.row["logprobs"][index])
-
-    shown = found.shared
+    changes = {index: b.row["logprobs"][index] - a.row["logprobs"][index] for index in parting.shared}
+    shown = sorted(sorted(changes, key=lambda index: -abs(changes[index]))[:MOST_ROWS])
     title = "logprob of the same token"
-    if len(shown) > MOST_ROWS:
-        shown = sorted(sorted(shown, key=lambda index: -abs(difference(index)))[:MOST_ROWS])
-        title += f": the {MOST_ROWS} of {len(found.shared)} that differ most"
-    mean = sum(abs(difference(index)) for index in found.shared) / len(found.shared)
+    if len(shown) < len(changes):
+        title += f": the {MOST_ROWS} of {len(changes)} that differ most"
+    mean = sum(map(abs, changes.values())) / len(changes)
     names = ("at", "token", "policy", "A", "policy", "B", "B − A")
     table = plain_table(*names, right=set(names) - {"token"}, title=title, title_justify="left", title_style="dim")
     table.caption, table.caption_justify = f"mean |difference| {mean:.2g}", "left"
     for index in shown:
-        change = difference(index)
-        table.add_row(
-            str(index),
-            Text(repr(a.pieces[index])[1:-1]),
-            str(a.row["weight_versions"][index]),
-            f"{a.row['logprobs'][index]:.3f}",
-            str(b.row["weight_versions"][index]),
-            f"{b.row['logprobs'][index]:.3f}",
-            Text(f"{change:+.3f}", style="green" if change > 0.1 else "red" if change < -0.1 else "dim"),
-        )
+        style = "green" if changes[index] > 0.1 else "red" if changes[index] < -0.1 else "dim"
+        pairs = [(str(side["weight_versions"][index]), f"{side['logprobs'][index]:.3f}") for side in (a.row, b.row)]
+        token = Text(repr(a.pieces[index])[1:-1])
+        table.add_row(str(index), token, *pairs[0], *pairs[1], Text(f"{changes[index]:+.3f}", style=style))
     return table

@@ -21,9 +21,7 @@ from settings.errors import InvalidInput
 def export(
     run: str,
     file: Annotated[Path, typer.Argument(metavar="OUT.parquet")],
-    kind: Annotated[
-        str, typer.Option("--format", help="sft: conversations; dpo: best and worst of each group.")
-    ] = "sft",
+    kind: Annotated[str, typer.Option("--format", help="sft: conversations; dpo: best and worst of a group.")] = "sft",
     where: WhereOption = "",
     margin: Annotated[float, typer.Option(min=0, help="dpo: least difference of the two rewards.")] = 0.0,
     include_eval: EvalOption = False,

@@ -1,6 +1,6 @@
-"""Which attempts of a run a person asks for, and what the commands that show them have in common.
+"""The attempts of a run that a person asks for, and what the commands that show them have in common.
 
-In: a run's log and what was asked. Out: rows as the shards hold them, with what became of each.
+In: a run's log and options. Out: rows as the shards hold them, with the outcome of each.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
-from cli.terminal.formatting import counted
+from cli.terminal.formatting import counted, one_line
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
+    from storage.log.run_state import RunState
     from storage.shards.failed_attempts import FailedAttempt
     from storage.views.queries import Queries
 
@@ -38,9 +40,8 @@ def find_trajectories(
     """Shard rows of at most `count` attempts, newest first, or lowest or highest reward first; the rest filters.
 
     A row also has `id`, `outcome`, `step`, `policy_version` and `shard_id`. An attempt that edited its history has
-    several rows, one after the other. Every file that is shown was compared with the digest in the log.
-    The terminal is told which shards were passed over.
-    Raises `ValueError` when nothing matches, and for an id, step or condition that cannot be.
+    several rows, one after the other. Every file that is shown was compared with the digest in the log. Prints which
+    shards were passed over. Raises `InvalidInput` if nothing matches, and for a wrong id, step or condition.
     """
     from storage.views.queries import open_queries
 
@@ -50,32 +51,35 @@ def find_trajectories(
         if worst or best or group is not None or step is not None:
             raise InvalidInput("an id names one trajectory: leave out --worst, --best, --group and --step")
         group, attempt = split_id(trajectory_id)
-    conditions = ["sequence_idx = 0", condition(where, include_eval or group is not None)]
-    parameters: list[Any] = []
+    filters: dict[str, Any] = {}
     if group is not None:
-        conditions.append("group_id = ?")
-        parameters.append(group)
+        filters["group_id = ?"] = group
     if trajectory_id:
-        conditions.append(f"attempt = {attempt}")
+        filters["attempt = ?"] = attempt
     if step is not None:
-        conditions.append(f"step = {step} AND outcome = 'trained'")
+        filters["outcome = 'trained' AND step = ?"] = step
+    conditions = [condition(where, include_eval or group is not None), "sequence_idx = 0", *filters]
+    order = NEWEST
     if worst or best:
         conditions.append("reward IS NOT NULL")
-    order = f"reward {'DESC' if best else 'ASC'}, {NEWEST}" if worst or best else NEWEST
-    shard_ids = shards_to_read(
-        log, group=group, step=step, newest=not (worst or best or where), count=count, held=include_eval
-    )
+        order = f"reward {'DESC' if best else 'ASC'}, {NEWEST}"
+    shard_ids: list[str] | None = None
+    if step is not None:
+        check_step(log.state, step)
+        shard_ids = [claimed.shard_id for claimed in log.state.steps[step - 1].claim.trained]
+    elif group is not None:
+        shard_ids = _shards_of_group(log, group)
+    elif not (worst or best or where):
+        shard_ids = newest_shards(log.state, count, include_eval=include_eval)
     sql = f"""
         SELECT shard_id, group_id, attempt FROM trajectories
         WHERE {" AND ".join(conditions)} ORDER BY {order} LIMIT {count}
     """
-    while True:
-        queries = open_queries(log, shard_ids=shard_ids)
+    queries, parameters = open_queries(log, shard_ids=shard_ids), list(filters.values())
+    rows = _rows_of(log, queries, sql, parameters)
+    if shard_ids is not None and not filters and len({(row["shard_id"], row["id"]) for row in rows}) < count:
+        queries = open_queries(log)  # some of the newest shards are damaged: look further back
         rows = _rows_of(log, queries, sql, parameters)
-        narrowed = shard_ids is not None and group is None and step is None
-        if not narrowed or len({(row["shard_id"], row["id"]) for row in rows}) >= count:
-            break
-        shard_ids = None  # some of the newest shards are damaged: look further back
     if not rows:
         missing = trajectory_id or (f"group {group}" if group is not None else "such trajectory")
         raise InvalidInput(
@@ -91,18 +95,17 @@ def find_failure(log: RunLog, trajectory_id: str) -> FailedAttempt | None:
     from storage.shards.failed_attempts import read_failures
 
     group, _ = split_id(trajectory_id)
-    shard_ids = shards_to_read(log, group=group, step=None, newest=False, count=1, held=True) or ()
-    failures = read_failures(log, [log.state.shards[shard_id] for shard_id in shard_ids])
+    failures = read_failures(log, [log.state.shards[shard_id] for shard_id in _shards_of_group(log, group)])
     return next((failure for failure in failures if failure.id == trajectory_id), None)
 
 
 def condition(where: str, include_eval: bool) -> str:
-    """The SQL condition of what was asked; a line of its own, so that a comment at its end comments out nothing."""
+    """The SQL condition of the options; `where` ends with a line break, so that a comment in it ends there."""
     return f"({where or 'true'}\n)" + ("" if include_eval else " AND is_eval = false")
 
 
 def note_left_out(left_out: Mapping[str, str]) -> None:
-    """Say which shards are in no answer, and why."""
+    """Print which shards are not in the result, and why."""
     console = Console(highlight=False, stderr=True)
     for shard_id, reason in list(left_out.items())[:3]:
         console.print(f"[yellow]left out:[/] shard {escape(shard_id)}: {escape(reason)}", soft_wrap=True)
@@ -143,65 +146,64 @@ def _rows_of(log: RunLog, queries: Queries, sql: str, parameters: Sequence[Any])
     from storage.views.queries import open_queries
 
     while True:
-        found = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
-        whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in found), verify=True)
+        keys = [(r["shard_id"], r["group_id"], r["attempt"]) for r in queries.select(sql, parameters).to_pylist()]
+        whole = open_queries(log, shard_ids=dict.fromkeys(shard_id for shard_id, _, _ in keys), verify=True)
         table = whole.select(
             """
             SELECT r.*, r.group_id || '/' || r.attempt AS id, g.outcome, g.step, g.policy_version
             FROM shard_rows r LEFT JOIN groups g ON g.shard_id = r.shard_id AND g.id = r.group_id
             WHERE r.group_id IN (SELECT unnest(?::VARCHAR[])) ORDER BY r.sequence_idx
             """,
-            [[group_id for _, group_id, _ in found]],
+            [[group_id for _, group_id, _ in keys]],
         )
         if not whole.left_out:
             break
         queries.left_out.update(whole.left_out)  # which makes the next attempt pass them over
-    rows: dict[tuple[str, str, int], list[dict[str, Any]]] = {key: [] for key in found}
+    rows: dict[tuple[str, str, int], list[dict[str, Any]]] = {key: [] for key in keys}
     for row in table.to_pylist():
         if (key := (row["shard_id"], row["group_id"], row["attempt"])) in rows:
             rows[key].append(row)
     return [row for sequences in rows.values() for row in sequences]
 
 
-def shards_to_read(
-    log: RunLog, *, group: str | None, step: int | None, newest: bool, count: int, held: bool
-) -> list[str] | None:
-    """The shards that can hold what is asked for; null where any may. `held` counts held-out shards among the newest.
+def tool_call(call: Mapping[str, Any]) -> Text:
+    """What was called and what came back, in one line."""
+    text, failed = Text(), call["failed"]
+    text.append(f"{one_line(call['name'])}({one_line(call['arguments'])})", style="magenta")
+    text.append(" failed" if failed else " →", style="bold red" if failed else "dim")
+    return text.append(f" {one_line(call['result'])}", style="red" if failed else "")
 
-    Raises `ValueError` for a group or step that is not in the log.
-    """
-    state = log.state
-    if step is not None:
-        if not 1 <= step <= state.step:
-            raise InvalidInput(
-                f"step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}"
-            )
-        trained = [claimed.shard_id for claimed in state.steps[step - 1].claim.trained]
-        return list(dict.fromkeys(trained))
-    if group is not None:
-        if group in state.shard_of:
-            return [state.shard_of[group]]
-        held_out = [shard for shard in state.shards.values() if shard.is_eval]
-        holding = [shard.id for shard in held_out if any(g.id == group for g in shard.groups)]
-        if not holding:
-            raise InvalidInput(
-                f"run {log.run_id!r} has no group {group!r}; `millrace traj ls {log.run_id}` lists its ids"
-            )
-        return holding
-    if not newest:
-        return None
-    scope, num_attempts = [], 0
-    for shard_id in reversed(list(state.shards)):
-        shard = state.shards[shard_id]
-        if shard_id not in state.quarantined and shard_id not in state.retired_shards and (held or not shard.is_eval):
-            scope.append(shard_id)
-            num_attempts += sum(g.usable for g in shard.groups)
+
+def newest_shards(state: RunState, count: int, *, include_eval: bool) -> list[str]:
+    """So many of the newest shards that can be read that they hold more than `count` attempts."""
+    shard_ids, num_attempts = [], 0
+    for shard_id, shard in reversed(list(state.shards.items())):
+        if shard_id in state.quarantined or shard_id in state.retired_shards or (shard.is_eval and not include_eval):
+            continue
+        shard_ids.append(shard_id)
+        num_attempts += sum(group.usable for group in shard.groups)
         if num_attempts > count:
             break
-    return scope
+    return shard_ids
+
+
+def check_step(state: RunState, step: int) -> None:
+    """Raises `InvalidInput` for a step that the run has not done."""
+    if not 1 <= step <= state.step:
+        raise InvalidInput(f"--step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}")
+
+
+def _shards_of_group(log: RunLog, group: str) -> list[str]:
+    if group in log.state.shard_of:
+        return [log.state.shard_of[group]]
+    held_out = [shard for shard in log.state.shards.values() if shard.is_eval]
+    shard_ids = [shard.id for shard in held_out if any(summary.id == group for summary in shard.groups)]
+    if not shard_ids:
+        raise InvalidInput(f"run {log.run_id!r} has no group {group!r}; `millrace traj ls {log.run_id}` lists its ids")
+    return shard_ids
 
 
 def why_missing(left_out: Mapping[str, str]) -> str:
-    """Why shards that were asked for gave nothing."""
+    """Reasons for shards that were left out."""
     reasons = [f"shard {shard_id} is left out: {reason}" for shard_id, reason in left_out.items()]
     return f" ({'; '.join(reasons[:3])})" if reasons else ""

@@ -17,10 +17,8 @@ from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
 from cli.terminal.formatting import number, one_line, versions_of
-from cli.traj.finding import NEWEST, condition, note_left_out, outcome_of, shards_to_read, why_missing
+from cli.traj.finding import NEWEST, condition, newest_shards, note_left_out, outcome_of, why_missing
 from settings.errors import InvalidInput, in_one_line
-
-_NARROWEST_TEXT = 8  # characters that prompt and reply keep on the narrowest terminal
 
 
 def ls(
@@ -42,7 +40,7 @@ def ls(
         for failure in newest_failures(log, count, include_eval=include_eval):
             console.print(f"{escape(failure.id)}  {failure.status}  [red]{escape(in_one_line(failure.error))}[/]")
         return
-    shard_ids = shards_to_read(log, group=None, step=None, newest=not where, count=count, held=include_eval)
+    shard_ids = None if where else newest_shards(log.state, count, include_eval=include_eval)
     sql = f"""
         SELECT id, sequence_idx, prompt, reply, reward, status, head_version, tail_version, outcome, step, num_sampled
         FROM trajectories WHERE {condition(where, include_eval)} ORDER BY {NEWEST} LIMIT {count + 1}
@@ -63,34 +61,17 @@ def ls(
 
 def _listing(rows: Sequence[Mapping[str, Any]], width: int) -> Table:
     """One line for each; prompt and reply share what the other columns leave of the width."""
-    columns = {
-        "id": [row["id"] + (f" ↳{row['sequence_idx']}" if row["sequence_idx"] else "") for row in rows],
-        "prompt": [one_line(row["prompt"] or "") for row in rows],
-        "reply": [one_line(row["reply"] or "") for row in rows],
-        "reward": [number(row["reward"]) for row in rows],
-        "status": [row["status"] for row in rows],
-        "policy": [versions_of(row) for row in rows],
-        "outcome": [outcome_of(row) for row in rows],
-        "tokens": [str(row["num_sampled"]) for row in rows],
-    }
-    widths = {name: max(cell_len(cell) for cell in [name, *cells]) for name, cells in columns.items()}
-    widths["id"] = min(widths["id"], max(12, width // 5))
-    room = width - 2 * (len(widths) - 1) - sum(widths[name] for name in widths if name not in ("prompt", "reply"))
-    room = max(room, 2 * _NARROWEST_TEXT)
-    widths["prompt"] = min(widths["prompt"], max(room // 2, room - widths["reply"]))
-    widths["reply"] = min(widths["reply"], room - widths["prompt"])
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        right = name in ("reward", "policy", "tokens")
-        folds = name == "id"
-        table.add_column(
-            name,
-            width=widths[name],
-            no_wrap=not folds,
-            overflow="fold" if folds else "ellipsis",
-            justify="right" if right else "left",
-            style="green" if name == "reply" else "",
+    ids = [row["id"] + (f" ↳{row['sequence_idx']}" if row["sequence_idx"] else "") for row in rows]
+    table.add_column("id", width=min(max(map(cell_len, ids)), max(12, width // 5)), overflow="fold")
+    table.add_column("prompt")
+    table.add_column("reply", style="green")
+    for name in ("reward", "status", "policy", "outcome", "tokens"):
+        table.add_column(name, justify="left" if name in ("status", "outcome") else "right", no_wrap=True)
+    for trajectory_id, row in zip(ids, rows, strict=True):
+        prompt, reply = (
+            Text(one_line(row[name] or ""), no_wrap=True, overflow="ellipsis") for name in ("prompt", "reply")
         )
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*map(Text, cells))
+        facts = (number(row["reward"]), row["status"], versions_of(row), outcome_of(row), str(row["num_sampled"]))
+        table.add_row(Text(trajectory_id), prompt, reply, *facts)
     return table

@@ -1,6 +1,6 @@
-"""`millrace traj search`: finding attempts by what was said in them.
+"""`millrace traj search`: finding attempts by their text; `millrace index`: its index, brought up to date.
 
-In: a run, a query and filters as typed. Out: what matches, best first, as a table or JSON.
+In: a run, a query and filters as typed. Out: what matches, best first, as a table or JSON; the index on this machine.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from typing import TYPE_CHECKING, Annotated, cast
+import time
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -16,18 +17,50 @@ from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named
 from cli.terminal.formatting import counted, number, one_line, plain_table, versions_of
-from cli.traj.index import open_index, update_index
+from cli.traj.finding import check_step
+from infra.environment import cache_folder
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from storage.log.run_log import RunLog
     from storage.log.run_state import RunState
-    from storage.views.search_index import Match
+    from storage.views.search_index import Match, SearchIndex, Update
     from storage.views.search_query import Filters, Operator, SearchQuery
 
 _SNIPPET = 120
 """Characters of text shown around the first match."""
 _LARGEST_REWARD = 1e38
 """What the shards' 32 bits hold."""
+
+
+def index(
+    run: str,
+    embedding: Annotated[
+        str, typer.Option(help="module:function from texts to vectors, for `traj search --similar`; it is remembered.")
+    ] = "",
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Start again from the shards.")] = False,
+    store: StoreOption = "",
+) -> None:
+    """Bring a run's search index up to date with its shards."""
+    from infra.user_code import absolute_path, load_object
+    from storage.retention.retention import reading
+
+    log, console = open_named(run, store), Console(highlight=False)
+    embedding = absolute_path(embedding)
+    if embedding:
+        load_object(embedding)
+    index, started = _open_index(log), time.perf_counter()
+    with reading(log, "index", quiet=True):
+        report = _update_index(index, console, embedding=embedding, rebuild=rebuild)
+    news = f"{counted(report.shards_added, 'shard')} added" if report.shards_added else "nothing new"
+    if report.shards_removed:
+        news += f", {counted(report.shards_removed, 'shard')} removed"
+    console.print(
+        f"run {run}: {news} in {time.perf_counter() - started:.1f} s; {report.trajectories} trajectories to search, "
+        f"{f'vectors by {report.embedding}' if report.embedding else 'without vectors'}\n"
+        f"index    {index.folder}  [dim](safe to delete: `millrace index` makes it again)[/]",
+        soft_wrap=True,
+    )
 
 
 def search(
@@ -45,22 +78,15 @@ def search(
     as_json: JsonOption = False,
     store: StoreOption = "",
 ) -> None:
-    """Find trajectories by what was said and which tools were called, best match first."""
+    """Find trajectories by their text and tool calls, best match first."""
     from storage.views.search_query import SearchQuery
 
     log, query, notes = open_named(run, store), SearchQuery(text), Console(highlight=False, stderr=True)
-    filters = parse_filters(
-        log.state,
-        reward=reward,
-        status=status,
-        version=version,
-        step=step,
-        outcome=outcome,
-        include_eval=include_eval,
-    )
-    index = open_index(log)
+    others = {"status": status, "step": step, "outcome": outcome, "include_eval": include_eval}
+    filters = parse_filters(log.state, reward=reward, version=version, **others)
+    index = _open_index(log)
     if update:
-        update_index(index, notes)
+        _update_index(index, notes)
     elif behind := index.behind():
         notes.print(f"the index lacks {counted(behind, 'shard')} of the run; leave out --no-update to add what is new")
     matches = index.find(query, filters, count=count, similar=similar)
@@ -70,36 +96,51 @@ def search(
         _print(matches, query, Console(highlight=False))
 
 
-def parse_filters(
-    state: RunState, *, reward: str, status: str, version: str, step: int | None, outcome: str, include_eval: bool
-) -> Filters:
-    """Filters as typed on the command line. Raises `ValueError` with how to write the one that cannot be read."""
+def _open_index(log: RunLog) -> SearchIndex:
+    """The index of a run on this machine."""
+    from infra.user_code import load_object
+    from storage.views.search_index import SearchIndex, index_folder
+
+    return SearchIndex(log, index_folder(log, cache_folder()), load_embedding=load_object)
+
+
+def _update_index(index: SearchIndex, notes: Console, **options: Any) -> Update:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
+    with Progress(*columns, console=notes, transient=True, disable=not notes.is_terminal) as bar:
+        task = bar.add_task("indexing", visible=False)  # nothing to do shows nothing
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=total > 0)
+
+        report = index.update(progress=progress, **options)
+    for shard_id, reason in report.damaged.items():
+        notes.print(f"[yellow]left out:[/] shard {shard_id}: {reason}", soft_wrap=True)
+    return report
+
+
+def parse_filters(state: RunState, *, reward: str, version: str, **others: Any) -> Filters:
+    """Filters as typed on the command line. Raises `InvalidInput` with how to write the one that cannot be read."""
     from storage.log.entries import OUTCOMES
     from storage.records import TRAINABLE_STATUSES
     from storage.views.search_query import Filters
 
-    first_version, last_version = _versions(version)
-    if status and status not in TRAINABLE_STATUSES:
+    first, last = _versions(version)
+    filters = Filters(reward=_reward(reward) if reward else None, first_version=first, last_version=last, **others)
+    if filters.status and filters.status not in TRAINABLE_STATUSES:
         kept = ", ".join(sorted(TRAINABLE_STATUSES))
-        raise InvalidInput(f"--status {status!r}: attempts are kept when they ended in one of {kept}")
-    if outcome and outcome not in (*OUTCOMES, "pending"):
-        raise InvalidInput(f"--outcome {outcome!r}: write one of {', '.join(OUTCOMES)}, pending")
-    if step is not None and not 1 <= step <= state.step:
-        raise InvalidInput(f"--step {step}: the run has {f'steps 1 to {state.step}' if state.step else 'no step yet'}")
-    return Filters(
-        reward=_reward(reward) if reward else None,
-        status=status,
-        first_version=first_version,
-        last_version=last_version,
-        step=step,
-        outcome=outcome,
-        include_eval=include_eval,
-    )
+        raise InvalidInput(f"--status {filters.status!r}: attempts are kept when they ended in one of {kept}")
+    if filters.outcome and filters.outcome not in (*OUTCOMES, "pending"):
+        raise InvalidInput(f"--outcome {filters.outcome!r}: write one of {', '.join(OUTCOMES)}, pending")
+    if filters.step is not None:
+        check_step(state, filters.step)
+    return filters
 
 
-def _print(found: list[Match], query: SearchQuery, console: Console) -> None:
+def _print(matches: list[Match], query: SearchQuery, console: Console) -> None:
     """A line or two for each, the matches highlighted."""
-    if not found:
+    if not matches:
         console.print(
             "nothing found. All words must be in one attempt, as whole words; a term with punctuation in it "
             'must be there exactly, and so must "what is quoted". Held-out attempts are searched with --eval.'
@@ -108,7 +149,7 @@ def _print(found: list[Match], query: SearchQuery, console: Console) -> None:
     names = ("id", "score", "reward", "status", "version", "outcome")
     table = plain_table(*names, right=("score", "reward", "version"), no_wrap=True)
     table.add_column("text", overflow="fold", ratio=1)
-    for one in found:
+    for one in matches:
         outcome = "held-out" if one.is_eval else f"{one.outcome or '-'}{f' {one.step}' if one.step else ''}"
         score = "-" if one.score is None else f"{one.score:.2f}"
         versions = versions_of(vars(one))

@@ -1,7 +1,7 @@
 """`millrace traj show`: a trajectory as a person reads it, its tokens coloured by what they are to be looked at for.
 
 In: a shard row, the run's tokenizer, a colouring. Out: the conversation, the reward, the turns with their tools, and
-the sampled tokens, each with its value where there is room.
+the sampled tokens, each with its value if there is room.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
-from cli.terminal.formatting import facts_table, number, one_line, printable, versions_of
-from cli.traj.finding import decode, find_failure, find_trajectories, load_tokenizer, outcome_of
+from cli.terminal.formatting import facts_table, number, printable, versions_of
+from cli.traj.finding import decode, find_failure, find_trajectories, load_tokenizer, outcome_of, tool_call
 
 if TYPE_CHECKING:
     from cli.traj.coloring import Coloring
@@ -37,10 +37,7 @@ def show(
     step: Annotated[int | None, typer.Option(help="Only what this step trained on.")] = None,
     where: WhereOption = "",
     include_eval: EvalOption = False,
-    color: Annotated[
-        str,
-        typer.Option(help="Colour by logprob, advantage, version, or gap: trainer's minus engine's logprob."),
-    ] = "logprob",
+    color: Annotated[str, typer.Option(help="logprob, advantage, version, or gap: trainer minus engine.")] = "logprob",
     count: Annotated[int, typer.Option("-n", min=1, help="How many.")] = 1,
     store: StoreOption = "",
 ) -> None:
@@ -97,7 +94,7 @@ def _print(row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring, co
 
 
 def _add_turns(lines: Table, row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring) -> None:
-    """The sampled tokens; where there are several turns, or tools, by turn and with what each of them did."""
+    """The sampled tokens; several turns, or turns with tools, one by one and with what each of them did."""
     turns = row["turns"]
     is_plain = len(turns) == 1 and not turns[0]["tool_calls"]
     with_values = sum(row["loss_mask"]) <= MOST_VALUES and any(coloring.values)
@@ -115,10 +112,7 @@ def _add_turns(lines: Table, row: Mapping[str, Any], pieces: Sequence[str], colo
             ended = f"{turn['finish_reason']}, {turn['sampled_len']} tokens in {turn['generate_seconds']:.2g} s"
             lines.add_row("", Text(ended, style="dim"))
         for call in turn["tool_calls"]:
-            shown = Text(f"{one_line(call['name'])}({one_line(call['arguments'])})", style="magenta")
-            shown.append(" failed" if call["failed"] else " →", style="bold red" if call["failed"] else "dim")
-            shown.append(f" {one_line(call['result'])}", style="red" if call["failed"] else "")
-            lines.add_row("tool", shown.append(f"  {call['seconds']:.2g} s", style="dim"))
+            lines.add_row("tool", tool_call(call).append(f"  {call['seconds']:.2g} s", style="dim"))
 
 
 def _visible(piece: str) -> str:

@@ -5,6 +5,7 @@ In: a run and SQL. Out: a table, JSON or CSV on the terminal; without SQL, the v
 
 from __future__ import annotations
 
+import decimal
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
 from rich.text import Text
 
 from cli.terminal.arguments import JsonOption, StoreOption, open_named
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 200
 """Rows of a table on the terminal; JSON and CSV have all."""
 MOST_RECORDS = 20
-"""Rows where they are printed one value to a line."""
+"""Rows if they are printed one value to a line."""
 _MOST_CHARACTERS = 200  # of one value
 _NARROWEST = 9  # characters that a column gets before rows are printed one value to a line
 
@@ -52,18 +53,10 @@ def sql(
         return
     if as_json and as_csv:
         raise InvalidInput("--json and --csv exclude each other")
-
-    def answer(reader: pa.RecordBatchReader) -> None:
-        if as_json:
-            _write_json(reader, sys.stdout)
-        elif as_csv:
-            _write_csv(reader, sys.stdout)
-        else:
-            _print(reader, console)
-
+    write = _write_json if as_json else _write_csv if as_csv else None
     queries = open_queries(log)
     try:
-        queries.stream(query, answer)
+        queries.stream(query, lambda reader: write(reader, sys.stdout) if write else _print(reader, console))
     except ValueError as error:
         raise InvalidInput(f"{error}\n`millrace traj sql {run}` lists the views and their columns") from error
     note_left_out(queries.left_out)
@@ -80,27 +73,40 @@ def _print_views(log: RunLog, console: Console) -> None:
         for name, kind in queries.columns(view).items():
             columns.append(name)
             columns.append(f":{_short(kind)}  ", style="dim")
-        grid = Table.grid()
-        grid.add_row("  ", columns)
-        console.print(grid)
-        console.print()
+        console.print(Padding(columns, (0, 0, 1, 2), expand=False))
     example = "select step, avg(reward), avg(num_sampled) from trajectories group by step order by step"
     console.print(f'[dim]millrace traj sql {log.run_id} "{example}"[/]', soft_wrap=True)
     console.print("[dim]the SQL is DuckDB's: https://duckdb.org/docs/stable/sql/introduction[/]", soft_wrap=True)
 
 
 def _rows(reader: pa.RecordBatchReader) -> Iterator[list[Any]]:
-    """Values in column order: two columns may have one name."""
+    """Plain values in column order: two columns may have one name."""
     for batch in reader:
-        yield from map(list, zip(*(column.to_pylist() for column in batch.columns), strict=True))
+        columns = (column.to_pylist(maps_as_pydicts="lossy") for column in batch.columns)
+        yield from ([_plain(value) for value in row] for row in zip(*columns, strict=True))
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: times become ISO text, decimals numbers, NaN null."""
+    match value:
+        case dict():
+            return {str(key): _plain(inner) for key, inner in value.items()}
+        case list():
+            return [_plain(inner) for inner in value]
+        case float():
+            return value if math.isfinite(value) else None
+        case decimal.Decimal():
+            return int(value) if value == value.to_integral_value() else float(value)
+        case None | bool() | int() | str():
+            return value
+        case _:
+            return str(value)
 
 
 def _write_json(reader: pa.RecordBatchReader, out: TextIO) -> None:
-    names = reader.schema.names
     separator = "[\n"
     for row in _rows(reader):
-        plain = {name: _plain(value, field.type) for name, value, field in zip(names, row, reader.schema, strict=True)}
-        out.write(separator + json.dumps(plain, ensure_ascii=False))
+        out.write(separator + json.dumps(dict(zip(reader.schema.names, row, strict=True)), ensure_ascii=False))
         separator = ",\n"
     out.write("[]\n" if separator == "[\n" else "\n]\n")
 
@@ -111,32 +117,27 @@ def _write_csv(reader: pa.RecordBatchReader, out: TextIO) -> None:
     writer = csv.writer(out)
     writer.writerow(reader.schema.names)
     for row in _rows(reader):
-        plain = [_plain(value, field.type) for value, field in zip(row, reader.schema, strict=True)]
-        writer.writerow([json.dumps(v, ensure_ascii=False) if isinstance(v, list | dict) else v for v in plain])
+        writer.writerow([json.dumps(v, ensure_ascii=False) if isinstance(v, list | dict) else v for v in row])
 
 
 def _print(reader: pa.RecordBatchReader, console: Console) -> None:
-    import pyarrow as pa
+    from pyarrow import types
 
-    schema = reader.schema
-    is_narrow = len(schema) * _NARROWEST > console.width
+    is_narrow = len(reader.schema) * _NARROWEST > console.width
     most = MOST_RECORDS if is_narrow else MOST_ROWS
     rows = list(itertools.islice(_rows(reader), most + 1))
-    cells = [
-        [_cell(_plain(value, field.type)) for value, field in zip(row, schema, strict=True)] for row in rows[:most]
-    ]
+    cells = [list(map(_cell, row)) for row in rows[:most]]
     if is_narrow:
         for index, row in enumerate(cells):
-            grid = facts_table()
-            for name, cell in zip(schema.names, row, strict=True):
-                grid.add_row(Text(name), cell)
+            record = facts_table()
+            for name, cell in zip(reader.schema.names, row, strict=True):
+                record.add_row(Text(name), cell)
             console.rule(f"[dim]{index + 1}[/]", align="left", style="dim")
-            console.print(grid)
+            console.print(record)
     else:
         table = plain_table(show_header=True)
-        for field in schema:
-            kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
-            is_number = any(is_kind(field.type) for is_kind in kinds)
+        for field in reader.schema:
+            is_number = any(check(field.type) for check in (types.is_integer, types.is_floating, types.is_decimal))
             table.add_column(Text(field.name), justify="right" if is_number else "left", overflow="fold")
         for row in cells:
             table.add_row(*row)
@@ -145,25 +146,6 @@ def _print(reader: pa.RecordBatchReader, console: Console) -> None:
         console.print(f"[dim]the first {most} rows; all with --json or --csv, fewer with LIMIT[/]")
     elif not rows:
         console.print("[dim]no rows[/]")
-
-
-def _plain(value: Any, kind: pa.DataType) -> Any:
-    """A value as JSON has it: maps become objects, times ISO text, decimals numbers, NaN null."""
-    import pyarrow as pa
-
-    if value is None:
-        return None
-    if pa.types.is_map(kind):
-        return {str(key): _plain(inner, kind.item_type) for key, inner in value}
-    if pa.types.is_struct(kind):
-        return {field.name: _plain(value[field.name], field.type) for field in kind}
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return [_plain(inner, kind.value_type) for inner in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if pa.types.is_decimal(kind):
-        return int(value) if value == value.to_integral_value() else float(value)
-    return value if isinstance(value, bool | int | str) else str(value)
 
 
 def _cell(value: Any) -> Text:

@@ -40,6 +40,13 @@ FROM trajectories WHERE {condition} GROUP BY shard_id, group_id, attempt
 """
 # A forked attempt has its messages in its first sequence alone.
 
+_FAILURES = """
+SELECT failure.key, sum(failure.value)::BIGINT FROM (
+    SELECT unnest(map_entries(failures)) AS failure FROM groups {outcomes}
+) GROUP BY 1 ORDER BY 2 DESC
+"""
+"""Attempts that became no row, by failing status, from the log."""
+
 _MEASURES = {"seconds": "seconds", "tokens": "num_sampled", "turns": "num_turns"}
 """What has a mean, quantiles and a maximum, and its column of `attempts`."""
 _SPREADS = ", ".join(
@@ -84,26 +91,23 @@ def trajectory_stats(
 ) -> dict[str, Any]:
     """Numbers over attempts (not sequences), shares from 0 to 1; with `by`, a list of them under `by` as well.
 
-    An attempt is solved from a reward of `solved` on. A reply repeats when an attempt before it, in the same group or
-    at the same prompt, said the very same. Quantiles are interpolated linearly, as `numpy.percentile` does: of n sorted
-    values the p-th is the one at place (n - 1) p / 100, counted from 0. `seconds` are from an attempt's start to its
-    end; attempts that failed left no row and are in none of them.
+    An attempt is solved from a reward of `solved` on. A reply repeats if an earlier attempt of the same group, or at
+    the same prompt, has the same text. Quantiles are interpolated linearly, as `numpy.percentile` does. `seconds` are
+    from an attempt's start to its end; failed attempts left no row and are not counted.
 
-    Raises `ValueError` for another `by` than in `BY`, wrong SQL, or no attempt.
+    Raises `InvalidInput` for another `by` than in `BY`, wrong SQL, or no attempt.
     """
     if by and by not in BY:
         raise InvalidInput(f"--by {by!r}: write one of {', '.join(BY)}")
     queries.select(_ATTEMPTS.format(condition=condition(where, include_eval)))
     overall = queries.select(f"SELECT {_NUMBERS} FROM attempts").to_pylist()[0]
     if not overall["attempts"]:
-        raise InvalidInput(
-            "no trajectory satisfies the conditions" + ("" if include_eval else "; --eval adds held-out ones")
-        )
+        hint = "" if include_eval else "; --eval adds held-out ones"
+        raise InvalidInput(f"no trajectory satisfies the conditions{hint}")
     prompts = queries.select(
         """
         SELECT count(*) AS number,
-            coalesce(sum((best < $1)::INTEGER), 0)::BIGINT AS never_solved,
-            coalesce(sum((worst >= $1)::INTEGER), 0)::BIGINT AS always_solved,
+            count(*) FILTER (best < $1) AS never_solved, count(*) FILTER (worst >= $1) AS always_solved,
             1 - sum(replies) / sum(attempts) AS same_reply_share, sum(groups)::BIGINT AS groups
         FROM (
             SELECT min(reward) AS worst, max(reward) AS best, count(*) AS attempts,
@@ -113,6 +117,7 @@ def trajectory_stats(
         """,
         [solved],
     ).to_pylist()[0]
+    outcomes = "" if include_eval else "WHERE outcome <> 'eval'"
     stats = {
         **overall,
         "groups": prompts.pop("groups"),
@@ -120,8 +125,8 @@ def trajectory_stats(
         "prompts": {**prompts, "solved_from": solved},
         "statuses": _counts(queries, "SELECT status, count(*) FROM attempts GROUP BY 1 ORDER BY 2 DESC"),
         "outcomes": _counts(queries, "SELECT outcome, count(*) FROM attempts GROUP BY 1 ORDER BY 2 DESC"),
-        "failures": {} if where else _failures(queries, include_eval),
-        "histogram": _histogram(queries, overall["reward_min"], overall["reward_max"]),
+        "failures": {} if where else _counts(queries, _FAILURES.format(outcomes=outcomes)),
+        "histogram": _histogram(queries),
     }
     if by:
         order = "reward_mean, key" if by == "prompt" else "key"
@@ -137,8 +142,8 @@ def _print(stats: dict[str, Any], console: Console, *, by: str) -> None:
     for label, count in stats["histogram"]:
         share = count / stats["attempts"]
         bar = "█" * round(_BAR * count / max(1, max(n for _, n in stats["histogram"])))
-        lines.add_row(label, Text(f"{bar or '▏'} {count}  ").append(_percent(share), style="dim"))
-    truncated = f"  truncated {_percent(stats['truncated_share'])}"
+        lines.add_row(label, Text(f"{bar or '▏'} {count}  ").append(f"{share:.1%}", style="dim"))
+    truncated = f"  truncated {stats['truncated_share']:.1%}"
     lines.add_row("tokens", _spread(stats, "tokens", ("p50", "p90", "p95", "p99", "max")) + truncated)
     for name in ("turns", "seconds"):
         lines.add_row(name, _spread(stats, name, ("p50", "p95", "p99", "max")))
@@ -148,13 +153,13 @@ def _print(stats: dict[str, Any], console: Console, *, by: str) -> None:
             lines.add_row(name, "  ".join(f"{key} {count}" for key, count in stats[name].items()) + note)
     lines.add_row(
         "repeats",
-        f"{_percent(stats['same_in_group_share'])} of replies repeat one of their group, "
-        f"{_percent(stats['same_over_run_share'])} one at the same prompt",
+        f"{stats['same_in_group_share']:.1%} of replies repeat one of their group, "
+        f"{stats['same_over_run_share']:.1%} one at the same prompt",
     )
     lines.add_row(
         "prompts",
-        f"never solved {prompts['never_solved']} ({_percent(prompts['never_solved'] / prompts['number'])}), "
-        f"always solved {prompts['always_solved']} ({_percent(prompts['always_solved'] / prompts['number'])}); "
+        f"never solved {prompts['never_solved']} ({prompts['never_solved'] / prompts['number']:.1%}), "
+        f"always solved {prompts['always_solved']} ({prompts['always_solved'] / prompts['number']:.1%}); "
         f"solved is a reward of {prompts['solved_from']:g} or more",
     )
     console.print(lines)
@@ -183,14 +188,9 @@ _COLUMNS = {
 def _table(rows: list[dict[str, Any]], by: str) -> Table:
     table = plain_table(by, *_COLUMNS, right=[*_COLUMNS, *({by} & {"version", "step"})])
     for row in rows[:MOST_ROWS]:
-        cells = [
-            _percent(row[key])
-            if key.endswith("_share")
-            else str(row[key])
-            if key == "attempts"
-            else number(row[key], digits=3, missing="-")
-            for key in _COLUMNS.values()
-        ]
+        numbers = {name: number(row[key], digits=3, missing="-") for name, key in _COLUMNS.items()}
+        shares = {name: f"{row[key]:.1%}" for name, key in _COLUMNS.items() if key.endswith("_share")}
+        cells = {**numbers, **shares, "attempts": str(row["attempts"])}.values()
         table.add_row(Text("none" if row["key"] is None else one_line(str(row["key"]))), *cells)
     return table
 
@@ -200,39 +200,17 @@ def _spread(stats: dict[str, Any], name: str, points: tuple[str, ...]) -> str:
     return f"mean {number(stats[f'{name}_mean'])}  {quantiles}"
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def _counts(queries: Queries, sql: str) -> dict[str, int]:
+def _counts(queries: Queries, sql: str) -> dict[Any, int]:
     table = queries.select(sql)
     return dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
 
 
-def _failures(queries: Queries, include_eval: bool) -> dict[str, int]:
-    """Attempts that became no row, by failing status, from the log."""
-    return _counts(
-        queries,
-        f"""
-        SELECT failure.key, sum(failure.value)::BIGINT FROM (
-            SELECT unnest(map_entries(failures)) AS failure FROM groups
-            {"" if include_eval else "WHERE outcome <> 'eval'"}
-        ) GROUP BY 1 ORDER BY 2 DESC
-        """,
-    )
+def _histogram(queries: Queries) -> list[tuple[str, int]]:
+    """Attempts by reward: a bar for each of few values, equal bins for many."""
+    import numpy as np
 
-
-def _histogram(queries: Queries, low: float | None, high: float | None) -> list[tuple[str, int]]:
-    """Attempts by reward: a bar for each value where there are few, equal bins where there are many."""
-    values = queries.select(
-        f"SELECT reward, count(*) AS n FROM attempts WHERE reward IS NOT NULL GROUP BY 1 ORDER BY 1 LIMIT {_BINS + 1}"
-    ).to_pylist()
-    if len(values) <= _BINS or low is None or high is None:
-        return [(number(row["reward"]), row["n"]) for row in values]
-    width = (high - low) / _BINS
-    sql = f"""
-        SELECT least(floor((reward - {low!r}) / {width!r}), {_BINS - 1})::INTEGER AS bin, count(*)
-        FROM attempts WHERE reward IS NOT NULL GROUP BY 1
-    """
-    counts = _counts(queries, sql)
-    return [(f"{low + width * i:.3g} …", counts.get(i, 0)) for i in range(_BINS)]  # type: ignore[call-overload]
+    numbers = _counts(queries, "SELECT reward, count(*) FROM attempts WHERE reward IS NOT NULL GROUP BY 1 ORDER BY 1")
+    if len(numbers) <= _BINS:
+        return [(number(reward), count) for reward, count in numbers.items()]
+    counts, edges = np.histogram(list(numbers), bins=_BINS, weights=list(numbers.values()))
+    return [(f"{edge:.3g} …", int(count)) for edge, count in zip(edges, counts, strict=False)]

@@ -15,9 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner
 
-from cli.main import app
 from examples.search_agent import world
 from examples.search_agent.dataset import Problem, write_dataset
 from examples.search_agent.passages import Passage
@@ -36,9 +34,10 @@ from tests.documents import (
     trainings,
     tutorial_files,
 )
+from tests.unit.cli.builders import printed
 
-BIN = Path(sys.executable).parent
 PATIENCE = 240.0
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(PROJECT), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 SMALLEST = {
     "python -m benchmarks.shards": "--rows 8",
     "python -m benchmarks.logprobs_memory": "--tokens 256 --vocabulary 1000 --hidden 64 --plain-tokens 64",
@@ -49,9 +48,16 @@ SMALLEST = {
 """What makes a benchmark of the documents a matter of seconds. The others have no such form: `COVERED_BY`."""
 
 
+def _bash(script: str, folder: Path) -> str:
+    """What a script prints in a folder; it must succeed."""
+    options = {"cwd": folder, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": PATIENCE}
+    done = subprocess.run(["bash", "-c", script], **options)
+    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 def test_every_training_passes_its_dry_run(tmp_path: Path, base_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that a start checks, with a model and data of the right layout where a document has the reader's."""
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(PROJECT / "examples")
     for file, text in tutorial_files().items():
@@ -68,21 +74,16 @@ def test_every_training_passes_its_dry_run(tmp_path: Path, base_model: Path, mon
         (Path(data) / "services.toml").write_text('search = ["http://127.0.0.1:8765"]')
     whole = Path("examples/search_agent/search_agent_7b.toml").read_text()
     Path("my_7b.toml").write_text(re.sub(r"^lora = .*\n", "", whole, flags=re.MULTILINE))  # as its page says
-    stands_for = {
-        "FILE": str(SCRIPTED),
-        "model=/models/qwen": f"model={base_model}",
-        "dataset=/data/gsm8k": f"dataset={sums}",
-    }
+    stands_for = {"FILE": str(SCRIPTED), "model=/models/qwen": f"model={base_model}"}
+    stands_for["dataset=/data/gsm8k"] = f"dataset={sums}"
     asked = trainings()
     assert len(asked) > 8
     for words in asked:
         arguments = [stands_for.get(word, word) for word in words[1:] if word != "--dry-run"]
-        done = CliRunner().invoke(app, [*arguments, "--dry-run"])
-        assert done.exit_code == 0, f"{' '.join(words)}: {done.output}\n{done.exception!r}"
+        printed("", *arguments, "--dry-run")
 
 
 def test_a_corpus_is_made_indexed_and_served_as_its_page_says(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "PATH": f"{BIN}:{os.environ['PATH']}"}
     asked, servers = of_the_corpus(), []
     assert len(asked) == 9
     try:
@@ -90,16 +91,13 @@ def test_a_corpus_is_made_indexed_and_served_as_its_page_says(tmp_path: Path) ->
             if " serve " in line:
                 port = str(free_port())
                 line = re.sub(r"--port \d+", f"--port {port}", line)
-                servers.append(subprocess.Popen(shlex.split(line), cwd=tmp_path, env=environment))
+                servers.append(subprocess.Popen(shlex.split(line), cwd=tmp_path, env=ENVIRONMENT))
                 deadline = time.monotonic() + PATIENCE
                 while not _answers(port):
                     assert servers[-1].poll() is None and time.monotonic() < deadline, line
                     time.sleep(0.1)
                 continue
-            done = subprocess.run(
-                ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE
-            )
-            assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+            _bash(line, tmp_path)
     finally:
         for server in servers:
             server.kill()
@@ -120,8 +118,7 @@ def test_the_servers_secrets_are_made_and_read_as_the_deployment_page_says(tmp_p
     secrets = "\n".join(line for line in block(page, "One server") if not line.startswith("docker "))
     (read,) = [line for line in shown(page) if "PREFECT_API_AUTH_STRING=$" in line]
     script = f"set -e\n{secrets}\n{read}\nprintenv PREFECT_API_AUTH_STRING"
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=30)
-    assert re.fullmatch(r"millrace:[0-9a-f]{48}\n", done.stdout), done.stderr
+    assert re.fullmatch(r"millrace:[0-9a-f]{48}\n", _bash(script, tmp_path))
     assert (tmp_path / "server.env").stat().st_mode & 0o077 == 0
     names = [line.partition("=")[0] for line in (tmp_path / "server.env").read_text().splitlines()]
     assert names == ["POSTGRES_PASSWORD", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "PREFECT_AUTH"]
@@ -139,9 +136,7 @@ def test_what_pip_complains_about_is_what_the_locks_page_says() -> None:
 @pytest.mark.parametrize("command", SMALLEST)
 def test_a_benchmark_runs_in_its_smallest_form(command: str) -> None:
     assert any(command in shown(document) for document in DOCUMENTS)
-    words = [sys.executable, *shlex.split(command)[1:], *shlex.split(SMALLEST[command])]
-    done = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0 and done.stdout, done.stdout + done.stderr
+    assert _bash(f"{command} {SMALLEST[command]}", PROJECT)
 
 
 # ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,12 +181,9 @@ def test_every_command_of_the_documents_is_typed_or_stands_in_the_table() -> Non
     assert sorted(typed - every) == [], "typed by a test, and no document shows it any more"
 
 
-def test_the_table_has_no_entry_that_nobody_needs() -> None:
+def test_the_table_has_no_entry_that_nobody_needs_and_every_test_it_names_is_there() -> None:
     left = {line for document in DOCUMENTS for line in shown(document)} - _typed()
     assert set(COVERED_BY) - {_entry(line) for line in left} == set()
-
-
-def test_every_test_that_the_table_names_is_there() -> None:
     for pattern, where in COVERED_BY.items():
         named = re.findall(r"(tests/\S+\.py)::(\w+)", where)
         assert named or where.startswith(("needs ", ".ci/run")), pattern

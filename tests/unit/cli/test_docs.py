@@ -34,22 +34,10 @@ def test_every_file_is_in_the_tree_and_every_line_of_it_is_a_file() -> None:
             folder = match[1] + "/"
         elif match := re.match(r"^  ([\w.-]+)\s", line):
             listed.add(folder + match[1])
-    folders = [
-        "millrace",
-        "cli",
-        "examples",
-        "flows",
-        "infra",
-        "rollouts",
-        "settings",
-        "storage",
-        "tasks",
-        "trainers",
-        "benchmarks",
-    ]
+    folders = "millrace cli examples flows infra rollouts settings storage tasks trainers benchmarks"
     files = {
         str(path.relative_to(PROJECT))
-        for name in folders
+        for name in folders.split()
         for path in (PROJECT / name).rglob("*")
         if path.is_file() and (path.name != "__init__.py" or name == "millrace") and "__pycache__" not in path.parts
     }
@@ -80,45 +68,36 @@ def test_the_deployment_trains_what_the_example_trains() -> None:
     assert all(schedule["active"] is False for schedule in deployments[0]["schedules"])
 
 
-def _quoted(page: str) -> list[str]:
-    """Messages in the first column of a page's tables."""
-    return re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+_FOLDERS = ("cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
+SOURCES = [path.read_text() for folder in _FOLDERS for path in (PROJECT / folder).rglob("*.py")]
 
 
-def _alarms() -> list[str]:
-    """Messages that the operations page explains."""
-    page = (PROJECT / "docs/operations.md").read_text()
-    return _quoted(page[: page.index("## What to watch")])
+def _messages(page: str, before: str = "") -> list[str]:
+    """Messages in the first column of a page's tables, up to a heading."""
+    text = (PROJECT / "docs" / page).read_text()
+    return re.findall(r"^\| `([^`]+)` \|", text[: text.index(before)] if before else text, flags=re.MULTILINE)
 
 
-def _sources() -> list[str]:
-    folders = ["cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers"]
-    return [path.read_text() for folder in folders for path in (PROJECT / folder).rglob("*.py")]
+ALARMS = _messages("operations.md", "## What to watch")
 
 
-def test_every_message_of_the_operations_page_is_one_that_the_code_can_say() -> None:
-    sources = "".join(_sources())
-    assert len(_alarms()) > 20
-    assert [message for message in _alarms() if message not in sources] == []
-
-
-def test_every_message_of_the_troubleshooting_page_is_one_that_the_code_can_say() -> None:
-    sources = "".join([*_sources(), (PROJECT / "Makefile").read_text()])
-    messages = _quoted((PROJECT / "docs/troubleshooting.md").read_text())
-    assert len(messages) > 40
-    assert [message for message in messages if message not in sources] == []
+def test_every_message_that_a_page_explains_is_one_that_the_code_can_say() -> None:
+    mistakes = _messages("troubleshooting.md")
+    assert len(ALARMS) > 20 and len(mistakes) > 40
+    sources = "".join([*SOURCES, (PROJECT / "Makefile").read_text()])
+    assert [message for message in ALARMS + mistakes if message not in sources] == []
 
 
 def test_every_warning_of_the_code_is_on_the_operations_page() -> None:
     """But for those that only pass on a sentence made elsewhere."""
     methods, said = {"warning", "error", "exception", "critical", "log"}, []
-    for call in (node for source in _sources() for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+    for call in (node for source in SOURCES for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         match call.func:
             case ast.Attribute(value=ast.Name(id="logger"), attr=attr) if attr in methods:
                 texts = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
                 said += [text for text in texts if re.search(r"[a-z] [a-z]", text)]
     assert len(said) > 30
-    assert [text for text in said if not any(message in text for message in _alarms())] == []
+    assert [text for text in said if not any(message in text for message in ALARMS)] == []
 
 
 EVERY_COMMAND = [(document, words) for document in DOCUMENTS for words in commands(document)]
@@ -142,16 +121,13 @@ def test_millrace_takes_every_command_of_the_documents() -> None:
     assert refusal(["status", "run", "--no-such-option"]) and refusal(["no-such-command"])
 
 
-def test_make_has_every_target_of_the_documents() -> None:
+def test_make_has_every_target_and_python_every_module_of_the_documents() -> None:
     targets = set(re.findall(r"^([a-z]+):.*##", (PROJECT / "Makefile").read_text(), flags=re.MULTILINE))
     named = {word for _, words in _of("make") for word in words if re.fullmatch("[a-z]+", word)}
     assert named <= targets and named >= {"train", "test", "up", "down"}
-
-
-def test_every_module_the_documents_run_is_there() -> None:
-    missing = {words[0] for _, words in _of("python", "-m") if words[0].split(".")[0] in ("benchmarks", "examples")}
-    assert len(missing) > 3
-    assert [name for name in missing if not (PROJECT / (name.replace(".", "/") + ".py")).exists()] == []
+    modules = {words[0] for _, words in _of("python", "-m") if words[0].split(".")[0] in ("benchmarks", "examples")}
+    assert len(modules) > 3
+    assert [name for name in modules if not (PROJECT / (name.replace(".", "/") + ".py")).exists()] == []
 
 
 def test_every_deployment_the_documents_run_is_there_and_has_the_parameters() -> None:

@@ -1,150 +1,174 @@
-"""The command line: overrides, errors as sentences, and what a run's log says."""
+"""What the user typed and cannot be used, above all paths, is one sentence that names it, in every command."""
 
 from __future__ import annotations
 
-import io
-from dataclasses import replace
+import os
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
 
-from cli.main import app
-from cli.operate.status import run_status, status_table
 from cli.terminal.arguments import parse_overrides
-from storage.log.entries import Evaluation, LogEntry, Policy, Session
-from storage.log.runs import create_run
+from settings.run_file import default_values
+from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
+from tests.conftest import PROJECT
+from tests.unit.cli.builders import a_run_of_one_step, printed
 
-PROJECT = Path(__file__).resolve().parents[3]
+LONG = "x" * 300
+ARITHMETIC = f"train {PROJECT}/examples/arithmetic.toml"
+DRY = f"train {PROJECT}/examples/gsm8k.toml --dry-run"
+PLACES = {
+    "FOLDER": "folder",
+    "FILE": "file",
+    "UNDER": "file/below",
+    "LONG": LONG,
+    "ABSENT": "absent",
+    "NO_FOLDER": "absent/below",
+    "MODULE": "module.py",
+    "BYTES": "bytes.jsonl",
+    "PARQUET": "bytes.parquet",
+    "HIDDEN": "hidden",
+    "SEALED": "/sys/new",
+}
 
 
-def _invoke(tmp_path: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    result = CliRunner().invoke(app, list(arguments))
-    return result.exit_code, result.output
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Paths of every kind, and a run of one step in the default store."""
+    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
+    for folder in ("folder", "module.py"):
+        (tmp_path / folder).mkdir()
+    for file in ("file", "bytes.jsonl", "bytes.parquet", "hidden"):
+        (tmp_path / file).write_bytes(b'{"question": "\xff"}')
+    (tmp_path / "hidden").chmod(0)
+    config = {**default_values(), "workflow": "examples.arithmetic:Arithmetic"}
+    a_run_of_one_step(LocalStore(tmp_path / "home" / "store"), config)
+    return {name: place if place.startswith("/") else str(tmp_path / place) for name, place in PLACES.items()}
+
+
+def _refused(places: dict[str, str], line: str) -> str:
+    """The error of a command, whose line has names of places in braces."""
+    return printed(line.format(**places), status=2).strip()
+
+
+_A_FOLDER, _TOO_LONG, _UNDER_A_FILE = "Is a directory", "File name too long", "Not a directory"
+
+
+@pytest.mark.parametrize("command", ["train {}", "train {} --dry-run", "doctor {}"])
+def test_a_run_file(places: dict[str, str], command: str) -> None:
+    sentences = {"ABSENT": f"no run file {places['ABSENT']}", "FOLDER": _A_FOLDER, "UNDER": "no run file"}
+    for place, sentence in {**sentences, "LONG": _TOO_LONG, "BYTES": "is not valid TOML"}.items():
+        shown = _refused(places, command.format(f"{{{place}}}"))
+        assert sentence in shown and places[place] in shown
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("line", ["train {HIDDEN}", f"{DRY} dataset={{HIDDEN}}"])
+def test_a_file_that_may_not_be_read(places: dict[str, str], line: str) -> None:
+    shown = _refused(places, line)
+    assert "Permission denied" in shown and places["HIDDEN"] in shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["status run", "runs", "gc", "pause run", "eval run", "replay run --step 1", "produce run", "traj ls run"],
+)
+def test_a_store_that_cannot_be_opened(places: dict[str, str], command: str) -> None:
+    sentences = {"FILE": _UNDER_A_FILE, "UNDER": _UNDER_A_FILE, "LONG": _TOO_LONG}
+    if command not in ("runs", "gc"):  # for them a store without runs is a store
+        sentences["ABSENT"] = "no run 'run' in"
+    for place, sentence in sentences.items():
+        assert sentence in _refused(places, f"{command} --store {{{place}}}")
+
+
+@pytest.mark.parametrize("line", ["gc --store {SEALED}", f"{ARITHMETIC} store={{SEALED}}"])
+def test_a_store_that_cannot_be_written(places: dict[str, str], line: str) -> None:
+    assert "/sys/new" in _refused(places, line)
+
+
+@pytest.mark.parametrize(
+    ("command", "for_a_folder"),
+    [
+        ("report run --out", "is a folder; name a file in it"),
+        ("export run --to", "is there already"),
+        ("traj export run", "is a folder; name a file in it"),
+        ("replay run --step 1 --save", "exists already"),
+    ],
+)
+def test_a_place_to_write_to(places: dict[str, str], command: str, for_a_folder: str) -> None:
+    sentences = {"LONG": _TOO_LONG, "UNDER": "Not a directory|there is no folder", "FOLDER": for_a_folder}
+    sentences["SEALED"] = "Permission denied|Operation not permitted"
+    if "export" in command:
+        sentences["NO_FOLDER"] = "there is no folder"  # the others make it
+    for place, sentence in sentences.items():
+        shown = _refused(places, f"{command} {{{place}}}")
+        assert any(part in shown for part in sentence.split("|")), shown
+        assert not (Path(places["ABSENT"])).exists(), "nothing was made"
+
+
+@pytest.mark.parametrize("command", ["rescore run --reward ", "index run --embedding ", f"{DRY} workflow="])
+def test_a_file_of_code(places: dict[str, str], command: str) -> None:
+    sentences = {"{MODULE}": _A_FOLDER, "{ABSENT}.py": "no file", "{LONG}.py": _TOO_LONG, "{UNDER}.py": "no file"}
+    for path, sentence in sentences.items():
+        assert sentence in _refused(places, f"{command}{path}:f")
+
+
+def test_a_data_set_or_a_model(places: dict[str, str]) -> None:
+    refused = {
+        f"{DRY} dataset={{ABSENT}}": "no such file or folder",
+        f"{DRY} dataset={{FOLDER}}": "has no file for split 'train'",
+        f"{DRY} dataset={{LONG}}": _TOO_LONG,
+        f"{DRY} dataset={{BYTES}}": "line 1: not JSON",
+        f"{DRY} dataset={{PARQUET}}": "bytes.parquet: ",
+        f"{ARITHMETIC} --dry-run model={{ABSENT}}": "no such folder",
+        f"{ARITHMETIC} --dry-run model={{FILE}}": "no such folder",
+        f"{ARITHMETIC} --dry-run model={{FOLDER}}": "the folder lacks config.json",
+        f"{ARITHMETIC} --dry-run model={{LONG}}": _TOO_LONG,
+    }
+    for line, sentence in refused.items():
+        assert sentence in _refused(places, line)
+
+
+def test_a_state_folder_that_cannot_be_made(places: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_STORE", str(Path(os.environ["MILLRACE_HOME"]) / "store"))
+    monkeypatch.setenv("MILLRACE_HOME", places["UNDER"])
+    for command in ("up", "eval run"):
+        assert f"MILLRACE_HOME {places['UNDER']}: Not a directory" in _refused(places, command)
 
 
 def test_overrides_are_toml_values_and_bare_words() -> None:
     parsed = parse_overrides(["steps=5", "train.loss=cispo", "learning_rate=1e-3", "rollout.drop_uniform_groups=true"])
-    assert parsed == {
-        "steps": 5,
-        "train.loss": "cispo",
-        "learning_rate": 1e-3,
-        "rollout.drop_uniform_groups": True,
-    }
-
-
-def test_an_override_without_a_value_says_how_to_write_it() -> None:
+    assert parsed.pop("rollout.drop_uniform_groups") is True
+    assert parsed == {"steps": 5, "train.loss": "cispo", "learning_rate": 1e-3}
     with pytest.raises(ValueError, match="key=value"):
         parse_overrides(["steps"])
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["stepz=4"], "did you mean 'steps'"),
-        (["train.shedule=linear"], "did you mean 'schedule'"),
-        (["n_samples=1", "rollout.min_usable=1"], "n_samples of 2 or more"),
-        (["max_staleness=-1"], "max_staleness = -1"),
-        (["model=/nowhere"], "no such folder"),
-        (["workflow=examples.nothing:X"], "cannot be imported"),
-        (["workflow=examples.gsm8k:Gsm8k"], "dataset must be set"),
-        (["store=/dev/null/store"], "cannot be opened (Not a directory); choose another `store`"),
-    ],
-)
-def test_bad_input_is_one_sentence_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], sentence: str
-) -> None:
-    code, output = _invoke(
-        tmp_path, "train", str(PROJECT / "examples/arithmetic.toml"), *overrides, monkeypatch=monkeypatch
-    )
-    assert code == 2 and sentence in output and "Traceback" not in output
-    assert not (tmp_path / "store" / "runs").exists(), "nothing was created"
+def test_bad_input_is_one_sentence_before_anything_starts(home: Path) -> None:
+    refused = {
+        "stepz=4": "did you mean 'steps'",
+        "train.shedule=linear": "did you mean 'schedule'",
+        "n_samples=1 rollout.min_usable=1": "n_samples of 2 or more",
+        "max_staleness=-1": "max_staleness = -1",
+        "model=/nowhere": "no such folder",
+        "workflow=examples.nothing:X": "cannot be imported",
+        "workflow=examples.gsm8k:Gsm8k": "dataset must be set",
+        "store=/dev/null/store": "cannot be opened (Not a directory); choose another `store`",
+    }
+    for overrides, sentence in refused.items():
+        assert sentence in printed(f"train {PROJECT}/examples/arithmetic.toml {overrides}", status=2)
+    assert not (home / "store" / "runs").exists(), "nothing was created"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["rescore", "run", "--reward", "rollouts.rewards.answers:exact", "--processes", "-1"],
-        ["eval", "run", "--num-tasks", "0"],
-        ["eval", "run", "--n-samples", "0"],
-        ["eval", "run", "--version", "-1"],
-        ["eval", "run", "--temperature", "-1"],
-    ],
-)
-def test_a_count_that_cannot_be_is_refused_by_its_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
-) -> None:
-    create_run(LocalStore(tmp_path / "store"), "run", {})
-    code, output = _invoke(tmp_path, *arguments, monkeypatch=monkeypatch)
-    assert code == 2 and "Invalid value" in output and "Traceback" not in output
+def test_a_count_that_cannot_be_is_refused_by_its_option(log: RunLog) -> None:
+    for options in ("--num-tasks 0", "--n-samples 0", "--version -1", "--temperature -1"):
+        assert "Invalid value" in printed(f"eval run {options}", status=2)
+    options = "--reward rollouts.rewards.answers:exact --processes -1"
+    assert "Invalid value" in printed(f"rescore run {options}", status=2)
 
 
-def test_a_data_file_with_a_broken_line_names_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = tmp_path / "data.jsonl"
+def test_a_data_file_with_a_broken_line_names_the_line(home: Path) -> None:
+    data = home / "data.jsonl"
     data.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "1+2?"}\n')
-    code, output = _invoke(
-        tmp_path, "train", str(PROJECT / "examples/gsm8k.toml"), f"dataset={data}", monkeypatch=monkeypatch
-    )
-    assert code == 2 and "line 2" in output and "'answer' missing" in output
-
-
-def test_an_unknown_run_lists_the_known_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create_run(LocalStore(tmp_path / "store"), "known", {})
-    code, output = _invoke(tmp_path, "status", "unknown", monkeypatch=monkeypatch)
-    assert code == 2 and "known" in output
-
-
-def test_status_of_a_run_without_steps_has_nulls(tmp_path: Path) -> None:
-    log = create_run(LocalStore(tmp_path), "run", {})
-    status = run_status(log)
-    assert status["step"] == 0 and status["weight_version"] is None and status["accuracy_before"] is None
-
-
-def test_accuracy_before_and_after_are_the_first_and_last_version(tmp_path: Path) -> None:
-    log = create_run(LocalStore(tmp_path), "run", {})
-    log.append(Policy(version=0, path="models/x", weights_sha256="", parent=None))
-    for version, score in [(5, 0.9), (0, 0.4)]:
-        log.append(
-            Evaluation(
-                version=version,
-                split="test",
-                score=score,
-                num_tasks=1,
-                num_failed=0,
-                shard_id=f"s{version}",
-                seconds=0.0,
-            )
-        )
-    status = run_status(log)
-    assert (status["accuracy_before"], status["accuracy_after"]) == (0.4, 0.9)
-
-
-def test_an_evaluation_in_which_everything_failed_is_no_accuracy(tmp_path: Path) -> None:
-    log = create_run(LocalStore(tmp_path), "run", {})
-    log.append(Policy(version=0, path="models/x", weights_sha256="", parent=None))
-    scored = Evaluation(
-        version=0, split="test", score=0.4, num_tasks=2, n_samples=2, num_failed=1, failures={"timeout": 1},
-        pass_at={"1": 0.5, "2": 0.5}, standard_error=0.1, shard_id="e0", seconds=0.0,
-    )  # fmt: skip
-    log.append(scored)
-    log.append(replace(scored, version=3, score=0.0, num_failed=4, shard_id="e1"))
-    status = run_status(log)
-    assert (status["accuracy_before"], status["accuracy_after"], status["failed_evaluations"]) == (0.4, 0.4, 1)
-    assert status["accuracy_standard_error"] == 0.1 and status["pass_at"] == {"1": 0.5, "2": 0.5}
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(status_table(status))
-    shown = console.export_text()
-    assert "failed evaluations       1" in shown and "pass@k                   1: 0.500, 2: 0.500" in shown
-
-
-def test_wall_seconds_leave_out_the_time_between_sessions(tmp_path: Path) -> None:
-    log = create_run(LocalStore(tmp_path), "run", {})
-    times = iter([100.0, 110.0, 500.0, 505.0])
-    for number, session in enumerate([Session(id="a", code_version=""), Session(id="b", code_version="")]):
-        policy = Policy(version=number, path=session.id, weights_sha256="", parent=None)
-        for kind, body in [("session", session), ("policy", policy)]:
-            log.state.apply(LogEntry(number=log.state.entries, kind=kind, written_at=next(times), body=body))
-    assert run_status(log)["wall_seconds"] == 15.0
+    shown = printed(f"train {PROJECT}/examples/gsm8k.toml dataset={data}", status=2)
+    assert "line 2" in shown and "'answer' missing" in shown

@@ -7,78 +7,64 @@ import io
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import httpx
 import psutil
 import pytest
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from rich.console import Console
-from typer.testing import CliRunner
 
-from cli.main import app
 from cli.operate import doctor
 from cli.operate.doctor import Finding, check_lock, check_ports, check_prefect, check_tokenizer, check_vllm, diagnose
 from infra.services import Service
 from settings.run_file import make_config
+from tests.unit.cli.builders import printed
 
 PREFECT = importlib.metadata.version("prefect")
+PASSWORD = "Basic bWU6cGFzczp3b3Jk"
+"""`me:pass:word` as a header has it."""
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A fresh state folder, and no server named anywhere."""
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    for name in ("MILLRACE_STORE", "MILLRACE_TRACKING", "PREFECT_API_URL"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture(autouse=True)
+def no_server() -> Iterator[None]:
+    """Prefect's own settings name no server either."""
     with temporary_settings(restore_defaults={PREFECT_API_URL, PREFECT_API_AUTH_STRING}):
-        yield tmp_path
+        yield
 
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What importing vLLM in a process of its own comes to; every other command runs."""
-    answer: dict[str, Any] = {"returncode": 0, "stdout": "1.2.3 CPU\n", "stderr": ""}
+    done: dict[str, Any] = {"returncode": 0, "stdout": "1.2.3 CPU\n", "stderr": ""}
     run = subprocess.run
 
-    def answered(command: list[str], **options: Any) -> Any:
+    def run_or_done(command: list[str], **options: Any) -> Any:
         if "import vllm" in command[-1]:
-            return subprocess.CompletedProcess(command, **answer)
+            return subprocess.CompletedProcess(command, **done)
         return run(command, **options)
 
-    monkeypatch.setattr(subprocess, "run", answered)
-    return answer
+    monkeypatch.setattr(subprocess, "run", run_or_done)
+    return done
 
 
-@contextmanager
-def _server(version: str, *, password: str = "") -> Iterator[str]:
-    """Prefect's two routes: health for everybody, the version for those with the password."""
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two servers of Prefect: `ours`, and `older`, which tells its version only to those with the password."""
 
-    class Routes(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            allowed = not password or self.headers.get("Authorization") == password
-            found = {"/api/health": True, "/api/admin/version": version}.get(self.path)
-            status = 404 if found is None else 401 if self.path != "/api/health" and not allowed else 200
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(found).encode())
+    def reply(request: httpx.Request) -> httpx.Response:
+        is_ours, path = request.url.host == "ours", request.url.path
+        if path == "/api/admin/version" and not is_ours and request.headers.get("Authorization") != PASSWORD:
+            return httpx.Response(401)
+        replies = {"/api/health": True, "/api/admin/version": PREFECT if is_ours else "2.0.0"}
+        return httpx.Response(200, json=replies[path]) if path in replies else httpx.Response(404)
 
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Routes)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    monkeypatch.setattr(httpx, "Client", partial(httpx.Client, transport=httpx.MockTransport(reply)))
 
 
 def _services(home: Path, **urls: str) -> None:
@@ -88,12 +74,10 @@ def _services(home: Path, **urls: str) -> None:
     (home / "services.json").write_text(json.dumps([asdict(service) for service in services]))
 
 
-def _doctor(*arguments: str, status: int) -> dict[str, str]:
+def _doctor(*, status: int) -> dict[str, str]:
     """Mark and sentence of every check, and of a failed one its fix, by name."""
-    result = CliRunner().invoke(app, ["doctor", *arguments])
-    assert result.exit_code == status, result.output
     found: dict[str, str] = {}
-    for line in result.output.splitlines():
+    for line in printed("doctor", status=status).splitlines():
         if line.startswith(("ok ", "FAIL ")):
             mark, name, text = line.split(maxsplit=2)
             found[name] = f"{mark} {text}"
@@ -128,13 +112,15 @@ def test_what_fails_says_how_to_mend_it_and_the_others_still_run(
     assert "fix: start it, on this machine by `millrace up`" in found["Prefect"]
     assert found["Python"].startswith("ok") and found["tokenizer"].startswith("ok")
     assert "secret" not in str(found)
+    vllm.update(returncode=-11, stderr="")
+    assert check_vllm().text == "no output" and check_vllm().fix
 
 
 def test_a_check_that_raises_anything_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Finding:
         raise RuntimeError("closing tag '[/red]'")
 
-    checks = [("first", broken), ("second", lambda: Finding(good=True, text="fine"))]
+    checks = [("first", broken), ("second", lambda: Finding("fine"))]
     monkeypatch.setattr(doctor, "checks", lambda config: checks)
     shown = io.StringIO()
     assert not diagnose(None, Console(file=shown, width=200))
@@ -147,37 +133,19 @@ def test_a_check_that_raises_anything_is_a_failed_check(monkeypatch: pytest.Monk
     assert diagnose(None, Console(file=io.StringIO()))
 
 
+@pytest.mark.usefixtures("servers")
 def test_prefect_is_the_server_of_make_up_or_the_one_that_is_named(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _server(PREFECT) as ours, _server("2.0.0") as theirs:
-        _services(home, prefect=ours)
+    _services(home, prefect="http://ours", mlflow="http://127.0.0.1:2")
+    assert check_ports().text == "services are up: prefect http://ours, mlflow http://127.0.0.1:2"
+    assert check_prefect() == Finding(f"http://ours/api answers, version {PREFECT} as here")
+    monkeypatch.setenv("PREFECT_API_URL", "http://ours")
+    found = check_prefect()
+    assert "404" in found.text and "unset PREFECT_API_URL" in found.fix, "it is no Prefect"
+    monkeypatch.setenv("PREFECT_API_URL", "http://older/api/")
+    assert "PREFECT_API_AUTH_STRING" in check_prefect().fix
+    with temporary_settings({PREFECT_API_AUTH_STRING: "me:pass:word"}):
         found = check_prefect()
-        assert found.good and found.text == f"{ours}/api answers, version {PREFECT} as here"
-        monkeypatch.setenv("PREFECT_API_URL", f"{theirs}/api")
-        found = check_prefect()
-    assert not found.good and f"{theirs}/api is version 2.0.0, here is {PREFECT}" in found.text
-    assert "same version" in found.fix
-
-
-def test_a_prefect_that_asks_for_a_password_gets_the_one_that_is_set(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with _server(PREFECT, password="Basic bWU6cGFzczp3b3Jk") as url:
-        monkeypatch.setenv("PREFECT_API_URL", f"{url}/api/")
-        assert not check_prefect().good and "PREFECT_API_AUTH_STRING" in check_prefect().fix
-        with temporary_settings({PREFECT_API_AUTH_STRING: "me:pass:word"}):
-            assert check_prefect().good
-
-
-def test_a_server_that_is_not_prefect_is_no_prefect(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with _server(PREFECT) as url:
-        monkeypatch.setenv("PREFECT_API_URL", url)
-        found = check_prefect()
-    assert not found.good and "404" in found.text and "unset PREFECT_API_URL" in found.fix
-
-
-def test_services_that_are_up_are_named(home: Path) -> None:
-    _services(home, prefect="http://127.0.0.1:1", mlflow="http://127.0.0.1:2")
-    assert check_ports().text == "services are up: prefect http://127.0.0.1:1, mlflow http://127.0.0.1:2"
+    assert f"http://older/api/ is version 2.0.0, here is {PREFECT}" in found.text and "same version" in found.fix
 
 
 def test_a_version_that_is_not_the_locked_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,34 +155,29 @@ def test_a_version_that_is_not_the_locked_one_is_named(tmp_path: Path, monkeypat
     (tmp_path / "requirements" / "cpu.lock").write_text("\n".join([*lock, "nothing-at-all==2"]))
     monkeypatch.setattr(doctor, "PROJECT", tmp_path)
     rich = importlib.metadata.version("rich")
-    found = check_lock()
-    assert found.text == f"rich {rich} instead of ==0.0.1; nothing-at-all missing instead of ==2" and not found.good
+    wrong = f"rich {rich} instead of ==0.0.1; nothing-at-all missing instead of ==2"
+    assert check_lock() == Finding(wrong, "rm .venv/.installed && make .venv/.installed")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / ".device").write_text("gpu\n")
     (tmp_path / "requirements" / "gpu.lock").write_text("\n".join(lock[:1]))
-    assert check_lock() == Finding(good=True, text="all versions as in gpu.lock", fix=found.fix)
+    assert check_lock() == Finding("all versions as in gpu.lock")
 
 
-@pytest.mark.parametrize("check", ["disk", "memory"])
-def test_too_little_room_says_what_to_do(home: Path, monkeypatch: pytest.MonkeyPatch, check: str) -> None:
+def test_too_little_room_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     class Little:
         free = available = 2 * 2**30
 
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Little)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: Little)
-    found = dict(doctor.checks(None))[check]()
-    assert not found.good and "2 GiB" in found.text and found.fix
+    for check in ("disk", "memory"):
+        found = dict(doctor.checks(None))[check]()
+        assert "2 GiB" in found.text and found.fix
 
 
 def test_a_run_file_s_places_are_checked_too(home: Path, base_model: Path) -> None:
     document = {"workflow": "examples.arithmetic:Arithmetic", "run": "run", "store": str(home / "elsewhere")}
     config = make_config({**document, "model": str(base_model)}, source="test")
-    assert f"{base_model}: a greeting is " in check_tokenizer(config).text and check_tokenizer(config).good
+    assert f"{base_model}: a greeting is " in check_tokenizer(config).text and not check_tokenizer(config).fix
     assert (home / "elsewhere").as_uri() in dict(doctor.checks(config))["store"]().text
     hub = make_config({**document, "model": "somebody/something"}, source="test")
     assert "will be fetched from the hub" in check_tokenizer(hub).text
-
-
-def test_vllm_that_says_nothing_fails(vllm: dict[str, Any]) -> None:
-    vllm.update(returncode=-11, stdout="")
-    assert check_vllm().text == "no output" and not check_vllm().good

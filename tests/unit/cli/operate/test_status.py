@@ -1,38 +1,31 @@
-"""`millrace status --follow` shows a run as its log grows, whoever trains it, and outlives a store that fails."""
+"""`millrace status` says what a run's log says, with `--follow` as it grows; `millrace runs` what a store holds."""
 
 from __future__ import annotations
 
 import io
-import os
+import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from cli.main import app
 from cli.operate import status
-from cli.operate.status import RunView, follow_run, peak_memory, run_status, status_table
-from storage.log.entries import Pause, Session, Step
+from cli.operate.status import RunView, follow_run, run_status, status_table
+from storage.log.entries import Alias, LogEntry, Pause, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.object_store import LocalStore, StoreError
-from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
+from tests.builders import BASE, MemoryStore, a_log, a_shard, a_step, a_summary
+from tests.unit.cli.builders import an_evaluation, printed, running
 
-METRICS = {
-    "peak_memory_bytes": 2.0**30,
-    "round_seconds": 2.0,
-    "generate_seconds": 1.0,
-    "train_seconds": 0.5,
-    "idle_seconds": 0.5,
-}
+METRICS = {"round_seconds": 2.0, "generate_seconds": 1.0, "train_seconds": 0.5, "idle_seconds": 0.5}
+METRICS |= {"peak_memory_bytes": 2.0**30}
 
 
 class MoodyStore(MemoryStore):
@@ -49,9 +42,9 @@ class MoodyStore(MemoryStore):
 
 
 @pytest.fixture(autouse=True)
-def a_lock_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def a_lock_of_its_own(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store in memory has its lock in the folder for temporary files."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(home))
 
 
 def _train(log: RunLog, *, reward: float | None = 0.75, **metrics: float) -> Step:
@@ -69,7 +62,13 @@ def _train(log: RunLog, *, reward: float | None = 0.75, **metrics: float) -> Ste
     return step
 
 
-def _shown(view: RunView) -> str:
+def _look(log: RunLog) -> RunView:
+    view = RunView(log)
+    assert view.look()
+    return view
+
+
+def _shown(view: Any) -> str:
     console = Console(width=120, file=io.StringIO(), record=True)
     console.print(view)
     return console.export_text()
@@ -80,101 +79,92 @@ def _ctrl_c() -> None:
 
 
 def _follow(log: RunLog, *events: Callable[[], object], terminal: bool = False, **options: Any) -> str:
-    """What following prints while `events` happen, one after each look. It must have ended when there are no more."""
+    """What another process that follows it prints while `events` happen, one after each look; they must end it."""
     coming = iter(events)
     file = io.StringIO()
     console = Console(width=120, file=file, force_terminal=terminal, **options)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(status.time, "sleep", lambda _: next(coming)())
-        follow_run(log, console)
+        follow_run(RunLog(log.store, log.run_id), console)
     assert next(coming, None) is None, "it ended before everything had happened"
     return file.getvalue()
 
 
-def _read_anew(log: RunLog) -> RunLog:
-    """The same run as another process sees it."""
-    return RunLog(log.store, log.run_id)
+def test_a_run_without_steps_has_nulls_and_an_unknown_one_lists_the_others(store: LocalStore, log: RunLog) -> None:
+    numbers = json.loads(printed("status run --json"))
+    assert (numbers["step"], numbers["weight_version"], numbers["accuracy_before"]) == (0, 0, None)
+    log.append(Pause(reason="[/] me [red]"))
+    assert "[/] me [red]" in printed("status run", columns=120), "no markup"
+    assert "runs there: run" in printed("status unknown", status=2)
+    assert "--json prints the status once" in printed("status run --follow --json", status=2)
+    view = _look(create_run(store, "empty", {}))
+    assert "no entry yet" in _shown(view) and "step" in _shown(view)
+
+
+def test_accuracies_are_those_of_the_first_and_last_version_that_has_a_score(log: RunLog) -> None:
+    facts = {"num_tasks": 2, "n_samples": 2, "pass_at": {"1": 0.5, "2": 0.5}, "standard_error": 0.1}
+    for version, score, num_failed in ((5, 0.9, 1), (0, 0.4, 0), (6, 0.0, 4)):
+        log.append(an_evaluation(version, score, num_failed=num_failed, **facts))
+    numbers = run_status(log)
+    assert (numbers["accuracy_before"], numbers["accuracy_after"], numbers["failed_evaluations"]) == (0.4, 0.9, 1)
+    assert numbers["accuracy_standard_error"] == 0.1 and numbers["pass_at"] == {"1": 0.5, "2": 0.5}
+    shown = _shown(status_table(numbers))
+    assert "failed evaluations       1" in shown and "pass@k                   1: 0.500, 2: 0.500" in shown
+
+
+def test_wall_seconds_leave_out_the_time_between_sessions(store: LocalStore) -> None:
+    log = create_run(store, "run", {})
+    policy = Policy(version=0, path="x", weights_sha256="", parent=None)
+    first, second = (Session(id=name, code_version="") for name in ("a", "b"))
+    for number, (at, body) in enumerate(
+        [(100, first), (110, policy), (500, second), (505, replace(policy, version=1))]
+    ):
+        log.state.apply(LogEntry(number=number, kind=type(body).__name__.lower(), written_at=at, body=body))
+    assert run_status(log)["wall_seconds"] == 15.0
 
 
 def test_the_age_of_the_newest_entry_and_who_trains_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     log = a_log()
     monkeypatch.setattr(status.time, "time", lambda: log.state.last_at + 3.2)
-    view = RunView(log)
-    view.look()
-    assert _shown(view).splitlines()[0] == "run run: last entry 3 s ago, nobody on this machine trains it"
+    view = _look(log)
+    assert _shown(view).splitlines()[0] == "run run: last entry 3 s ago, this machine does not train it"
     with trainer_lock(log):
         assert view.look(), "somebody trains it now"
-        assert "3 s ago, a process of this machine trains it" in _shown(view)
+        assert "3 s ago, this machine trains it" in _shown(view)
     monkeypatch.setattr(status.time, "time", lambda: log.state.last_at + 7300)
     assert "last entry 2 h ago" in _shown(view)
 
 
-def test_an_empty_log_has_no_entry_yet(tmp_path: Path) -> None:
-    view = RunView(create_run(LocalStore(tmp_path), "run", {}))
-    view.look()
-    assert "no entry yet" in _shown(view) and "step" in _shown(view)
-
-
-def test_the_last_rounds_say_where_the_time_went() -> None:
+def test_the_last_rounds_say_where_the_time_went_above_the_status() -> None:
     log = a_log()
     log.append(Session(id="second", code_version="c0de", steps=40))
-    for _ in range(6):
-        _train(log)
+    for size in range(6):
+        _train(log, peak_memory_bytes=(6 - size) * 2.0**30)
     _train(log, reward=None)
-    view = RunView(log)
-    view.look()
-    lines = [line.split() for line in _shown(view).splitlines()]
-    rounds = [line for line in lines if line and line[0].endswith("/40")]
+    shown = _shown(_look(log))
+    table = _shown(status_table(run_status(log)))
+    assert "6.00 GiB" in table and table in shown
+    lines = shown.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.split()[:1] == ["step"])
+    assert lines[at].split() == ["step", "reward", "round", "gen", "rew", "com", "tra", "pub", "idle"]
+    rounds = [line.split() for line in lines[at + 1 : at + 6]]
     assert [line[0] for line in rounds] == ["3/40", "4/40", "5/40", "6/40", "7/40"]
     assert rounds[0] == ["3/40", "0.750", "2.0s", "50%", "0%", "0%", "25%", "0%", "25%"]
     assert rounds[-1][:3] == ["7/40", "-", "2.0s"], "nothing was trained"
-    header = lines[lines.index(rounds[0]) - 1]
-    assert header == ["step", "reward", "round", "gen", "rew", "com", "tra", "pub", "idle"]
+    header, row = ([match.end() for match in re.finditer(r"\S+", line)] for line in lines[at : at + 2])
+    assert header == row, "columns stand under their names"
 
 
-def test_columns_stand_under_their_names() -> None:
-    log = a_log()
-    _train(log)
-    view = RunView(log)
-    view.look()
-    shown = _shown(view).splitlines()
-    at = next(number for number, line in enumerate(shown) if line.split()[:1] == ["step"])
-    header, row = shown[at : at + 2]
-    ends = [match.end() for match in re.finditer(r"\S+", header)]
-    assert [match.end() for match in re.finditer(r"\S+", row)] == ends
-
-
-def test_it_shows_all_that_status_shows() -> None:
-    log = a_log()
-    _train(log, peak_memory_bytes=3.5 * 2**30)
-    _train(log)
-    view = RunView(log)
-    view.look()
-    plain = Console(width=120, file=io.StringIO(), record=True)
-    plain.print(status_table(run_status(log)))
-    table = plain.export_text()
-    assert "3.50 GiB" in table and table in _shown(view)
-
-
-def test_each_look_reads_what_is_new_and_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_look_reads_what_is_new_and_nothing_twice() -> None:
     store = MoodyStore()
     log = a_log(store)
-    looked_at: list[int] = []
-
-    def counted(steps: Sequence[Step]) -> int:
-        looked_at.append(len(steps))
-        return peak_memory(steps)
-
-    monkeypatch.setattr(status, "peak_memory", counted)
-    view = RunView(open_run(store, "run"))
-    assert view.look() and not view.look()
-    for size in range(5):
-        _train(log, peak_memory_bytes=(5 - size) * 2.0**30)
+    view = _look(open_run(store, "run"))
+    assert not view.look()
+    _train(log)
     assert view.look()
     _train(log)
     store.reads = 0
     assert view.look() and store.reads == 3, "a shard, a step, and what would come after them"
-    assert looked_at == [0, 5, 1] and "5.00 GiB" in _shown(view)
     store.reads = 0
     assert not view.look() and store.reads == 1
 
@@ -183,8 +173,7 @@ def test_each_look_reads_what_is_new_and_nothing_twice(monkeypatch: pytest.Monke
 def test_a_store_that_fails_for_a_moment_is_said_and_outlived(failure: Exception) -> None:
     store = MoodyStore()
     log = a_log(store)
-    view = RunView(open_run(store, "run"))
-    assert view.look()
+    view = _look(open_run(store, "run"))
     store.failure = failure
     assert view.look() and not view.look()
     shown = _shown(view)
@@ -201,91 +190,83 @@ def test_a_log_that_contradicts_itself_ends_it() -> None:
     log = a_log(store)
     damage = {log.key(f"log/{2:020d}.json"): b"{"}
     with pytest.raises(LogDamaged):
-        _follow(_read_anew(log), lambda: store.files.update(damage))
+        _follow(log, lambda: store.files.update(damage))
 
 
 def test_it_ends_with_the_last_step_of_the_newest_session() -> None:
     log = a_log()
     log.append(Session(id="second", code_version="c0de", steps=1))
     _train(log)
-    assert "1/1" in _follow(_read_anew(log)), "at once: nobody needs to train it any more"
+    assert "1/1" in _follow(log), "at once: nobody needs to train it any more"
     log.append(Session(id="third", code_version="c0de", steps=3))
-    assert "3/3" in _follow(_read_anew(log), lambda: _train(log), lambda: None, lambda: _train(log))
-
-
-def test_a_log_that_does_not_say_how_many_steps_is_followed_until_ctrl_c() -> None:
-    log = a_log()
-    _train(log)
-    assert "weight version" in _follow(_read_anew(log), lambda: None, _ctrl_c)
+    assert "3/3" in _follow(log, lambda: _train(log), lambda: None, lambda: _train(log))
 
 
 def test_elsewhere_than_on_a_terminal_each_change_is_one_status_without_control_characters() -> None:
+    """The log does not say how many steps there will be: it is followed until Ctrl-C."""
     log = a_log()
     pause = Pause(reason="me")
-    printed = _follow(
-        _read_anew(log), lambda: None, lambda: _train(log), lambda: None, lambda: log.append(pause), _ctrl_c
-    )
-    assert printed.count("prompt groups: submitted") == 3, "at first, after the step, after the pause"
-    assert not set(printed) & {"\x1b", "\r"} and "paused                   me" in printed
+    events = (lambda: None, lambda: _train(log), lambda: None, lambda: log.append(pause), _ctrl_c)
+    dumb: dict[str, Any] = {"terminal": True, "_environ": {"TERM": "dumb"}}
+    for options in ({}, dumb):
+        log = a_log()
+        shown = _follow(log, *events, **options)
+        assert shown.count("prompt groups: submitted") == 3, "at first, after the step, after the pause"
+        assert "paused                   me" in shown and "\x1b[?25l" not in shown
+        assert options or not set(shown) & {"\x1b", "\r"}
 
 
 def test_a_terminal_shows_one_view_in_place() -> None:
     log = a_log()
-    drawn = _follow(_read_anew(log), lambda: _train(log), _ctrl_c, terminal=True, height=60)
+    drawn = _follow(log, lambda: _train(log), _ctrl_c, terminal=True, height=60)
     assert "\x1b[?25l" in drawn and drawn.rstrip().endswith("\x1b[?25h"), "the cursor is hidden and comes back"
     assert "0.750" in drawn[drawn.rindex("run run") :], "what is left standing is the newest"
-
-
-def test_a_terminal_that_cannot_move_its_cursor_gets_a_status_per_change() -> None:
-    log = a_log()
-    options: dict[str, Any] = {"terminal": True, "_environ": {"TERM": "dumb"}}
-    printed = _follow(_read_anew(log), lambda: None, lambda: _train(log), _ctrl_c, **options)
-    assert printed.count("prompt groups: submitted") == 2 and "\x1b[?25l" not in printed
-
-
-def test_a_terminal_with_few_lines_shows_the_newest_and_keeps_all_of_it_at_the_end() -> None:
-    log = a_log()
-    _train(log)
-    drawn = _follow(_read_anew(log), _ctrl_c, terminal=True, height=12)
+    drawn = _follow(log, _ctrl_c, terminal=True, height=12)
     first, last = drawn.split("run run")[1], drawn.split("run run")[-1]
-    assert "0.750" in first and "submitted =" not in first and "submitted =" in last
+    assert "0.750" in first and "submitted =" not in first and "submitted =" in last, "few lines show the newest"
 
 
-def test_ctrl_c_leaves_with_status_0(log: RunLog, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cli.main", "status", "run", "-f"],
-        env={**os.environ, "MILLRACE_HOME": str(tmp_path), "COLUMNS": "120", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        assert "nobody on this machine trains it" in process.stdout.readline()
+def test_ctrl_c_leaves_with_status_0(log: RunLog) -> None:
+    with running("-m", "cli.main", "status", "run", "-f") as process:
+        assert "this machine does not train it" in process.stdout.readline()
         log.append(Session(id="later", code_version="c0de", steps=9))
-        while "nobody on this machine trains it" not in (line := process.stdout.readline()):
+        while "this machine does not train it" not in (line := process.stdout.readline()):
             assert line, "it ended"
         process.send_signal(2)
         rest, errors = process.communicate(timeout=30)
         assert process.returncode == 0 and not errors and "\x1b" not in rest
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_the_command_ends_by_itself_when_a_run_has_its_steps(log: RunLog) -> None:
     log.append(Session(id="only", code_version="c0de", steps=1))
     _train(log)
-    result = CliRunner().invoke(app, ["status", "run", "--follow"], env={"COLUMNS": "120"})
-    assert result.exit_code == 0 and "1/1" in result.output
+    assert "1/1" in printed("status run --follow", columns=120)
 
 
-def test_json_is_not_followed(log: RunLog) -> None:
-    result = CliRunner().invoke(app, ["status", "run", "--follow", "--json"])
-    assert result.exit_code == 2 and "--json prints the status once" in result.output
+def test_runs_have_steps_scores_champion_and_who_trains(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_run(store, "empty", {"workflow": "some.module:Thing"})
+    log = create_run(store, "done", {"workflow": "examples.arithmetic:Arithmetic"})
+    log.append(BASE)
+    log.append(an_evaluation(0, 0.25))
+    log.append(a_shard("s1", [a_summary(1)]))
+    step = a_step(log.state, trained=["0.task1"])
+    log.append(step)
+    log.append(an_evaluation(1, 0.75))
+    log.append(Alias(name="champion", version=1, checksum=step.policy.weights_sha256))
+    written_at = log.entries[-1].written_at
+    clock = SimpleNamespace(time=lambda: written_at)  # a test that stalls is no older
+    monkeypatch.setattr("cli.operate.status.time", clock)
+    with trainer_lock(log):
+        first, second = json.loads(printed("runs --json"))
+        lines = printed("runs").splitlines()
+    assert first["run"] == "done" and second["run"] == "empty"
+    assert first["is_training"] and not second["is_training"]
+    assert (first["step"], first["accuracy_before"], first["accuracy_after"], first["champion"]) == (1, 0.25, 0.75, 1)
+    assert second["step"] == 0 and second["accuracy_after"] is None and second["last_entry_at"] is None
+    assert "done" in lines[1] and "training" in lines[1] and "0.25 → 0.75" in lines[1] and "0 s ago" in lines[1]
+    assert "empty" in lines[2] and "training" not in lines[2]
 
 
-def test_a_reason_that_looks_like_markup_is_shown_as_it_is(log: RunLog) -> None:
-    log.append(Pause(reason="[/] me [red]"))
-    result = CliRunner().invoke(app, ["status", "run"], env={"COLUMNS": "120"})
-    assert result.exit_code == 0 and "[/] me [red]" in result.output
+def test_an_empty_store_says_what_makes_a_run(store: LocalStore) -> None:
+    assert "no runs in" in printed("runs") and "millrace train" in printed("runs")
+    assert json.loads(printed("runs --json")) == []

@@ -1,23 +1,20 @@
-"""`millrace stop` ends the process that trains a run, or says why it will not."""
+"""`millrace stop` ends the process that trains a run, or says why it will not; `pause` and `resume` are entries."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
-from typer.testing import CliRunner
 
-from cli.main import app
 from cli.operate.stop import stop_run
 from storage.log.run_log import RunLog
 from storage.log.runs import RunBusy, open_run, trainer_lock
 from storage.objects.opening import open_store
 from tasks.prefect import flow_runs
+from tests.unit.cli.builders import printed, running
 
 _TRAINS = """
 import ctypes, signal, sys, threading
@@ -38,39 +35,19 @@ with trainer_lock(open_run(open_store(sys.argv[1]), "run")):
 
 
 @contextlib.contextmanager
-def _training(log: RunLog, *, kind: str = "", **environment: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _TRAINS, log.store.uri, kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    try:
-        assert process.stdout is not None and process.stdout.readline() == "training\n"
+def _training(log: RunLog, *, kind: str = "", **environment: str) -> Iterator[Any]:
+    with running("-c", _TRAINS, log.store.uri, kind, **environment) as process:
+        assert process.stdout.readline() == "training\n"
         yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _stop() -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["stop", "run"], env={"COLUMNS": "300"})
-    return result.exit_code, result.output
 
 
 def test_the_process_ends_and_the_run_is_free(log: RunLog) -> None:
     with _training(log) as process:
-        assert _stop() == (0, "run run has stopped at step 0\n")
+        assert printed("stop run") == "run run has stopped at step 0\n"
         assert process.poll() is not None
         with trainer_lock(open_run(open_store(log.store.uri), "run")):
             pass
-
-
-def test_a_run_that_nobody_trains_is_a_sentence(log: RunLog) -> None:
-    code, output = _stop()
-    assert code == 2 and "is not being trained on this machine; it stands at step 0" in output
+    assert "is not being trained on this machine; it stands at step 0" in printed("stop run", status=2)
 
 
 def test_a_process_that_does_not_listen_is_named_with_what_is_safe(log: RunLog) -> None:
@@ -102,12 +79,26 @@ def test_a_run_of_prefects_is_cancelled_there_and_not_interrupted(log: RunLog, m
             return True
 
         monkeypatch.setattr(flow_runs, "cancel_flow_run", cancel)
-        assert _stop() == (0, "run run has stopped at step 0\n")
+        assert printed("stop run") == "run run has stopped at step 0\n"
     assert asked == [(_FLOW_RUN, "http://prefect/api")]
 
 
 def test_a_prefect_server_that_does_not_answer_is_a_sentence_with_both_ways_out(log: RunLog) -> None:
     with _training(log, PREFECT__FLOW_RUN_ID=_FLOW_RUN, PREFECT_API_URL="http://me:secret@127.0.0.1:9/api") as process:
-        code, output = _stop()
-        assert code == 2 and f"prefect flow-run cancel {_FLOW_RUN}" in output and f"`kill {process.pid}`" in output
-        assert "secret" not in output and process.poll() is None
+        shown = printed("stop run", status=2)
+        assert f"prefect flow-run cancel {_FLOW_RUN}" in shown and f"`kill {process.pid}`" in shown
+        assert "secret" not in shown and process.poll() is None
+
+
+def test_a_pause_stands_in_the_log_until_somebody_resumes(log: RunLog) -> None:
+    with trainer_lock(log):
+        shown = printed("pause run --reason 'the GPU is needed'")
+    assert "run run pauses at step 0;" in shown and "`millrace resume run`" in shown
+    assert log.refresh().paused == "the GPU is needed"
+    assert "is paused already: the GPU is needed" in printed("pause run")
+    with trainer_lock(log):
+        assert printed("resume run") == "run run goes on from step 0\n"
+    assert log.refresh().paused == ""
+    assert "is not paused" in printed("resume run")
+    assert "this machine does not train it now" in printed("pause run")
+    assert log.refresh().paused.endswith("asked for it"), "who asked is the reason if none is given"

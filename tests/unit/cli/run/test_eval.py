@@ -3,68 +3,47 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from cli.main import app
-from cli.run.eval import evaluate_run, print_evaluation
+from cli.run.eval import print_evaluation
 from flows.evaluate import plan_evaluation
 from settings.run_file import make_config
-from storage.log.entries import Evaluation, Retire, to_json
+from storage.log.entries import Retire, to_json
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
-from tests.builders import BASE, a_shard, a_step, a_summary, local_store
+from storage.objects.object_store import LocalStore
+from tests.unit.cli.builders import a_run_of_one_step, an_evaluation, printed
 
 CONFIG: dict[str, Any] = {"workflow": "examples.arithmetic:Arithmetic", "evaluation": {"n_samples": 4, "num_tasks": 9}}
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
+def log(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> RunLog:
     """A run with policies 0 and 1, the first of them retired."""
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    monkeypatch.setattr("cli.run.flow.run_flow", _never)
-    log = create_run(local_store(tmp_path), "run", make_config(CONFIG, source="test").model_dump(mode="json"))
-    log.append(BASE)
-    log.append(a_shard("s0", [a_summary(0)]))
-    log.append(a_step(log.state, trained=["0.task0"]))
+    monkeypatch.setattr("cli.run.flow.run_flow", lambda *_: pytest.fail("the flow was started"))
+    log = a_run_of_one_step(store, make_config(CONFIG, source="test").model_dump(mode="json"))
     log.append(Retire(shard_ids=[], policy_versions=[0], state_paths=[], reason="test"))
     return log
 
 
-def _never(*_: Any) -> Any:
-    pytest.fail("the flow was started")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nobody"], "no run 'nobody'"),
-        (["run", "--version", "7"], "no policy version 7; it has 0 to 1"),
-        (["run", "--version", "0"], "policy version 0 of run 'run' was retired"),
-        (["run", "--n-samples", "0"], "Invalid value for '--n-samples'"),
-        (["run", "--split", "empty"], "no tasks in split 'empty'"),
-    ],
-)
-def test_what_cannot_work_is_one_sentence(
-    log: RunLog, monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str
-) -> None:
+def test_what_cannot_work_is_one_sentence(log: RunLog, monkeypatch: pytest.MonkeyPatch) -> None:
     from examples.arithmetic import Arithmetic
 
     tasks = Arithmetic.tasks
     monkeypatch.setattr(Arithmetic, "tasks", lambda self, split: [] if split == "empty" else tasks(self, split))
-    monkeypatch.setenv("COLUMNS", "200")
-    result = CliRunner().invoke(app, ["eval", *arguments])
-    assert result.exit_code == 2 and sentence in result.output and "Traceback" not in result.output
-
-
-def test_a_run_without_a_policy_says_so(log: RunLog) -> None:
     create_run(log.store, "fresh", CONFIG)
-    with pytest.raises(ValueError, match="run 'fresh' has no policy yet; train it first"):
-        evaluate_run("fresh")
+    refused = {
+        "nobody": "no run 'nobody'",
+        "fresh": "run 'fresh' has no policy yet; train it first",
+        "run --version 7": "no policy version 7; it has 0 to 1",
+        "run --version 0": "policy version 0 of run 'run' was retired",
+        "run --split empty": "no tasks in split 'empty'",
+    }
+    for arguments, sentence in refused.items():
+        assert sentence in printed(f"eval {arguments}", status=2)
 
 
 def test_what_is_not_wanted_is_as_the_run_evaluates(log: RunLog) -> None:
@@ -72,21 +51,16 @@ def test_what_is_not_wanted_is_as_the_run_evaluates(log: RunLog) -> None:
     evaluation = config.evaluation
     assert version == 1
     assert (evaluation.n_samples, evaluation.num_tasks, evaluation.split) == (2, 9, "test")
+    for key in ("n_samples", "num_tasks"):
+        with pytest.raises(ValueError, match=f"evaluation.{key} = 0"):
+            plan_evaluation(run="run", store="", version=None, wanted={key: 0})
 
 
-@pytest.mark.parametrize("key", ["n_samples", "num_tasks"])
-def test_the_flow_refuses_a_count_below_one_too(log: RunLog, key: str) -> None:
-    with pytest.raises(ValueError, match=f"evaluation.{key} = 0"):
-        plan_evaluation(run="run", store="", version=None, wanted={key: 0})
-
-
-def test_the_result_is_printed_with_error_chances_and_failures(tmp_path: Path) -> None:
-    found = Evaluation(
-        version=3, split="[test]", score=0.25, num_tasks=8, n_samples=2, num_failed=1, failures={"timeout": 1},
-        pass_at={"1": 0.25, "2": 0.5}, standard_error=0.125, shard_id="e3", seconds=2.0,
-    )  # fmt: skip
+def test_the_result_is_printed_with_error_chances_and_failures() -> None:
+    found = an_evaluation(3, 0.25, split="[test]", num_tasks=8, n_samples=2, num_failed=1, failures={"timeout": 1})
+    chances = {"pass_at": {"1": 0.25, "2": 0.5}, "standard_error": 0.125, "seconds": 2.0}
     console = Console(width=200, record=True)
-    print_evaluation({"run": "run", **json.loads(json.dumps(to_json(found)))}, console)
+    print_evaluation({"run": "run", **json.loads(json.dumps(to_json(found))), **chances}, console)
     assert console.export_text().strip() == (
         "policy 3 of run run, split '[test]': held-out avg@2 0.250 ± 0.125 "
         "on 8 tasks × 2 attempts, pass@1 0.250, pass@2 0.500, 1 failed (timeout 1), 2.0 s"

@@ -1,10 +1,13 @@
-"""A Prefect server that is away: before a run it is an error, after one a warning."""
+"""`millrace train --dry-run` starts and writes nothing; Prefect away is an error before a run, a warning after it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,17 +21,82 @@ from cli.run.flow import run_flow
 from cli.run.train import _train
 from flows import train_grpo as flow_module
 from infra.services import ServiceFailed
-from settings.run_file import make_config
+from settings.run_file import default_values, load_run_file, make_config
+from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
 from tests.builders import a_log
+from tests.unit.cli.builders import printed, typed
+from tests.unit.trainers.builders import tiny_model
+
+RUN_FILE = "examples/arithmetic.toml"
+DRY_RUN = f"train {RUN_FILE} --dry-run"
+_HEAVY = """
+import sys
+from pathlib import Path
+from cli.run.dry_run import derived_values
+derived_values(Path("examples/arithmetic.toml"), {})
+print(*sorted({"torch", "vllm", "ray", "prefect", "mlflow", "transformers"} & sys.modules.keys()))
+"""
+
+
+def _values(overrides: str = "") -> dict[str, Any]:
+    return dict(json.loads(typed(f"{DRY_RUN} --json {overrides}").stdout))
+
+
+def test_batches_are_what_the_settings_multiply_to(home: Path) -> None:
+    batches = "batch_size=10 n_samples=4 train.num_minibatches=2 train.num_epochs=3 train.tokens_per_microbatch=1024"
+    expected = {
+        "attempts_per_step": 40,
+        "attempts_per_update": 20,
+        "updates_per_step": 6,
+        "most_tokens_per_step": 40 * 64,
+        "most_sampled_tokens_per_turn": 40 * 8,
+        "most_passes_per_update_and_rank": 2,  # 1,280 tokens in packs of 1,024
+        "most_groups_ahead": 20,
+        "train_tasks": 9800,
+        "evaluation_tasks": 200,
+        "steps_done": None,
+    }
+    assert expected.items() <= _values(f"{batches} max_staleness=1").items()
+    assert not (home / "store" / "runs").exists()
+
+
+def test_parameters_are_counted_in_the_model_folder(home: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_model(home / "tiny")
+    count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(folder).parameters())
+    sizes = {"trainer_weights_bytes": 4 * count, "trainer_gradients_and_moments_bytes": 12 * count}
+    assert {"parameters": count, **sizes}.items() <= _values(f"model={folder}").items()
+    with_critic = _values(f"model={folder} train.advantage=gae train.num_ranks=2")
+    assert sizes.items() <= with_critic.items()
+
+
+def test_a_model_of_the_hub_that_is_not_here_has_no_sizes_yet(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    values = _values("model=nobody/nothing")
+    assert values["parameters"] is None and values["attempts_per_step"] == 512
+
+
+def test_a_run_that_exists_is_compared_and_its_steps_are_said(store: LocalStore) -> None:
+    config = load_run_file(Path(RUN_FILE)).model_dump(mode="json")
+    create_run(store, "arithmetic", config, defaults=default_values())
+    assert _values()["steps_done"] == 0
+    assert "batch_size (64 → 8)" in printed(f"{DRY_RUN} batch_size=8", status=2)
+
+
+def test_people_get_a_table_and_the_news_that_nothing_was_started() -> None:
+    shown = printed(DRY_RUN)
+    assert "attempts per step" in shown and "new run" in shown and "nothing was started" in shown
+    assert "did you mean 'batch_size'" in printed(f"{DRY_RUN} batch_sise=8", status=2)
+    done = subprocess.run([sys.executable, "-c", _HEAVY], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "", "nothing heavy is imported"
+
 
 NOBODY = "http://somebody:secret@127.0.0.1:9/api"
 
 
-def test_a_server_that_is_not_there_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+def test_a_server_that_is_not_there_is_named_before_anything_starts() -> None:
     begun = []
 
     async def flow() -> None:

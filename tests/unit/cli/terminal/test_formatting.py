@@ -5,23 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cli.terminal.formatting import counted, held_out, number, one_line, ranges, shortened, size, versions_of
-from storage.log.entries import Evaluation
+from tests.unit.cli.builders import an_evaluation
 
 
-def test_numbers_are_rounded_and_may_be_missing() -> None:
+def test_numbers_sizes_and_ranges_are_for_people() -> None:
     assert [number(1.0), number(0.123456), number(None), number(0.123456, digits=2)] == ["1", "0.1235", "none", "0.12"]
     assert number(None, missing="-") == "-"
-
-
-def test_sizes_are_for_people() -> None:
     assert [size(n) for n in (0, 999, 1000, 1_234_567, 5 * 10**12)] == ["0 B", "999 B", "1.0 KB", "1.2 MB", "5.0 TB"]
-
-
-def test_one_of_a_thing_is_singular() -> None:
     assert [counted(n, "shard") for n in (0, 1, 2)] == ["0 shards", "1 shard", "2 shards"]
-
-
-def test_neighbours_are_a_range() -> None:
     assert ranges([1, 3, 4, 5, 9]) == "1, 3–5, 9" and ranges(range(2)) == "0–1" and ranges([]) == ""
     assert versions_of({"head_version": 3, "tail_version": 5}) == "3–5"
     assert versions_of({"head_version": 5, "tail_version": 5}) == "5"
@@ -33,10 +24,7 @@ def test_text_from_a_policy_can_neither_break_a_line_nor_steer_the_terminal() ->
 
 
 def test_an_evaluation_is_a_score_with_its_error_and_what_failed() -> None:
-    one = Evaluation(
-        version=3, split="test", score=0.49, num_tasks=200, n_samples=1, num_failed=0, pass_at={"1": 0.49},
-        standard_error=0.0353, shard_id="e3", seconds=4.81,
-    )  # fmt: skip
+    one = an_evaluation(3, 0.49, num_tasks=200, n_samples=1, pass_at={"1": 0.49}, standard_error=0.0353, seconds=4.81)
     assert held_out(one) == ("held-out 0.490 ± 0.035", "on 200 tasks, 4.8 s")
     chances = {"1": 0.48, "2": 0.6, "4": 0.75}
     several = replace(one, n_samples=4, num_failed=3, failures={"env_error": 1, "timeout": 2}, pass_at=chances)
@@ -46,11 +34,5 @@ def test_an_evaluation_is_a_score_with_its_error_and_what_failed() -> None:
     )
     older = replace(one, n_samples=0, num_failed=2, pass_at={}, standard_error=None)
     assert held_out(older) == ("held-out 0.490", "on 200 tasks, 2 failed, 4.8 s")
-
-
-def test_an_evaluation_in_which_everything_failed_has_no_score_to_show() -> None:
-    failed = Evaluation(
-        version=3, split="test", score=0.0, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4},
-        pass_at={"1": 0.0, "2": 0.0}, standard_error=0.0, shard_id="e3", seconds=1.0,
-    )  # fmt: skip
+    failed = replace(several, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4})
     assert held_out(failed) == ("evaluation failed:", "all 4 attempts did (env_error 4)")
