@@ -22,6 +22,7 @@ from cli.operate.services import down, up
 from cli.operate.status import status
 from cli.operate.stop import stop
 from cli.report.report import report
+from cli.run.config import config
 from cli.run.eval import evaluate
 from cli.run.produce import produce
 from cli.run.replay import replay
@@ -59,7 +60,7 @@ def main() -> None:
 
 command: Callable[..., None]
 for command in (
-    *(train, status, evaluate, produce, lineage, gc, replay, rescore, export, index, report, doctor, up, down),
+    *(train, config, status, evaluate, produce, lineage, gc, replay, rescore, export, index, report, doctor, up, down),
     *(runs, stop, pause, resume, promote, rollback, exporter),
 ):
     app.command("eval" if command is evaluate else None)(explained()(command))

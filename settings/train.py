@@ -135,7 +135,11 @@ class TrainSettings(Block):
         if isinstance(kl, dict) and kl and "coefficient" not in kl and not values.get("reference"):
             raise ValueError("train.kl without a coefficient and without a train.reference does nothing; set both")
         blocks = {name: {"kind": values[name]} for name in ("advantage", "loss") if isinstance(values.get(name), str)}
-        return with_preset({**values, **blocks})
+        filled = with_preset({**values, **blocks})
+        for name in ("advantage", "loss"):
+            if isinstance(filled.get(name), dict):
+                filled[name] = {"kind": cls.model_fields[name].default.kind, **filled[name]}
+        return filled
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -21,12 +21,14 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ParsedReply, ToolParser, check_tool_parser
 from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.engine_choice import num_positions
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
 from rollouts.workflow import Score, Workflow, WorkflowContext, set_workflow_context
 from settings.errors import InvalidInput, failure_text, path_errors
 from settings.loss import CustomLoss, Loss
 from settings.run_file import RunConfig
+from settings.warmup import TINY_POSITIONS
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
 from storage.records import Message, Sampling, Task
@@ -57,6 +59,7 @@ def check_run(config: RunConfig) -> Workflow:
         raise InvalidInput(f"{config.workflow} has no demonstrations(); write it, or set `model` in the run file")
     else:
         loaded.demonstrations(1, seed=0)
+    check_lengths(config)
     if config.train.reference.model:
         check_model(config.train.reference.model)
     check_loss(config.train.loss, with_reference=config.train.reference.kind != "none")
@@ -74,6 +77,34 @@ def check_loss(loss: Loss, *, with_reference: bool) -> None:
         from trainers.objective import custom_loss
 
         custom_loss.check_loss(loss.path, loss.arguments, with_reference=with_reference)
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Raise `InvalidInput` for a length that was set and that the model's positions do not allow.
+
+    Lengths that were not set are cut to the model's positions when the engine starts.
+    """
+    if (positions := model_positions(config)) is None:
+        return
+    lengths = (
+        ("engine.max_model_len", config.engine, positions),
+        ("sampling.max_tokens", config.sampling, positions - 1),
+    )
+    for key, block, most in lengths:
+        name = key.partition(".")[2]
+        if name in block.model_fields_set and (value := getattr(block, name)) > most:
+            raise InvalidInput(
+                f"{key} = {value}, but {config.model or 'the tiny model'} has {positions} positions for prompt and "
+                f"replies: use at most {most}, or leave it out"
+            )
+
+
+def model_positions(config: RunConfig) -> int | None:
+    """Longest sequence of the run's model, in tokens; None if the model is not here or does not say."""
+    if not config.model:
+        return TINY_POSITIONS
+    folder = local_folder(config.model)
+    return None if folder is None else num_positions(folder)
 
 
 def check_model(model: str) -> None:

@@ -5,11 +5,27 @@ In: the settings of the run. Out: an `Engine`, not started yet.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import Engine
 from settings.engine import EngineSettings
+from settings.run_file import RunConfig
+
+
+def num_positions(model: Path) -> int | None:
+    """Longest sequence that a model folder's config allows, in tokens; None if it does not say."""
+    about = json.loads((model / "config.json").read_text())
+    about = about.get("text_config") or about  # models that see images too
+    return about.get("max_position_embeddings") or about.get("n_positions")
+
+
+def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
+    """The run's settings with `engine.max_model_len` at most the model's positions."""
+    longest = min(config.engine.max_model_len, num_positions(model) or config.engine.max_model_len)
+    engine = config.engine.model_copy(update={"max_model_len": longest})
+    return config.model_copy(update={"engine": engine})
 
 
 def make_engine(

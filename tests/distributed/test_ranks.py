@@ -236,8 +236,8 @@ def _assert_same_step(one: Path, many: Path) -> None:
     metrics = [json.loads((path / "metrics.json").read_text()) for path in (one, many)]
     first_loss = metrics[0][0]["loss"]
     for expected, result in zip(*metrics, strict=True):
-        # What cancels in the loss is of size 1, and rounding is relative to that. A second step starts from weights that
-        # differ as above, so its loss differs by as small a part of what the first step changed in it.
+        # What cancels in the loss is of size 1, and rounding is relative to that. A second step starts from weights
+        # that differ as above, so its loss differs by as small a part of what the first step changed in it.
         moved = abs(expected["loss"] - first_loss)
         assert result["loss"] == pytest.approx(expected["loss"], rel=0, abs=1e-7 + 1e-5 * moved)
         assert result == pytest.approx({**expected, "loss": result["loss"]}, rel=1e-5, abs=1e-7)

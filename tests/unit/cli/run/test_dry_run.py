@@ -22,7 +22,8 @@ _SHOWN = """
 import sys
 from pathlib import Path
 from cli.run.dry_run import derived_values
-derived_values(Path("examples/arithmetic.toml"), {})
+from settings.run_file import load_run_file
+derived_values(load_run_file(Path("examples/arithmetic.toml")))
 print(*sorted({"torch", "vllm", "ray", "prefect", "mlflow", "transformers"} & sys.modules.keys()))
 """
 
