@@ -1,7 +1,7 @@
 """Tables of the run file: what they have in common, their keys, and the key that an unknown one means.
 
-In: a pydantic model. Out: its keys with type, default, range and help, for `millrace config`, `docs/configuration.md` and
-hints. The text under each field is its help, here and in the Prefect form.
+In: a pydantic model. Out: its keys with type, default, range and help, for `millrace config`, `docs/configuration.md`
+and hints. The text under each field is its help, here and in the Prefect form.
 """
 
 from __future__ import annotations
