@@ -22,7 +22,7 @@ def config(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """List the keys of a run file, for example `millrace config train.kl`."""
+    """List the keys of a run file with their types, ranges, defaults and help."""
     from rich.console import Console
     from rich.markup import escape
 
