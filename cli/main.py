@@ -72,7 +72,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
         rescore: "rescore arithmetic --reward my/file.py:f",
     },
     _POLICIES: {
-        export: "export arithmetic --out out",
+        export: "export arithmetic --to out",
         promote: "promote arithmetic --version 20",
         rollback: "rollback arithmetic",
         gc: "gc arithmetic",
@@ -86,12 +86,12 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
 }
 """Every command but those of `traj` and `rollout`, in the groups of `millrace --help`, with an example."""
 TRAJ: dict[Callable[..., None], str] = {
-    ls: "traj ls arithmetic --step 13",
+    ls: 'traj ls arithmetic --where "step = 13"',
     show: "traj show arithmetic --worst",
     diff: "traj diff arithmetic ID_A ID_B",
     stats: "traj stats arithmetic",
     sql: 'traj sql arithmetic "SELECT step, avg(reward) FROM trajectories GROUP BY step"',
-    export_trajectories: "traj export arithmetic pairs.parquet --as pairs",
+    export_trajectories: "traj export arithmetic pairs.parquet --format dpo",
     search: 'traj search arithmetic "a carry is lost"',
 }
 

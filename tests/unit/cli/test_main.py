@@ -45,7 +45,7 @@ def test_an_override_without_a_value_says_how_to_write_it() -> None:
     ("overrides", "sentence"),
     [
         (["stepz=4"], "did you mean 'steps'"),
-        (["train.shedule=linear"], "did you mean 'schedule'"),
+        (["train.shedule=linear"], "did you mean 'train.schedule'"),
         (["n_samples=1", "rollout.min_usable=1"], "n_samples of 2 or more"),
         (["max_staleness=-1"], "max_staleness = -1"),
         (["model=/nowhere"], "no such folder"),

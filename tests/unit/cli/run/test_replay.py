@@ -46,7 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["stepped", "--step", "1", "--advantage", "rank"], "there are 'grpo', 'leave_one_out'"),
         (["stepped", "--step", "1", "--lr", "0"], "learning_rate = 0"),
         (["stepped", "--step", "1", "n_samples=4"], "a replay can change learning_rate"),
-        (["stepped", "--step", "1", "train.loss.clip_hi=4"], "did you mean 'clip_high'"),
+        (["stepped", "--step", "1", "train.loss.clip_hi=4"], "did you mean 'train.loss.clip_high'"),
         (["stepped", "--step", "1", "train.loss.clip_high"], "key=value"),
         (["stepped", "--step", "1", "--rewards", "mine"], "no rewards 'mine'"),
         (["stepped", "--step", "1", "--save", "."], "exists already"),
