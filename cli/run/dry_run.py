@@ -21,11 +21,13 @@ from rich.markup import escape
 
 from cli.terminal.formatting import plain_table, size
 from infra.environment import store_uri, tracking_uri
+from rollouts.production.engine_choice import local_folder
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values
 from storage.log.runs import create_run, open_run
 from storage.objects.opening import open_store
-from tasks.preflight import check_references, check_run, local_folder, model_positions
+from tasks.preflight import check_run, model_positions
+from tasks.trial import check_references
 
 _KEPT_BYTES = 34
 _CHECKPOINTED_BYTES = 2

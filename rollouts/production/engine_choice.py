@@ -14,6 +14,20 @@ from settings.engine import EngineSettings
 from settings.run_file import RunConfig
 
 
+def local_folder(model: str) -> Path | None:
+    """The folder of a model that is on this machine: its own, or the hub's cache. None if it is not here."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
 def num_positions(model: Path) -> int | None:
     """Longest sequence that a model folder's config allows, in tokens; None if it does not say."""
     about = json.loads((model / "config.json").read_text())

@@ -13,7 +13,7 @@ from settings.errors import InvalidInput
 from settings.loss import ClipLoss, CustomLoss
 from settings.run_file import RunConfig, load_run_file
 from storage.objects.object_store import LocalStore, StoreError
-from tasks import preflight
+from tasks import preflight, trial
 from tests.builders import a_config
 from tests.unit.trainers.builders import tiny_model
 
@@ -143,7 +143,7 @@ def workflows(tmp_path: Path) -> Path:
 
 def _won(file: Path, name: str, **values: Any) -> int:
     config = a_config(workflow=f"{file}:{name}", **values)
-    return preflight.check_references(load_object(config.workflow)(None), config)
+    return trial.check_references(load_object(config.workflow)(None), config)
 
 
 @pytest.mark.parametrize(
