@@ -14,7 +14,7 @@ import typer
 from cli.operate.doctor import doctor
 from cli.operate.export import export
 from cli.operate.exporter import exporter
-from cli.operate.housekeeping import gc
+from cli.operate.housekeeping import gc, rm
 from cli.operate.lineage import lineage
 from cli.operate.pause import pause, resume
 from cli.operate.promote import promote, rollback
@@ -76,6 +76,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
         promote: "promote arithmetic --version 20",
         rollback: "rollback arithmetic",
         gc: "gc arithmetic",
+        rm: "rm arithmetic",
     },
     _PLATFORM: {
         doctor: "doctor examples/arithmetic.toml",

@@ -76,7 +76,19 @@ class Workflow:
     """Subclass this. `dataset` is the run file's `dataset` value, null when it has none."""
 
     def __init__(self, dataset: str | None = None) -> None:
-        self.dataset = dataset
+        self._dataset = dataset
+        self.dataset_was_read = False
+        """Whether anything has asked for `dataset`."""
+
+    @property
+    def dataset(self) -> str | None:
+        """The run file's `dataset`."""
+        self.dataset_was_read = True
+        return self._dataset
+
+    @dataset.setter
+    def dataset(self, dataset: str | None) -> None:
+        self._dataset = dataset
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The problems of a split (`train`, `test`, …), in a fixed order, ids unique."""

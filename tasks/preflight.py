@@ -11,7 +11,7 @@ from pathlib import Path
 from infra.environment import store_uri
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_tool_parser
-from rollouts.production.engine_choice import local_folder, num_positions
+from rollouts.production.engine_choice import check_engine_arguments, local_folder, num_positions
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, path_errors
 from settings.loss import CustomLoss, Loss
@@ -51,6 +51,7 @@ def check_run(config: RunConfig) -> Workflow:
     else:
         loaded.demonstrations(1, seed=0)
     check_lengths(config)
+    check_engine_arguments(config.engine)
     if config.train.reference.model:
         check_model(config.train.reference.model)
     check_loss(config.train.loss, with_reference=config.train.reference.kind != "none")
@@ -60,6 +61,11 @@ def check_run(config: RunConfig) -> Workflow:
             "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
         )
     _play_once(config.model_dump_json(), loaded, config)
+    if config.dataset and workflow_class.__init__ is Workflow.__init__ and not loaded.dataset_was_read:
+        raise InvalidInput(
+            f"dataset = {config.dataset!r}: {config.workflow} never reads it; use self.dataset in tasks(), or leave "
+            "the key out"
+        )
     return loaded
 
 

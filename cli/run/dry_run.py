@@ -24,7 +24,7 @@ from infra.environment import store_uri, tracking_uri
 from rollouts.production.engine_choice import local_folder
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values
-from storage.log.runs import create_run, open_run
+from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
 from tasks.preflight import check_run, model_positions
 from tasks.trial import check_references
@@ -60,8 +60,9 @@ def derived_values(config: RunConfig) -> dict[str, Any]:
     store = open_store(store_uri(config.store))
     done = None
     if store.exists(f"runs/{config.run}/run.json"):
-        create_run(store, config.run, config.model_dump(mode="json"), defaults=default_values())  # only compares
-        done = open_run(store, config.run).state.step
+        log = open_run(store, config.run)
+        continues(log, config.model_dump(mode="json"), defaults=default_values())
+        done = log.state.step
     return {
         "run": config.run,
         "store": store.uri,

@@ -119,3 +119,18 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
             "async def run(self, task, chat):\n    reply = await chat.ask(task.prompt)\n    return int(reply[:-2])",
         )
     assert "tried with a made-up reply: ValueError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"dataset": "data.jsonl"}, r"dataset = 'data.jsonl': .*Mine never reads it; use self.dataset in tasks\(\)"),
+        (
+            {"vllm": {"tensor_paralel_size": 2}},
+            r"engine.vllm.tensor_paralel_size: .*did you mean 'tensor_parallel_size'",
+        ),
+    ],
+)
+def test_a_setting_that_nothing_takes_is_refused(tmp_path: Path, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(InvalidInput, match=sentence):
+        _check(tmp_path, "async def run(self, task, chat):\n    return 1", **settings)

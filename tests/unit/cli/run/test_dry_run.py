@@ -15,6 +15,7 @@ from cli.main import app
 from settings.run_file import default_values, load_run_file
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
+from tests.builders import BASE, a_shard, a_step, a_summary
 from tests.unit.trainers.builders import tiny_model
 
 RUN_FILE = "examples/arithmetic.toml"
@@ -83,8 +84,12 @@ def test_a_model_of_the_hub_that_is_not_here_has_no_sizes_yet(home: Path, monkey
 
 def test_a_run_that_exists_is_compared_and_its_steps_are_said(home: Path) -> None:
     config = load_run_file(Path(RUN_FILE)).model_dump(mode="json")
-    create_run(LocalStore(home / "store"), "arithmetic", config, defaults=default_values())
-    assert _values()["steps_done"] == 0
+    log = create_run(LocalStore(home / "store"), "arithmetic", config, defaults=default_values())
+    log.append(BASE)
+    log.append(a_shard("s", [a_summary(0)]))
+    assert _values("batch_size=8")["steps_done"] == 0  # without a step it begins anew
+    log.append(a_step(log.refresh()))
+    assert _values()["steps_done"] == 1
     result = CliRunner().invoke(app, ["train", RUN_FILE, "--dry-run", "batch_size=8"], env={"COLUMNS": "300"})
     assert result.exit_code == 2 and "batch_size (64 → 8)" in result.output
 
