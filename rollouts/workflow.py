@@ -32,16 +32,20 @@ class Score:
 
 
 def as_score(returned: object, run: Callable[..., object]) -> Score:
-    """What an attempt returned, as a score; a number is its reward. Raises `WrongWorkflow`, naming `run`'s line."""
+    """What an attempt returned, as a score; a number is its reward.
+
+    Raises `ValueError` for NaN and infinity, and `WrongWorkflow`, which names the line of `run`, for anything else.
+    """
     if isinstance(returned, Score):
         return returned
-    if isinstance(returned, int | float) and math.isfinite(returned):
-        return Score(reward=float(returned))
-    what = f"the number {returned}" if isinstance(returned, int | float) else type(returned).__name__
-    raise WrongWorkflow(
-        f"{run.__qualname__} returned {what}; one call plays one attempt and returns one Score, or a finite number as "
-        f"its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"
-    )
+    if not isinstance(returned, int | float):
+        raise WrongWorkflow(
+            f"{run.__qualname__} returned {type(returned).__name__}; one call plays one attempt and returns one Score "
+            f"or a number, its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"
+        )
+    if not math.isfinite(returned):
+        raise ValueError(f"{run.__qualname__} returned {returned}; a reward is a finite number")
+    return Score(reward=float(returned))
 
 
 def place_of(function: Callable[..., object]) -> str:

@@ -14,9 +14,9 @@ HEAD = """# Configuration
 Every key of a run file, with its type, range and default. `millrace config KEY` prints the same on the terminal, and
 `millrace config --json` for scripts. `tests/configuration_page.py` makes this page from `settings/`.
 
-On the command line a key is written with dots: `millrace train FILE train.kl.coefficient=0.01`. An unknown key is an
+On the command line a key is written with dots: `millrace train FILE train.max_grad_norm=0.5`. An unknown key is an
 error that names the nearest one, also for words of other trainers such as `lr` or `num_generations`. Several run files
-are read one over the other: `millrace train base.toml cluster.toml steps=20`."""
+are read one over the other, `base.toml cluster.toml`, and settings on the command line count most."""
 
 
 def page() -> str:
