@@ -92,8 +92,8 @@ class TrainSettings(Block):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the gradient's global norm to this."""
     ema: float | None = Field(default=None, gt=0, lt=1)
-    """Decay of an exponential moving average of the weights, kept with the saved states; `millrace export --average`
-    writes it. None: off."""
+    """Decay of an exponential moving average of the weights, kept with the saved states; the option
+    `--average` of `millrace export` writes it. None: off."""
     stale_policy: StalePolicy = "mask"
     """Tokens over the staleness bound: `strict` drops their group, `mask` masks them, `correct` keeps them
     under capped importance weights."""

@@ -190,6 +190,7 @@ COVERED_BY = {
     "::test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once",
     "millrace train FILE key=value …": "tests/unit/cli/test_main.py::test_overrides_are_toml_values_and_bare_words",
     "millrace train *": _DRY,
+    "millrace config*": "tests/unit/cli/run/test_config.py::test_a_table_a_key_and_all_of_them_are_listed",
     "RAY_ADDRESS=auto millrace train *": "needs a Ray cluster; one of two nodes: "
     "tests/chaos/test_nodes.py::test_a_lost_node_costs_its_workers_and_nothing_that_was_committed",
     "export PREFECT_SERVER_DATABASE_CONNECTION_URL=*": f"needs PostgreSQL: {_ON_POSTGRES}",

@@ -46,7 +46,11 @@ def _last_line(error: BaseException) -> tuple[str, str]:
         ("def run(self, task, chat):\n    return 1", InvalidInput, r"write `async def run`, at .*mine\.py:11"),
         ("async def run(self, task, chat):\n    return (1, 2)", Exception, r"Mine.run returned tuple.*mine\.py:11"),
         ("async def run(self, task, chat):\n    return None", Exception, r"Mine.run returned NoneType"),
-        ("async def run(self, task, chat):\n    return float('nan')", Exception, r"returned the number nan"),
+        (
+            "async def run(self, task, chat):\n    return float('nan')",
+            Exception,
+            r"returned nan; a reward is a finite number",
+        ),
         (
             "def tasks(self, split):\n    return [Task(id='a', prompt='p'), Task(id='a', prompt='q')]\n"
             "async def run(self, task, chat):\n    return 1",
