@@ -7,19 +7,21 @@ In: a command line. Out: the exit status. Each command is a file, which imports 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
 from cli.operate.doctor import doctor
 from cli.operate.export import export
 from cli.operate.exporter import exporter
-from cli.operate.housekeeping import gc
+from cli.operate.housekeeping import gc, rm
 from cli.operate.lineage import lineage
 from cli.operate.promote import promote, rollback
 from cli.operate.services import down, up
 from cli.operate.status import runs, status
 from cli.operate.stop import pause, resume, stop
 from cli.report.report import report
+from cli.run.config import config
 from cli.run.eval import evaluate
 from cli.run.replay import replay
 from cli.run.rescore import rescore
@@ -35,33 +37,95 @@ from cli.traj.sql import sql
 from cli.traj.stats import stats
 from infra.environment import prepare_environment
 
+_NAMES = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings=_NAMES,
     pretty_exceptions_enable=False,
     help="Post-train language-model agents by reinforcement learning. State lives in .millrace (or $MILLRACE_HOME).",
 )
 traj = typer.Typer(no_args_is_help=True, help="Look at trajectories; `traj ls` lists their ids, GROUP/ATTEMPT.")
 rollout = typer.Typer(no_args_is_help=True, help="Try a workflow without training.")
-app.add_typer(traj, name="traj")
-app.add_typer(rollout, name="rollout")
+
+_RUN, _LOOK, _POLICIES, _PLATFORM = "Train and evaluate", "Look at runs", "Policies and files", "Machine and services"
+COMMANDS: dict[str, dict[Callable[..., None], str]] = {
+    _RUN: {
+        train: "train examples/arithmetic.toml steps=20",
+        config: "config train.kl",
+        evaluate: "eval arithmetic --version 0",
+        produce: "produce arithmetic --store s3://bucket/lake",
+        pause: 'pause arithmetic --reason "another job needs the GPU"',
+        resume: "resume arithmetic",
+        stop: "stop arithmetic",
+    },
+    _LOOK: {
+        runs: "runs",
+        status: "status arithmetic --follow",
+        report: "report arithmetic",
+        index: "index arithmetic",
+        lineage: "lineage arithmetic@rollout",
+        replay: "replay arithmetic --step 13",
+        rescore: "rescore arithmetic --reward my/file.py:f",
+    },
+    _POLICIES: {
+        export: "export arithmetic --to out",
+        promote: "promote arithmetic --version 20",
+        rollback: "rollback arithmetic",
+        gc: "gc arithmetic",
+        rm: "rm arithmetic",
+    },
+    _PLATFORM: {
+        doctor: "doctor examples/arithmetic.toml",
+        up: "up",
+        down: "down",
+        exporter: "exporter --port 9464",
+    },
+}
+"""Every command but those of `traj` and `rollout`, in the groups of `millrace --help`, with an example."""
+TRAJ: dict[Callable[..., None], str] = {
+    ls: 'traj ls arithmetic --where "step = 13"',
+    show: "traj show arithmetic --worst",
+    diff: "traj diff arithmetic ID_A ID_B",
+    stats: "traj stats arithmetic",
+    sql: 'traj sql arithmetic "SELECT step, avg(reward) FROM trajectories GROUP BY step"',
+    export_trajectories: "traj export arithmetic pairs.parquet --format dpo",
+    search: 'traj search arithmetic "a carry is lost"',
+}
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"millrace {version('millrace')}")
+        raise typer.Exit()
 
 
 @app.callback()
 @explained()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     prepare_environment()
 
 
-command: Callable[..., None]
-for command in (
-    *(train, status, evaluate, produce, lineage, gc, replay, rescore, export, index, report, doctor, up, down),
-    *(runs, stop, pause, resume, promote, rollback, exporter),
-):
-    app.command("eval" if command is evaluate else None)(explained()(command))
-for command in (ls, show, diff, stats, sql, export_trajectories, search):
-    traj.command()(explained()(command))
-rollout.command()(explained()(once))
+def _add(to: typer.Typer, command: Callable[..., None], example: str, *, panel: str | None = None) -> None:
+    named = "eval" if command is evaluate else None
+    to.command(named, context_settings=_NAMES, epilog=f"Example: millrace {example}", rich_help_panel=panel)(
+        explained()(command)
+    )
+
+
+for title, members in COMMANDS.items():
+    for member, usage in members.items():
+        _add(app, member, usage, panel=title)
+for member, usage in TRAJ.items():
+    _add(traj, member, usage)
+_add(rollout, once, "rollout once arithmetic --n 4")
+app.add_typer(traj, name="traj", context_settings=_NAMES, rich_help_panel=_LOOK)
+app.add_typer(rollout, name="rollout", context_settings=_NAMES, rich_help_panel=_RUN)
 
 if __name__ == "__main__":
     app()

@@ -69,7 +69,7 @@ async def train_grpo(
     """
     config = make_config(
         {
-            **settings.model_dump(),
+            **settings.model_dump(exclude_unset=True),
             **dict(workflow=workflow, run=run, store=store, tracking=tracking, model=model, dataset=dataset),
             **dict(steps=steps, batch_size=batch_size, n_samples=n_samples, max_staleness=max_staleness),
             **dict(learning_rate=learning_rate, seed=seed),

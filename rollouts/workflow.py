@@ -7,7 +7,9 @@ In: a `Task` and a `Chat`. Out: a `Score`. Grouping, retries, tokens, versions a
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollouts.chat.chat import Chat
@@ -16,7 +18,7 @@ from storage.records import Message, RolloutGroup, Task, Trajectory
 
 
 class WrongWorkflow(UserError):
-    """The workflow returned something other than one `Score`."""
+    """The workflow returned neither a `Score` nor a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,29 @@ class Score:
     """Null means not applicable: the attempt is not trained and enters no mean."""
     parts: dict[str, float | None] = field(default_factory=dict)
     """Named components, for people and for later re-weighting."""
+
+
+def as_score(returned: object, run: Callable[..., object]) -> Score:
+    """What an attempt returned, as a score; a number is its reward.
+
+    Raises `ValueError` for NaN and infinity, and `WrongWorkflow`, which names the line of `run`, for anything else.
+    """
+    if isinstance(returned, Score):
+        return returned
+    if not isinstance(returned, int | float):
+        raise WrongWorkflow(
+            f"{run.__qualname__} returned {type(returned).__name__}; one call plays one attempt and returns one Score "
+            f"or a number, its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"
+        )
+    if not math.isfinite(returned):
+        raise ValueError(f"{run.__qualname__} returned {returned}; a reward is a finite number")
+    return Score(reward=float(returned))
+
+
+def place_of(function: Callable[..., object]) -> str:
+    """File and line of a function that a user wrote."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return repr(function) if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +80,26 @@ class Workflow:
     """Subclass this. `dataset` is the run file's `dataset` value, null when it has none."""
 
     def __init__(self, dataset: str | None = None) -> None:
-        self.dataset = dataset
+        self._dataset = dataset
+        self.dataset_was_read = False
+        """Whether anything has asked for `dataset`."""
+
+    @property
+    def dataset(self) -> str | None:
+        """The run file's `dataset`."""
+        self.dataset_was_read = True
+        return self._dataset
+
+    @dataset.setter
+    def dataset(self, dataset: str | None) -> None:
+        self._dataset = dataset
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The problems of a split (`train`, `test`, …), in a fixed order, ids unique."""
         raise NotImplementedError
 
-    async def run(self, task: Task, chat: Chat) -> Score:
-        """Play one attempt. Raise for a fault of the environment; score low for a fault of the policy."""
+    async def run(self, task: Task, chat: Chat) -> Score | float:
+        """Play one attempt; a number is its reward. Raise for faults of the environment, score low for the policy's."""
         raise NotImplementedError
 
     async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> Sequence[Score] | None:

@@ -1,9 +1,16 @@
-"""What every table of the run file has in common.
+"""Tables of the run file: what they have in common, their keys, and the key that an unknown one means.
 
-The text under each field is its help, here and in the Prefect form.
+In: a pydantic model. Out: its keys with type, default, range and help, for `millrace config`, `docs/configuration.md`
+and hints. The text under each field is its help, here and in the Prefect form.
 """
 
 from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,3 +19,165 @@ class Block(BaseModel):
     """A table of the run file; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+OTHER_WORDS = {
+    "beta": "train.kl.coefficient",
+    "clip_ratio": "train.loss.clip_high",
+    "clip_ratio_high": "train.loss.clip_high",
+    "clip_ratio_low": "train.loss.clip_low",
+    "cliprange": "train.loss.clip_high",
+    "context_length": "engine.max_model_len",
+    "entropy_coef": "train.entropy_bonus",
+    "entropy_coeff": "train.entropy_bonus",
+    "epsilon": "train.loss.clip_low",
+    "epsilon_high": "train.loss.clip_high",
+    "eval_steps": "evaluation.every",
+    "gpu_memory_utilization": "engine.vllm.gpu_memory_utilization",
+    "gradient_checkpointing": "train.activation_checkpointing",
+    "group_size": "n_samples",
+    "init_kl_coef": "train.kl.coefficient",
+    "kl_beta": "train.kl.coefficient",
+    "kl_coef": "train.kl.coefficient",
+    "kl_loss_coef": "train.kl.coefficient",
+    "loss_agg_mode": "train.aggregation",
+    "loss_type": "train.loss.kind",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "train.schedule",
+    "max_completion_length": "sampling.max_tokens",
+    "max_length": "engine.max_model_len",
+    "max_model_length": "engine.max_model_len",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_off_policy_steps": "max_staleness",
+    "max_prompt_length": "engine.max_model_len",
+    "max_response_length": "sampling.max_tokens",
+    "max_seq_len": "engine.max_model_len",
+    "max_steps": "steps",
+    "mini_batch_size": "train.num_minibatches",
+    "model_name": "model",
+    "model_name_or_path": "model",
+    "n": "n_samples",
+    "num_generations": "n_samples",
+    "num_iterations": "train.num_epochs",
+    "num_steps": "steps",
+    "num_train_epochs": "steps",
+    "output_dir": "store",
+    "peft_config": "train.lora",
+    "ppo_epochs": "train.num_epochs",
+    "ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
+    "ppo_mini_batch_size": "train.num_minibatches",
+    "report_to": "tracking",
+    "rollout_n": "n_samples",
+    "save_steps": "train.checkpoint_every",
+    "scale_rewards": "train.advantage.scale",
+    "tensor_model_parallel_size": "engine.vllm.tensor_parallel_size",
+    "tensor_parallel_size": "engine.vllm.tensor_parallel_size",
+    "total_steps": "steps",
+    "train_batch_size": "batch_size",
+    "train_dataset": "dataset",
+    "warmup_ratio": "train.warmup_steps",
+}
+"""Last names of settings in TRL, verl, OpenRLHF and prime-rl, and the key here that does the same or comes nearest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One setting."""
+
+    name: str
+    """As it is written in a run file or on the command line, with dots: `train.loss.clip_low`."""
+    kind: str
+    """The kind of `train.loss` or `train.advantage` that has it; empty for a key that is always there."""
+    type: str
+    """`integer`, `"mask" or "strict"`, `number or unset`, …"""
+    range: str
+    """`at least 1`, `above 0, at most 1`; empty if any value will do."""
+    default: str
+    """As it is written in a run file: `4096`, `"mask"`, `unset`; `must be set` if there is none."""
+    help: str
+    """What it is for."""
+
+    def line(self) -> str:
+        """Type, range and default in words."""
+        return "; ".join(part for part in (self.type, self.range, f"default {self.default}") if part)
+
+
+def keys(model: type[BaseModel]) -> list[Key]:
+    """Every key of a model in the order of its fields, those at the top level first."""
+    schema = model.model_json_schema()
+    found = list(_walk(schema, schema.get("$defs", {}), prefix="", kind=""))
+    return sorted(found, key=lambda key: "." in key.name)
+
+
+def nearest(name: str, model: type[BaseModel]) -> str:
+    """The key meant by an unknown one: the same name elsewhere, another trainer's word, or a name much like it.
+
+    Empty if no key comes near.
+    """
+    table, _, last = name.rpartition(".")
+    names = list(dict.fromkeys(key.name for key in keys(model)))
+    names += sorted({known.rpartition(".")[0] for known in names} - {""})
+    names.sort(key=lambda known: known.rpartition(".")[0] != table)  # those beside it first
+    by_last_name = {known.rpartition(".")[2]: known for known in reversed(names)}
+    siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == table]
+    word = last.lower().removeprefix("vllm_")
+    close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)
+    close = close or difflib.get_close_matches(last, by_last_name, n=1, cutoff=0.8)
+    if last not in by_last_name and word in OTHER_WORDS:
+        return OTHER_WORDS[word]
+    return by_last_name.get(last) or (by_last_name[close[0]] if close else "")
+
+
+def _walk(table: dict[str, Any], tables: dict[str, Any], *, prefix: str, kind: str) -> Iterator[Key]:
+    required = table.get("required", [])
+    for name, field in table["properties"].items():
+        if kind and name == "kind":
+            continue
+        default = field.get("default")
+        kinds = field.get("discriminator", {}).get("mapping", {})
+        inner = [] if kinds else [tables[_name(part)] for part in [field, *field.get("anyOf", [])] if "$ref" in part]
+        written = "must be set" if name in required else _written(default["kind"] if kinds and default else default)
+        key = Key(
+            name=f"{prefix}{name}.kind" if kinds else f"{prefix}{name}",
+            kind=kind,
+            type=" or ".join(map(_written, kinds)) if kinds else _type(field),
+            range=_range(field),
+            default=written,
+            help=" ".join(field.get("description", "").split()),
+        )
+        if not inner or "anyOf" in field:
+            yield key
+        for variant in inner:
+            yield from _walk(variant, tables, prefix=f"{prefix}{name}.", kind=kind)
+        for variant, reference in kinds.items():
+            yield from _walk(tables[_name({"$ref": reference})], tables, prefix=f"{prefix}{name}.", kind=variant)
+
+
+def _name(part: dict[str, Any]) -> str:
+    return str(part["$ref"]).rpartition("/")[2]
+
+
+def _written(value: Any) -> str:
+    """A value as TOML has it."""
+    if value is None:
+        return "unset"
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else f"{value:g}"
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        names = [_type(part) for part in field["anyOf"]]
+        return " or ".join(name for name in names if name != "unset") + (" or unset" if "unset" in names else "")
+    if "$ref" in field or field.get("type") == "object":
+        return "table"
+    if "enum" in field or "const" in field:
+        return " or ".join(map(_written, field.get("enum", [field.get("const")])))
+    if field.get("type") == "array":
+        return f"list of {_type(field['items'])}s" if "items" in field else "list"
+    return {"null": "unset"}.get(str(field.get("type")), str(field.get("type", "any value")))
+
+
+def _range(field: dict[str, Any]) -> str:
+    words = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    parts: Sequence[dict[str, Any]] = [field, *field.get("anyOf", [])]
+    return ", ".join(f"{word} {part[bound]:g}" for part in parts for bound, word in words.items() if bound in part)

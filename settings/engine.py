@@ -22,7 +22,7 @@ class EngineSettings(Block):
     kind: Literal["vllm", "scripted"] = "vllm"
     """`vllm`, on GPU and CPU alike; `scripted` answers at random, for trying a pipeline without a model server."""
     max_model_len: int = Field(default=2048, ge=8)
-    """Longest prompt plus replies of one trajectory, in tokens."""
+    """Longest prompt plus replies of one trajectory, in tokens; a model with fewer positions has as many as it has."""
     update_mode: Literal["keep", "wait", "abort"] = "keep"
     """New weights and running requests: `keep` freezes them over the swap, `wait` lets them finish first, `abort`
     stops them and continues each from the tokens it has."""

@@ -16,6 +16,7 @@ from typing import Any, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from settings.block import keys, nearest
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
@@ -174,12 +175,17 @@ class RunConfig(Settings):
         return Settings(**{name: getattr(self, name) for name in Settings.model_fields})
 
 
-def load_run_file(run: Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> RunConfig:
+def load_run_file(run: Path | dict[str, Any] | Sequence[Path], overrides: dict[str, Any] | None = None) -> RunConfig:
     """Read a run file, or take its content, and apply overrides, dotted keys as in `train.num_minibatches`.
 
+    Of several files each is read over those before it, key by key; a table of another `kind` replaces the one before.
     Raises `ConfigError` whose message names the key, what is wrong, and the nearest known key.
     """
-    document, source = (copy.deepcopy(run), "run") if isinstance(run, dict) else (_read(run), str(run))
+    if isinstance(run, dict):
+        document, source = copy.deepcopy(run), "run"
+    else:
+        files = [run] if isinstance(run, Path) else run
+        document, source = functools.reduce(_over, map(_read, files), {}), " + ".join(map(str, files))
     for key, value in (overrides or {}).items():
         _set(document, key, value, source=source)
     return make_config(document, source=source)
@@ -193,6 +199,32 @@ def _read(path: Path) -> dict[str, Any]:
             return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Two documents as one, in which `above` counts."""
+    merged = dict(below)
+    for key, value in above.items():
+        there = below.get(key)
+        there = {"kind": there} if isinstance(there, str) and isinstance(value, dict) else there
+        same = isinstance(there, dict) and isinstance(value, dict) and value.get("kind") in (None, there.get("kind"))
+        merged[key] = _over(there, value) if same else value
+    return merged
+
+
+def as_toml(config: RunConfig) -> str:
+    """A whole run file that means this configuration, with every key whose value TOML can say."""
+    import tomli_w
+
+    return tomli_w.dumps(_without_none(config.model_dump(mode="json")))
+
+
+def _without_none(table: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_none(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value is not None
+    }
 
 
 def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
@@ -227,8 +259,8 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
         document["train"] = under_preset(document["train"], changes["train.preset"])
     for key in sorted(changes, key=lambda key: key.count(".")):  # a kind before what is set about it
         if key not in changeable and not key.startswith("train."):
-            nearest = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            close = difflib.get_close_matches(key, changeable, n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{key}: a replay can change {', '.join(_REPLAYABLE)} and train.…{hint}")
         _set(document, key, changes[key], source="replay")
     advantage = document["train"]["advantage"]
@@ -288,9 +320,11 @@ def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None
 def _explain(problem: Any) -> str:
     key, model = _locate(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(str(problem["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are: {', '.join(model.model_fields)}"
-        return f"{key}: no such key; {hint}"
+        if kinds := [repr(known.kind) for known in keys(RunConfig) if known.name == key]:
+            return f"{key}: no such key here; it is for {key.rpartition('.')[0]}.kind = {' or '.join(kinds)}"
+        close = nearest(key, RunConfig)
+        there = f"there are: {', '.join(model.model_fields)}"
+        return f"{key}: no such key; " + (f"did you mean {close!r}?" if close else there)
     if problem["type"] == "missing":
         return f"{key}: must be set"
     if problem["type"] == "union_tag_invalid":

@@ -92,8 +92,8 @@ class TrainSettings(Block):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Clip the gradient's global norm to this."""
     ema: float | None = Field(default=None, gt=0, lt=1)
-    """Decay of an exponential moving average of the weights, kept with the saved states; `millrace export --average`
-    writes it. None: off."""
+    """Decay of an exponential moving average of the weights, kept with the saved states; the option
+    `--average` of `millrace export` writes it. None: off."""
     stale_policy: StalePolicy = "mask"
     """Tokens over the staleness bound: `strict` drops their group, `mask` masks them, `correct` keeps them
     under capped importance weights."""
@@ -135,7 +135,11 @@ class TrainSettings(Block):
         if isinstance(kl, dict) and kl and "coefficient" not in kl and not values.get("reference"):
             raise ValueError("train.kl without a coefficient and without a train.reference does nothing; set both")
         blocks = {name: {"kind": values[name]} for name in ("advantage", "loss") if isinstance(values.get(name), str)}
-        return with_preset({**values, **blocks})
+        filled = with_preset({**values, **blocks})
+        for name in ("advantage", "loss"):
+            if isinstance(filled.get(name), dict):
+                filled[name] = {"kind": cls.model_fields[name].default.kind, **filled[name]}
+        return filled
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from settings.block import Block
 
+TINY_POSITIONS = 256
+"""Longest sequence of the tiny model, in tokens."""
+
 
 class WarmupSettings(Block):
     """The tiny base model made on the spot when no `model` is given."""

@@ -1,35 +1,25 @@
 """Everything that can be found wrong in seconds, before anything heavy starts.
 
-In: the values of a run's configuration. Out: the workflow, or an error that names the thing and the fix.
-
-    check_run          imports, data, models, loss, store: what every start checks
-    check_references   reference_reply ─▶ scripted engine ─▶ run ─▶ reward 1? what `--dry-run` and `doctor` check too
+In: a run's configuration. Out: the workflow, or an error that names the thing and the fix. `tasks.trial` plays tasks.
 """
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import Sequence
+import inspect
 from pathlib import Path
-from typing import Any
 
 from infra.environment import store_uri
 from infra.user_code import load_object
-from rollouts.chat.chat import Chat, Reply
-from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.chat.tool_parsing import ParsedReply, ToolParser, check_tool_parser
-from rollouts.chat.tools import ToolUnavailable
-from rollouts.engines.scripted_engine import ScriptedEngine
-from rollouts.production.evaluation import CORRECT
-from rollouts.rewards.scoring import RewardPool, set_reward_pool
-from rollouts.workflow import Score, Workflow, WorkflowContext, set_workflow_context
-from settings.errors import InvalidInput, failure_text, path_errors
+from rollouts.chat.tool_parsing import check_tool_parser
+from rollouts.production.engine_choice import check_engine_arguments, local_folder, num_positions
+from rollouts.workflow import Workflow, place_of
+from settings.errors import InvalidInput, path_errors
 from settings.loss import CustomLoss, Loss
 from settings.run_file import RunConfig
+from settings.warmup import TINY_POSITIONS
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
-from storage.records import Message, Sampling, Task
+from tasks.trial import check_tasks, play_tasks
 
 
 def check_run(config: RunConfig) -> Workflow:
@@ -45,11 +35,14 @@ def check_run(config: RunConfig) -> Workflow:
     for name in ("tasks", "run"):
         if getattr(workflow_class, name) is getattr(Workflow, name):
             raise InvalidInput(f"{config.workflow} has no {name}(); write it")
+    if not inspect.iscoroutinefunction(inspect.unwrap(loaded.run)):
+        raise InvalidInput(f"{config.workflow}.run is no coroutine: write `async def run`, at {place_of(loaded.run)}")
     for split in dict.fromkeys(["train", config.evaluation.split]):
         if not loaded.tasks(split):
             raise InvalidInput(
                 f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
             )
+        check_tasks(loaded, split)
     check_tool_parser(config.engine.tool_parser)
     if config.model:
         check_model(config.model)
@@ -57,6 +50,8 @@ def check_run(config: RunConfig) -> Workflow:
         raise InvalidInput(f"{config.workflow} has no demonstrations(); write it, or set `model` in the run file")
     else:
         loaded.demonstrations(1, seed=0)
+    check_lengths(config)
+    check_engine_arguments(config.engine)
     if config.train.reference.model:
         check_model(config.train.reference.model)
     check_loss(config.train.loss, with_reference=config.train.reference.kind != "none")
@@ -65,7 +60,23 @@ def check_run(config: RunConfig) -> Workflow:
             f"store {store_uri(config.store)} lets a second writer replace what the first one wrote; trainer, rollout "
             "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
         )
+    _play_once(config.model_dump_json(), loaded, config)
+    if config.dataset and workflow_class.__init__ is Workflow.__init__ and not loaded.dataset_was_read:
+        raise InvalidInput(
+            f"dataset = {config.dataset!r}: {config.workflow} never reads it; use self.dataset in tasks(), or leave "
+            "the key out"
+        )
     return loaded
+
+
+_played: set[str] = set()
+
+
+def _play_once(name: str, workflow: Workflow, config: RunConfig) -> None:
+    """A command plays before it starts a flow, whose own check comes to the same seconds later."""
+    if name not in _played:
+        play_tasks(workflow, config)
+        _played.add(name)
 
 
 def check_loss(loss: Loss, *, with_reference: bool) -> None:
@@ -74,6 +85,34 @@ def check_loss(loss: Loss, *, with_reference: bool) -> None:
         from trainers.objective import custom_loss
 
         custom_loss.check_loss(loss.path, loss.arguments, with_reference=with_reference)
+
+
+def check_lengths(config: RunConfig) -> None:
+    """Raise `InvalidInput` for a length that was set and that the model's positions do not allow.
+
+    Lengths that were not set are cut to the model's positions when the engine starts.
+    """
+    if (positions := model_positions(config)) is None:
+        return
+    lengths = (
+        ("engine.max_model_len", config.engine, positions),
+        ("sampling.max_tokens", config.sampling, positions - 1),
+    )
+    for key, block, most in lengths:
+        name = key.partition(".")[2]
+        if name in block.model_fields_set and (value := getattr(block, name)) > most:
+            raise InvalidInput(
+                f"{key} = {value}, but {config.model or 'the tiny model'} has {positions} positions for prompt and "
+                f"replies: use at most {most}, or leave it out"
+            )
+
+
+def model_positions(config: RunConfig) -> int | None:
+    """Longest sequence of the run's model, in tokens; None if the model is not here or does not say."""
+    if not config.model:
+        return TINY_POSITIONS
+    folder = local_folder(config.model)
+    return None if folder is None else num_positions(folder)
 
 
 def check_model(model: str) -> None:
@@ -91,150 +130,3 @@ def check_model(model: str) -> None:
         raise InvalidInput(
             f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )
-
-
-def local_folder(model: str) -> Path | None:
-    """The folder of a model that is on this machine: its own, or the hub's cache. None if it is not here."""
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(model, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
-
-
-def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 20) -> int:
-    """Play `reference_reply` on the first tasks of each split; returns how many tasks were won, each with reward 1.
-
-    Tasks are passed over if `reference_reply` returns None, if a tool's server is not there, or if it calls tools and
-    the model, whose tokenizer reads such calls, is not on this machine. Raises `InvalidInput` if any other task is not
-    won.
-    """
-    if type(workflow).reference_reply is Workflow.reference_reply:
-        return 0
-    splits = dict.fromkeys(["train", config.evaluation.split])
-    tasks = [(split, task) for split in splits for task in workflow.tasks(split)[:num_tasks]]
-    outcomes = asyncio.run(_play_references(workflow, tasks, config))
-    problems = [
-        f"task {task.id!r} of split {split!r}: {outcome}"
-        for (split, task), outcome in zip(tasks, outcomes, strict=True)
-        if outcome
-    ]
-    if problems:
-        raise InvalidInput(
-            f"reference_reply does not win {len(problems)} of {len(tasks)} tasks. {problems[0]}\n"
-            "Mend the task's answer, its reward or reference_reply, which may return None if it does not know"
-        )
-    return sum(outcome == "" for outcome in outcomes)
-
-
-async def _play_references(
-    workflow: Workflow, tasks: Sequence[tuple[str, Task]], config: RunConfig
-) -> list[str | None]:
-    """Why each task was not won: "" if it was, None if nothing can be said."""
-    parser = _ReferenceParser(config.engine.tool_parser, model=config.model)
-    reward = config.reward
-    rewards = RewardPool(num_processes=reward.processes, timeout=reward.timeout, memory_gb=reward.memory_gb)
-
-    async def play(split: str, task: Task) -> str | None:
-        set_workflow_context(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
-        set_reward_pool(rewards)
-        chat, problem = _ReferenceChat(workflow, task, parser), ""
-        try:
-            async with asyncio.timeout(config.rollout.attempt_timeout):
-                score = await workflow.run(task, chat)
-            if not isinstance(score, Score):
-                problem = f"run returned {type(score).__name__}, not a Score"
-            elif type(workflow).score_group is Workflow.score_group and not (score.reward or 0.0) >= CORRECT:
-                problem = f"its reward is {score.reward}, and an attempt that wins has {CORRECT:g}"
-        except ToolUnavailable:  # a server that the run will have, perhaps
-            return None
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; it is the outcome
-            problem = failure_text(error)
-        return None if chat.reference_is_unknown else problem
-
-    async with rewards:
-        try:
-            return await asyncio.gather(*(play(split, task) for split, task in tasks))
-        finally:
-            await workflow.close()
-            if "rollouts.endpoint.agent_endpoint" in sys.modules:  # what was not imported was not started
-                from rollouts.endpoint.agent_endpoint import close_agent_endpoint
-
-                await close_agent_endpoint()
-
-
-class _Unknown(Exception):
-    """There is no reference for what comes next."""
-
-
-class _ReferenceChat(Chat):
-    """A conversation with a policy that says what the workflow's reference says."""
-
-    def __init__(self, workflow: Workflow, task: Task, parser: ToolParser) -> None:
-        self._workflow, self._task, self._next_reply = workflow, task, ""
-        self.reference_is_unknown = False
-        tokens = _Characters()
-        super().__init__(
-            engine=ScriptedEngine(lambda *_: [*map(ord, self._next_reply), tokens.end_id]),
-            tokens=tokens,
-            sampling=Sampling(max_tokens=2**20),
-            max_model_len=2**30,
-            request_id=task.id,
-            tool_parser=parser,
-        )
-
-    async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
-        try:
-            reply = self._workflow.reference_reply(self._task, messages)
-            if reply is None:
-                raise _Unknown
-            self._next_reply = reply
-            return await super().complete(messages, **options)
-        except _Unknown:
-            self.reference_is_unknown = True
-            raise
-
-
-class _Characters(ChatTokens):
-    """Stands in for the model's tokenizer: each character is a token."""
-
-    def __init__(self) -> None:
-        self.end_id = sys.maxunicode + 1
-
-    def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        return [ord(character) for message in messages for character in message.content]
-
-    def continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
-        return self.prompt(messages)
-
-    def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
-        return "".join(chr(token) for token in token_ids if token != self.end_id)
-
-
-class _ReferenceParser(ToolParser):
-    """Loads its tokenizer, which vLLM's parsers ask for special tokens, when the first reply with tools is read."""
-
-    def __init__(self, name: str, *, model: str) -> None:
-        super().__init__(name, None)
-        self._model = model
-        self._one_at_a_time = asyncio.Lock()
-
-    async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
-        async with self._one_at_a_time:  # the first one imports vLLM
-            return await super().parse(text, tools)
-
-    def _load(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
-        if not self._model:
-            from trainers.model.warmup import character_tokenizer
-
-            self._tokenizer = character_tokenizer(set("".join(map(chr, range(128)))))
-        elif (folder := local_folder(self._model)) is not None:
-            self._tokenizer = ChatTokens.load(folder).tokenizer
-        else:
-            raise _Unknown
-        return super()._load(tools)

@@ -190,6 +190,7 @@ COVERED_BY = {
     "::test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once",
     "millrace train FILE key=value …": "tests/unit/cli/test_main.py::test_overrides_are_toml_values_and_bare_words",
     "millrace train *": _DRY,
+    "millrace config*": "tests/unit/cli/run/test_config.py::test_a_table_a_key_and_all_of_them_are_listed",
     "RAY_ADDRESS=auto millrace train *": "needs a Ray cluster; one of two nodes: "
     "tests/chaos/test_nodes.py::test_a_lost_node_costs_its_workers_and_nothing_that_was_committed",
     "export PREFECT_SERVER_DATABASE_CONNECTION_URL=*": f"needs PostgreSQL: {_ON_POSTGRES}",
@@ -228,6 +229,8 @@ COVERED_BY = {
     "tests/unit/examples/search_agent/test_program_agent.py::test_a_program_gives_the_rows_that_the_agent_gives",
     "python -m tests.api_page": "needs a page to write: "
     "tests/unit/millrace/test_public_face.py::test_the_reference_page_has_every_name_as_the_code_has_it",
+    "python -m tests.configuration_page": "needs a page to write: "
+    "tests/unit/cli/run/test_config.py::test_the_page_has_every_key_as_the_settings_have_it",
     "pip check": f"{_UNIT}what_pip_complains_about_is_what_the_locks_page_says",
 }
 """Of a command that no test types as it stands (`*`: whatever follows), the test that runs it in a form of its own, or

@@ -214,7 +214,7 @@ def check_won(config: RunConfig | None) -> Finding:
     if config is None:
         return Finding("no run file given: nothing to play")
     from infra.user_code import load_object
-    from tasks.preflight import check_references
+    from tasks.trial import check_references
 
     count = check_references(load_object(config.workflow)(config.dataset or None), config)
     return Finding(f"reference_reply wins {count} of the first tasks of each split")

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cli.terminal.arguments import StoreOption, open_named_store, print_json
-from cli.terminal.formatting import plain_table, ranges, size
+from cli.terminal.arguments import StoreOption, open_named, open_named_store, print_json
+from cli.terminal.formatting import counted, plain_table, ranges, size
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -26,6 +26,29 @@ _NAMES = {
     "orphan": "files without a log entry",
     "temporary": "leftovers of dead processes",
 }
+
+
+def rm(
+    run: str,
+    sure: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    store: StoreOption = "",
+) -> None:
+    """Remove a run for good: its log, shards and policies. What MLflow knows of it stays there."""
+    from storage.log.run_log import LogDamaged, RunLog
+    from storage.log.runs import remove_run, trainer_lock
+
+    console = Console(highlight=False)
+    try:
+        log = open_named(run, store)
+    except LogDamaged:  # as a removal leaves it that was cut off
+        log = RunLog(open_named_store(store), run)
+    with trainer_lock(log):
+        num_bytes = sum(file.num_bytes for file in log.store.walk(log.prefix))
+        what = f"run {run} with {counted(log.state.step, 'step')}, {counted(len(log.state.shards), 'shard')}"
+        if not sure:
+            typer.confirm(f"Remove {what}, {size(num_bytes)}? It cannot be undone", abort=True)
+        remove_run(log)
+    console.print(f"removed {what}; {size(num_bytes)} are free", soft_wrap=True)
 
 
 def gc(

@@ -20,11 +20,13 @@ from rich.markup import escape
 
 from cli.terminal.formatting import plain_table, size
 from infra.environment import store_uri, tracking_uri
+from rollouts.production.engine_choice import local_folder
 from settings.redaction import without_secrets
-from settings.run_file import RunConfig, default_values, load_run_file
-from storage.log.runs import create_run, open_run
+from settings.run_file import RunConfig, default_values
+from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
-from tasks.preflight import check_references, check_run, local_folder
+from tasks.preflight import check_run, model_positions
+from tasks.trial import check_references
 
 _KEPT_BYTES = 34
 _CHECKPOINTED_BYTES = 2
@@ -39,18 +41,18 @@ _MEMORY = (
 )
 
 
-def derived_values(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+def derived_values(config: RunConfig) -> dict[str, Any]:
     """Check what a start checks, and return derived values by name; None for those that are not known yet.
 
     Raises what `millrace train` would.
     """
-    config = load_run_file(run_file, overrides)
     workflow = check_run(config)
     store = open_store(store_uri(config.store))
     done = None
     if store.exists(f"runs/{config.run}/run.json"):
-        create_run(store, config.run, config.model_dump(mode="json"), defaults=default_values())  # only compares
-        done = open_run(store, config.run).state.step
+        log = open_run(store, config.run)
+        continues(log, config.model_dump(mode="json"), defaults=default_values())
+        done = log.state.step
     return {
         "run": config.run,
         "store": store.uri,
@@ -69,7 +71,7 @@ def derived_values(run_file: Path, overrides: dict[str, Any]) -> dict[str, Any]:
 
 def _batches(config: RunConfig) -> dict[str, Any]:
     train, attempts = config.train, config.batch_size * config.n_samples
-    most_tokens = attempts * config.engine.max_model_len
+    most_tokens = attempts * min(config.engine.max_model_len, model_positions(config) or config.engine.max_model_len)
     return {
         "attempts_per_step": attempts,
         "attempts_in_all": attempts * config.steps,

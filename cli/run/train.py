@@ -6,14 +6,17 @@ log, so the same view would follow a run on another machine.
 
 from __future__ import annotations
 
+import json
 import logging
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from cli.terminal.arguments import open_named, parse_overrides, print_json
+from cli.terminal.arguments import check_target, open_named, parse_overrides, print_json
+from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
     from settings.run_file import RunConfig
@@ -24,26 +27,47 @@ logger = logging.getLogger("millrace.training")
 def train(
     run_file: Path,
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="Settings over the run file's: steps=50 train.loss=cispo")
+        list[str] | None,
+        typer.Argument(help="Run files over the first, and settings over all: steps=50 train.loss=cispo"),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check all, print the sizes, start nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="With --dry-run: write all of it, defaults too, to this run file.")
+    ] = None,
 ) -> None:
     """Train the run that a file describes, or continue it."""
+    files = [run_file, *(Path(word) for word in overrides or [] if _is_run_file(word))]
+    changes = parse_overrides([word for word in overrides or [] if not _is_run_file(word)])
     if not dry_run:
-        train_run(run_file, parse_overrides(overrides))
+        if as_json or write:
+            raise InvalidInput("--json and --write go with --dry-run")
+        train_run(files, changes)
         return
     from cli.run.dry_run import derived_values, print_values
+    from settings.run_file import as_toml, load_run_file
 
-    values = derived_values(run_file, parse_overrides(overrides))
+    config = load_run_file(files, changes)
+    values = derived_values(config)
+    if write is not None:
+        check_target(write, "--write")
+        write.write_text(as_toml(config), encoding="utf-8")
     if as_json:
         print_json(values)
     else:
         print_values(values, Console(highlight=False))
 
 
-def train_run(run: Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Train the run of a file, or of its content, until its last step; returns its status, as `run_status` does.
+def _typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _is_run_file(word: str) -> bool:
+    return word.endswith(".toml") and "=" not in word
+
+
+def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train the run of files, or of their content, until its last step; returns its status, as `run_status` does.
 
     `overrides` go over the file's settings, by dotted key. Raises `ConfigError`, and what `check_run` and the flow
     raise.
@@ -66,7 +90,9 @@ def train_run(run: Path | dict[str, Any], overrides: dict[str, Any] | None = Non
     with Follower(log, steps=config.steps, console=console):
         run_flow(_train(config), console)
     status = run_status(log)
-    _print_ending(status, config, console, run_file="" if isinstance(run, dict) else str(run))
+    files = [] if isinstance(run, dict) else [run] if isinstance(run, Path) else run
+    words = [*map(str, files), *(f"{key}={_typed(value)}" for key, value in (overrides or {}).items())]
+    _print_ending(status, config, console, train=shlex.join(words) if files else "")
     return status
 
 
@@ -89,7 +115,7 @@ async def _train(config: RunConfig) -> None:
         )
 
 
-def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *, run_file: str) -> None:
+def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *, train: str) -> None:
     """Accuracy before and after, where everything is, and what to try next."""
     before, after = (
         "-" if status[key] is None else f"{status[key]:.3f}" for key in ("accuracy_before", "accuracy_after")
@@ -106,7 +132,7 @@ def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *
         soft_wrap=True,
     )
     command = ".venv/bin/millrace"
-    again = f"  {command} train {run_file} run={config.run}-2 seed={config.seed + 1}\n" if run_file else ""
+    again = f"  {command} train {train} run={config.run}-2 seed={config.seed + 1}\n" if train else ""
     console.print(
         "next:\n"
         f"  {command} status {config.run}              [dim]# the run in numbers; --json for scripts[/]\n"

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from rollouts.chat.chat import Chat
-from rollouts.endpoint.agent_endpoint import PostedReward, agent_endpoint
+from rollouts.endpoint.agent_endpoint import agent_endpoint
 from rollouts.environments.programs import Launcher, Program, kill_group, start_program
-from rollouts.workflow import Score, Workflow, WrongWorkflow
+from rollouts.workflow import Score, Workflow, as_score
 from settings.errors import failure_text_of_output
 from storage.records import Task
 
@@ -53,7 +53,7 @@ class AgentWorkflow(Workflow):
                     raise session.fault from error
                 raise
             if returned is not None:
-                session.post_reward(_as_score(returned, name=type(self).__name__))
+                session.post_reward(as_score(returned, self.run_agent))
             if session.reward is None:
                 raise session.fault or AgentFailed(
                     "the agent ended without a reward: return one from run_agent, or post one to "
@@ -142,14 +142,3 @@ async def _last_errors(program: Program) -> str:
     while piece := await program.stderr.read(2**16):
         last = (last + piece)[-_KEPT_ERRORS:]
     return last.decode(errors="replace")
-
-
-def _as_score(returned: object, *, name: str) -> Score:
-    if isinstance(returned, Score):
-        return returned
-    if not isinstance(returned, (int, float)):
-        raise WrongWorkflow(
-            f"{name}.run_agent returned {type(returned).__name__}; return a Score, a number, or None if the agent "
-            "posts its reward"
-        )
-    return Score(reward=PostedReward(reward=float(returned)).reward)

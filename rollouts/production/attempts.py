@@ -18,7 +18,7 @@ from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import Score, Workflow, WorkflowContext, WrongWorkflow, set_workflow_context
+from rollouts.workflow import Score, Workflow, WorkflowContext, WrongWorkflow, as_score, set_workflow_context
 from settings.errors import failure_text
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
@@ -152,13 +152,8 @@ class Player:
         score, error = Score(reward=None), ""
         try:
             async with asyncio.timeout(self._limits.attempt_timeout):
-                returned = await self.workflow.run(task, chat)
-            if not isinstance(returned, Score):
-                raise WrongWorkflow(
-                    f"{type(self.workflow).__name__}.run returned {type(returned).__name__}; one call plays one "
-                    "attempt and returns one Score. Grouping is `n_samples` in the run file"
-                )
-            score, status = returned, _end_of(chat)
+                score = as_score(await self.workflow.run(task, chat), self.workflow.run)
+            status = _end_of(chat)
         except WrongWorkflow:
             raise
         except (TimeoutError, RewardTimeout) as exception:

@@ -5,11 +5,68 @@ In: the settings of the run. Out: an `Engine`, not started yet.
 
 from __future__ import annotations
 
+import ast
+import difflib
+import importlib.util
+import json
 from pathlib import Path
 
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import Engine
 from settings.engine import EngineSettings
+from settings.errors import InvalidInput
+from settings.run_file import RunConfig
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder of a model that is on this machine: its own, or the hub's cache. None if it is not here."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def num_positions(model: Path) -> int | None:
+    """Longest sequence that a model folder's config allows, in tokens; None if it does not say."""
+    about = json.loads((model / "config.json").read_text())
+    about = about.get("text_config") or about  # models that see images too
+    return about.get("max_position_embeddings") or about.get("n_positions")
+
+
+def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
+    """The run's settings with `engine.max_model_len` at most the model's positions."""
+    longest = min(config.engine.max_model_len, num_positions(model) or config.engine.max_model_len)
+    engine = config.engine.model_copy(update={"max_model_len": longest})
+    return config.model_copy(update={"engine": engine})
+
+
+def check_engine_arguments(settings: EngineSettings) -> None:
+    """Raise `InvalidInput` for a key of `engine.vllm` that the installed vLLM does not take.
+
+    The keys are read from vLLM's source code, because importing it takes seconds.
+    """
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return
+    source = Path(package.submodule_search_locations[0]) / "engine/arg_utils.py"
+    fields = [
+        field.target.id
+        for statement in ast.parse(source.read_text()).body
+        if isinstance(statement, ast.ClassDef) and statement.name in ("EngineArgs", "AsyncEngineArgs")
+        for field in statement.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    ]
+    for key in settings.vllm:
+        if fields and key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InvalidInput(f"engine.vllm.{key}: vLLM's engine has no such argument{hint}")
 
 
 def make_engine(

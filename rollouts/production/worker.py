@@ -27,7 +27,7 @@ from rollouts.chat.tool_parsing import ToolParser
 from rollouts.engines.engine import WeightUpdate
 from rollouts.engines.served_policy import ServedPolicy
 from rollouts.production.attempts import Player
-from rollouts.production.engine_choice import make_engine
+from rollouts.production.engine_choice import fitted_to_model, make_engine
 from rollouts.production.evaluation import evaluate_tasks
 from rollouts.production.executor import Executor
 from rollouts.production.head_start import HeadStart
@@ -90,6 +90,7 @@ class RolloutWorker:
         policy, folder = served.first(version)
         lora = config.train.lora
         model = served.base() if lora is not None else folder
+        config = fitted_to_model(config, model)
         workflow: Workflow = load_object(config.workflow)(config.dataset or None)
         lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.

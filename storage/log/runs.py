@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -53,11 +54,12 @@ class RunBusy(UserError):
 def create_run(
     store: ObjectStore, run_id: str, config: dict[str, Any], *, defaults: dict[str, Any] | None = None
 ) -> RunLog:
-    """Create the run, or open it again when its configuration is the same.
+    """Create the run, or open it again when its configuration is the same; without a step it begins anew with another.
 
     `defaults` holds the default of every key: an older run was made with it if its configuration lacks the key.
 
-    Raises `RunExists`, which names the keys that differ and a free run id, and `InvalidInput` for an unusable id.
+    Raises `RunExists`, which names the keys that differ and a free run id, `RunBusy`, and `InvalidInput` for an
+    unusable id.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
         raise InvalidInput(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
@@ -65,15 +67,44 @@ def create_run(
     document = {"run_id": run_id, "config": frozen, "config_sha256": sha256_of_json(frozen)}
     key = f"runs/{run_id}/run.json"
     if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
-        existing = json.loads(store.get(key))
-        filled = {key: value for key, value in (defaults or {}).items() if key not in MAY_CHANGE}
-        if differences := _differences(_filled_in(existing["config"], filled), frozen):
-            keys = ", ".join(differences)
-            raise RunExists(
-                f"run {run_id!r} in {store.uri} was started with another configuration; these keys differ: {keys}. "
-                f"Put them back to continue it, or start a new one with run = {_free_id(store, run_id)!r}"
-            )
+        log = open_run(store, run_id)
+        if not continues(log, config, defaults=defaults):
+            with trainer_lock(log):
+                remove_run(log)
+            return create_run(store, run_id, config, defaults=defaults)
     return open_run(store, run_id)
+
+
+def continues(log: RunLog, config: dict[str, Any], *, defaults: dict[str, Any] | None = None) -> bool:
+    """True if a run has this configuration, False if it has another one and no step yet; see `create_run`.
+
+    Raises `RunExists` if it has another one and steps.
+    """
+    new, filled = (
+        {key: value for key, value in document.items() if key not in MAY_CHANGE}
+        for document in (config, defaults or {})
+    )
+    differences = _differences(_filled_in(run_config(log), filled), new)
+    if differences and log.state.step:
+        raise RunExists(
+            f"run {log.run_id!r} in {log.store.uri} was started with another configuration; these keys differ: "
+            f"{', '.join(differences)}. Put them back to continue it, or start a new one with "
+            f"run = {_free_id(log.store, log.run_id)!r}"
+        )
+    return not differences
+
+
+def remove_run(log: RunLog) -> None:
+    """Delete a run with its log, shards and policies, for good. If it is cut off, the same call goes on.
+
+    What MLflow knows of the run stays there.
+    """
+    files = [file.key for file in log.store.walk(log.prefix)]
+    last = log.key("run.json")  # until then it is a run, and nothing takes its name
+    files.sort(key=lambda key: (key == last, not key.startswith(log.key("log/")), key))
+    log.store.delete(files)
+    if isinstance(log.store, LocalStore):
+        shutil.rmtree(log.store.root / log.prefix)
 
 
 def model_key(model: str) -> str:

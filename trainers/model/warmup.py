@@ -16,6 +16,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from settings.warmup import TINY_POSITIONS
 from storage.objects.digests import seal_folder
 from storage.records import Message
 
@@ -60,7 +61,7 @@ def make_base_model(
         num_hidden_layers=num_layers,
         num_attention_heads=max(1, hidden_size // 32),
         num_key_value_heads=max(1, hidden_size // 32),
-        max_position_embeddings=256,
+        max_position_embeddings=TINY_POSITIONS,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -147,7 +147,7 @@ def test_overrides_are_toml_values_and_bare_words() -> None:
 def test_bad_input_is_one_sentence_before_anything_starts(home: Path) -> None:
     refused = {
         "stepz=4": "did you mean 'steps'",
-        "train.shedule=linear": "did you mean 'schedule'",
+        "train.shedule=linear": "did you mean 'train.schedule'",
         "n_samples=1 rollout.min_usable=1": "n_samples of 2 or more",
         "max_staleness=-1": "max_staleness = -1",
         "model=/nowhere": "no such folder",

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from infra.user_code import load_object
+from rollouts.production.engine_choice import fitted_to_model, num_positions
 from settings.errors import InvalidInput
 from settings.loss import ClipLoss, CustomLoss
-from settings.run_file import RunConfig
+from settings.run_file import RunConfig, load_run_file
 from storage.objects.object_store import LocalStore, StoreError
-from tasks import preflight
+from tasks import preflight, trial
 from tests.builders import a_config
+from tests.unit.trainers.builders import tiny_model
 
 
 def _config(**values: Any) -> RunConfig:
@@ -41,6 +43,24 @@ def test_a_good_store_and_workflow_pass(tmp_path: Path) -> None:
 def test_a_tool_parser_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vLLM has no such parser; did you mean 'hermes'"):
         preflight.check_run(_config(store=str(tmp_path), tool_parser="hermess"))
+
+
+def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_path: Path) -> None:
+    def run(**blocks: Any) -> RunConfig:
+        where = {"workflow": "examples.arithmetic:Arithmetic", "store": str(tmp_path)}
+        return load_run_file({**where, **blocks})
+
+    preflight.check_run(run())  # the defaults fit every model
+    model = tiny_model(tmp_path / "model")
+    longest = num_positions(model)
+    assert longest is not None and fitted_to_model(run(), model).engine.max_model_len == longest < 2048
+    for wrong, most in (({"engine": {"max_model_len": 257}}, 256), ({"sampling": {"max_tokens": 256}}, 255)):
+        with pytest.raises(InvalidInput, match=f"the tiny model has 256 positions .* use at most {most}"):
+            preflight.check_run(run(**wrong))
+    with pytest.raises(InvalidInput, match=f"engine.max_model_len = 4096, but {model} has {longest} positions"):
+        preflight.check_run(
+            run(model=str(model), engine={"max_model_len": 4096}, train={"tokens_per_microbatch": 4096})
+        )
 
 
 def test_a_custom_loss_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -123,7 +143,7 @@ def workflows(tmp_path: Path) -> Path:
 
 def _won(file: Path, name: str, **values: Any) -> int:
     config = a_config(workflow=f"{file}:{name}", **values)
-    return preflight.check_references(load_object(config.workflow)(None), config)
+    return trial.check_references(load_object(config.workflow)(None), config)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_what_cannot_work_is_one_sentence_before_anything_starts(store: LocalSto
         "stepped --step 1 --advantage rank": "there are 'grpo', 'leave_one_out'",
         "stepped --step 1 --lr 0": "learning_rate = 0",
         "stepped --step 1 n_samples=4": "a replay can change learning_rate",
-        "stepped --step 1 train.loss.clip_hi=4": "did you mean 'clip_high'",
+        "stepped --step 1 train.loss.clip_hi=4": "did you mean 'train.loss.clip_high'",
         "stepped --step 1 train.loss.clip_high": "key=value",
         "stepped --step 1 --rewards mine": "no rewards 'mine'",
         "stepped --step 1 --save .": "exists already",

@@ -24,7 +24,7 @@ from infra.services import ServiceFailed
 from settings.run_file import default_values, load_run_file, make_config
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from tests.builders import a_log
+from tests.builders import BASE, a_log, a_shard, a_step, a_summary
 from tests.unit.cli.builders import printed, typed
 from tests.unit.trainers.builders import tiny_model
 
@@ -34,7 +34,8 @@ _HEAVY = """
 import sys
 from pathlib import Path
 from cli.run.dry_run import derived_values
-derived_values(Path("examples/arithmetic.toml"), {})
+from settings.run_file import load_run_file
+derived_values(load_run_file(Path("examples/arithmetic.toml")))
 print(*sorted({"torch", "vllm", "ray", "prefect", "mlflow", "transformers"} & sys.modules.keys()))
 """
 
@@ -80,8 +81,12 @@ def test_a_model_of_the_hub_that_is_not_here_has_no_sizes_yet(home: Path, monkey
 
 def test_a_run_that_exists_is_compared_and_its_steps_are_said(store: LocalStore) -> None:
     config = load_run_file(Path(RUN_FILE)).model_dump(mode="json")
-    create_run(store, "arithmetic", config, defaults=default_values())
-    assert _values()["steps_done"] == 0
+    log = create_run(store, "arithmetic", config, defaults=default_values())
+    log.append(BASE)
+    log.append(a_shard("s", [a_summary(0)]))
+    assert _values("batch_size=8")["steps_done"] == 0  # without a step it begins anew
+    log.append(a_step(log.refresh()))
+    assert _values()["steps_done"] == 1
     assert "batch_size (64 → 8)" in printed(f"{DRY_RUN} batch_size=8", status=2)
 
 

@@ -152,7 +152,7 @@ def test_an_attempt_without_one_reward_enters_no_mean(text_tokens: ChatTokens, a
 
 
 def test_a_return_value_that_is_no_reward_is_a_mistake_in_the_workflow(text_tokens: ChatTokens):
-    with pytest.raises(WrongWorkflow, match="Agent.run_agent returned str; return a Score, a number, or None"):
+    with pytest.raises(WrongWorkflow, match="Agent.run_agent returned str; one call plays one attempt"):
         play(Agent(_wordy), text_tokens, an_engine(text_tokens))
 
 

@@ -220,7 +220,7 @@ def test_uniform_groups_are_dropped_only_where_asked_for(tokens: ChatTokens):
     assert dropped == {"task0": "uniform reward 1", "task1": "uniform reward 1"}
 
 
-@pytest.mark.parametrize("returned", [[Score(reward=1.0)], None, 1.0], ids=["list", "nothing", "number"])
+@pytest.mark.parametrize("returned", [[Score(reward=1.0)], None, "1.0"], ids=["list", "nothing", "text"])
 def test_a_workflow_that_returns_anything_but_one_score_is_an_error(tokens: ChatTokens, returned: Any):
     async def play(task: Task, chat: Chat) -> Any:
         return returned

@@ -6,14 +6,43 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from storage.log.runs import RunBusy, RunExists, create_run, open_run, run_config, trainer_lock
-from tests.builders import MemoryStore, a_log, local_store
+from settings.errors import NotFound
+from storage.log.runs import RunBusy, RunExists, create_run, open_run, remove_run, run_config, trainer_lock
+from tests.builders import BASE, MemoryStore, a_log, a_shard, a_step, a_summary, local_store
 from tests.processes import hold_trainer_lock, run_together, try_trainer_lock
 
 CONFIG = {"seed": 0, "steps": 10, "store": "a", "tracking": "b", "train": {"scale": "std", "clip": 0.2}, "size": 8}
+
+
+def _begun(store: MemoryStore, config: dict[str, Any], **options: Any) -> None:
+    """A run with this configuration that has taken a step: from then on the configuration is fixed."""
+    log = create_run(store, "run", config, **options)
+    log.append(BASE)
+    log.append(a_shard("s", [a_summary(0)]))
+    log.append(a_step(log.refresh()))
+
+
+def test_a_run_without_a_step_begins_anew_with_other_settings():
+    store = MemoryStore()
+    log = create_run(store, "run", CONFIG)
+    log.append(BASE)
+    log.append(a_shard("s", [a_summary(0)]))
+    again = create_run(store, "run", {**CONFIG, "seed": 1})
+    assert run_config(again)["seed"] == 1 and again.state.entries == 0 and not again.state.policies
+
+
+def test_a_run_is_removed_with_all_its_files(tmp_path: Path):
+    store = local_store(tmp_path)
+    for name in ("run", "other"):
+        a_log(store, run_id=name).append(a_shard("s", [a_summary(0)]))
+    remove_run(open_run(store, "run"))
+    assert store.names("runs") == ["other"] and open_run(store, "other").state.shards
+    with pytest.raises(NotFound, match="no run 'run'.*runs there: other"):
+        open_run(store, "run")
 
 
 def test_the_same_configuration_opens_the_run_again():
@@ -31,7 +60,7 @@ def test_steps_store_and_tracking_may_change():
 
 def test_a_run_may_go_on_at_another_number_of_ranks_and_remembers_the_first():
     store = MemoryStore()
-    create_run(store, "run", {**CONFIG, "train": {"num_ranks": 2, "clip": 0.2}})
+    _begun(store, {**CONFIG, "train": {"num_ranks": 2, "clip": 0.2}})
     again = create_run(store, "run", {**CONFIG, "train": {"num_ranks": 1, "clip": 0.2}})
     assert run_config(again)["train"]["num_ranks"] == 2
     with pytest.raises(RunExists, match="train.clip"):
@@ -40,7 +69,7 @@ def test_a_run_may_go_on_at_another_number_of_ranks_and_remembers_the_first():
 
 def test_another_configuration_is_refused_with_the_keys_that_differ_and_a_free_id():
     store = MemoryStore()
-    create_run(store, "run", CONFIG)
+    _begun(store, CONFIG)
     create_run(store, "run-2", CONFIG)
     changed = {**CONFIG, "seed": 1, "train": {"scale": "none", "clip": 0.2}, "added": True}
     del changed["size"]
@@ -58,7 +87,7 @@ def test_a_table_of_another_kind_than_the_default_takes_nothing_from_it():
     store = MemoryStore()
     config = {"train": {"advantage": {"kind": "gae", "lam": 0.9}, "loss": {"kind": "clip"}}}
     defaults = {"train": {"advantage": {"kind": "grpo", "eps": 1e-4}, "loss": {"kind": "clip", "clip_low": 0.2}}}
-    create_run(store, "run", config, defaults=defaults)
+    _begun(store, config, defaults=defaults)
     with_default = {"train": {**config["train"], "loss": {"kind": "clip", "clip_low": 0.2}}}
     create_run(store, "run", with_default, defaults=defaults)
     with pytest.raises(RunExists, match=r"train.advantage.kind \('gae' → 'grpo'\)"):
@@ -67,7 +96,7 @@ def test_a_table_of_another_kind_than_the_default_takes_nothing_from_it():
 
 def test_a_key_that_is_newer_than_the_run_differs_only_where_it_is_not_its_default():
     store = MemoryStore()
-    create_run(store, "run", CONFIG)
+    _begun(store, CONFIG)
     defaults = {"seed": 7, "steps": 1, "train": {"scale": "none", "loss": "clip"}, "table": {"size": 1}}
     newer = {**CONFIG, "train": {**CONFIG["train"], "loss": "clip"}, "table": {"size": 1}}
     again = create_run(store, "run", newer, defaults=defaults)

@@ -1,0 +1,266 @@
+"""Tasks played in seconds on a scripted engine, before anything heavy starts.
+
+    check_tasks        ids, prompts and answers are text, and ids differ
+    play_tasks         two tasks per split ─▶ run ─▶ a score, or the user's error: every start does it
+    check_references   reference_reply ─▶ reward 1: what `--dry-run` and `doctor` check too
+
+In: a workflow and the run's configuration. Out: nothing, or the error with the task, or with the user's file and line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from rollouts.chat.chat import Chat, Reply
+from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tool_parsing import ParsedReply, ToolParser
+from rollouts.chat.tools import ToolUnavailable
+from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production.engine_choice import local_folder
+from rollouts.production.evaluation import CORRECT
+from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
+from rollouts.workflow import Workflow, WorkflowContext, WrongWorkflow, as_score, place_of, set_workflow_context
+from settings.errors import InvalidInput, failure_text
+from settings.run_file import RunConfig
+from storage.records import Message, Sampling, Task
+
+logger = logging.getLogger("millrace.preflight")
+
+_PLAYED = 2
+"""Tasks of each split that every start plays."""
+_SECONDS = 10.0
+"""A task that takes longer is passed over at a start."""
+_PLAIN_REPLY = "42"
+"""What the scripted policy says if nothing better is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """How one task went."""
+
+    reward: float | None = None
+    error: Exception | None = None
+    is_known: bool = False
+    """Every reply was the workflow's own: its reference, or one of its demonstrations."""
+    cannot_tell: bool = False
+    """The reference is unknown, or needs what is not here yet."""
+
+
+def check_tasks(workflow: Workflow, split: str) -> None:
+    """Raise `InvalidInput` for the first task of a split whose fields are not text, or whose id another one has."""
+    tasks, where = workflow.tasks(split), place_of(workflow.tasks)
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise InvalidInput(f"tasks({split!r}) has a {type(task).__name__}, not a Task, at {where}")
+        for name in ("id", "prompt", "answer"):
+            if not isinstance(value := getattr(task, name), str):
+                fix = "build messages in `run`" if name == "prompt" else f"use str({name})"
+                what = f"task {task.id!r} of split {split!r}: {name} is a {type(value).__name__}, not text"
+                raise InvalidInput(f"{what}: {fix}, at {where}")
+    if doubled := [name for name, count in Counter(task.id for task in tasks).items() if count > 1]:
+        raise InvalidInput(
+            f"{len(doubled)} task ids of split {split!r} occur more than once, for example {doubled[0]!r}: prompt "
+            f"order and lineage know a task by its id; make them unique, at {where}"
+        )
+
+
+def play_tasks(workflow: Workflow, config: RunConfig) -> None:
+    """Play the first tasks of each split with replies that the workflow knows, or plain text.
+
+    Raises what `run` raises, `WrongWorkflow` if it returns no score. With plain text only errors that no reply can
+    cause are raised, the others are warnings: the policy may say anything, and such attempts are `env_error`.
+    """
+    known = _known_replies(workflow)
+    splits = dict.fromkeys(["train", config.evaluation.split])
+    tasks = [(split, task) for split in splits for task in workflow.tasks(split)[:_PLAYED]]
+    for (split, task), outcome in zip(tasks, _play(workflow, tasks, config, known, seconds=_SECONDS), strict=True):
+        if (error := outcome.error) is None:
+            continue
+        if isinstance(error, WrongWorkflow) or _is_certain(error) or (outcome.is_known and not _is_weather(error)):
+            error.add_note(f"This was task {task.id!r} of split {split!r}, played before anything was started.")
+            raise error
+        logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
+
+
+def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 20) -> int:
+    """Play `reference_reply` on the first tasks of each split; returns how many tasks were won, each with reward 1.
+
+    Passed over are tasks without a reference, without a tool's server, or whose reference calls tools while the model,
+    whose tokenizer reads the calls, is not on this machine. Raises `InvalidInput` if any other task is not won.
+    """
+    if type(workflow).reference_reply is Workflow.reference_reply:
+        return 0
+    splits = dict.fromkeys(["train", config.evaluation.split])
+    tasks = [(split, task) for split in splits for task in workflow.tasks(split)[:num_tasks]]
+    outcomes = _play(workflow, tasks, config, workflow.reference_reply, seconds=config.rollout.attempt_timeout)
+    told = [(task, outcome) for task, outcome in zip(tasks, outcomes, strict=True) if not outcome.cannot_tell]
+    compares = type(workflow).score_group is not Workflow.score_group  # then `run` has no say
+    lost = [(split, task.id, why) for (split, task), outcome in told if (why := _lost(outcome, compares))]
+    if lost:
+        split, task_id, why = lost[0]
+        raise InvalidInput(
+            f"reference_reply does not win {len(lost)} of {len(tasks)} tasks. task {task_id!r} of split {split!r}: "
+            f"{why}\nMend the task's answer, its reward or reference_reply, which may return None if it does not know"
+        )
+    return len(told)
+
+
+def _lost(outcome: _Outcome, compares: bool) -> str:
+    if outcome.error is not None:
+        return failure_text(outcome.error)
+    won = compares or (outcome.reward or 0.0) >= CORRECT
+    return "" if won else f"its reward is {outcome.reward}, and an attempt that wins has {CORRECT:g}"
+
+
+def _known_replies(workflow: Workflow) -> Callable[[Task, Sequence[Message]], str | None]:
+    """The reference where there is one, else the reply of the demonstration that asks the same."""
+    demonstrated: dict[str, str] = {}
+    if type(workflow).demonstrations is not Workflow.demonstrations:
+        for chat in workflow.demonstrations(200, seed=0):
+            asked = [message.content for message in chat if message.role == "user"]
+            replies = [message.content for message in chat if message.role == "assistant"]
+            if asked and replies:
+                demonstrated.setdefault(asked[0], replies[0])
+
+    def reply(task: Task, messages: Sequence[Message]) -> str | None:
+        reference = workflow.reference_reply(task, messages)
+        return demonstrated.get(messages[-1].content) if reference is None else reference
+
+    return reply
+
+
+def _is_certain(error: Exception) -> bool:
+    """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have."""
+    ours = isinstance(error, AttributeError) and type(error.obj).__module__.partition(".")[0] in ("rollouts", "storage")
+    return ours or isinstance(error, NameError | ImportError)
+
+
+def _is_weather(error: Exception) -> bool:
+    """True for what may be different when the run is under way: networks, servers, time."""
+    of_a_network = type(error).__module__.partition(".")[0] in ("aiohttp", "httpx", "openai", "requests")
+    return of_a_network or isinstance(error, OSError | RewardFailed | RewardTimeout | ToolUnavailable)
+
+
+def _play(
+    workflow: Workflow,
+    tasks: Sequence[tuple[str, Task]],
+    config: RunConfig,
+    reply: Callable[[Task, Sequence[Message]], str | None],
+    *,
+    seconds: float,
+) -> list[_Outcome]:
+    """One attempt at each task, all at once, in an event loop of their own: a flow calls this inside another one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, _attempts(workflow, tasks, config, reply, seconds)).result()
+
+
+async def _attempts(
+    workflow: Workflow,
+    tasks: Sequence[tuple[str, Task]],
+    config: RunConfig,
+    reply: Callable[[Task, Sequence[Message]], str | None],
+    seconds: float,
+) -> list[_Outcome]:
+    parser, settings = _Parser(config.engine.tool_parser, model=config.model), config.reward
+    rewards = RewardPool(num_processes=settings.processes, timeout=settings.timeout, memory_gb=settings.memory_gb)
+
+    async def play(split: str, task: Task) -> _Outcome:
+        set_workflow_context(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
+        set_reward_pool(rewards)
+        chat, error, reward = _ScriptedChat(task, reply, parser), None, None
+        try:
+            reward = as_score(await asyncio.wait_for(workflow.run(task, chat), seconds), workflow.run).reward
+        except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
+            error = raised
+        cannot_tell = not chat.all_known or isinstance(error, ToolUnavailable)
+        return _Outcome(reward=reward, error=error, is_known=chat.all_known, cannot_tell=cannot_tell)
+
+    async with rewards:
+        try:
+            return await asyncio.gather(*(play(split, task) for split, task in tasks))
+        finally:
+            await workflow.close()
+            if "rollouts.endpoint.agent_endpoint" in sys.modules:  # what was not imported was not started
+                from rollouts.endpoint.agent_endpoint import close_agent_endpoint
+
+                await close_agent_endpoint()
+
+
+class _Unknown(Exception):
+    """The parser of tool calls needs a tokenizer that is not here."""
+
+
+class _ScriptedChat(Chat):
+    """A conversation with a policy that says what the workflow expects, as far as it tells."""
+
+    def __init__(self, task: Task, reply: Callable[[Task, Sequence[Message]], str | None], parser: ToolParser) -> None:
+        self._task, self._reply, self._next_reply = task, reply, ""
+        self.all_known = True
+        tokens = _Characters()
+        super().__init__(
+            engine=ScriptedEngine(lambda *_: [*map(ord, self._next_reply), tokens.end_id]),
+            tokens=tokens,
+            sampling=Sampling(max_tokens=2**20),
+            max_model_len=2**30,
+            request_id=task.id,
+            tool_parser=parser,
+        )
+
+    async def complete(self, messages: Sequence[Message], **options: Any) -> Reply:
+        known = self._reply(self._task, messages)
+        self.all_known = self.all_known and known is not None
+        self._next_reply = _PLAIN_REPLY if known is None else known
+        try:
+            return await super().complete(messages, **options)
+        except _Unknown:
+            self.all_known = False
+            raise
+
+
+class _Characters(ChatTokens):
+    """Stands in for the model's tokenizer: each character is a token."""
+
+    def __init__(self) -> None:
+        self.end_id = sys.maxunicode + 1
+
+    def prompt(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> list[int]:
+        return [ord(character) for message in messages for character in message.content]
+
+    def continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
+        return self.prompt(messages)
+
+    def text(self, token_ids: Sequence[int], *, keep_special: bool = False) -> str:
+        return "".join(chr(token) for token in token_ids if token != self.end_id)
+
+
+class _Parser(ToolParser):
+    """Loads vLLM's parser, and the tokenizer that it asks for special tokens, when a reply may have a call."""
+
+    def __init__(self, name: str, *, model: str) -> None:
+        super().__init__(name, None)
+        self._model = model
+        self._one_at_a_time = asyncio.Lock()
+
+    async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
+        if text == _PLAIN_REPLY:
+            return ParsedReply(content=text, tool_calls=[])
+        async with self._one_at_a_time:  # the first one imports vLLM
+            return await super().parse(text, tools)
+
+    def _load(self, tools: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
+        if not self._model:
+            from trainers.model.warmup import character_tokenizer
+
+            self._tokenizer = character_tokenizer(set("".join(map(chr, range(128)))))
+        elif (folder := local_folder(self._model)) is not None:
+            self._tokenizer = ChatTokens.load(folder).tokenizer
+        else:
+            raise _Unknown
+        return super()._load(tools)
