@@ -332,23 +332,10 @@ class Resume:
     """Who resumed it, for people."""
 
 
-Entry = (
-    Session
-    | Join
-    | Lease
-    | Release
-    | Shard
-    | Step
-    | Policy
-    | Evaluation
-    | Alias
-    | Registration
-    | Quarantine
-    | Rescore
-    | Retire
-    | Pause
-    | Resume
-)
+_OfRollouts = Session | Join | Lease | Release | Shard | Pause | Resume
+_OfPolicies = Step | Policy | Evaluation | Alias | Registration
+_OfFiles = Quarantine | Rescore | Retire
+Entry = _OfRollouts | _OfPolicies | _OfFiles
 ENTRY_KINDS: dict[str, type] = {
     "eval" if record is Evaluation else record.__name__.lower(): record for record in typing.get_args(Entry)
 }

@@ -5,8 +5,8 @@ In: entries, those in segments still packed. Out: sequences and mappings that un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TypeVar, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, overload
 
 from storage.log.entries import LogEntry
 
@@ -17,8 +17,8 @@ V = TypeVar("V")
 class RecordList(Sequence[V]):
     """Records in order; `read` gets the number of a record's entry."""
 
-    def __init__(self, numbers: Sequence[int], read: Callable[[int], V]) -> None:
-        self._numbers = numbers
+    def __init__(self, numbers: list[int] | range, read: Callable[[int], V]) -> None:
+        self.numbers: Any = numbers
         self._read = read
 
     @overload
@@ -27,34 +27,34 @@ class RecordList(Sequence[V]):
     def __getitem__(self, index: slice) -> list[V]: ...
     def __getitem__(self, index: int | slice) -> V | list[V]:
         if isinstance(index, slice):
-            return [self._read(number) for number in self._numbers[index]]
-        return self._read(self._numbers[index])
+            return [self._read(number) for number in self.numbers[index]]
+        return self._read(self.numbers[index])
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.numbers)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RecordList | list) and list(self) == list(other)
 
 
 class RecordMap(Mapping[K, V]):
-    """Records by key; `read` gets a key, and raises `KeyError` for an unknown one."""
+    """Records by key; `read` gets a key and its place, such as the number of the record's entry."""
 
-    def __init__(self, keys: Collection[K], read: Callable[[K], V]) -> None:
-        self._keys = keys
+    def __init__(self, places: dict[K, Any], read: Callable[[K, Any], V]) -> None:
+        self.places = places
         self._read = read
 
     def __getitem__(self, key: K) -> V:
-        return self._read(key)
+        return self._read(key, self.places[key])
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys
+        return key in self.places
 
     def __iter__(self) -> Iterator[K]:
-        return iter(self._keys)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self.places)
 
 
 class History(RecordList[LogEntry]):
@@ -64,12 +64,12 @@ class History(RecordList[LogEntry]):
         self._num_archived = num_archived
         self._read_archived = read_archived
         self._added: list[LogEntry] = []
-        super().__init__(range(num_archived), self._entry)
+        super().__init__(range(num_archived), self._entry)  # a list would take 36 bytes per entry
 
     def append(self, entry: LogEntry) -> None:
         """Add the next entry."""
         self._added.append(entry)
-        self._numbers = range(self._num_archived + len(self._added))
+        self.numbers = range(len(self.numbers) + 1)
 
     def _entry(self, number: int) -> LogEntry:
         if self._read_archived is not None and number < self._num_archived:

@@ -13,36 +13,16 @@ submitted = trained + filtered + stale + failed + cancelled + pending, counted i
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, assert_never
+from typing import Any
 
 from settings.errors import UserError
+from storage.log import entries as records
 from storage.log.columns import Columns, columns_of
-from storage.log.entries import (
-    OUTCOMES,
-    Alias,
-    Entry,
-    Evaluation,
-    GroupSummary,
-    Join,
-    Lease,
-    LogEntry,
-    Pause,
-    Policy,
-    Quarantine,
-    Registration,
-    Release,
-    Rescore,
-    Resume,
-    Retire,
-    Session,
-    Shard,
-    Step,
-)
+from storage.log.entries import OUTCOMES, Entry, LogEntry
 from storage.log.history import History, RecordList, RecordMap
 
 
@@ -70,7 +50,7 @@ class RunState:
     """Unix seconds of the newest session's entry."""
     earlier_seconds: float = 0.0
     """Wall-clock of the sessions before the newest, each from its start to its last entry."""
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[records.Session] = field(default_factory=list)
     num_trajectories: int = 0
     """Rows of all training shards."""
     shard_of: dict[str, str] = field(default_factory=dict)
@@ -83,7 +63,7 @@ class RunState:
     """Group id → outcome, of groups that a step took and did not train."""
     positions: set[int] = field(default_factory=set)
     """Positions of the prompt order that are committed, and neither lost nor to be tried again."""
-    producers: dict[str, Join] = field(default_factory=dict)
+    producers: dict[str, records.Join] = field(default_factory=dict)
     """Rollout workers that take part, by name."""
     leased: dict[int, str] = field(default_factory=dict)
     """Positions that are being attempted → name of the worker."""
@@ -97,7 +77,7 @@ class RunState:
     """Ids of the shards that `evaluations` name."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """Shard id → reason."""
-    rescored: dict[str, Rescore] = field(default_factory=dict)
+    rescored: dict[str, records.Rescore] = field(default_factory=dict)
     """Name → every shard scored again under it, merged over entries."""
     retired_shards: set[str] = field(default_factory=set)
     retired_policies: set[int] = field(default_factory=set)
@@ -107,61 +87,40 @@ class RunState:
     """Why the run is paused; empty if it is not."""
     _first_free: int = field(default=0, compare=False)
     """No position before this one is free."""
-    # Numbers of entries.
-    _shards: dict[str, int] = field(default_factory=dict)
-    _steps: list[int] = field(default_factory=list)
-    _policies: dict[int, int] = field(default_factory=dict)
-    _evaluations: list[int] = field(default_factory=list)
-    _aliases: dict[str, int] = field(default_factory=dict)
-    _registrations: dict[int, int] = field(default_factory=dict)
+    shards: RecordMap[str, records.Shard] = field(init=False)
+    """By id, in commit order."""
+    groups: RecordMap[str, records.GroupSummary] = field(init=False)
+    """By id, in commit order."""
+    outcomes: RecordMap[str, str] = field(init=False)
+    """Group id → one of `OUTCOMES`, for groups that a step took out of the queue."""
+    steps: RecordList[records.Step] = field(init=False)
+    """In order: step `k` is `steps[k - 1]`."""
+    policies: RecordMap[int, records.Policy] = field(init=False)
+    """By version."""
+    evaluations: RecordList[records.Evaluation] = field(init=False)
+    """In order."""
+    aliases: RecordMap[str, records.Alias] = field(init=False)
+    """The newest of each name."""
+    registrations: RecordMap[int, records.Registration] = field(init=False)
+    """Policy version → its place in the model registry."""
 
-    @functools.cached_property
-    def shards(self) -> Mapping[str, Shard]:
-        """By id, in commit order."""
-        return RecordMap(self._shards, lambda shard_id: self._body(self._shards[shard_id]))
+    def __post_init__(self) -> None:
+        def body(_: Any, number: int) -> Any:
+            return self._body(number)
 
-    @functools.cached_property
-    def groups(self) -> Mapping[str, GroupSummary]:
-        """By id, in commit order."""
-        return RecordMap(self.shard_of, self._group)
-
-    @functools.cached_property
-    def outcomes(self) -> Mapping[str, str]:
-        """Group id → one of `OUTCOMES`, for groups that a step took out of the queue."""
-        return RecordMap(self.step_of, self._outcome)
-
-    @functools.cached_property
-    def steps(self) -> Sequence[Step]:
-        """In order: step `k` is `steps[k - 1]`."""
-        return RecordList(self._steps, self._body)
-
-    @functools.cached_property
-    def policies(self) -> Mapping[int, Policy]:
-        """By version."""
-        return RecordMap(self._policies, self._policy)
-
-    @functools.cached_property
-    def evaluations(self) -> Sequence[Evaluation]:
-        """In order."""
-        return RecordList(self._evaluations, self._body)
-
-    @functools.cached_property
-    def aliases(self) -> Mapping[str, Alias]:
-        """The newest of each name."""
-        return RecordMap(self._aliases, lambda name: self._body(self._aliases[name]))
-
-    @functools.cached_property
-    def registrations(self) -> Mapping[int, Registration]:
-        """Policy version → its place in the model registry."""
-        return RecordMap(self._registrations, lambda version: self._body(self._registrations[version]))
+        self.shards, self.aliases, self.registrations = RecordMap({}, body), RecordMap({}, body), RecordMap({}, body)
+        self.policies = RecordMap({}, self._policy)
+        self.steps, self.evaluations = RecordList([], self._body), RecordList([], self._body)
+        self.groups = RecordMap(self.shard_of, self._group)
+        self.outcomes = RecordMap(self.step_of, lambda group_id, _: self._untrained.get(group_id, "trained"))
 
     @property
     def step(self) -> int:
         """Committed optimizer steps."""
-        return len(self._steps)
+        return len(self.steps)
 
     @property
-    def live(self) -> Policy | None:
+    def live(self) -> records.Policy | None:
         """The newest policy; None before the base model is committed."""
         return self.policies[self.newest_version] if self.policies else None
 
@@ -219,15 +178,15 @@ class RunState:
         self.entries += 1
         match kind:
             case "shard":
-                self._shards[key] = number
+                self.shards.places[key] = number
                 if num_rows is not None:
                     self._add_groups(key, num_rows, group_ids or [], positions or [], retried or [])
             case "step":
                 claimed = group_ids or []
                 for group_id in claimed:
                     del self.pending[group_id]
-                self._steps.append(number)
-                self.step_of.update(dict.fromkeys(claimed, len(self._steps)))
+                self.steps.numbers.append(number)
+                self.step_of.update(dict.fromkeys(claimed, len(self.steps)))
                 for group_id, place in zip(claimed, outcomes or [], strict=True):
                     if place:  # the first outcome is trained
                         self._untrained[group_id] = OUTCOMES[place]
@@ -238,11 +197,11 @@ class RunState:
                 self.leased.update(dict.fromkeys(positions or [], key))
                 self.num_leases += 1
             case "alias":
-                self._aliases[key] = number
+                self.aliases.places[key] = number
             case "registration":
-                self._registrations[int(key)] = number
+                self.registrations.places[int(key)] = number
             case "eval":
-                self._evaluations.append(number)
+                self.evaluations.numbers.append(number)
                 self.evaluation_shards.add(key)
             case _:
                 self._change(self.history[number].body, written_at)
@@ -251,32 +210,32 @@ class RunState:
     def _change(self, body: Entry, written_at: float) -> None:
         """Change the state by an entry of any other kind."""
         match body:
-            case Session() as session:
+            case records.Session() as session:
                 self.earlier_seconds = self.worked_seconds
                 self.session_started_at = written_at
                 self.sessions.append(session)
                 # The workers of an earlier session are gone or too late, except those that it did not start.
                 self.producers = {holder: join for holder, join in self.producers.items() if join.outside}
                 self._free([position for position, name in self.leased.items() if name not in self.producers])
-            case Join(holder=holder) as join:
+            case records.Join(holder=holder) as join:
                 self._free([position for position, name in self.leased.items() if name == holder])
                 self.producers[holder] = join
-            case Release(holder=holder):
+            case records.Release(holder=holder):
                 self._free([position for position, name in self.leased.items() if name == holder])
                 self.producers.pop(holder, None)
-            case Rescore() as rescore:
+            case records.Rescore() as rescore:
                 earlier = self.rescored.get(rescore.name)
                 files = {**earlier.files, **rescore.files} if earlier else rescore.files
                 self.rescored[rescore.name] = replace(rescore, files=files)
-            case Retire() as retire:
+            case records.Retire() as retire:
                 self.retired_shards.update(retire.shard_ids)
                 self.retired_policies.update(retire.policy_versions)
                 self.retired_states.update(retire.state_paths)
-            case Pause(reason=reason):
+            case records.Pause(reason=reason):
                 self.paused = reason
-            case Resume():
+            case records.Resume():
                 self.paused = ""
-            case Quarantine(shard_id=shard_id, reason=reason):
+            case records.Quarantine(shard_id=shard_id, reason=reason):
                 self.quarantined[shard_id] = reason
                 # Groups that no step has taken are lost with the file: their prompts run again under new group ids.
                 for group in self.shards[shard_id].groups:
@@ -286,10 +245,8 @@ class RunState:
                             self.positions.discard(group.position)
                             self._first_free = min(self._first_free, group.position)
                             self.retries[group.position] += 1
-            case Shard() | Step() | Policy() | Lease() | Alias() | Registration() | Evaluation():
-                raise AssertionError("folded from its columns")
             case _:
-                assert_never(body)
+                raise AssertionError(f"{body} is folded from its columns, or has no case here")
 
     def _add_groups(
         self, shard_id: str, num_rows: int, group_ids: list[str], positions: list[int], retried: list[bool]
@@ -307,19 +264,12 @@ class RunState:
     def _body(self, number: int) -> Any:
         return self.history[number].body
 
-    def _group(self, group_id: str) -> GroupSummary:
-        groups = self.shards[self.shard_of[group_id]].groups
-        return next(group for group in groups if group.id == group_id)
+    def _group(self, group_id: str, shard_id: str) -> records.GroupSummary:
+        return next(group for group in self.shards[shard_id].groups if group.id == group_id)
 
-    def _outcome(self, group_id: str) -> str:
-        if group_id not in self.step_of:
-            raise KeyError(group_id)
-        return self._untrained.get(group_id, "trained")
-
-    def _policy(self, version: int) -> Policy:
-        body = self._body(self._policies[version])
-        policy: Policy = body.policy if isinstance(body, Step) else body
-        return policy
+    def _policy(self, version: int, number: int) -> Any:
+        body = self._body(number)
+        return body.policy if isinstance(body, records.Step) else body
 
     def _free(self, positions: Iterable[int]) -> None:
         for position in positions:
@@ -327,5 +277,5 @@ class RunState:
             self._first_free = min(self._first_free, position)
 
     def _publish(self, version: int, number: int) -> None:
-        self._policies[version] = number
+        self.policies.places[version] = number
         self.newest_version = max(self.newest_version, version)

@@ -88,13 +88,12 @@ def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = Non
     Raises `DamagedShard` if the file is missing, cut off, altered, of another run or another tokenizer, breaks a rule,
     or was removed by retention; `NewerSchema` if a newer Millrace wrote it.
     """
-    table = _committed(log, shard, columns=columns)
+    table, state = _committed(log, shard, columns=columns), log.state
     tokenizer = _tokenizer_of(table)
     try:
-        first = _first_readable(log, len(log.state.retired_shards), len(log.state.quarantined))
-    except LookupError:
+        first, expected = _first_tokenizer(log, len(state.retired_shards), len(state.quarantined))
+    except StopIteration:  # there is nothing to compare it with
         return table
-    expected = tokenizer if first == shard.id else _first_tokenizer(log, first)
     if tokenizer and expected and tokenizer != expected:
         raise DamagedShard(
             shard.id,
@@ -149,22 +148,15 @@ def _tokenizer_of(table: pa.Table) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _first_readable(log: RunLog, num_retired: int, num_quarantined: int) -> str:
-    """Id of the run's first shard that is still there, looked up again when another shard is retired or quarantined.
+def _first_tokenizer(log: RunLog, num_retired: int, num_quarantined: int) -> tuple[str, str]:
+    """The run's first shard that is still there, and its tokenizer digest, which every shard must have.
 
-    Raises `LookupError` if there is none. The cache does not keep that: the next shard will be the first.
+    It is looked up again when another shard is retired or quarantined. The digest is empty if the file cannot be read.
+    Raises `StopIteration` if there is no shard; that is not cached, because the next shard will be the first.
     """
     state = log.state
-    for shard_id in state.shards:
-        if shard_id not in state.quarantined and shard_id not in state.retired_shards:
-            return shard_id
-    raise LookupError(f"run {log.run_id} has no shard that can be read")
-
-
-@functools.lru_cache(maxsize=8)
-def _first_tokenizer(log: RunLog, shard_id: str) -> str:
-    """Tokenizer digest that every shard of the run must have, read once per log; empty if the file cannot be read."""
+    first = next(s for s in state.shards if s not in state.quarantined and s not in state.retired_shards)
     try:
-        return _tokenizer_of(_committed(log, log.state.shards[shard_id], columns=()))
+        return first, _tokenizer_of(_committed(log, state.shards[first], columns=()))
     except (DamagedShard, NewerSchema):
-        return ""
+        return first, ""
