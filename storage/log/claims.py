@@ -46,8 +46,8 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
 
     It trains the first `batch_size` groups that were accepted and are within the staleness bound, those with the oldest
     token first, because the next step may be too late for them. Pending groups that can never be trained get their
-    outcome in the same claim. `strict` drops a group for one token over the bound. `mask` drops it if all its tokens
-    are, and the trainer masks the old tokens of the others. `correct` drops none.
+    outcome, too. `strict` drops a group for one token over the bound; `mask` drops it if all its tokens are, and the
+    trainer masks the old tokens of the others; `correct` drops none.
 
     With `dynamic_batch` the step takes the first `batch_size` groups in that order, accepted or not, and trains what it
     can. Otherwise it trains fewer than a batch only if `max_attempts` batches are pending. If it has nothing to train,
@@ -89,8 +89,7 @@ def num_counted(state: RunState, config: RunConfig) -> int:
     """Pending groups that count against the quota: those that a step may still train; with `dynamic_batch`, all that
     will not run again.
 
-    A group that went over the bound while it waited does not count. The step that drops it waits for a replacement,
-    which needs the room.
+    A group that went over the bound while it waited does not count: its replacement needs the room.
     """
     pending = (state.groups[group_id] for group_id in state.pending)
     if config.rollout.dynamic_batch:

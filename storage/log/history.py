@@ -1,7 +1,4 @@
-"""The entries of a log, and the records in them, read when they are needed.
-
-In: entries, those in segments still packed. Out: sequences and mappings that unpack one entry at a time.
-"""
+"""The entries of a log and the records in them: sequences and mappings that unpack one entry when it is asked for."""
 
 from __future__ import annotations
 

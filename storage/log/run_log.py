@@ -6,8 +6,7 @@ In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, 
                                        └─ does it still fit?   ──no───▶ Conflict
                                        └─ put_if_absent(next number) ──lost──▶ refresh, try again
 
-A hundred entries, and ten thousand, are also written as one segment (`segments`). A long run is opened from these, and
-opened again from time to time by a process that keeps it open for long.
+A hundred entries, and ten thousand, are also written as one segment (`segments`), from which a long run is opened.
 """
 
 from __future__ import annotations
@@ -46,15 +45,10 @@ class RunLog:
         self.prefix = f"runs/{run_id}"
         self.state = RunState()
         self._is_open = False
-        self._segments: list[Segment] = []
-        """The first entries, still packed."""
-        self._num_at_opening = 0
-        """Entries when the log was opened, or opened again."""
-        self._num_archived = 0
-        """Entries in segments, as far as this process knows; `_num_merged` of them are in long ones."""
-        self._num_merged = 0
-        self._documents: list[bytes] = []
-        """JSON of the entries behind the segments."""
+        self._segments: list[Segment] = []  # the first entries, still packed
+        self._num_at_opening = 0  # entries when the log was opened, or opened again
+        self._num_archived = self._num_merged = 0  # entries known to be in segments, and in long ones
+        self._documents: list[bytes] = []  # JSON of the entries behind the segments
 
     @property
     def entries(self) -> History:
@@ -116,7 +110,6 @@ class RunLog:
                 return self.state
 
     def shard_key(self, shard_id: str) -> str:
-        """Store key of a shard's file."""
         return self.key(f"shards/{shard_id}.arrow")
 
     def _fold(self, document: bytes) -> None:
@@ -151,7 +144,8 @@ class RunLog:
         if segments:
             archive = Archive(segments)
             self.state = RunState(history=History(len(archive), archive.entry))
-            self.state.apply_archived(archive.columns())
+            for columns in archive.columns():  # they were checked when they were written
+                self.state.add(columns)
             self._segments, self._num_archived, self._num_merged = segments, archived, merged
 
     def _open_anew(self) -> None:

@@ -1,10 +1,6 @@
 """The fold of a run's log: what is true about a run, entry by entry.
 
 In: log entries in order, or the columns of those in segments. Out: `RunState`. Reading and writing is `run_log`.
-
-    entry ───▶ its columns ────┬─▶ RunState
-    segments ─▶ their columns ─┘
-
 The state holds the numbers of entries; a record is read from its entry when it is asked for.
 
 Conservation law, true after every entry:
@@ -36,18 +32,16 @@ class LogDamaged(UserError):
 
 @dataclass
 class RunState:
-    """The fold of a log. `apply` and `apply_archived` build it; everything else reads it."""
+    """The fold of a log. `apply` and `add` build it; everything else reads it."""
 
     history: History = field(default_factory=History)
     """The entries themselves."""
     entries: int = 0
     """Entries folded so far; the next entry's number."""
     started_at: float = 0.0
-    """Unix seconds of the first entry."""
+    """Unix seconds of the first entry; below, of the newest entry, and of the newest session's."""
     last_at: float = 0.0
-    """Unix seconds of the newest entry."""
     session_started_at: float = 0.0
-    """Unix seconds of the newest session's entry."""
     earlier_seconds: float = 0.0
     """Wall-clock of the sessions before the newest, each from its start to its last entry."""
     sessions: list[records.Session] = field(default_factory=list)
@@ -96,13 +90,11 @@ class RunState:
     steps: RecordList[records.Step] = field(init=False)
     """In order: step `k` is `steps[k - 1]`."""
     policies: RecordMap[int, records.Policy] = field(init=False)
-    """By version."""
     evaluations: RecordList[records.Evaluation] = field(init=False)
-    """In order."""
     aliases: RecordMap[str, records.Alias] = field(init=False)
     """The newest of each name."""
     registrations: RecordMap[int, records.Registration] = field(init=False)
-    """Policy version → its place in the model registry."""
+    """By policy version, like `policies`."""
 
     def __post_init__(self) -> None:
         def body(_: Any, number: int) -> Any:
@@ -162,15 +154,10 @@ class RunState:
         """Fold the next entry in; it fits, see `conflicts`."""
         assert entry.number == self.entries, f"log entry {entry.number} follows {self.entries - 1}"
         self.history.append(entry)
-        self._add(columns_of(entry))
+        self.add(columns_of(entry))
 
-    def apply_archived(self, columns: Iterable[Columns]) -> None:
-        """Fold in the entries that `history` has in segments. They were checked when they were written."""
-        for row in columns:
-            self._add(row)
-
-    def _add(self, columns: Columns) -> None:
-        """Change the state by the next entry, from its columns alone if its kind is frequent."""
+    def add(self, columns: Columns) -> None:
+        """Fold in the next entry, which `history` has already, from its columns alone if its kind is frequent."""
         kind, key, written_at, num_rows, group_ids, positions, retried, outcomes = columns
         number = self.entries
         if not number:
@@ -179,15 +166,20 @@ class RunState:
         match kind:
             case "shard":
                 self.shards.places[key] = number
-                if num_rows is not None:
-                    self._add_groups(key, num_rows, group_ids or [], positions or [], retried or [])
+                self.num_trajectories += num_rows or 0
+                self.shard_of.update(dict.fromkeys(group_ids or [], key))
+                self.pending.update(dict.fromkeys(group_ids or []))
+                for position, again in zip(positions or [], retried or [], strict=True):
+                    if again:  # its worker keeps the lease and tries again
+                        self.retries[position] += 1
+                    else:
+                        self.positions.add(position)
+                        self.leased.pop(position, None)
             case "step":
-                claimed = group_ids or []
-                for group_id in claimed:
-                    del self.pending[group_id]
                 self.steps.numbers.append(number)
-                self.step_of.update(dict.fromkeys(claimed, len(self.steps)))
-                for group_id, place in zip(claimed, outcomes or [], strict=True):
+                for group_id, place in zip(group_ids or [], outcomes or [], strict=True):
+                    del self.pending[group_id]
+                    self.step_of[group_id] = len(self.steps)
                     if place:  # the first outcome is trained
                         self._untrained[group_id] = OUTCOMES[place]
                 self._publish(int(key), number)
@@ -247,19 +239,6 @@ class RunState:
                             self.retries[group.position] += 1
             case _:
                 raise AssertionError(f"{body} is folded from its columns, or has no case here")
-
-    def _add_groups(
-        self, shard_id: str, num_rows: int, group_ids: list[str], positions: list[int], retried: list[bool]
-    ) -> None:
-        self.num_trajectories += num_rows
-        self.shard_of.update(dict.fromkeys(group_ids, shard_id))
-        self.pending.update(dict.fromkeys(group_ids))
-        for position, again in zip(positions, retried, strict=True):
-            if again:  # its worker keeps the lease and tries again
-                self.retries[position] += 1
-            else:
-                self.positions.add(position)
-                self.leased.pop(position, None)
 
     def _body(self, number: int) -> Any:
         return self.history[number].body

@@ -1,7 +1,6 @@
 """Log entries by the hundred, and by ten thousand, so that a long run opens in a moment.
 
-In: complete blocks of entries, with their JSON as it was written. Out: one Arrow file per block,
-`log/segments/<number of its first entry>.<entries>.arrow`; from all of them the columns and the entries again.
+In: complete blocks of entries, with their JSON. Out: one Arrow file per block, and from it columns and entries again.
 
     bytes = sha256 of the rest ‖ Arrow IPC (zstd): document | kind, key, written_at, rows, groups …
                                                       │         └─ `Columns`, from which the fold is made

@@ -1,9 +1,8 @@
 """The interface of a store of bytes, and its implementation in a local folder.
 
-In: keys and bytes. Out: `ObjectStore`, which `storage/objects/opening.py` opens by URI; `LocalStore`.
-Everything rests on `put_if_absent`: of many writers of one key exactly one wins.
-In a folder it is `os.link` of a finished temporary file (fsspec checks first and writes then, so two writers can win).
-On S3 (`storage/objects/s3_store.py`) it is the header `If-None-Match: *`.
+In: keys and bytes. Out: `ObjectStore`, which `opening` opens by URI; `LocalStore`.
+Everything rests on `put_if_absent`: of many writers of one key exactly one wins. In a folder it is `os.link` of a
+finished temporary file (fsspec checks and then writes, so two writers can win), in `s3_store` `If-None-Match: *`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class StoreError(UserError):
 
 
 class StoreFull(StoreError):
-    """The store has no space for a write. Nothing of it was written, and everything committed is still there."""
+    """The store has no space for a write; nothing of it was written."""
 
 
 class ConditionRefused(StoreError):
@@ -66,14 +65,14 @@ class ObjectStore(Protocol):
     def put_if_absent(self, key: str, data: bytes) -> bool:
         """Write `data` unless `key` exists; True only for the one writer that wins.
 
-        Meant for small values such as log entries, which may use the space that `put` leaves free.
+        It is for small values such as log entries, and may use the space that `put` leaves free.
         """
 
     def put(self, key: str, data: bytes) -> None:
         """Write or replace. Readers see the old or the new bytes, never a mixture."""
 
     def get(self, key: str) -> bytes:
-        """The bytes at `key`. Raises `FileNotFoundError` if the key does not exist."""
+        """Raises `FileNotFoundError` if the key does not exist."""
 
     def get_buffer(self, key: str) -> pa.Buffer:
         """`get` without a copy: a local file is memory-mapped, so it must never be shortened in place."""
@@ -82,7 +81,7 @@ class ObjectStore(Protocol):
         """The bytes at each key, None for one that does not exist; S3 serves many requests at once."""
 
     def exists(self, key: str) -> bool:
-        """True when `key` has a value."""
+        """True if `key` has a value."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys. A key that does not exist is no error."""
@@ -91,10 +90,7 @@ class ObjectStore(Protocol):
         """Every key under the folder `prefix`, at any depth, sorted. For housekeeping only: the log is the truth."""
 
     def open_input(self, key: str) -> pa.NativeFile:
-        """The bytes at `key` as a file from which Arrow fetches only the pieces it reads.
-
-        Raises `FileNotFoundError` if the key does not exist. Reading raises what damage or the connection causes.
-        """
+        """`get` as a file from which Arrow fetches only the pieces it reads."""
 
     def names(self, prefix: str) -> list[str]:
         """Names directly under the folder `prefix`, sorted. For display and housekeeping only."""
@@ -137,13 +133,12 @@ class LocalStore:
             return file.read_buffer()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        values: list[bytes | None] = []
-        for key in keys:
-            try:
-                values.append(self.get(key))
-            except FileNotFoundError:
-                values.append(None)
-        return values
+        def value(key: str) -> bytes | None:
+            with contextlib.suppress(FileNotFoundError):
+                return self.get(key)
+            return None
+
+        return [value(key) for key in keys]
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
@@ -285,13 +280,10 @@ def _free_bytes(folder: Path) -> int:
 
 def _make_folder(folder: Path) -> None:
     """Make a folder and its parents so that they survive a power loss."""
-    made = []
-    while not folder.exists():
-        made.append(folder)
-        folder = folder.parent
-    for new in reversed(made):
-        new.mkdir(exist_ok=True)
-        _sync_folder(new.parent)
+    if not folder.exists():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

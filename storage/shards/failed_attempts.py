@@ -50,7 +50,7 @@ def failed_attempts(groups: Iterable[RolloutGroup]) -> list[FailedAttempt]:
 
 
 def put_failures(log: RunLog, shard_id: str, groups: Iterable[RolloutGroup]) -> None:
-    """Write the failed attempts of a shard's groups, if there are any; before the log knows the shard."""
+    """Write the failed attempts of a shard's groups, if any, before the log knows the shard."""
     if rows := [vars(attempt) for attempt in failed_attempts(groups)]:
         log.store.put(_key(log, shard_id), ipc_bytes(pa.Table.from_pylist(rows, schema=SCHEMA), compression="lz4"))
 

@@ -98,10 +98,7 @@ ADAPTERS = pa.field("adapters", pa.map_(pa.int32(), pa.string()))
 
 
 def check_schema(schema: pa.Schema, *, name: str) -> None:
-    """Raise `BadShard` unless all columns of this version are there with their types. Other columns are allowed.
-
-    Raises `NewerSchema` for a later major version.
-    """
+    """Raise `BadShard` unless all columns of this version are there with their types; `NewerSchema` for a later one."""
     version = (schema.metadata or {}).get(b"schema_version", b"?").decode()
     if version != str(SCHEMA_VERSION):
         sentence = f"shard {name}: schema version {version}, this Millrace reads {SCHEMA_VERSION}"

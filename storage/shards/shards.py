@@ -48,9 +48,8 @@ def commit_shard(
 ) -> Shard:
     """Write the groups as one shard and commit it; returns the log's entry.
 
-    A second call with the same shard id changes nothing, whatever the groups are.
-    Raises `storage.log.run_state.Conflict` if another producer has committed one of the prompts; the file then has no
-    log entry.
+    A second call with the same shard id changes nothing, whatever the groups are. Raises `Conflict` if another producer
+    has committed one of the prompts; the file then has no log entry.
     """
     recorded = log.refresh().shards.get(provenance.shard_id)
     if recorded is not None:
@@ -84,9 +83,8 @@ def commit_shard(
 def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of a committed shard; a local file is memory-mapped.
 
-    With `columns` only these are decompressed, and the few that the rules need.
-    Raises `DamagedShard` if the file is missing, cut off, altered, of another run or another tokenizer, breaks a rule,
-    or was removed by retention; `NewerSchema` if a newer Millrace wrote it.
+    With `columns` only these are decompressed, and the few that the rules need. Raises `NewerSchema` if a newer Millrace
+    wrote it, `DamagedShard` if it is anything but what this run committed, or gone.
     """
     table, state = _committed(log, shard, columns=columns), log.state
     tokenizer = _tokenizer_of(table)

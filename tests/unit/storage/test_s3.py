@@ -41,24 +41,29 @@ def test_a_bucket_without_a_prefix_is_a_store(bucket: str):
     assert not store.exists("folder/key")
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.objects.s3_store.PART_BYTES", SMALLEST_PART)
+
+
+@pytest.mark.usefixtures("small_parts")
 def test_a_large_body_is_uploaded_in_parts(store: ObjectStore, bucket: str, tmp_path: Path):
-    in_parts = S3Store(store.uri, part_bytes=SMALLEST_PART)
-    in_parts.put("large", THREE_PARTS)
+    store.put("large", THREE_PARTS)
     assert store.get("large") == THREE_PARTS
     assert _num_parts(bucket, "large") == 3
     a_policy_folder(tmp_path / "model", weights=THREE_PARTS)
-    in_parts.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
+    store.put_folder(tmp_path / "model", "models/m", last=DIGEST_FILE)
     assert _num_parts(bucket, "models/m/model.safetensors") == 3
     fetched = store.fetch_folder("models/m", tmp_path / "cache")
     assert (fetched / "model.safetensors").read_bytes() == THREE_PARTS
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_conditional_write_is_never_in_parts(store: ObjectStore, bucket: str):
     """Ceph does not look at the condition when it puts parts together: there, every writer would win."""
-    in_parts = S3Store(store.uri, part_bytes=SMALLEST_PART)
-    assert in_parts.put_if_absent("large", THREE_PARTS)
+    assert store.put_if_absent("large", THREE_PARTS)
     assert _num_parts(bucket, "large") == 0
-    assert not in_parts.put_if_absent("large", THREE_PARTS[::-1])
+    assert not store.put_if_absent("large", THREE_PARTS[::-1])
     assert store.get("large") == THREE_PARTS
     with pytest.raises(ValueError, match="one request"):
         store.put_if_absent("huge", bytes(MOST_CONDITIONAL_BYTES + 1))
