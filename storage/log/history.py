@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, overload
 
 from storage.log.entries import LogEntry
@@ -34,24 +35,18 @@ class RecordList(Sequence[V]):
         return isinstance(other, RecordList | list) and list(self) == list(other)
 
 
-class RecordMap(Mapping[K, V]):
+class RecordMap(UserDict[K, V]):
     """Records by key; `read` gets a key and its place, such as the number of the record's entry."""
 
+    data: dict[K, Any]
+    """Key → place."""
+
     def __init__(self, places: dict[K, Any], read: Callable[[K, Any], V]) -> None:
-        self.places = places
+        self.data = places
         self._read = read
 
     def __getitem__(self, key: K) -> V:
-        return self._read(key, self.places[key])
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.places
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
+        return self._read(key, self.data[key])
 
 
 class History(RecordList[LogEntry]):

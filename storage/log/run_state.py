@@ -137,13 +137,8 @@ class RunState:
         """The terms of the conservation law, in prompt groups; `quarantined` counts shards and is not part of it."""
         outcomes = Counter(self._untrained.values())
         outcomes["trained"] = len(self.step_of) - len(self._untrained)
-        terms = {name: outcomes[name] for name in OUTCOMES}
-        return {
-            "submitted": len(self.shard_of),
-            **terms,
-            "pending": len(self.pending),
-            "quarantined": len(self.quarantined),
-        }
+        terms = {name: outcomes[name] for name in OUTCOMES} | {"pending": len(self.pending)}
+        return {"submitted": len(self.shard_of), **terms, "quarantined": len(self.quarantined)}
 
     def check(self) -> None:
         """Raise `LogDamaged` unless every submitted group is counted in exactly one state."""
@@ -165,7 +160,7 @@ class RunState:
         self.entries += 1
         match kind:
             case "shard":
-                self.shards.places[key] = number
+                self.shards.data[key] = number
                 self.num_trajectories += num_rows or 0
                 self.shard_of.update(dict.fromkeys(group_ids or [], key))
                 self.pending.update(dict.fromkeys(group_ids or []))
@@ -189,9 +184,9 @@ class RunState:
                 self.leased.update(dict.fromkeys(positions or [], key))
                 self.num_leases += 1
             case "alias":
-                self.aliases.places[key] = number
+                self.aliases.data[key] = number
             case "registration":
-                self.registrations.places[int(key)] = number
+                self.registrations.data[int(key)] = number
             case "eval":
                 self.evaluations.numbers.append(number)
                 self.evaluation_shards.add(key)
@@ -256,5 +251,5 @@ class RunState:
             self._first_free = min(self._first_free, position)
 
     def _publish(self, version: int, number: int) -> None:
-        self.policies.places[version] = number
+        self.policies.data[version] = number
         self.newest_version = max(self.newest_version, version)

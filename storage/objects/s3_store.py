@@ -181,11 +181,9 @@ class S3Store:
             return pa.PythonFile(self._fs.open(self._path(key), "rb"), mode="r")
 
     def names(self, prefix: str) -> list[str]:
-        try:
-            with self._explained("list", prefix):
-                return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(prefix), detail=False))
-        except FileNotFoundError:
-            return []
+        with contextlib.suppress(FileNotFoundError), self._explained("list", prefix):
+            return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(prefix), detail=False))
+        return []
 
     def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
         for file in last_after_others(folder, last):
@@ -248,11 +246,9 @@ class S3Store:
 
     def _metadata(self, key: str) -> dict[str, str] | None:
         """The metadata of the object at `key`; None if it does not exist."""
-        try:
-            with self._explained("look for", key):
-                return dict(self._fs.metadata(self._path(key)))
-        except FileNotFoundError:
-            return None
+        with contextlib.suppress(FileNotFoundError), self._explained("look for", key):
+            return dict(self._fs.metadata(self._path(key)))
+        return None
 
     @contextlib.contextmanager
     def _explained(self, action: str, key: str) -> Iterator[None]:

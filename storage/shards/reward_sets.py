@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -64,12 +65,10 @@ class Attempt:
     """The reward in the shard."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewReward:
-    """The new reward of an attempt."""
+class NewReward(NamedTuple):
+    """The new reward of an attempt, None if it is not applicable or the function failed, and its named parts."""
 
     reward: float | None
-    """None: not applicable, or the function failed."""
     parts: dict[str, float | None]
 
 

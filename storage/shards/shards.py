@@ -28,13 +28,13 @@ class DamagedShard(UserError):
     """A shard cannot be read as it was committed. Quarantine it and continue: its prompts run again."""
 
     def __init__(self, shard_id: str, reason: str, file: str = "") -> None:
-        super().__init__(f"shard {shard_id}: {reason}" + (f" ({file})" if file else ""))
+        super().__init__(shard_id, reason, file)  # what pickle calls it with in another process
         self.shard_id = shard_id
         self.reason = reason
         self.file = file
 
-    def __reduce__(self) -> tuple[type[DamagedShard], tuple[str, str, str]]:
-        return DamagedShard, (self.shard_id, self.reason, self.file)
+    def __str__(self) -> str:
+        return f"shard {self.shard_id}: {self.reason}" + (f" ({self.file})" if self.file else "")
 
 
 def commit_shard(
@@ -83,8 +83,8 @@ def commit_shard(
 def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of a committed shard; a local file is memory-mapped.
 
-    With `columns` only these are decompressed, and the few that the rules need. Raises `NewerSchema` if a newer Millrace
-    wrote it, `DamagedShard` if it is anything but what this run committed, or gone.
+    With `columns` only these are decompressed, and the few that the rules need. Raises `NewerSchema` if a newer
+    Millrace wrote it, `DamagedShard` if it is anything but what this run committed, or gone.
     """
     table, state = _committed(log, shard, columns=columns), log.state
     tokenizer = _tokenizer_of(table)
