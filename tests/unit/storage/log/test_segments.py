@@ -22,9 +22,9 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunLog, "segment_sizes", (SIZE, 2 * SIZE))
 
 
-def _run(num_rounds: int, store: MemoryStore | None = None) -> RunLog:
+def _run(num_rounds: int, store: MemoryStore | None = None, *, run_id: str = "run") -> RunLog:
     """Two entries, then a shard of two groups, a step on one of them and an alias per round."""
-    log = a_log(store)
+    log = a_log(store, run_id=run_id)
     for number in range(num_rounds):
         log.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
         log.append(a_step(log.state, trained=[f"0.task{2 * number}"]))
@@ -72,64 +72,49 @@ def test_a_reopened_log_knows_the_groups_and_steps_in_its_segments():
     assert log.state.steps[1:3] == _run(4).state.steps[1:3]
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_log_that_stays_open_lets_go_of_what_is_in_segments(writes: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_log_that_stays_open_lets_go_of_what_is_in_segments(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", 10)
-    store = MemoryStore()
-    reader = RunLog(store, "run")
+    reader = RunLog(store := MemoryStore(), "run")
     writer = _run(4, store)
-    reader.refresh()
     for number in range(4, 20):
         writer.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
         writer.append(a_step(writer.state, trained=[f"0.task{2 * number}"]))
         reader.refresh()
-    log = writer if writes else reader
-    assert len(log.entries) == log.state.entries > 40
-    assert len(log.entries._added) < 20
     monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", 10**9)
     grown = RunLog(store, "run")
     grown.segment_sizes = (10**6, 10**7)  # never there, so it reads entry by entry
-    assert grown.refresh() == log.state and list(grown.entries) == list(log.entries)
+    grown.refresh()
+    for log in (writer, reader):
+        assert len(log.entries) == log.state.entries > 40 and len(log.entries._added) < 20
+        assert grown.state == log.state and list(grown.entries) == list(log.entries)
 
 
-def test_a_segment_nobody_came_to_write_is_written_by_the_next_append():
-    log = _run(7)
-    log.store.delete([f"runs/run/log/segments/{name}" for name in _segments(log)])
-    reopened = RunLog(log.store, "run")
-    assert reopened.refresh() == log.state and not _segments(log)
-    reopened.append(Session(id="next", code_version=""))
-    assert len(_segments(log)) == 6
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [lambda data: data[:-20], lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:], lambda data: b""],
-    ids=["truncated", "bit-flipped", "empty"],
-)
+@pytest.mark.parametrize("damage", ["truncated", "bit-flipped", "empty", "another place's", "another run's", "missing"])
 @pytest.mark.parametrize(("number", "size"), [(20, 5), (10, 10)])
 def test_a_damaged_segment_is_said_and_its_entries_are_read(
-    damage: Any, number: int, size: int, caplog: pytest.LogCaptureFixture
+    damage: str, number: int, size: int, caplog: pytest.LogCaptureFixture
 ):
-    log = _run(8)
-    key = f"runs/run/log/segments/{number:020d}.{size}.arrow"
-    log.store.put(key, damage(log.store.get(key)))
+    log, other = _run(8), _run(8, run_id="other")
+    name = f"log/segments/{number:020d}.{size}.arrow"
+    whole = log.store.get(log.key(name))
+    data = {
+        "truncated": whole[:-20],
+        "bit-flipped": whole[:100] + bytes([whole[100] ^ 1]) + whole[101:],
+        "empty": b"",
+        "another place's": log.store.get(log.key(f"log/segments/{0:020d}.{size}.arrow")),
+        "another run's": other.store.get(other.key(name)),
+    }
+    log.store.delete([log.key(name)])
+    if damage in data:
+        log.store.put(log.key(name), data[damage])
     with caplog.at_level(logging.WARNING):
         reopened = RunLog(log.store, "run")
         assert reopened.refresh() == log.state
-    assert key in caplog.text
+    assert (log.key(name) in caplog.text) == (damage != "missing")
     caplog.clear()
     reopened.append(Session(id="next", code_version=""))
-    assert RunLog(log.store, "run").refresh() == reopened.state and not caplog.text, "the next append mends it"
-
-
-def test_a_segment_of_another_run_or_place_is_not_used():
-    log, other = _run(7), _run(7)
-    foreign = MemoryStore()
-    foreign.files = {key.replace("runs/run/", "runs/other/"): data for key, data in other.store.files.items()}  # type: ignore[attr-defined]
-    names = [f"runs/run/log/segments/{number:020d}.10.arrow" for number in (0, 10)]
-    log.store.put(names[0], log.store.get(names[1]))
-    assert RunLog(log.store, "run").refresh() == log.state
-    assert RunLog(foreign, "other").refresh().counters() == other.state.counters()
+    assert log.store.get(log.key(name)) == whole, "the next append mends it"
+    assert RunLog(log.store, "run").refresh() == reopened.state and not caplog.text
 
 
 def test_a_full_disk_costs_the_segment_and_not_the_entry(caplog: pytest.LogCaptureFixture):
