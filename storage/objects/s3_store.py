@@ -195,8 +195,7 @@ class S3Store:
         if not files:
             raise FileNotFoundError(self._path(prefix))
         target = cache / sha256_of(self.uri.encode())[:16] / prefix  # other stores have the same keys
-        cached = {path.name: path.stat().st_size for path in target.iterdir()} if target.is_dir() else {}
-        missing = {name: file for name, file in files.items() if cached.get(name) != file.num_bytes}
+        missing = {name: file for name, file in files.items() if not _has_size(target / name, file.num_bytes)}
         room = functools.partial(
             room_for,
             folder=target,
@@ -270,6 +269,10 @@ class S3Store:
                     "quota, or choose another `store`. Nothing that was committed is lost: the same command continues"
                 ) from error
             raise StoreError(f"store {self.uri}: cannot {action} {key}: {reason}") from error
+
+
+def _has_size(file: Path, num_bytes: int) -> bool:
+    return file.is_file() and file.stat().st_size == num_bytes
 
 
 def _response(error: BaseException | None) -> tuple[str, int | None, str]:
