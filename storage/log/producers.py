@@ -97,10 +97,7 @@ class Lookout:
         """Join id → the last sign, and the time at which it was new."""
 
     def silent(self, *, patience: float) -> dict[str, float]:
-        """Workers that gave no sign for `patience` seconds while they were watched → the seconds.
-
-        Looks at the store a few times per `patience`, and only if there are workers to watch.
-        """
+        """Workers without a new sign for `patience` seconds → the seconds. Looks a few times per `patience`."""
         now = self._clock()
         if now - self._last_look < patience / SIGNS:
             return {}

@@ -86,10 +86,7 @@ def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap:
 
 
 def promote(log: RunLog, version: int | None = None, *, max_gap: float) -> Alias:
-    """Put the alias `champion` on a policy, by default the newest, and return it; again, it changes nothing.
-
-    Raises `NotPromoted`, and `InvalidInput` for a version without weights.
-    """
+    """Put the alias `champion` on a policy, by default the newest. Raises `NotPromoted`, or `InvalidInput`."""
     state = log.refresh()
     policy = find_policy(log, version)
     champion = state.aliases.get(CHAMPION)

@@ -93,10 +93,7 @@ class RunLog:
         return self.state
 
     def append(self, body: Entry) -> RunState:
-        """Commit one record; returns the state with it. Appending a record that the log has changes nothing.
-
-        Raises `Conflict` if the record no longer fits.
-        """
+        """Commit a record unless the log has it; returns the state with it. Raises `Conflict` if it no longer fits."""
         while True:
             state = self.refresh()
             if holds(state, body):
@@ -173,10 +170,7 @@ class RunLog:
             batch = min(2 * batch, _MOST_AT_ONCE)
 
     def _write_segments(self) -> None:
-        """Write the segments of complete blocks, also those that are damaged or whose writer was killed.
-
-        Every process writes the same bytes, so one may replace those of another.
-        """
+        """Write the segments of complete blocks, also damaged ones. Every process writes the same bytes."""
         short, long = self.segment_sizes
         try:
             while len(self._documents) >= short:

@@ -55,7 +55,6 @@ def create_run(
     """Create the run, or open it again when its configuration is the same.
 
     `defaults` holds the default of every key: an older run was made with it if its configuration lacks the key.
-
     Raises `RunExists`, which names the keys that differ and a free run id, and `InvalidInput` for an unusable id.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):

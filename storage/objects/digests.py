@@ -70,10 +70,7 @@ def read_seal(folder: Path) -> Seal:
 
 
 def verify_folder(folder: Path) -> str:
-    """Check every file of a sealed folder; returns the weights digest.
-
-    Raises `DigestMismatch` as `read_seal` does, and for a file that is missing or differs.
-    """
+    """Check every file of a sealed folder; returns the weights digest. Raises `DigestMismatch`."""
     seal = read_seal(folder)
     for name, digest in seal.files.items():
         path = folder / name

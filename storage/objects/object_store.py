@@ -63,10 +63,7 @@ class ObjectStore(Protocol):
     uri: str
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write `data` unless `key` exists; True only for the one writer that wins.
-
-        It is for small values such as log entries, and may use the space that `put` leaves free.
-        """
+        """Write small `data` unless `key` exists; True only for the writer that wins. It may use the reserved space."""
 
     def put(self, key: str, data: bytes) -> None:
         """Write or replace. Readers see the old or the new bytes, never a mixture."""
@@ -99,10 +96,7 @@ class ObjectStore(Protocol):
         """Copy the files of a local folder. `last` is copied last, so that its presence means that all are there."""
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:
-        """A local folder with the files under `prefix`: the store's own, or a copy under `cache`.
-
-        Raises `FileNotFoundError` if there are no files.
-        """
+        """The store's folder `prefix`, or a copy under `cache`. Raises `FileNotFoundError` if there are no files."""
 
 
 class LocalStore:
@@ -231,10 +225,7 @@ def reserved_bytes() -> float:
 
 
 def checked_key(key: str) -> str:
-    """The key, or the empty prefix, unchanged. Keys come from log entries, and none may lead out of the store.
-
-    Raises `StoreError` for a key that is absolute or unprintable, or has a part that is empty, `.` or `..`.
-    """
+    """The key, unchanged. Raises `StoreError` if it could lead out of the store: keys come from log entries."""
     if key and (not key.isprintable() or "\\" in key or any(part in ("", ".", "..") for part in key.split("/"))):
         raise StoreError(f"{key!r} is not a key of the store: keys are names joined by single slashes")
     return key
@@ -242,10 +233,7 @@ def checked_key(key: str) -> str:
 
 @contextlib.contextmanager
 def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy: str = STORE_REMEDY) -> Iterator[None]:
-    """Raise `StoreFull` unless `num_bytes` and `reserve` fit on the disk of `folder`, which need not exist yet.
-
-    A write inside the block that exceeds the disk or the user's quota raises the same error.
-    """
+    """Raise `StoreFull` unless `num_bytes` and `reserve` fit on the disk of `folder`, or a write inside exceeds it."""
 
     def full(free: int) -> StoreFull:
         reserved = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""

@@ -91,10 +91,7 @@ def _distinct(versions: list[int]) -> set[int]:
 def shard_table(
     groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
 ) -> pa.Table:
-    """The usable attempts of groups as rows, checked, with the file's metadata in the schema.
-
-    Raises `BadShard` if a row breaks a rule of the schema, or there is more than a shard can hold.
-    """
+    """The usable attempts as checked rows, with the file's metadata. Raises `BadShard` if a row breaks a rule."""
     rows = [row for group in groups for row in _rows(group)]
     try:
         tokens = _token_columns(rows)

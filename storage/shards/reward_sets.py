@@ -101,10 +101,7 @@ def check_name(log: RunLog, reward_set: RewardSet) -> None:
 def put_rewards(
     log: RunLog, shard: Shard, reward_set: RewardSet, attempts: Sequence[Attempt], rewards: Sequence[NewReward]
 ) -> tuple[str, pa.Table]:
-    """Write a shard's new rewards unless their file exists; returns the sha256 and the rows of the file.
-
-    Raises `RewardNameInUse` if a file of other code exists.
-    """
+    """Write new rewards unless the file exists; returns its sha256 and rows. Raises `RewardNameInUse`."""
     table = pa.table(
         {
             "group_id": [attempt.group_id for attempt in attempts],
@@ -123,14 +120,10 @@ def put_rewards(
 
 
 def find_rewards(log: RunLog, shard: Shard, reward_set: RewardSet) -> tuple[str, pa.Table] | None:
-    """The sha256 and rows of the file that a rescore wrote before it was cut off; None if there is none.
-
-    Raises `RewardNameInUse` if other code made it, `DamagedRewards` if it cannot be read.
-    """
+    """The sha256 and rows of an earlier file, or None. Raises `RewardNameInUse` and `DamagedRewards`."""
     key = rewards_key(log, reward_set.name, shard.id)
-    try:
-        data = log.store.get(key)
-    except FileNotFoundError:
+    [data] = log.store.get_many([key])
+    if data is None:
         return None
     table = _decode(data, log=log, key=key)
     metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
@@ -142,25 +135,18 @@ def find_rewards(log: RunLog, shard: Shard, reward_set: RewardSet) -> tuple[str,
 
 
 def read_rewards(log: RunLog, shard: Shard, name: str) -> pa.Table:
-    """The rewards `name` of a shard, one row per attempt.
-
-    Raises `DamagedRewards` if the file is missing or altered, `KeyError` if the log does not name it.
-    """
+    """The rewards `name` of a shard, a row per attempt. Raises `DamagedRewards` if the file is missing or altered."""
     key = rewards_key(log, name, shard.id)
-    try:
-        data = log.store.get(key)
-    except FileNotFoundError:
-        raise _damaged(log, key, "the file is missing") from None
+    [data] = log.store.get_many([key])
+    if data is None:
+        raise _damaged(log, key, "the file is missing")
     if sha256_of(data) != log.state.rescored[name].files[shard.id]:
         raise _damaged(log, key, "its sha256 differs from the log's")
     return _decode(data, log=log, key=key)
 
 
 def with_rewards(table: pa.Table, rewards: pa.Table) -> pa.Table:
-    """The rows of a shard with the rewards of `read_rewards`. Every sequence of an attempt gets the attempt's reward.
-
-    Raises `DamagedRewards` if an attempt has no row in `rewards`.
-    """
+    """The rows of a shard with the rewards of their attempts. Raises `DamagedRewards` if an attempt has none."""
     rank = pc.index_in(_attempt_keys(table), value_set=_attempt_keys(rewards))
     if rank.null_count:
         raise DamagedRewards(f"{rank.null_count} rows of a shard have no attempt in its new rewards; {_REMEDY}")

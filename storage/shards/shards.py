@@ -103,11 +103,7 @@ def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = Non
 
 
 def _committed(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table in the file of a shard, whose bytes have the digest in the log.
-
-    The content digest in the file is not compared: it is for files without a log. The writer had checked and digested
-    the values before it wrote the digest of the bytes into the log.
-    """
+    """The table of a file that has the digest in the log; its content digest is for files without a log."""
     file = _file(log, shard)
     damaged = functools.partial(DamagedShard, shard.id, file=file)
     if shard.id in log.state.retired_shards:
