@@ -159,12 +159,13 @@ def test_two_writers_of_one_log_take_turns(store: ObjectStore):
 
 
 def test_processes_commit_shards_to_one_log_each_once(store: ObjectStore):
-    a_log(store)
+    log = a_log(store)
     run_together(commit_shards, 3, store.uri, "run", 4)
-    log = open_run(open_store(store.uri), "run")
-    assert sorted(log.state.shards) == sorted(f"{rank}.{number}" for rank in range(3) for number in range(4))
-    assert log.state.counters()["submitted"] == log.state.counters()["pending"] == 12
-    for shard in log.state.shards.values():
+    state = log.refresh()
+    assert sorted(state.shards) == sorted(f"{rank}.{number}" for rank in range(3) for number in range(4))
+    assert state.positions == set(range(12)) and state.counters()["submitted"] == state.counters()["pending"] == 12
+    assert store.names("runs/run/log") == [f"{number:020d}.json" for number in range(14)]
+    for shard in state.shards.values():
         assert sha256_of(store.get(log.shard_key(shard.id))) == shard.sha256
 
 

@@ -7,7 +7,6 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +20,7 @@ from storage.log.claims import next_claim
 from storage.log.entries import OUTCOMES, Alias, Entry, GroupSummary, Quarantine, Session, claimed_groups
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict, LogDamaged, RunState
-from tests.builders import BASE, MemoryStore, a_claim, a_config, a_log, a_shard, a_step, a_summary, local_store
-from tests.processes import commit_shards, run_together
+from tests.builders import BASE, MemoryStore, a_claim, a_config, a_log, a_shard, a_step, a_summary
 
 
 def _with_groups(num_groups: int = 4, **fields: Any) -> RunLog:
@@ -62,19 +60,6 @@ def test_a_retried_step_is_recognised_by_its_policy_even_when_its_clock_differs(
     step = a_step(log.state, trained=["0.task0"])
     log.append(step)
     assert log.append(replace(step, metrics={"loss": 0.5, "seconds": 9.0})).steps == [step]
-
-
-def test_four_processes_commit_30_shards_each_and_every_one_is_there_once(tmp_path: Path):
-    """Enough for a segment; `test_ceph_storm` commits 1,600."""
-    store = local_store(tmp_path)
-    log = a_log(store)
-    run_together(commit_shards, 4, store.uri, "run", 30)
-    state = log.refresh()
-    assert set(state.shards) == {f"{rank}.{number}" for rank in range(4) for number in range(30)}
-    assert state.entries == 122 and state.positions == set(range(120))
-    entries = [f"{number:020d}.json" for number in range(122)]
-    assert store.names("runs/run/log") == [*entries, "segments"]
-    assert RunLog(store, "run").refresh() == state, "what comes out of a segment differs"
 
 
 class _Racing(MemoryStore):
@@ -297,9 +282,12 @@ class ConservationLaw(RuleBasedStateMachine):
         if isinstance(body, records.Pause | records.Resume):
             assert bool(self.log.state.paused) == isinstance(body, records.Pause)
 
-    @rule()
-    def start_again(self) -> None:
-        self._append(Session(id=f"session{self.log.state.entries}", code_version=""))
+    @rule(is_rival=st.booleans())
+    def start_again(self, is_rival: bool) -> None:
+        session = Session(id=f"session{self.log.state.entries}", code_version="")
+        if is_rival:  # then the other one has to write the next segment
+            self.late_reader.append(session)
+        self._append(session)
         self.joined = {holder: outside for holder, outside in self.joined.items() if outside}
         self.leased = {position: name for position, name in self.leased.items() if name in self.joined}
 
