@@ -172,9 +172,10 @@ class RunState:
                         self.leased.pop(position, None)
             case "step":
                 self.steps.numbers.append(number)
+                step = len(self.steps)
                 for group_id, place in zip(group_ids or [], outcomes or [], strict=True):
                     del self.pending[group_id]
-                    self.step_of[group_id] = len(self.steps)
+                    self.step_of[group_id] = step
                     if place:  # the first outcome is trained
                         self._untrained[group_id] = OUTCOMES[place]
                 self._publish(int(key), number)

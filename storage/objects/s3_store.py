@@ -139,16 +139,15 @@ class S3Store:
             return []
         paths = [self._path(key) for key in keys]
         results = self._fs.cat_ranges(paths, None, None, max_concurrency=1, batch_size=MOST_REQUESTS)
-        values: list[bytes | None] = []
-        for key, value in zip(keys, results, strict=True):
-            if isinstance(value, FileNotFoundError):
-                values.append(None)
-            elif isinstance(value, BaseException):
-                with self._explained("read", key):
-                    raise value
-            else:
-                values.append(bytes(value))
-        return values
+
+        def value(key: str, result: Any) -> bytes | None:
+            with contextlib.suppress(FileNotFoundError), self._explained("read", key):
+                if isinstance(result, BaseException):
+                    raise result
+                return bytes(result)
+            return None
+
+        return [value(key, result) for key, result in zip(keys, results, strict=True)]
 
     def exists(self, key: str) -> bool:
         return self._metadata(key) is not None
