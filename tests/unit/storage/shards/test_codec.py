@@ -49,7 +49,10 @@ def test_facts_that_the_golden_shard_does_not_have_come_back():
     ("attempts", "rows", "failures"),
     [
         ([a_trajectory(1.0), a_trajectory(None, status="env_error"), a_trajectory(0.5)], [0, 2], {"env_error": 1}),
-        *(([a_trajectory(None, status=s), a_trajectory(0.5)], [1], {"no_reward": 1}) for s in TRAINABLE_STATUSES),
+        *(
+            ([a_trajectory(None, status=s), a_trajectory(0.5)], [1], {"no_reward": 1})
+            for s in sorted(TRAINABLE_STATUSES)
+        ),
         ([a_trajectory(0.0, turns=[a_turn([])]), a_trajectory(1.0)], [1], {"no_tokens": 1}),
         ([a_trajectory(1.0, status="timeout")], [], {"timeout": 1}),
     ],
