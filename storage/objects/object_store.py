@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -108,13 +108,13 @@ class LocalStore:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         try:
-            self._write(key, io.BytesIO(data), len(data), reserve=0, publish=os.link)
+            self._write(key, io.BytesIO(data), len(data), is_new=True)
         except FileExistsError:
             return False
         return True
 
     def put(self, key: str, data: bytes) -> None:
-        self._write(key, io.BytesIO(data), len(data), reserve=reserved_bytes(), publish=os.replace)
+        self._write(key, io.BytesIO(data), len(data))
 
     def get(self, key: str) -> bytes:
         return self._path(key).read_bytes()
@@ -189,14 +189,13 @@ class LocalStore:
 
     def _put_file(self, file: Path, key: str) -> None:
         with open(file, "rb") as source:
-            self._write(key, source, file.stat().st_size, reserve=reserved_bytes(), publish=os.replace)
+            self._write(key, source, file.stat().st_size)
 
-    def _write(
-        self, key: str, source: BinaryIO, num_bytes: int, *, reserve: float, publish: Callable[[Path, Path], None]
-    ) -> None:
-        """Write a temporary file, then give it its name with `publish`."""
+    def _write(self, key: str, source: BinaryIO, num_bytes: int, *, is_new: bool = False) -> None:
+        """Write a temporary file, then give it its name. If it `is_new`, raises `FileExistsError` for a taken name."""
         path = self._path(key)
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        reserve = 0 if is_new else reserved_bytes()
         with room_for(num_bytes, path.parent, reserve=reserve, what=f"store {self.uri}"):
             try:
                 _make_folder(path.parent)
@@ -204,7 +203,7 @@ class LocalStore:
                     shutil.copyfileobj(source, file, BLOCK_BYTES)
                     file.flush()
                     os.fsync(file.fileno())
-                publish(temporary, path)
+                (os.link if is_new else os.replace)(temporary, path)
                 _sync_folder(path.parent)
             except PermissionError as error:
                 raise StoreError(f"no permission to write {path}") from error
