@@ -23,10 +23,10 @@ from storage.log.run_state import Conflict, LogDamaged, RunState
 from tests.builders import BASE, MemoryStore, a_claim, a_config, a_log, a_shard, a_step, a_summary
 
 
-def _with_groups(num_groups: int = 4, **fields: Any) -> RunLog:
-    """A log with one shard `s0` of groups at positions 0, 1, …: three entries."""
+def _with_groups() -> RunLog:
+    """A log with one shard `s0` of groups at positions 0 to 3: three entries."""
     log = a_log()
-    log.append(a_shard("s0", [a_summary(position, **fields) for position in range(num_groups)]))
+    log.append(a_shard("s0", [a_summary(position) for position in range(4)]))
     return log
 
 
@@ -37,7 +37,7 @@ def _evaluation(shard_id: str = "e0") -> records.Evaluation:
 
 
 def test_the_fold_tells_what_is_pending_what_is_done_and_what_is_live():
-    log = _with_groups(4)
+    log = _with_groups()
     claim = a_claim(log.state, trained=["0.task1"], filtered=["0.task0"], failed=["0.task3"])
     state = log.append(a_step(log.state, claim))
     log.append(Alias(name="rollout", version=1, checksum="sum"))
