@@ -52,11 +52,10 @@ class RecordMap(UserDict[K, V]):
 class History(RecordList[LogEntry]):
     """Every entry of a log: the first ones are read from segments, the others are held."""
 
-    def __init__(self, num_archived: int = 0, read_archived: Callable[[int], LogEntry] | None = None) -> None:
-        self._num_archived = num_archived
-        self._read_archived = read_archived
+    def __init__(self, archived: Sequence[LogEntry] = ()) -> None:
+        self._archived = archived
         self._added: list[LogEntry] = []
-        super().__init__(range(num_archived), self._entry)  # a list would take 36 bytes per entry
+        super().__init__(range(len(archived)), self._entry)  # a list would take 36 bytes per entry
 
     def append(self, entry: LogEntry) -> None:
         """Add the next entry."""
@@ -64,6 +63,5 @@ class History(RecordList[LogEntry]):
         self.numbers = range(len(self.numbers) + 1)
 
     def _entry(self, number: int) -> LogEntry:
-        if self._read_archived is not None and number < self._num_archived:
-            return self._read_archived(number)
-        return self._added[number - self._num_archived]
+        num_archived = len(self._archived)
+        return self._archived[number] if number < num_archived else self._added[number - num_archived]

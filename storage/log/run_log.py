@@ -140,7 +140,7 @@ class RunLog:
                     archived += size
         if segments:
             archive = Archive(segments)
-            self.state = RunState(history=History(len(archive), archive.entry))
+            self.state = RunState(history=History(archive))
             for columns in archive.columns():  # they were checked when they were written
                 self.state.add(columns)
             self._segments, self._num_archived, self._num_merged = segments, archived, merged

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from storage.log.columns import Columns, columns_of
 from storage.log.entries import LogEntry, decode_entry
+from storage.log.history import RecordList
 from storage.log.run_state import LogDamaged
 from storage.objects.tables import ipc_bytes
 
@@ -112,17 +113,14 @@ class Segment:
             return file.read_all()["document"].combine_chunks()
 
 
-class Archive:
+class Archive(RecordList[LogEntry]):
     """The entries of consecutive segments from entry 0 on, each unpacked when it is asked for."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
         self._starts = list(itertools.accumulate(map(len, segments), initial=0))
         # Neighbours are needed together: all groups of a shard, all steps of a span.
-        self.entry = functools.lru_cache(maxsize=1000)(self._entry)
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        super().__init__(range(self._starts[-1]), functools.lru_cache(maxsize=1000)(self._entry))
 
     def columns(self) -> Iterator[Columns]:
         """The columns of every entry, segment by segment."""
