@@ -2,9 +2,7 @@
 
 In: nothing. Out: frozen dataclasses, plain data, no behaviour beyond checks.
 
-    Task ──run n times──▶ Trajectory (turns, messages, reward) ──┐
-                                                                         ├─ RolloutGroup ─▶ rows of a shard
-    one attempt fails ─────────▶ no Trajectory, one count in failures ──┘
+    Task ──run n times──▶ Trajectory (turns, messages, reward) ──▶ RolloutGroup ──▶ rows of a shard
 
 A failed attempt has no reward, never reward 0: it enters no mean, no standard deviation and no loss.
 """
@@ -126,7 +124,7 @@ class Trajectory:
     turns: list[Turn]
     """In the order they were sampled."""
     messages: list[Message]
-    """The whole conversation, each message once."""
+    """The whole conversation."""
     status: str
     """One of `Status`; only trainable ones are written as rows."""
     reward: float | None
@@ -158,7 +156,6 @@ class RolloutGroup:
     id: str
     """`<epoch>.<task id>`; with `.retry<k>` if the prompt runs again, as its group failed or its shard was lost."""
     task: Task
-    """The problem."""
     position: int
     """Place in the endless prompt order: epoch × len(tasks) + index."""
     epoch: int
@@ -170,7 +167,6 @@ class RolloutGroup:
     accepted: bool = True
     """False if a filter rejected the group; it is stored all the same, and never trained."""
     reject_reason: str = ""
-    """Why it was rejected."""
     queued_at: float = 0.0
     """Unix seconds at admission."""
     will_retry: bool = False

@@ -161,16 +161,9 @@ def trainings() -> list[list[str]]:
     return found
 
 
-_QUICK = "tests/flows/test_documents.py::test_the_quick_start_of_readme_works_from_top_to_bottom"
-_UNIT = "tests/unit/cli/test_commands_in_docs.py::test_"
-_DEPLOYED = "tests/flows/test_deployments.py::test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on"
-_FILES = "tests/unit/infra/test_deployment_files.py::test"
-_MANIFESTS = f"needs kubectl and a cluster; {_FILES}_manifests_fit_the_schema_of_kubernetes"
-_POSTGRES = "tests/integration/test_postgres.py::test"
-_ON_POSTGRES = f"{_POSTGRES}_a_deployed_training_leaves_its_state_in_postgres_and_its_shards_in_the_store"
-_POOLS = f"{_POSTGRES}_pools_take_their_templates_and_the_deploy_job_deploys_to_its_pool"
-_TINY = f"needs minutes of an idle machine; in seconds: {_UNIT}a_benchmark_runs_in_its_smallest_form"
-_DRY = f"needs minutes of vLLM; up to its start: {_UNIT}every_training_passes_its_dry_run"
+_QUICK = "test_the_quick_start_of_readme_works_from_top_to_bottom"
+_POSTGRES = "test_a_deployed_training_leaves_its_state_in_postgres_and_its_shards_in_the_store"
+_IDLE = "needs minutes of an idle machine"
 COVERED_BY = {
     "make lint": ".ci/run",
     "make audit-if-reachable": ".ci/run",
@@ -180,58 +173,55 @@ COVERED_BY = {
     "make train TORCH_CPU_INDEX=*": "needs an index of PyTorch's",
     "make train PIP_FIND_LINKS=*": "needs a folder of wheels",
     "make audit": ".ci/run, if the package index can be reached",
-    "make chaos": "tests/chaos/test_faults.py::test_every_fault_has_its_outcome_and_none_changes_the_weights",
+    "make chaos": "test_every_fault_has_its_outcome_and_none_changes_the_weights",
     "make lock*": "needs uv, two package indexes and many minutes, and changes the lock",
-    "make down && MILLRACE_NOTIFY=*": "needs somebody to tell; a webhook of the test's own:"
-    " tests/flows/test_evaluate.py::test_somebody_is_told_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails",
+    "make down && MILLRACE_NOTIFY=*": "needs somebody to tell; a webhook of the test's own: "
+    "test_somebody_is_told_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that_fails",
     "millrace up": f"what `make up` runs: {_QUICK}",
     "millrace stop RUN": f"needs a training: {_QUICK}",
-    "millrace produce RUN *": "tests/flows/test_producers.py"
-    "::test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once",
-    "millrace train FILE key=value …": "tests/unit/cli/test_main.py::test_overrides_are_toml_values_and_bare_words",
-    "millrace train *": _DRY,
-    "millrace config*": "tests/unit/cli/run/test_config.py::test_a_table_a_key_and_all_of_them_are_listed",
+    "millrace produce RUN *": "test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once",
+    "millrace train FILE key=value …": "test_overrides_are_toml_values_and_bare_words",
+    "millrace config*": "test_a_table_a_key_and_all_of_them_are_listed",
+    "millrace train *": "needs minutes of vLLM; up to its start: test_every_training_passes_its_dry_run",
     "RAY_ADDRESS=auto millrace train *": "needs a Ray cluster; one of two nodes: "
-    "tests/chaos/test_nodes.py::test_a_lost_node_costs_its_workers_and_nothing_that_was_committed",
-    "export PREFECT_SERVER_DATABASE_CONNECTION_URL=*": f"needs PostgreSQL: {_ON_POSTGRES}",
-    "mlflow server *": f"needs PostgreSQL and a bucket; with the options of compose.yaml: {_ON_POSTGRES}",
-    "docker build *": f"needs Docker; {_FILES}_dockerfiles_copy_what_there_is_and_the_build_context_lets_through",
-    "docker compose config": f"needs Docker: {_FILES}_docker_compose_itself_takes_both_files",
-    "docker compose *": f"needs Docker; the same services as processes: {_ON_POSTGRES}",
+    "test_a_lost_node_costs_its_workers_and_nothing_that_was_committed",
+    "export PREFECT_SERVER_DATABASE_CONNECTION_URL=*": f"needs PostgreSQL: {_POSTGRES}",
+    "mlflow server *": f"needs PostgreSQL and a bucket; with the options of compose.yaml: {_POSTGRES}",
+    "docker build *": "needs Docker; test_dockerfiles_copy_what_there_is_and_the_build_context_lets_through",
+    "docker compose config": "needs Docker: test_docker_compose_itself_takes_both_files",
+    "docker compose *": f"needs Docker; the same services as processes: {_POSTGRES}",
     "python3 -m venv docker-worker": "needs what the next command does; the Makefile makes .venv the same way",
     "docker-worker/bin/pip install *": "needs a package index; its version of Prefect: "
-    "tests/unit/cli/test_docs.py::test_the_docker_workers_prefect_is_that_of_the_lock",
+    "test_the_docker_workers_prefect_is_that_of_the_lock",
     "docker-worker/bin/prefect worker start *": "needs Docker",
-    "prefect work-pool create --base-job-template": f"names the option alone: {_POOLS}",
-    "kubectl *": _MANIFESTS,
-    "prefect deployment run 'train-grpo/local' -p run=my-run --*": f"needs Kubernetes; of processes: {_DEPLOYED}",
-    "ray up *": f"needs machines with SSH; {_FILES}_the_ray_launcher_takes_its_file",
+    "prefect work-pool create --base-job-template": "names the option alone: "
+    "test_pools_take_their_templates_and_the_deploy_job_deploys_to_its_pool",
+    "kubectl *": "needs kubectl and a cluster; test_manifests_fit_the_schema_of_kubernetes",
+    "prefect deployment run 'train-grpo/local' -p run=my-run --*": "needs Kubernetes; of processes: "
+    "test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on",
+    "ray up *": "needs machines with SSH; test_the_ray_launcher_takes_its_file",
     "ray attach *": "needs the cluster that `ray up` makes",
-    "python -m benchmarks.orchestration --rounds 3000": "needs minutes of an idle machine; its sums:"
-    " tests/unit/benchmarks/test_orchestration.py::test_overhead_is_what_is_neither_generation_nor_reward_nor_training",
-    "python -m benchmarks.producers": "needs minutes of an idle machine; its sums:"
-    " tests/unit/benchmarks/test_producers.py::test_only_attempts_committed_within_the_window_count",
+    "python -m benchmarks.orchestration --rounds 3000": f"{_IDLE}; its sums: "
+    "test_overhead_is_what_is_neither_generation_nor_reward_nor_training",
+    "python -m benchmarks.producers": f"{_IDLE}; its sums: test_only_attempts_committed_within_the_window_count",
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
     "python -m benchmarks.trl_speed": "needs minutes of vLLM and TRL on an idle machine",
-    "python -m benchmarks.trainer_speed": "needs minutes of an idle machine, also for one pair of steps",
-    "python -m benchmarks.episodes": "needs minutes of an idle machine; it takes no smaller number",
-    "python -m benchmarks.staleness": "needs minutes of an idle machine; what it simulates: "
-    "tests/unit/rollouts/test_simulation.py::test_no_token_over_the_bound_is_trained",
+    "python -m benchmarks.trainer_speed": f"{_IDLE}, also for one pair of steps",
+    "python -m benchmarks.episodes": f"{_IDLE}; it takes no smaller number",
+    "python -m benchmarks.staleness": f"{_IDLE}; what it simulates: test_no_token_over_the_bound_is_trained",
     "python -m benchmarks.learning_curve search-agent *": f"needs the run that is drawn; of another: {_QUICK}",
-    "python benchmarks/gpu_train_step.py": "needs a GPU; on CPUs, a tiny model:"
-    " tests/unit/benchmarks/test_gpu_train_step.py::test_a_tiny_step_runs_with_torch_and_transformers_alone",
-    "python -m benchmarks.*": _TINY,
+    "python benchmarks/gpu_train_step.py": "needs a GPU; on CPUs, a tiny model: "
+    "test_a_tiny_step_runs_with_torch_and_transformers_alone",
+    "python -m benchmarks.*": f"{_IDLE}; in seconds: test_a_benchmark_runs_in_its_smallest_form",
     "python -m examples.search_agent.prepare_hotpotqa *": "needs a data set; of two questions in its layout: "
-    "tests/unit/examples/search_agent/test_prepare.py::test_hotpotqa_becomes_a_folder_the_agent_reads",
+    "test_hotpotqa_becomes_a_folder_the_agent_reads",
     "python -m examples.search_agent.prepare_browsecomp *": "needs a data set; of four questions in its layout: "
-    "tests/unit/examples/search_agent/test_prepare.py::test_browsecomp_plus_becomes_a_folder_the_agent_reads",
+    "test_browsecomp_plus_becomes_a_folder_the_agent_reads",
     "OPENAI_API_KEY=… python examples/search_agent/program.py *": "needs a model to ask; a scripted one: "
-    "tests/unit/examples/search_agent/test_program_agent.py::test_a_program_gives_the_rows_that_the_agent_gives",
-    "python -m tests.api_page": "needs a page to write: "
-    "tests/unit/millrace/test_public_face.py::test_the_reference_page_has_every_name_as_the_code_has_it",
-    "python -m tests.configuration_page": "needs a page to write: "
-    "tests/unit/cli/run/test_config.py::test_the_page_has_every_key_as_the_settings_have_it",
-    "pip check": f"{_UNIT}what_pip_complains_about_is_what_the_locks_page_says",
+    "test_a_program_gives_the_rows_that_the_agent_gives",
+    "python -m tests.api_page": "needs a page to write: test_the_reference_page_has_every_name_as_the_code_has_it",
+    "python -m tests.configuration_page": "needs a page to write: test_the_page_has_every_key_as_the_settings_have_it",
+    "pip check": "test_what_pip_complains_about_is_what_the_locks_page_says",
 }
 """Of a command that no test types as it stands (`*`: whatever follows), the test that runs it in a form of its own, or
 what it needs that CI has not. The first pattern that fits a command counts."""

@@ -4,7 +4,7 @@ In: the AWS variables of a server. Out: the same server at another endpoint, wit
 
     client ─▶ FaultyS3 ─▶ server        proxy.fail(Fault.SLOW_DOWN, times=3)
                 │                       store.put("key", b"…")
-                └─ proxy.requests       assert [request.status for request in proxy.requests] == [503, 503, 503, 200]
+                └─ proxy.requests       assert [request.method for request in proxy.requests] == ["PUT"] * 4
 """
 
 from __future__ import annotations
@@ -26,63 +26,36 @@ from botocore.credentials import Credentials
 
 
 class Fault(enum.Enum):
-    """What happens to a request."""
+    """What happens to a request; one with a status is answered without asking the server."""
 
-    SLOW_DOWN = enum.auto()
-    """503 SlowDown, without asking the server: throttled."""
-    INTERNAL_ERROR = enum.auto()
-    """500 InternalError, without asking the server."""
-    CONFLICT = enum.auto()
-    """409 ConditionalRequestConflict, without asking the server: another upload of this key is under way."""
-    QUOTA_EXCEEDED = enum.auto()
-    """403 QuotaExceeded, as Ceph answers."""
-    READ_ONLY = enum.auto()
-    """403 AccessDenied: these keys may read and not write."""
-    DISK_FULL = enum.auto()
-    """507 Insufficient Storage, as MinIO answers."""
-    DAMAGE = enum.auto()
-    """One bit of the request's body is another one, or of the answer's where the request has none.
-
-    In a request it is for servers that do not check signatures."""
-    CUT_REQUEST = enum.auto()
-    """The connection ends when the server has half of the request's body."""
-    CUT_ANSWER = enum.auto()
-    """The connection ends when the client has half of the answer's body."""
-    LOSE_ANSWER = enum.auto()
-    """The server does what it was asked to, and the connection ends before its answer."""
-    STALL = enum.auto()
-    """No answer at all until the proxy is closed."""
-    IGNORE_CONDITION = enum.auto()
-    """`If-None-Match` is taken away: a server that does not know it."""
-    REFUSE_CONDITION = enum.auto()
-    """501 NotImplemented where there is an `If-None-Match`: a server that knows it and cannot do it."""
+    SLOW_DOWN = (503, "SlowDown", "Please reduce your request rate.")
+    INTERNAL_ERROR = (500, "InternalError", "We encountered an internal error. Please try again.")
+    CONFLICT = (409, "ConditionalRequestConflict", "A conflicting operation is in progress.")
+    QUOTA_EXCEEDED = (403, "QuotaExceeded", "")  # as Ceph answers
+    READ_ONLY = (403, "AccessDenied", "Access Denied.")  # these keys may read and not write
+    DISK_FULL = (507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold.")
+    REFUSE_CONDITION = (501, "NotImplemented", "A header you provided implies functionality not implemented.")
+    IGNORE_CONDITION = "`If-None-Match` is taken away: a server that does not know it"
+    DAMAGE = "a bit of the request's body is flipped (for servers that check no signature), or else one of the answer's"
+    CUT_REQUEST = "the connection ends when the server has half of the request's body"
+    CUT_ANSWER = "the connection ends when the client has half of the answer's body"
+    LOSE_ANSWER = "the server does what it was asked to, and the connection ends before its answer"
+    STALL = "no answer at all until the proxy is closed"
 
 
-ANSWERS = {
-    Fault.SLOW_DOWN: (503, "SlowDown", "Please reduce your request rate."),
-    Fault.INTERNAL_ERROR: (500, "InternalError", "We encountered an internal error. Please try again."),
-    Fault.CONFLICT: (409, "ConditionalRequestConflict", "A conflicting operation is in progress."),
-    Fault.QUOTA_EXCEEDED: (403, "QuotaExceeded", ""),
-    Fault.READ_ONLY: (403, "AccessDenied", "Access Denied."),
-    Fault.DISK_FULL: (507, "XMinioStorageFull", "Storage backend has reached its minimum free drive threshold."),
-    Fault.REFUSE_CONDITION: (501, "NotImplemented", "A header you provided implies functionality not implemented."),
-}
 ABOUT_CONDITIONS = {Fault.IGNORE_CONDITION, Fault.REFUSE_CONDITION, Fault.CONFLICT}
+"""They happen only to requests with `If-None-Match`."""
 NOT_FORWARDED = {"connection", "expect", "transfer-encoding", "content-length"}
 ALWAYS = 10**9
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request:
-    """One request the proxy saw, in the order they came."""
+    """One request that the proxy saw, in the order they came."""
 
     method: str
-    path: str
-    """With the query, as in `/bucket/key?partNumber=2&uploadId=…`."""
-    status: int
-    """What the client was told; 0 where it was told nothing."""
     num_bytes: int
-    """Length of the answer's body."""
+    """Length of the answer's body; 0 if there was no answer."""
 
 
 @dataclass
@@ -158,54 +131,40 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {name: value for name, value in self.headers.items() if name.lower() not in NOT_FORWARDED}
         fault = proxy.take(self.command, self.path, is_conditional="If-None-Match" in self.headers)
+        status, answer_headers, answer = 0, dict[str, str](), b""
         if fault is Fault.STALL:
-            self._note(status=0, num_bytes=0)
             proxy.closing.wait()
-            self._cut()
         elif fault is Fault.CUT_REQUEST:
-            self._send_half(headers, body)
-            self._note(status=0, num_bytes=0)
-            self._cut()
-        elif fault in ANSWERS:
-            status, code, message = ANSWERS[fault]
+            assert len(body) > 1, "only a request with a body can be cut in its middle"
+            with contextlib.closing(self._upstream(headers, len(body))) as connection:
+                connection.send(body[: len(body) // 2])
+        elif fault is not None and isinstance(fault.value, tuple):
+            status, code, message = fault.value
             answer = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
-            self._note(status=status, num_bytes=len(answer))
-            self._answer(status, {"Content-Type": "application/xml"}, b"" if self.command == "HEAD" else answer)
+            answer_headers["Content-Type"] = "application/xml"
         else:
-            damage_answer = fault is Fault.DAMAGE and not body
-            if fault is Fault.DAMAGE and body:
-                body = _damaged(body)
             if fault is Fault.IGNORE_CONDITION:
                 headers = self._signed_again({k: v for k, v in headers.items() if k.lower() != "if-none-match"}, body)
-            status, answer_headers, answer = self._forward(headers, body)
-            if damage_answer:
-                answer = _damaged(answer)
-            if fault is Fault.LOSE_ANSWER:
-                self._note(status=0, num_bytes=0)
-                self._cut()
-                return
-            self._note(status=status, num_bytes=len(answer))
-            self._answer(status, answer_headers, answer, cut=fault is Fault.CUT_ANSWER)
+            damaged = fault is Fault.DAMAGE
+            status, answer_headers, answer = self._forward(headers, _damaged(body) if damaged and body else body)
+            answer = _damaged(answer) if damaged and not body else answer
+        is_answered = bool(status) and fault is not Fault.LOSE_ANSWER
+        proxy.requests.append(Request(self.command, len(answer) if is_answered else 0))
+        if is_answered:
+            body = b"" if self.command == "HEAD" else answer
+            self._answer(status, answer_headers, body, cut=fault is Fault.CUT_ANSWER)
+        else:
+            self._cut()
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
 
-    def _note(self, *, status: int, num_bytes: int) -> None:
-        self.proxy.requests.append(Request(method=self.command, path=self.path, status=status, num_bytes=num_bytes))
-
     def _forward(self, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        connection = self._upstream(headers, len(body))
-        with contextlib.closing(connection):
+        with contextlib.closing(self._upstream(headers, len(body))) as connection:
             connection.send(body)
             answer = connection.getresponse()
             data = answer.read()
             kept = {k: v for k, v in answer.getheaders() if k.lower() not in NOT_FORWARDED - {"content-length"}}
             return answer.status, kept, data
-
-    def _send_half(self, headers: dict[str, str], body: bytes) -> None:
-        assert len(body) > 1, "only a request with a body can be cut in its middle"
-        connection = self._upstream(headers, len(body))
-        connection.send(body[: len(body) // 2])
-        connection.close()
 
     def _upstream(self, headers: dict[str, str], length: int) -> http.client.HTTPConnection:
         """A connection to the real server that has got the request's head; its Host stays the proxy's, as signed."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.log.run_log import RunLog
-from storage.log.runs import RunBusy, open_run, trainer_lock
+from storage.log.runs import open_run, trainer_lock
 from storage.objects.opening import open_store
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, provenance
@@ -70,15 +70,6 @@ def commit_shards(rank: int, uri: str, run_id: str, num_shards: int) -> None:
         shard_id = f"{rank}.{number}"
         group = a_group(rank * num_shards + number)
         commit_shard(log, [group], provenance=provenance(shard_id, run_id=run_id), sampling=SAMPLING)
-
-
-def try_trainer_lock(rank: int, uri: str, run_id: str) -> str:
-    """Why the lock was refused; empty when it was given."""
-    try:
-        with trainer_lock(open_run(open_store(uri), run_id)):
-            return ""
-    except RunBusy as error:
-        return str(error)
 
 
 def hold_trainer_lock(uri: str, run_id: str, held: Path) -> None:

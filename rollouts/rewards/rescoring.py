@@ -130,7 +130,7 @@ class Rescoring:
     ) -> None:
         """`eval_split` is the split of evaluation shards without an evaluation in the log; None leaves evaluation
         shards out."""
-        check_name(log.state, rewards, run=log.run_id)
+        check_name(log, rewards)
         self._log = log
         self._function = function
         self._result = Rescored(rewards=rewards)

@@ -11,6 +11,7 @@ The staleness bound is enforced here, from the versions the engine stamped on ev
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -34,10 +35,7 @@ class NothingAccepted(UserError):
 
 
 def updates_behind(versions: Versions, *, live: int, steps_per_update: int) -> Versions:
-    """Weight updates between the policy versions that sampled and the live one.
-
-    The engine loads every `steps_per_update`-th version, and staleness counts what it loaded.
-    """
+    """Weight updates between the versions that sampled and the live one: every `steps_per_update`-th is loaded."""
     return live // steps_per_update - versions // steps_per_update
 
 
@@ -46,8 +44,8 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
 
     It trains the first `batch_size` groups that were accepted and are within the staleness bound, those with the oldest
     token first, because the next step may be too late for them. Pending groups that can never be trained get their
-    outcome in the same claim. `strict` drops a group for one token over the bound. `mask` drops it if all its tokens
-    are, and the trainer masks the old tokens of the others. `correct` drops none.
+    outcome, too. `strict` drops a group for one token over the bound; `mask` drops it if all its tokens are, and the
+    trainer masks the old tokens of the others; `correct` drops none.
 
     With `dynamic_batch` the step takes the first `batch_size` groups in that order, accepted or not, and trains what it
     can. Otherwise it trains fewer than a batch only if `max_attempts` batches are pending. If it has nothing to train,
@@ -86,12 +84,8 @@ def next_claim(state: RunState, config: RunConfig) -> Claim | None:
 
 
 def num_counted(state: RunState, config: RunConfig) -> int:
-    """Pending groups that count against the quota: those that a step may still train; with `dynamic_batch`, all that
-    will not run again.
-
-    A group that went over the bound while it waited does not count. The step that drops it waits for a replacement,
-    which needs the room.
-    """
+    """Pending groups that count against the quota: those that a step may still train, as the replacement of a stale one
+    needs the room; with `dynamic_batch`, all that will not run again."""
     pending = (state.groups[group_id] for group_id in state.pending)
     if config.rollout.dynamic_batch:
         return sum(not group.retried for group in pending)
@@ -102,12 +96,8 @@ def num_counted(state: RunState, config: RunConfig) -> int:
 
 def _first_attempted(pending: Sequence[GroupSummary], count: int) -> list[GroupSummary]:
     """The groups up to the `count`-th that will not run again; an empty list if there are fewer."""
-    attempted = 0
-    for number, group in enumerate(pending, start=1):
-        attempted += not group.retried
-        if attempted == count:
-            return list(pending[:number])
-    return []
+    attempted = list(itertools.accumulate(int(not group.retried) for group in pending))
+    return list(pending[: attempted.index(count) + 1]) if count in attempted else []
 
 
 def _reason(group: GroupSummary, live: int, config: RunConfig) -> tuple[str, str]:

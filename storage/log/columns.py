@@ -1,7 +1,7 @@
 """What the fold of a log needs of an entry, as plain columns; a segment stores them beside the entry's JSON.
 
-In: an entry. Out: `Columns`. Kinds that are frequent in a long run are folded from their columns alone, so opening the
-run decodes none of them. For all other kinds the fold reads the record: a new kind needs nothing here.
+Frequent kinds are folded from their columns alone, so opening a long run decodes none of them. For all other kinds the
+fold reads the record: a new kind needs nothing here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""May a record be appended to a log? It may be there already, or contradict what is committed.
-
-In: the fold of a log, and a record. Out: a bool from `holds`; `Conflict` from `check_fits`.
-"""
+"""May a record be appended to a log? It may be there already (`holds`), or contradict the log (`check_fits`)."""
 
 from __future__ import annotations
 
@@ -23,8 +20,8 @@ def holds(state: RunState, body: Entry) -> bool:
             return all(state.leased.get(position) == body.holder for position in body.positions)
         case entries.Join():
             return state.producers.get(body.holder) == body
-        case entries.Release():
-            return body.holder not in state.producers and body.holder not in state.leased.values()
+        case entries.Release(holder=holder):
+            return holder not in state.producers and holder not in state.leased.values()
         case entries.Shard():
             return body.id in state.shards
         case entries.Step(claim=claim, policy=policy):
@@ -82,10 +79,7 @@ def check_fits(state: RunState, body: Entry) -> None:
                     f"step {claim.step} does not follow step {state.step}: another trainer is working on this run; "
                     "stop one of them, or use another `run` id"
                 )
-            if (
-                not state.retired_states.isdisjoint((policy.path, body.state_path))
-                or policy.anchor in state.retired_policies
-            ):
+            if policy.anchor in state.retired_policies or state.retired_states & {policy.path, body.state_path}:
                 raise Conflict(f"step {claim.step} came so late that its files were removed; start this run again")
             if policy.version in state.policies:
                 raise Conflict(f"policy version {policy.version} is already published")

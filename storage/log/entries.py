@@ -1,6 +1,4 @@
-"""The records of a run's log: shards, claims, steps, policies and everything else that is committed.
-
-In: nothing. Out: frozen dataclasses and their JSON.
+"""The records of a run's log, as frozen dataclasses, and their JSON.
 
     RolloutGroup ─▶ GroupSummary ─▶ Shard ──┐
     Claim ──one optimizer step──▶ Step ─────┼─▶ LogEntry, one numbered JSON file
@@ -44,9 +42,8 @@ class GroupSummary:
     failures: dict[str, int]
     """Number of attempts by failing status."""
     head_version: int
-    """Oldest policy version of any sampled token; −1 without rows."""
+    """Oldest policy version of any sampled token, and `tail_version` the newest; −1 without rows."""
     tail_version: int
-    """Newest policy version of any sampled token; −1 without rows."""
     mean_reward: float | None
     """Over usable attempts."""
     retried: bool = False
@@ -62,20 +59,16 @@ class Shard:
     sha256: str
     """Of the file's bytes."""
     num_rows: int
-    """Training sequences."""
     num_tokens: int
-    """Sampled tokens, those with loss mask 1."""
+    """Sampled tokens, those with loss mask 1; a row is a training sequence."""
     num_bytes: int
     head_version: int
-    """Oldest policy version in it."""
+    """Oldest policy version in it, and `tail_version` the newest."""
     tail_version: int
-    """Newest policy version in it."""
     is_eval: bool
     """True for the attempts of an evaluation, which no step takes."""
     groups: list[GroupSummary]
-    """In row order."""
     producer: str
-    """Name of the rollout worker."""
     seconds: dict[str, float]
     """Time of the producer by phase: generate, reward, commit."""
 
@@ -102,7 +95,6 @@ class ClaimedGroup:
     """One group of one shard."""
 
     shard_id: str
-    """The shard that has its rows."""
     group_id: str
     reason: str = ""
     """Why it was not trained; empty if it was."""
@@ -110,22 +102,20 @@ class ClaimedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What one optimizer step takes out of the queue: groups by outcome."""
+    """What one optimizer step takes out of the queue: groups by outcome.
+
+    A group is stale over the staleness bound, filtered if a filter rejected it, failed with too few usable attempts.
+    """
 
     step: int
-    """Number of the step, from 1."""
+    """From 1."""
     base_version: int
-    """The policy version being trained."""
     trained: list[ClaimedGroup]
     """In prompt order."""
     stale: list[ClaimedGroup]
-    """Over the staleness bound."""
     filtered: list[ClaimedGroup]
-    """Rejected by a filter."""
     failed: list[ClaimedGroup]
-    """Too few usable attempts."""
     cancelled: list[ClaimedGroup] = field(default_factory=list)
-    """Cancelled while they ran."""
     fallback: str = ""
     """What the step does if no group was accepted: `skip_step` or `masked`; empty if it trains."""
 
@@ -135,9 +125,7 @@ class Step:
     """A committed optimizer step."""
 
     claim: Claim
-    """The groups it took."""
     policy: Policy
-    """The policy it made."""
     shard_sha256: dict[str, str]
     """Digest of every shard it read, by shard id."""
     metrics: dict[str, float]
@@ -145,7 +133,6 @@ class Step:
     state_path: str | None
     """Folder in the store with optimizer and random state; None if the step saved none."""
     session_id: str
-    """The session that made it."""
 
 
 OUTCOMES = ("trained", "filtered", "stale", "failed", "cancelled")
@@ -169,11 +156,9 @@ class Evaluation:
     version: int
     """The policy version that sampled all its tokens."""
     split: str
-    """The split of the workflow."""
     score: float
     """avg@n: mean reward over all attempts at all tasks; a failed attempt counts as 0."""
     num_tasks: int
-    """Tasks attempted."""
     num_failed: int
     """Attempts that failed; the score counts them."""
     shard_id: str
@@ -191,7 +176,6 @@ class Evaluation:
     standard_error: float | None = None
     """Standard error of the score, over tasks; None with fewer than two."""
     num_shards: int = 1
-    """Number of its shards."""
 
     @property
     def shard_ids(self) -> list[str]:
@@ -225,13 +209,12 @@ class Alias:
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """A policy version is in the model registry."""
+    """A policy version is in MLflow's model registry."""
 
     version: int
     model_name: str
-    """Registered model name in MLflow."""
     registry_version: str
-    """MLflow's own number of it."""
+    """MLflow's own number of the version."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +223,6 @@ class Quarantine:
 
     shard_id: str
     reason: str
-    """What is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +250,6 @@ class Retire:
     state_paths: list[str]
     """Folders of optimizer state that are removed, and folders of policies and states that no step committed."""
     reason: str
-    """The retention rules, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +294,6 @@ class Release:
 
     holder: str
     reason: str
-    """Why, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,26 +309,12 @@ class Resume:
     """The run goes on."""
 
     reason: str
-    """Who resumed it, for people."""
 
 
-Entry = (
-    Session
-    | Join
-    | Lease
-    | Release
-    | Shard
-    | Step
-    | Policy
-    | Evaluation
-    | Alias
-    | Registration
-    | Quarantine
-    | Rescore
-    | Retire
-    | Pause
-    | Resume
-)
+_OfRollouts = Session | Join | Lease | Release | Shard | Pause | Resume
+_OfPolicies = Step | Policy | Evaluation | Alias | Registration
+_OfFiles = Quarantine | Rescore | Retire
+Entry = _OfRollouts | _OfPolicies | _OfFiles
 ENTRY_KINDS: dict[str, type] = {
     "eval" if record is Evaluation else record.__name__.lower(): record for record in typing.get_args(Entry)
 }
@@ -366,7 +332,6 @@ class LogEntry:
     written_at: float
     """Unix seconds on the writer's clock; decides nothing."""
     body: Entry
-    """The record."""
 
 
 class _Line(msgspec.Struct):

@@ -7,8 +7,8 @@ workers that have been silent for too long.
                         └── Lookout.silent ───▶ withdraw             by another that needs its prompts
 
 The log says who takes part, but not who is alive. So each worker writes its file again and again, and an observer
-looks whether it changes. No two clocks are compared, and the observer's is monotonic: clocks that differ or jump decide
-nothing. A live worker that is taken for dead does no harm: see `conflicts`.
+looks whether it changes, on its own monotonic clock alone. A live worker that is taken for dead does no harm: see
+`conflicts`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ def withdraw(log: RunLog, holder: str, *, reason: str) -> None:
 
 
 class Presence:
-    """A rollout worker's part in a run; use it in one event loop."""
+    """A rollout worker's part in a run; use it in one event loop.
+
+    A worker is `outside` if the driver did not start it; it gives several signs of life per `lease_timeout` seconds.
+    """
 
     def __init__(self, log: RunLog, holder: str, *, outside: bool, lease_timeout: float) -> None:
-        """A worker is `outside` if the driver did not start it; it gives several signs of life per `lease_timeout`."""
         self._log = log
         self.holder = holder
-        """The worker's name in the log."""
         self._outside = outside
         self._lease_timeout = lease_timeout
         self._signs: asyncio.Task[None] | None = None
@@ -96,10 +97,7 @@ class Lookout:
         """Join id → the last sign, and the time at which it was new."""
 
     def silent(self, *, patience: float) -> dict[str, float]:
-        """Workers that gave no sign for `patience` seconds while they were watched → the seconds.
-
-        Looks at the store a few times per `patience`, and only if there are workers to watch.
-        """
+        """Workers without a new sign for `patience` seconds → the seconds. Looks a few times per `patience`."""
         now = self._clock()
         if now - self._last_look < patience / SIGNS:
             return {}

@@ -1,7 +1,6 @@
 """May a policy become the champion? And the entry that makes it the champion.
 
-In: a run's log and a policy version, or an evaluation of it. Out: sentences against it, or the alias `champion`, which
-MLflow gets like every alias.
+In: a run's log and a policy version, or an evaluation of it. Out: sentences against it, or the alias `champion`.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def why_not_promote(state: RunState, version: int, *, max_gap: float) -> list[st
 def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap: float) -> Alias:
     """Make a policy that was just evaluated the champion, without a user; returns the alias.
 
-    It does what `promote` does, but only forward: a user must promote what is older than the champion or was rolled
-    back. Raises `NotPromoted` also for the champion itself if its new score is too low; it stays the champion.
+    It goes only forward: a user must promote what is older than the champion or was rolled back. Raises `NotPromoted`,
+    also for the champion itself if its new score is too low; it stays the champion.
     """
     state, version = log.refresh(), evaluation.version
     problems = why_not_promote(state, version, max_gap=max_gap)
@@ -87,11 +86,7 @@ def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap:
 
 
 def promote(log: RunLog, version: int | None = None, *, max_gap: float) -> Alias:
-    """Put the alias `champion` on a policy, by default the newest, and return it.
-
-    Promoting the champion again changes nothing. Raises `NotPromoted`, and `InvalidInput` for a version without
-    weights.
-    """
+    """Put the alias `champion` on a policy, by default the newest. Raises `NotPromoted`, or `InvalidInput`."""
     state = log.refresh()
     policy = find_policy(log, version)
     champion = state.aliases.get(CHAMPION)
@@ -121,7 +116,6 @@ def roll_back(log: RunLog) -> Alias:
 
 
 def _champions(log: RunLog) -> list[Alias]:
-    """Every champion so far, in order."""
     return [entry.body for entry in log.entries if isinstance(entry.body, Alias) and entry.body.name == CHAMPION]
 
 

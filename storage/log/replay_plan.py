@@ -28,7 +28,6 @@ class ReplayPlan:
     first: int
     """First step of the span; steps before it are trained as recorded."""
     last: int
-    """Last step of the span."""
 
     @property
     def steps(self) -> range:
@@ -41,17 +40,14 @@ class ReplayedStep:
     """A step of the span, as recorded and as replayed."""
 
     step: int
-    """From 1."""
     identical: bool
     """True if the weights are the recorded ones, bit for bit."""
     recorded_sha256: str
-    """Digest of the recorded policy's weights."""
+    """Digest of the policy's weights."""
     replayed_sha256: str
-    """Digest of the replayed policy's weights."""
     recorded: dict[str, float]
-    """The metrics that the trainer computes, as recorded."""
+    """The metrics that the trainer computes."""
     replayed: dict[str, float]
-    """The same metrics, as replayed."""
     distance: float | None
     """‖replayed − recorded‖ / ‖recorded − start‖ over all weights; start is the policy before the span. None if the
     recorded weights are gone or never changed."""
@@ -72,7 +68,6 @@ class Replay:
     start_identical: bool
     """False if the steps before the span gave other weights than recorded; the span starts from the recorded ones."""
     steps: list[ReplayedStep]
-    """The span."""
     recorded_code: str
     """Code version that made the span's last step."""
     code: str
@@ -95,11 +90,7 @@ def saved_steps(state: RunState, *, at_most: int) -> Iterator[Step]:
 
 
 def plan_replay(state: RunState, *, run: str, first: int, last: int, rewards: str = "") -> ReplayPlan:
-    """The plan to train the steps `first` to `last` again.
-
-    Raises `CannotReplay` for steps that the run does not have, for shards that retention removed, and for rewards that
-    do not cover the span.
-    """
+    """The plan to train the steps `first` to `last` again. Raises `CannotReplay`."""
     if not state.step:
         raise CannotReplay(f"run {run!r} has no steps yet, so there is nothing to replay")
     if not 1 <= first <= last <= state.step:

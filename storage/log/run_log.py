@@ -6,8 +6,7 @@ In: records. Out: numbered JSON entries `log/<20 digits>.json`, and `RunState`, 
                                        └─ does it still fit?   ──no───▶ Conflict
                                        └─ put_if_absent(next number) ──lost──▶ refresh, try again
 
-A hundred entries, and ten thousand, are also written as one segment (`segments`). A long run is opened from these, and
-opened again from time to time by a process that keeps it open for long.
+A hundred entries, and ten thousand, are also written as one segment (`segments`), from which a long run is opened.
 """
 
 from __future__ import annotations
@@ -46,15 +45,10 @@ class RunLog:
         self.prefix = f"runs/{run_id}"
         self.state = RunState()
         self._is_open = False
-        self._segments: list[Segment] = []
-        """The first entries, still packed."""
-        self._num_at_opening = 0
-        """Entries when the log was opened, or opened again."""
-        self._num_archived = 0
-        """Entries in segments, as far as this process knows; `_num_merged` of them are in long ones."""
-        self._num_merged = 0
-        self._documents: list[bytes] = []
-        """JSON of the entries behind the segments."""
+        self._segments: list[Segment] = []  # the first entries, still packed
+        self._num_at_opening = 0  # entries when the log was opened, or opened again
+        self._num_archived = self._num_merged = 0  # entries known to be in segments, and in long ones
+        self._documents: list[bytes] = []  # JSON of the entries behind the segments
 
     @property
     def entries(self) -> History:
@@ -99,10 +93,7 @@ class RunLog:
         return self.state
 
     def append(self, body: Entry) -> RunState:
-        """Commit one record; returns the state with it. Appending a record that the log has changes nothing.
-
-        Raises `Conflict` if the record no longer fits.
-        """
+        """Commit a record unless the log has it; returns the state with it. Raises `Conflict` if it no longer fits."""
         while True:
             state = self.refresh()
             if holds(state, body):
@@ -116,7 +107,6 @@ class RunLog:
                 return self.state
 
     def shard_key(self, shard_id: str) -> str:
-        """Store key of a shard's file."""
         return self.key(f"shards/{shard_id}.arrow")
 
     def _fold(self, document: bytes) -> None:
@@ -150,8 +140,9 @@ class RunLog:
                     archived += size
         if segments:
             archive = Archive(segments)
-            self.state = RunState(history=History(len(archive), archive.entry))
-            self.state.apply_archived(archive.columns())
+            self.state = RunState(history=History(archive))
+            for columns in archive.columns():  # they were checked when they were written
+                self.state.add(columns)
             self._segments, self._num_archived, self._num_merged = segments, archived, merged
 
     def _open_anew(self) -> None:
@@ -179,10 +170,7 @@ class RunLog:
             batch = min(2 * batch, _MOST_AT_ONCE)
 
     def _write_segments(self) -> None:
-        """Write the segments of complete blocks, also those that are damaged or whose writer was killed.
-
-        Every process writes the same bytes, so one may replace those of another.
-        """
+        """Write the segments of complete blocks, also damaged ones. Every process writes the same bytes."""
         short, long = self.segment_sizes
         try:
             while len(self._documents) >= short:

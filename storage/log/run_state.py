@@ -1,10 +1,6 @@
 """The fold of a run's log: what is true about a run, entry by entry.
 
 In: log entries in order, or the columns of those in segments. Out: `RunState`. Reading and writing is `run_log`.
-
-    entry ───▶ its columns ────┬─▶ RunState
-    segments ─▶ their columns ─┘
-
 The state holds the numbers of entries; a record is read from its entry when it is asked for.
 
 Conservation law, true after every entry:
@@ -13,36 +9,16 @@ submitted = trained + filtered + stale + failed + cancelled + pending, counted i
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, assert_never
+from typing import Any
 
 from settings.errors import UserError
+from storage.log import entries as records
 from storage.log.columns import Columns, columns_of
-from storage.log.entries import (
-    OUTCOMES,
-    Alias,
-    Entry,
-    Evaluation,
-    GroupSummary,
-    Join,
-    Lease,
-    LogEntry,
-    Pause,
-    Policy,
-    Quarantine,
-    Registration,
-    Release,
-    Rescore,
-    Resume,
-    Retire,
-    Session,
-    Shard,
-    Step,
-)
+from storage.log.entries import OUTCOMES, Entry, LogEntry
 from storage.log.history import History, RecordList, RecordMap
 
 
@@ -56,21 +32,19 @@ class LogDamaged(UserError):
 
 @dataclass
 class RunState:
-    """The fold of a log. `apply` and `apply_archived` build it; everything else reads it."""
+    """The fold of a log. `apply` and `add` build it; everything else reads it."""
 
     history: History = field(default_factory=History)
     """The entries themselves."""
     entries: int = 0
     """Entries folded so far; the next entry's number."""
     started_at: float = 0.0
-    """Unix seconds of the first entry."""
+    """Unix seconds of the first entry; below, of the newest entry, and of the newest session's."""
     last_at: float = 0.0
-    """Unix seconds of the newest entry."""
     session_started_at: float = 0.0
-    """Unix seconds of the newest session's entry."""
     earlier_seconds: float = 0.0
     """Wall-clock of the sessions before the newest, each from its start to its last entry."""
-    sessions: list[Session] = field(default_factory=list)
+    sessions: list[records.Session] = field(default_factory=list)
     num_trajectories: int = 0
     """Rows of all training shards."""
     shard_of: dict[str, str] = field(default_factory=dict)
@@ -83,7 +57,7 @@ class RunState:
     """Group id → outcome, of groups that a step took and did not train."""
     positions: set[int] = field(default_factory=set)
     """Positions of the prompt order that are committed, and neither lost nor to be tried again."""
-    producers: dict[str, Join] = field(default_factory=dict)
+    producers: dict[str, records.Join] = field(default_factory=dict)
     """Rollout workers that take part, by name."""
     leased: dict[int, str] = field(default_factory=dict)
     """Positions that are being attempted → name of the worker."""
@@ -97,7 +71,7 @@ class RunState:
     """Ids of the shards that `evaluations` name."""
     quarantined: dict[str, str] = field(default_factory=dict)
     """Shard id → reason."""
-    rescored: dict[str, Rescore] = field(default_factory=dict)
+    rescored: dict[str, records.Rescore] = field(default_factory=dict)
     """Name → every shard scored again under it, merged over entries."""
     retired_shards: set[str] = field(default_factory=set)
     retired_policies: set[int] = field(default_factory=set)
@@ -107,61 +81,38 @@ class RunState:
     """Why the run is paused; empty if it is not."""
     _first_free: int = field(default=0, compare=False)
     """No position before this one is free."""
-    # Numbers of entries.
-    _shards: dict[str, int] = field(default_factory=dict)
-    _steps: list[int] = field(default_factory=list)
-    _policies: dict[int, int] = field(default_factory=dict)
-    _evaluations: list[int] = field(default_factory=list)
-    _aliases: dict[str, int] = field(default_factory=dict)
-    _registrations: dict[int, int] = field(default_factory=dict)
+    shards: RecordMap[str, records.Shard] = field(init=False)
+    """By id, in commit order."""
+    groups: RecordMap[str, records.GroupSummary] = field(init=False)
+    """By id, in commit order."""
+    outcomes: RecordMap[str, str] = field(init=False)
+    """Group id → one of `OUTCOMES`, for groups that a step took out of the queue."""
+    steps: RecordList[records.Step] = field(init=False)
+    """In order: step `k` is `steps[k - 1]`."""
+    policies: RecordMap[int, records.Policy] = field(init=False)
+    evaluations: RecordList[records.Evaluation] = field(init=False)
+    aliases: RecordMap[str, records.Alias] = field(init=False)
+    """The newest of each name."""
+    registrations: RecordMap[int, records.Registration] = field(init=False)
+    """By policy version, like `policies`."""
 
-    @functools.cached_property
-    def shards(self) -> Mapping[str, Shard]:
-        """By id, in commit order."""
-        return RecordMap(self._shards, lambda shard_id: self._body(self._shards[shard_id]))
+    def __post_init__(self) -> None:
+        def body(_: Any, number: int) -> Any:
+            return self._body(number)
 
-    @functools.cached_property
-    def groups(self) -> Mapping[str, GroupSummary]:
-        """By id, in commit order."""
-        return RecordMap(self.shard_of, self._group)
-
-    @functools.cached_property
-    def outcomes(self) -> Mapping[str, str]:
-        """Group id → one of `OUTCOMES`, for groups that a step took out of the queue."""
-        return RecordMap(self.step_of, self._outcome)
-
-    @functools.cached_property
-    def steps(self) -> Sequence[Step]:
-        """In order: step `k` is `steps[k - 1]`."""
-        return RecordList(self._steps, self._body)
-
-    @functools.cached_property
-    def policies(self) -> Mapping[int, Policy]:
-        """By version."""
-        return RecordMap(self._policies, self._policy)
-
-    @functools.cached_property
-    def evaluations(self) -> Sequence[Evaluation]:
-        """In order."""
-        return RecordList(self._evaluations, self._body)
-
-    @functools.cached_property
-    def aliases(self) -> Mapping[str, Alias]:
-        """The newest of each name."""
-        return RecordMap(self._aliases, lambda name: self._body(self._aliases[name]))
-
-    @functools.cached_property
-    def registrations(self) -> Mapping[int, Registration]:
-        """Policy version → its place in the model registry."""
-        return RecordMap(self._registrations, lambda version: self._body(self._registrations[version]))
+        self.shards, self.aliases, self.registrations = RecordMap({}, body), RecordMap({}, body), RecordMap({}, body)
+        self.policies = RecordMap({}, self._policy)
+        self.steps, self.evaluations = RecordList([], self._body), RecordList([], self._body)
+        self.groups = RecordMap(self.shard_of, self._group)
+        self.outcomes = RecordMap(self.step_of, lambda group_id, _: self._untrained.get(group_id, "trained"))
 
     @property
     def step(self) -> int:
         """Committed optimizer steps."""
-        return len(self._steps)
+        return len(self.steps)
 
     @property
-    def live(self) -> Policy | None:
+    def live(self) -> records.Policy | None:
         """The newest policy; None before the base model is committed."""
         return self.policies[self.newest_version] if self.policies else None
 
@@ -186,13 +137,8 @@ class RunState:
         """The terms of the conservation law, in prompt groups; `quarantined` counts shards and is not part of it."""
         outcomes = Counter(self._untrained.values())
         outcomes["trained"] = len(self.step_of) - len(self._untrained)
-        terms = {name: outcomes[name] for name in OUTCOMES}
-        return {
-            "submitted": len(self.shard_of),
-            **terms,
-            "pending": len(self.pending),
-            "quarantined": len(self.quarantined),
-        }
+        terms = {name: outcomes[name] for name in OUTCOMES} | {"pending": len(self.pending)}
+        return {"submitted": len(self.shard_of), **terms, "quarantined": len(self.quarantined)}
 
     def check(self) -> None:
         """Raise `LogDamaged` unless every submitted group is counted in exactly one state."""
@@ -203,15 +149,10 @@ class RunState:
         """Fold the next entry in; it fits, see `conflicts`."""
         assert entry.number == self.entries, f"log entry {entry.number} follows {self.entries - 1}"
         self.history.append(entry)
-        self._add(columns_of(entry))
+        self.add(columns_of(entry))
 
-    def apply_archived(self, columns: Iterable[Columns]) -> None:
-        """Fold in the entries that `history` has in segments. They were checked when they were written."""
-        for row in columns:
-            self._add(row)
-
-    def _add(self, columns: Columns) -> None:
-        """Change the state by the next entry, from its columns alone if its kind is frequent."""
+    def add(self, columns: Columns) -> None:
+        """Fold in the next entry, which `history` has already, from its columns alone if its kind is frequent."""
         kind, key, written_at, num_rows, group_ids, positions, retried, outcomes = columns
         number = self.entries
         if not number:
@@ -219,16 +160,22 @@ class RunState:
         self.entries += 1
         match kind:
             case "shard":
-                self._shards[key] = number
-                if num_rows is not None:
-                    self._add_groups(key, num_rows, group_ids or [], positions or [], retried or [])
+                self.shards.data[key] = number
+                self.num_trajectories += num_rows or 0
+                self.shard_of.update(dict.fromkeys(group_ids or [], key))
+                self.pending.update(dict.fromkeys(group_ids or []))
+                for position, again in zip(positions or [], retried or [], strict=True):
+                    if again:  # its worker keeps the lease and tries again
+                        self.retries[position] += 1
+                    else:
+                        self.positions.add(position)
+                        self.leased.pop(position, None)
             case "step":
-                claimed = group_ids or []
-                for group_id in claimed:
+                self.steps.numbers.append(number)
+                step = len(self.steps)
+                for group_id, place in zip(group_ids or [], outcomes or [], strict=True):
                     del self.pending[group_id]
-                self._steps.append(number)
-                self.step_of.update(dict.fromkeys(claimed, len(self._steps)))
-                for group_id, place in zip(claimed, outcomes or [], strict=True):
+                    self.step_of[group_id] = step
                     if place:  # the first outcome is trained
                         self._untrained[group_id] = OUTCOMES[place]
                 self._publish(int(key), number)
@@ -238,11 +185,11 @@ class RunState:
                 self.leased.update(dict.fromkeys(positions or [], key))
                 self.num_leases += 1
             case "alias":
-                self._aliases[key] = number
+                self.aliases.data[key] = number
             case "registration":
-                self._registrations[int(key)] = number
+                self.registrations.data[int(key)] = number
             case "eval":
-                self._evaluations.append(number)
+                self.evaluations.numbers.append(number)
                 self.evaluation_shards.add(key)
             case _:
                 self._change(self.history[number].body, written_at)
@@ -251,32 +198,32 @@ class RunState:
     def _change(self, body: Entry, written_at: float) -> None:
         """Change the state by an entry of any other kind."""
         match body:
-            case Session() as session:
+            case records.Session() as session:
                 self.earlier_seconds = self.worked_seconds
                 self.session_started_at = written_at
                 self.sessions.append(session)
                 # The workers of an earlier session are gone or too late, except those that it did not start.
                 self.producers = {holder: join for holder, join in self.producers.items() if join.outside}
                 self._free([position for position, name in self.leased.items() if name not in self.producers])
-            case Join(holder=holder) as join:
+            case records.Join(holder=holder) as join:
                 self._free([position for position, name in self.leased.items() if name == holder])
                 self.producers[holder] = join
-            case Release(holder=holder):
+            case records.Release(holder=holder):
                 self._free([position for position, name in self.leased.items() if name == holder])
                 self.producers.pop(holder, None)
-            case Rescore() as rescore:
+            case records.Rescore() as rescore:
                 earlier = self.rescored.get(rescore.name)
                 files = {**earlier.files, **rescore.files} if earlier else rescore.files
                 self.rescored[rescore.name] = replace(rescore, files=files)
-            case Retire() as retire:
+            case records.Retire() as retire:
                 self.retired_shards.update(retire.shard_ids)
                 self.retired_policies.update(retire.policy_versions)
                 self.retired_states.update(retire.state_paths)
-            case Pause(reason=reason):
+            case records.Pause(reason=reason):
                 self.paused = reason
-            case Resume():
+            case records.Resume():
                 self.paused = ""
-            case Quarantine(shard_id=shard_id, reason=reason):
+            case records.Quarantine(shard_id=shard_id, reason=reason):
                 self.quarantined[shard_id] = reason
                 # Groups that no step has taken are lost with the file: their prompts run again under new group ids.
                 for group in self.shards[shard_id].groups:
@@ -286,40 +233,18 @@ class RunState:
                             self.positions.discard(group.position)
                             self._first_free = min(self._first_free, group.position)
                             self.retries[group.position] += 1
-            case Shard() | Step() | Policy() | Lease() | Alias() | Registration() | Evaluation():
-                raise AssertionError("folded from its columns")
             case _:
-                assert_never(body)
-
-    def _add_groups(
-        self, shard_id: str, num_rows: int, group_ids: list[str], positions: list[int], retried: list[bool]
-    ) -> None:
-        self.num_trajectories += num_rows
-        self.shard_of.update(dict.fromkeys(group_ids, shard_id))
-        self.pending.update(dict.fromkeys(group_ids))
-        for position, again in zip(positions, retried, strict=True):
-            if again:  # its worker keeps the lease and tries again
-                self.retries[position] += 1
-            else:
-                self.positions.add(position)
-                self.leased.pop(position, None)
+                raise AssertionError(f"{body} is folded from its columns, or has no case here")
 
     def _body(self, number: int) -> Any:
         return self.history[number].body
 
-    def _group(self, group_id: str) -> GroupSummary:
-        groups = self.shards[self.shard_of[group_id]].groups
-        return next(group for group in groups if group.id == group_id)
+    def _group(self, group_id: str, shard_id: str) -> records.GroupSummary:
+        return next(group for group in self.shards[shard_id].groups if group.id == group_id)
 
-    def _outcome(self, group_id: str) -> str:
-        if group_id not in self.step_of:
-            raise KeyError(group_id)
-        return self._untrained.get(group_id, "trained")
-
-    def _policy(self, version: int) -> Policy:
-        body = self._body(self._policies[version])
-        policy: Policy = body.policy if isinstance(body, Step) else body
-        return policy
+    def _policy(self, version: int, number: int) -> Any:
+        body = self._body(number)
+        return body.policy if isinstance(body, records.Step) else body
 
     def _free(self, positions: Iterable[int]) -> None:
         for position in positions:
@@ -327,5 +252,5 @@ class RunState:
             self._first_free = min(self._first_free, position)
 
     def _publish(self, version: int, number: int) -> None:
-        self._policies[version] = number
+        self.policies.data[version] = number
         self.newest_version = max(self.newest_version, version)

@@ -1,6 +1,5 @@
-"""Creating, finding and resuming runs in a store.
+"""Creating, finding and resuming runs in a store: `run.json`, frozen, and the run's log.
 
-In: a store, a run id and the run's configuration as JSON. Out: `run.json`, frozen, and the run's log.
 One trainer per run: the log fences every step, and a lock says so before anything heavy starts.
 """
 
@@ -145,8 +144,7 @@ def run_config(log: RunLog) -> dict[str, Any]:
 def trainer_lock(log: RunLog) -> Iterator[None]:
     """Hold the right to train this run on this machine; the kernel frees it however the process ends.
 
-    Raises `RunBusy`, which names the holder. On S3 the lock covers one machine; on another machine, the log refuses a
-    second trainer's first step.
+    Raises `RunBusy`. On S3 the lock covers one machine; on another, the log refuses a second trainer's first step.
     """
     with open(_lock_file(log), "a+") as file:
         for tries_left in reversed(range(_TRIES)):
@@ -194,13 +192,11 @@ def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
 
 def _filled_in(value: Any, defaults: Any) -> Any:
     """A configuration with defaults for missing keys, table by table; a table of another `kind` has other defaults."""
-    if not (isinstance(value, dict) and isinstance(defaults, dict)) or _other_kind(value, defaults):
+    if not (isinstance(value, dict) and isinstance(defaults, dict)):
+        return value
+    if "kind" in defaults and value.get("kind", defaults["kind"]) != defaults["kind"]:
         return value
     return {key: _filled_in(setting, defaults.get(key)) for key, setting in (defaults | value).items()}
-
-
-def _other_kind(table: dict[str, Any], defaults: dict[str, Any]) -> bool:
-    return "kind" in table and "kind" in defaults and table["kind"] != defaults["kind"]
 
 
 def _differences(old: Any, new: Any, prefix: str = "") -> list[str]:

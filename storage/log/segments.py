@@ -1,7 +1,6 @@
 """Log entries by the hundred, and by ten thousand, so that a long run opens in a moment.
 
-In: complete blocks of entries, with their JSON as it was written. Out: one Arrow file per block,
-`log/segments/<number of its first entry>.<entries>.arrow`; from all of them the columns and the entries again.
+In: complete blocks of entries, with their JSON. Out: one Arrow file per block, and from it columns and entries again.
 
     bytes = sha256 of the rest ‖ Arrow IPC (zstd): document | kind, key, written_at, rows, groups …
                                                       │         └─ `Columns`, from which the fold is made
@@ -22,6 +21,7 @@ import pyarrow as pa
 
 from storage.log.columns import Columns, columns_of
 from storage.log.entries import LogEntry, decode_entry
+from storage.log.history import RecordList
 from storage.log.run_state import LogDamaged
 from storage.objects.tables import ipc_bytes
 
@@ -113,17 +113,14 @@ class Segment:
             return file.read_all()["document"].combine_chunks()
 
 
-class Archive:
+class Archive(RecordList[LogEntry]):
     """The entries of consecutive segments from entry 0 on, each unpacked when it is asked for."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
         self._starts = list(itertools.accumulate(map(len, segments), initial=0))
         # Neighbours are needed together: all groups of a shard, all steps of a span.
-        self.entry = functools.lru_cache(maxsize=1000)(self._entry)
-
-    def __len__(self) -> int:
-        return self._starts[-1]
+        super().__init__(range(self._starts[-1]), functools.lru_cache(maxsize=1000)(self._entry))
 
     def columns(self) -> Iterator[Columns]:
         """The columns of every entry, segment by segment."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from settings.errors import UserError
 
@@ -47,14 +46,11 @@ def seal_folder(folder: Path) -> str:
     return weights
 
 
-@dataclass(frozen=True)
-class Seal:
-    """The content of `digest.json`."""
+class Seal(NamedTuple):
+    """The content of `digest.json`: the digest of all safetensors files together, and file name → hex sha256."""
 
     weights_sha256: str
-    """Digest of all safetensors files together."""
     files: dict[str, str]
-    """Name → hex sha256."""
 
 
 def read_seal(folder: Path) -> Seal:
@@ -70,10 +66,7 @@ def read_seal(folder: Path) -> Seal:
 
 
 def verify_folder(folder: Path) -> str:
-    """Check every file of a sealed folder; returns the weights digest.
-
-    Raises `DigestMismatch` as `read_seal` does, and for a file that is missing or differs.
-    """
+    """Check every file of a sealed folder; returns the weights digest. Raises `DigestMismatch`."""
     seal = read_seal(folder)
     for name, digest in seal.files.items():
         path = folder / name

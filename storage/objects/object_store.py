@@ -1,9 +1,8 @@
 """The interface of a store of bytes, and its implementation in a local folder.
 
-In: keys and bytes. Out: `ObjectStore`, which `storage/objects/opening.py` opens by URI; `LocalStore`.
-Everything rests on `put_if_absent`: of many writers of one key exactly one wins.
-In a folder it is `os.link` of a finished temporary file (fsspec checks first and writes then, so two writers can win).
-On S3 (`storage/objects/s3_store.py`) it is the header `If-None-Match: *`.
+In: keys and bytes. Out: `ObjectStore`, which `opening` opens by URI; `LocalStore`.
+Everything rests on `put_if_absent`: of many writers of one key exactly one wins. In a folder it is `os.link` of a
+finished temporary file (fsspec checks and then writes, so two writers can win), in `s3_store` `If-None-Match: *`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -37,7 +36,7 @@ class StoreError(UserError):
 
 
 class StoreFull(StoreError):
-    """The store has no space for a write. Nothing of it was written, and everything committed is still there."""
+    """The store has no space for a write; nothing of it was written."""
 
 
 class ConditionRefused(StoreError):
@@ -64,16 +63,13 @@ class ObjectStore(Protocol):
     uri: str
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write `data` unless `key` exists; True only for the one writer that wins.
-
-        Meant for small values such as log entries, which may use the space that `put` leaves free.
-        """
+        """Write small `data` unless `key` exists; True only for the writer that wins. It may use the reserved space."""
 
     def put(self, key: str, data: bytes) -> None:
         """Write or replace. Readers see the old or the new bytes, never a mixture."""
 
     def get(self, key: str) -> bytes:
-        """The bytes at `key`. Raises `FileNotFoundError` if the key does not exist."""
+        """Raises `FileNotFoundError` if the key does not exist."""
 
     def get_buffer(self, key: str) -> pa.Buffer:
         """`get` without a copy: a local file is memory-mapped, so it must never be shortened in place."""
@@ -82,7 +78,7 @@ class ObjectStore(Protocol):
         """The bytes at each key, None for one that does not exist; S3 serves many requests at once."""
 
     def exists(self, key: str) -> bool:
-        """True when `key` has a value."""
+        """True if `key` has a value."""
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys. A key that does not exist is no error."""
@@ -91,10 +87,7 @@ class ObjectStore(Protocol):
         """Every key under the folder `prefix`, at any depth, sorted. For housekeeping only: the log is the truth."""
 
     def open_input(self, key: str) -> pa.NativeFile:
-        """The bytes at `key` as a file from which Arrow fetches only the pieces it reads.
-
-        Raises `FileNotFoundError` if the key does not exist. Reading raises what damage or the connection causes.
-        """
+        """`get` as a file from which Arrow fetches only the pieces it reads."""
 
     def names(self, prefix: str) -> list[str]:
         """Names directly under the folder `prefix`, sorted. For display and housekeeping only."""
@@ -103,10 +96,7 @@ class ObjectStore(Protocol):
         """Copy the files of a local folder. `last` is copied last, so that its presence means that all are there."""
 
     def fetch_folder(self, prefix: str, cache: Path) -> Path:
-        """A local folder with the files under `prefix`: the store's own, or a copy under `cache`.
-
-        Raises `FileNotFoundError` if there are no files.
-        """
+        """The store's folder `prefix`, or a copy under `cache`. Raises `FileNotFoundError` if there are no files."""
 
 
 class LocalStore:
@@ -118,13 +108,13 @@ class LocalStore:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         try:
-            self._write(key, io.BytesIO(data), len(data), reserve=0, publish=os.link)
+            self._write(key, io.BytesIO(data), len(data), is_new=True)
         except FileExistsError:
             return False
         return True
 
     def put(self, key: str, data: bytes) -> None:
-        self._write(key, io.BytesIO(data), len(data), reserve=reserved_bytes(), publish=os.replace)
+        self._write(key, io.BytesIO(data), len(data))
 
     def get(self, key: str) -> bytes:
         return self._path(key).read_bytes()
@@ -137,13 +127,12 @@ class LocalStore:
             return file.read_buffer()
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        values: list[bytes | None] = []
-        for key in keys:
-            try:
-                values.append(self.get(key))
-            except FileNotFoundError:
-                values.append(None)
-        return values
+        def value(key: str) -> bytes | None:
+            with contextlib.suppress(FileNotFoundError):
+                return self.get(key)
+            return None
+
+        return [value(key) for key in keys]
 
     def exists(self, key: str) -> bool:
         return self._path(key).is_file()
@@ -200,14 +189,13 @@ class LocalStore:
 
     def _put_file(self, file: Path, key: str) -> None:
         with open(file, "rb") as source:
-            self._write(key, source, file.stat().st_size, reserve=reserved_bytes(), publish=os.replace)
+            self._write(key, source, file.stat().st_size)
 
-    def _write(
-        self, key: str, source: BinaryIO, num_bytes: int, *, reserve: float, publish: Callable[[Path, Path], None]
-    ) -> None:
-        """Write a temporary file, then give it its name with `publish`."""
+    def _write(self, key: str, source: BinaryIO, num_bytes: int, *, is_new: bool = False) -> None:
+        """Write a temporary file, then give it its name. If it `is_new`, raises `FileExistsError` for a taken name."""
         path = self._path(key)
         temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}.tmp"
+        reserve = 0 if is_new else reserved_bytes()
         with room_for(num_bytes, path.parent, reserve=reserve, what=f"store {self.uri}"):
             try:
                 _make_folder(path.parent)
@@ -215,7 +203,7 @@ class LocalStore:
                     shutil.copyfileobj(source, file, BLOCK_BYTES)
                     file.flush()
                     os.fsync(file.fileno())
-                publish(temporary, path)
+                (os.link if is_new else os.replace)(temporary, path)
                 _sync_folder(path.parent)
             except PermissionError as error:
                 raise StoreError(f"no permission to write {path}") from error
@@ -236,10 +224,7 @@ def reserved_bytes() -> float:
 
 
 def checked_key(key: str) -> str:
-    """The key, or the empty prefix, unchanged. Keys come from log entries, and none may lead out of the store.
-
-    Raises `StoreError` for a key that is absolute or unprintable, or has a part that is empty, `.` or `..`.
-    """
+    """The key, unchanged. Raises `StoreError` if it could lead out of the store: keys come from log entries."""
     if key and (not key.isprintable() or "\\" in key or any(part in ("", ".", "..") for part in key.split("/"))):
         raise StoreError(f"{key!r} is not a key of the store: keys are names joined by single slashes")
     return key
@@ -247,10 +232,7 @@ def checked_key(key: str) -> str:
 
 @contextlib.contextmanager
 def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy: str = STORE_REMEDY) -> Iterator[None]:
-    """Raise `StoreFull` unless `num_bytes` and `reserve` fit on the disk of `folder`, which need not exist yet.
-
-    A write inside the block that exceeds the disk or the user's quota raises the same error.
-    """
+    """Raise `StoreFull` unless `num_bytes` and `reserve` fit on the disk of `folder`, or a write inside exceeds it."""
 
     def full(free: int) -> StoreFull:
         reserved = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
@@ -285,13 +267,10 @@ def _free_bytes(folder: Path) -> int:
 
 def _make_folder(folder: Path) -> None:
     """Make a folder and its parents so that they survive a power loss."""
-    made = []
-    while not folder.exists():
-        made.append(folder)
-        folder = folder.parent
-    for new in reversed(made):
-        new.mkdir(exist_ok=True)
-        _sync_folder(new.parent)
+    if not folder.exists():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync_folder(folder.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -15,11 +15,7 @@ from storage.objects.object_store import ConditionRefused, LocalStore, ObjectSto
 
 
 def open_store(uri: str) -> ObjectStore:
-    """Open a store by URI or plain path.
-
-    Raises `StoreError` for a scheme other than `file`, `s3` or a plain path, for a `file` URI that names a host, and
-    for an `s3` URI with credentials in it: URIs are written into runs. Raises it for a folder that cannot be read, too.
-    """
+    """A store by URI or path. Raises `StoreError` for any other, one with credentials, and an unreadable folder."""
     parsed = urlparse(uri)
     if parsed.scheme == "s3":
         from storage.objects.s3_store import S3Store
@@ -34,26 +30,22 @@ def open_store(uri: str) -> ObjectStore:
         raise StoreError(f"store {uri!r}: {parsed.netloc!r} is a host; a file URI has three slashes: file:///…")
     if parsed.scheme in ("", "file"):
         path = unquote(parsed.path) if parsed.scheme else uri  # `LocalStore.uri` quotes spaces and the like
-        return _open_folder(Path(path).expanduser().resolve())
+        root = Path(path).expanduser().resolve()
+        try:
+            os.scandir(root).close()
+        except FileNotFoundError:
+            pass  # the first write makes it
+        except OSError as error:
+            raise StoreError(f"store {root} cannot be opened ({error.strerror}); choose another `store`") from error
+        return LocalStore(root)
     raise StoreError(f"store {uri!r}: unknown scheme {parsed.scheme!r}; use a folder, file:///… or s3://bucket/prefix")
-
-
-def _open_folder(root: Path) -> LocalStore:
-    try:
-        os.scandir(root).close()
-    except FileNotFoundError:
-        pass  # the first write makes it
-    except OSError as error:
-        raise StoreError(f"store {root} cannot be opened ({error.strerror}); choose another `store`") from error
-    return LocalStore(root)
 
 
 def probe(store: ObjectStore) -> bool:
     """Write one key twice with put-if-absent, then remove it: True if the second write is refused, as it must be.
 
-    False: the store ignores the condition, so two writers would overwrite each other.
-    Raises `ConditionRefused` if the store answers the condition with an error, `StoreFull` if it has no space, and
-    `StoreError` if it cannot be written at all.
+    False: the store ignores the condition, so two writers would overwrite each other. Raises `ConditionRefused`,
+    `StoreFull`, or `StoreError` if it cannot be written at all.
     """
     key = f"probe/{uuid.uuid4().hex}"
     try:

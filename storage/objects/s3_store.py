@@ -50,10 +50,8 @@ MOST_CONDITIONAL_BYTES = 2**30
 PART_BYTES = 50 * 2**20
 """Size of a part of a multipart upload, which a body of at least two parts becomes."""
 ATTEMPTS = 6
-"""How often botocore sends a request, about 15 s with its pauses; `AWS_MAX_ATTEMPTS` changes it.
-
-s3fs doubles that for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a kept connection.
-"""
+"""How often botocore sends a request, about 15 s with its pauses, unless `AWS_MAX_ATTEMPTS` is set. s3fs doubles that
+for throttling, timeouts and cut connections, and aiohttp repeats a PUT on a kept connection."""
 READ_ATTEMPTS = 2
 """How often a body that ends early is read, and s3fs's number of tries for everything else."""
 CONFLICT_ATTEMPTS = 10
@@ -75,22 +73,19 @@ prints a traceback."""
 
 
 class S3Store:
-    """A prefix of a bucket. `options` go to `s3fs.S3FileSystem`."""
+    """A prefix of a bucket."""
 
-    def __init__(self, uri: str, *, part_bytes: int = PART_BYTES, **options: Any) -> None:
+    def __init__(self, uri: str) -> None:
         self.uri = uri.rstrip("/")
         self._prefix = self.uri.removeprefix("s3://")
         self._bucket = self._prefix.partition("/")[0]
-        self._part_bytes = part_bytes
         ours = {"AWS_RETRY_MODE": ("mode", "standard"), "AWS_MAX_ATTEMPTS": ("total_max_attempts", ATTEMPTS)}
         retries = dict(setting for variable, setting in ours.items() if variable not in os.environ)
-        config = {"retries": retries, "max_pool_connections": MOST_REQUESTS, **options.pop("config_kwargs", {})}
         self._fs = s3fs.S3FileSystem(
             use_listings_cache=False,
             skip_instance_cache=True,
             default_cache_type="none",  # reading ahead would fetch every column instead of one
-            config_kwargs=config,
-            **options,
+            config_kwargs={"retries": retries, "max_pool_connections": MOST_REQUESTS},
         )
         self._fs.retries = READ_ATTEMPTS
         _KEPT.append(self._fs)
@@ -105,14 +100,9 @@ class S3Store:
         writer = uuid.uuid4().hex
         for attempt in range(CONFLICT_ATTEMPTS):
             try:
+                whole = {"chunksize": MOST_CONDITIONAL_BYTES, "Metadata": {"writer": writer}}
                 with self._explained("write", key):
-                    self._fs.pipe_file(
-                        self._path(key),
-                        data,
-                        mode="create",
-                        chunksize=MOST_CONDITIONAL_BYTES,
-                        Metadata={"writer": writer},
-                    )
+                    self._fs.pipe_file(self._path(key), data, mode="create", **whole)
                 return True
             except FileExistsError:
                 pass
@@ -135,7 +125,7 @@ class S3Store:
         raise StoreError(f"store {self.uri}: {key} was busy {CONFLICT_ATTEMPTS} times; run the same command again")
 
     def put(self, key: str, data: bytes) -> None:
-        self._put(key, lambda: self._fs.pipe_file(self._path(key), data, chunksize=self._part_bytes))
+        self._put(key, lambda: self._fs.pipe_file(self._path(key), data, chunksize=PART_BYTES))
 
     def get(self, key: str) -> bytes:
         with self._explained("read", key):
@@ -149,16 +139,15 @@ class S3Store:
             return []
         paths = [self._path(key) for key in keys]
         results = self._fs.cat_ranges(paths, None, None, max_concurrency=1, batch_size=MOST_REQUESTS)
-        values: list[bytes | None] = []
-        for key, value in zip(keys, results, strict=True):
-            if isinstance(value, FileNotFoundError):
-                values.append(None)
-            elif isinstance(value, BaseException):
-                with self._explained("read", key):
-                    raise value
-            else:
-                values.append(bytes(value))
-        return values
+
+        def value(key: str, result: Any) -> bytes | None:
+            with contextlib.suppress(FileNotFoundError), self._explained("read", key):
+                if isinstance(result, BaseException):
+                    raise result
+                return bytes(result)
+            return None
+
+        return [value(key, result) for key, result in zip(keys, results, strict=True)]
 
     def exists(self, key: str) -> bool:
         return self._metadata(key) is not None
@@ -166,10 +155,9 @@ class S3Store:
     def delete(self, keys: Sequence[str]) -> None:
         for start in range(0, len(keys), 1000):
             batch = [{"Key": self._path(key).partition("/")[2]} for key in keys[start : start + 1000]]
+            request = {"Bucket": self._bucket, "Delete": {"Objects": batch, "Quiet": True}}
             with self._explained("delete", keys[start]):
-                response = self._fs.call_s3(
-                    "delete_objects", Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True}
-                )
+                response = self._fs.call_s3("delete_objects", **request)
             for error in response.get("Errors", []):
                 if error.get("Code") != "NoSuchKey":
                     raise StoreError(f"store {self.uri}: {error.get('Key')} cannot be deleted: {error.get('Code')}")
@@ -192,11 +180,9 @@ class S3Store:
             return pa.PythonFile(self._fs.open(self._path(key), "rb"), mode="r")
 
     def names(self, prefix: str) -> list[str]:
-        try:
-            with self._explained("list", prefix):
-                return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(prefix), detail=False))
-        except FileNotFoundError:
-            return []
+        with contextlib.suppress(FileNotFoundError), self._explained("list", prefix):
+            return sorted(path.rsplit("/", 1)[-1] for path in self._fs.ls(self._path(prefix), detail=False))
+        return []
 
     def put_folder(self, folder: Path, prefix: str, *, last: str) -> None:
         for file in last_after_others(folder, last):
@@ -232,7 +218,7 @@ class S3Store:
         return f"{self._prefix}/{checked_key(key)}"
 
     def _put_file(self, file: Path, key: str) -> None:
-        self._put(key, lambda: self._fs.put_file(str(file), self._path(key), chunksize=self._part_bytes))
+        self._put(key, lambda: self._fs.put_file(str(file), self._path(key), chunksize=PART_BYTES))
 
     def _put(self, key: str, write: Callable[[], None]) -> None:
         for is_last in (False, True):
@@ -258,11 +244,9 @@ class S3Store:
 
     def _metadata(self, key: str) -> dict[str, str] | None:
         """The metadata of the object at `key`; None if it does not exist."""
-        try:
-            with self._explained("look for", key):
-                return dict(self._fs.metadata(self._path(key)))
-        except FileNotFoundError:
-            return None
+        with contextlib.suppress(FileNotFoundError), self._explained("look for", key):
+            return dict(self._fs.metadata(self._path(key)))
+        return None
 
     @contextlib.contextmanager
     def _explained(self, action: str, key: str) -> Iterator[None]:

@@ -1,6 +1,5 @@
 """Groups of trajectories ⇄ a table of shard schema v1, one row per training sequence.
 
-In: `RolloutGroup`s. Out: a checked table, which is written as one Arrow IPC file; and a table from the file's bytes.
 A shard stores facts only: advantages, masks over turns and batches are derived.
 docs/shard_format.md describes the format for other languages.
 """
@@ -8,6 +7,7 @@ docs/shard_format.md describes the format for other languages.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -57,13 +57,13 @@ def summarise(group: RolloutGroup) -> GroupSummary:
     usable = group.usable
     versions: set[int] = set().union(*(_distinct(turn.weight_versions) for t in usable for turn in t.turns))
     rewards = [t.reward for t in usable if t.reward is not None]
-    failures: dict[str, int] = {}
+    failures: Counter[str] = Counter()
     for trajectory in group.trajectories:
         if not trajectory.usable:
             status = trajectory.status
             if status in TRAINABLE_STATUSES and not trajectory.excluded:
                 status = "no_reward" if trajectory.reward is None else "no_tokens"
-            failures[status] = failures.get(status, 0) + 1
+            failures[status] += 1
     return GroupSummary(
         id=group.id,
         prompt_id=group.task.id,
@@ -74,7 +74,7 @@ def summarise(group: RolloutGroup) -> GroupSummary:
         rows=sum(len({turn.sequence_idx for turn in t.turns if turn.sampled_ids}) for t in usable),
         accepted=group.accepted,
         reject_reason=group.reject_reason,
-        failures=failures,
+        failures=dict(failures),
         head_version=min(versions, default=NOT_SAMPLED),
         tail_version=max(versions, default=NOT_SAMPLED),
         mean_reward=float(np.mean(rewards)) if rewards else None,
@@ -91,10 +91,7 @@ def _distinct(versions: list[int]) -> set[int]:
 def shard_table(
     groups: Sequence[RolloutGroup], *, provenance: Provenance, sampling: Sampling, is_eval: bool = False
 ) -> pa.Table:
-    """The usable attempts of groups as rows, checked, with the file's metadata in the schema.
-
-    Raises `BadShard` if a row breaks a rule of the schema, or there is more than a shard can hold.
-    """
+    """The usable attempts as checked rows, with the file's metadata. Raises `BadShard` if a row breaks a rule."""
     rows = [row for group in groups for row in _rows(group)]
     try:
         tokens = _token_columns(rows)
@@ -125,9 +122,8 @@ def shard_table(
 def open_shard(data: bytes | pa.Buffer, *, name: str, columns: Sequence[str] | None = None) -> pa.Table:
     """The table in the bytes of a shard. Its values are not checked: call `check` before trusting them.
 
-    With `columns` only those are decompressed, and the ones `check` needs. Columns that a newer minor writer added
-    are kept; a missing column, a column of another type or a newer major schema is an error.
-    Raises `BadShard` naming the shard, `NewerSchema` where only a newer Millrace can read it.
+    With `columns` only those are decompressed, and the ones `check` needs. Unknown columns of a newer writer are kept.
+    Raises `BadShard`, or `NewerSchema` if only a newer Millrace can read it.
     """
     try:
         schema = pa.ipc.open_file(pa.py_buffer(data)).schema
@@ -156,19 +152,16 @@ class _Row:
 
 
 def _rows(group: RolloutGroup) -> Iterator[_Row]:
+    """A row per training sequence of each usable attempt, without sequences in which nothing was sampled."""
     usable = group.usable
     for sample_idx, trajectory in enumerate(usable):
-        for sequence_idx, turns in enumerate(_sequence_turns(trajectory)):
+        sequences: dict[int, list[Turn]] = {}
+        for turn in trajectory.turns:
+            sequences.setdefault(turn.sequence_idx, []).append(turn)
+        ordered = [sequences[index] for index in sorted(sequences)]
+        sampled = [turns for turns in ordered if any(turn.sampled_ids for turn in turns)]
+        for sequence_idx, turns in enumerate(sampled):
             yield _Row(group, len(usable), trajectory, sample_idx, sequence_idx, turns)
-
-
-def _sequence_turns(trajectory: Trajectory) -> list[list[Turn]]:
-    """The attempt's turns by training sequence, without sequences in which nothing was sampled."""
-    sequences: dict[int, list[Turn]] = {}
-    for turn in trajectory.turns:
-        sequences.setdefault(turn.sequence_idx, []).append(turn)
-    ordered = [sequences[index] for index in sorted(sequences)]
-    return [turns for turns in ordered if any(turn.sampled_ids for turn in turns)]
 
 
 def _adapters(row: _Row) -> dict[int, str]:

@@ -5,7 +5,6 @@ RolloutGroup ─▶ `FailedAttempt` ─▶ failures/<shard id>.arrow ─▶ `tra
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -50,7 +49,7 @@ def failed_attempts(groups: Iterable[RolloutGroup]) -> list[FailedAttempt]:
 
 
 def put_failures(log: RunLog, shard_id: str, groups: Iterable[RolloutGroup]) -> None:
-    """Write the failed attempts of a shard's groups, if there are any; before the log knows the shard."""
+    """Write the failed attempts of a shard's groups, if any, before the log knows the shard."""
     if rows := [vars(attempt) for attempt in failed_attempts(groups)]:
         log.store.put(_key(log, shard_id), ipc_bytes(pa.Table.from_pylist(rows, schema=SCHEMA), compression="lz4"))
 
@@ -75,13 +74,10 @@ def newest_failures(log: RunLog, count: int, *, include_eval: bool = False) -> l
 
 def kinds_of(attempts: Iterable[FailedAttempt]) -> list[tuple[int, FailedAttempt]]:
     """How many failed in the same way, with the first of each kind; the most frequent kind first."""
-    counts: Counter[str] = Counter()
-    first: dict[str, FailedAttempt] = {}
+    kinds: dict[str, list[FailedAttempt]] = {}
     for attempt in attempts:
-        kind = failure_kind(attempt.error)
-        counts[kind] += 1
-        first.setdefault(kind, attempt)
-    return [(count, first[kind]) for kind, count in counts.most_common()]
+        kinds.setdefault(failure_kind(attempt.error), []).append(attempt)
+    return [(len(kind), kind[0]) for kind in sorted(kinds.values(), key=len, reverse=True)]
 
 
 def _key(log: RunLog, shard_id: str) -> str:

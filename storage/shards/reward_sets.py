@@ -3,14 +3,14 @@
     shard ─▶ attempts (reply, recorded reward) ─ a reward function ─▶ rewards/<name>/<shard id>.arrow ─▶ `Rescore` entry
     `Rescore` entry ─▶ read bytes ─▶ sha256 as recorded? ─▶ the shard's rows with these rewards, else DamagedRewards
 
-A file has one row per attempt and is written once. A rescore that was cut off leaves files that no log entry names; the
-next one uses them.
+A file has one row per attempt and is written once. A rescore that was cut off leaves files, which the next one uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +18,6 @@ import pyarrow.compute as pc
 from settings.errors import InvalidInput
 from storage.log.entries import Shard
 from storage.log.run_log import RunLog
-from storage.log.run_state import RunState
 from storage.objects.digests import sha256_of
 from storage.objects.tables import ipc_bytes
 
@@ -42,13 +41,11 @@ class RewardNameInUse(InvalidInput):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSet:
-    """A named set of rewards, and the function that made them."""
+    """A named set of rewards, the import path of the function that made them, and the digest of its file."""
 
     name: str
     reward: str
-    """Import path of the function."""
     reward_sha256: str
-    """Digest of the file of the function."""
 
     def is_of(self, reward: str, reward_sha256: str) -> bool:
         """True if this function in a file with this digest made the set, wherever the file is."""
@@ -68,14 +65,11 @@ class Attempt:
     """The reward in the shard."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class NewReward:
-    """The new reward of an attempt."""
+class NewReward(NamedTuple):
+    """The new reward of an attempt, None if it is not applicable or the function failed, and its named parts."""
 
     reward: float | None
-    """None: not applicable, or the function failed."""
     parts: dict[str, float | None]
-    """Named components."""
 
 
 SCORED_COLUMNS = ("group_id", "prompt_id", "attempt", "sequence_idx", "messages", "reward")
@@ -84,34 +78,30 @@ SCORED_COLUMNS = ("group_id", "prompt_id", "attempt", "sequence_idx", "messages"
 
 def attempts_of(table: pa.Table) -> list[Attempt]:
     """The attempts of a shard in row order; a forked attempt once, by its first sequence."""
-    first = table.filter(pc.equal(table["sequence_idx"], 0))
-    columns = [first[name].to_pylist() for name in ("group_id", "prompt_id", "attempt", "messages", "reward")]
+    first = table.filter(pc.equal(table["sequence_idx"], 0)).select(SCORED_COLUMNS)
     return [
         Attempt(
-            group_id=group_id,
-            prompt_id=prompt_id,
-            attempt=attempt,
-            reply=next((m["content"] for m in reversed(messages) if m["is_completion"]), None),
-            recorded=recorded,
+            group_id=row["group_id"],
+            prompt_id=row["prompt_id"],
+            attempt=row["attempt"],
+            reply=next((m["content"] for m in reversed(row["messages"]) if m["is_completion"]), None),
+            recorded=row["reward"],
         )
-        for group_id, prompt_id, attempt, messages, recorded in zip(*columns, strict=True)
+        for row in first.to_pylist()
     ]
 
 
-def check_name(state: RunState, reward_set: RewardSet, *, run: str) -> None:
+def check_name(log: RunLog, reward_set: RewardSet) -> None:
     """Raise `RewardNameInUse` if the name holds rewards of other code."""
-    rescore = state.rescored.get(reward_set.name)
+    rescore = log.state.rescored.get(reward_set.name)
     if rescore is not None and not reward_set.is_of(rescore.reward, rescore.reward_sha256):
-        raise _name_in_use(state, reward_set, run=run, other=f"{rescore.reward} at sha256 {rescore.reward_sha256[:12]}")
+        raise _name_in_use(log, reward_set, other=f"{rescore.reward} at sha256 {rescore.reward_sha256[:12]}")
 
 
 def put_rewards(
     log: RunLog, shard: Shard, reward_set: RewardSet, attempts: Sequence[Attempt], rewards: Sequence[NewReward]
 ) -> tuple[str, pa.Table]:
-    """Write a shard's new rewards unless their file exists; returns the sha256 and the rows of the file.
-
-    Raises `RewardNameInUse` if a file of other code exists.
-    """
+    """Write new rewards unless the file exists; returns its sha256 and rows. Raises `RewardNameInUse`."""
     table = pa.table(
         {
             "group_id": [attempt.group_id for attempt in attempts],
@@ -123,53 +113,40 @@ def put_rewards(
             {"run_id": log.run_id, "shard_id": shard.id, "shard_sha256": shard.sha256, **asdict(reward_set)}
         ),
     )
-    data = ipc_bytes(table, compression="zstd")
-    if log.store.put_if_absent(rewards_key(log, reward_set.name, shard.id), data):
-        return sha256_of(data), table
-    existing = find_rewards(log, shard, reward_set)
-    assert existing is not None, "the file exists"
-    return existing
+    log.store.put_if_absent(rewards_key(log, reward_set.name, shard.id), ipc_bytes(table, compression="zstd"))
+    written = find_rewards(log, shard, reward_set)
+    assert written is not None, "the file exists"
+    return written
 
 
 def find_rewards(log: RunLog, shard: Shard, reward_set: RewardSet) -> tuple[str, pa.Table] | None:
-    """The sha256 and rows of the file that a rescore wrote before it was cut off; None if there is none.
-
-    Raises `RewardNameInUse` if other code made it, `DamagedRewards` if it cannot be read.
-    """
+    """The sha256 and rows of an earlier file, or None. Raises `RewardNameInUse` and `DamagedRewards`."""
     key = rewards_key(log, reward_set.name, shard.id)
-    try:
-        data = log.store.get(key)
-    except FileNotFoundError:
+    [data] = log.store.get_many([key])
+    if data is None:
         return None
     table = _decode(data, log=log, key=key)
     metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
     if not reward_set.is_of(metadata.get("reward", ""), metadata.get("reward_sha256", "")):
-        raise _name_in_use(log.state, reward_set, run=log.run_id, other=metadata.get("reward", "another function"))
+        raise _name_in_use(log, reward_set, other=metadata.get("reward", "another function"))
     if metadata.get("shard_sha256") != shard.sha256:
         raise _damaged(log, key, f"it is of another shard than {shard.id}")
     return sha256_of(data), table
 
 
 def read_rewards(log: RunLog, shard: Shard, name: str) -> pa.Table:
-    """The rewards `name` of a shard, one row per attempt.
-
-    Raises `DamagedRewards` if the file is missing or altered, `KeyError` if the log does not name it.
-    """
+    """The rewards `name` of a shard, a row per attempt. Raises `DamagedRewards` if the file is missing or altered."""
     key = rewards_key(log, name, shard.id)
-    try:
-        data = log.store.get(key)
-    except FileNotFoundError:
-        raise _damaged(log, key, "the file is missing") from None
+    [data] = log.store.get_many([key])
+    if data is None:
+        raise _damaged(log, key, "the file is missing")
     if sha256_of(data) != log.state.rescored[name].files[shard.id]:
         raise _damaged(log, key, "its sha256 differs from the log's")
     return _decode(data, log=log, key=key)
 
 
 def with_rewards(table: pa.Table, rewards: pa.Table) -> pa.Table:
-    """The rows of a shard with the rewards of `read_rewards`. Every sequence of an attempt gets the attempt's reward.
-
-    Raises `DamagedRewards` if an attempt has no row in `rewards`.
-    """
+    """The rows of a shard with the rewards of their attempts. Raises `DamagedRewards` if an attempt has none."""
     rank = pc.index_in(_attempt_keys(table), value_set=_attempt_keys(rewards))
     if rank.null_count:
         raise DamagedRewards(f"{rank.null_count} rows of a shard have no attempt in its new rewards; {_REMEDY}")
@@ -207,11 +184,11 @@ def _damaged(log: RunLog, key: str, problem: str) -> DamagedRewards:
     return DamagedRewards(f"{log.store.uri}/{key}: {problem}; {_REMEDY}")
 
 
-def _name_in_use(state: RunState, reward_set: RewardSet, *, run: str, other: str) -> RewardNameInUse:
-    name, number = reward_set.name, 2
-    while (used := state.rescored.get(f"{name}-{number}")) and not reward_set.is_of(used.reward, used.reward_sha256):
+def _name_in_use(log: RunLog, reward_set: RewardSet, *, other: str) -> RewardNameInUse:
+    name, number, sets = reward_set.name, 2, log.state.rescored
+    while (used := sets.get(f"{name}-{number}")) and not reward_set.is_of(used.reward, used.reward_sha256):
         number += 1
     return RewardNameInUse(
-        f"run {run!r} has rewards {name!r} already, made by {other}; they stay as they are. "
+        f"run {log.run_id!r} has rewards {name!r} already, made by {other}; they stay as they are. "
         f"Use another name: --name {name}-{number}"
     )

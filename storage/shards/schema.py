@@ -27,67 +27,44 @@ class NewerSchema(BadShard, ValueError):
     """A shard of a later major version. It is intact, but this Millrace is too old to read it."""
 
 
-CALL = pa.struct(
-    [
-        ("name", pa.string()),
-        ("arguments", pa.string()),
-        ("result", pa.string()),
-        ("failed", pa.bool_()),
-        ("seconds", pa.float64()),
-    ]
-)
-TURN = pa.struct(
-    [
-        ("context_len", pa.int32()),
-        ("sampled_len", pa.int32()),
-        ("finish_reason", pa.string()),
-        ("generate_seconds", pa.float64()),
-        ("tool_calls", pa.list_(CALL)),
-    ]
-)
-MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string()), ("is_completion", pa.bool_())])
-_SAMPLING = pa.struct(
-    [
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("top_k", pa.int32()),
-        ("min_p", pa.float64()),
-        ("max_tokens", pa.int32()),
-        ("seed", pa.int64()),
-        ("logprobs_mode", pa.string()),
-    ]
-)
+TEXT, INT, FLOAT = pa.string(), pa.int32(), pa.float64()
+CALL = pa.struct({"name": TEXT, "arguments": TEXT, "result": TEXT, "failed": pa.bool_(), "seconds": FLOAT})
+_GENERATED = {"context_len": INT, "sampled_len": INT, "finish_reason": TEXT, "generate_seconds": FLOAT}
+TURN = pa.struct({**_GENERATED, "tool_calls": pa.list_(CALL)})
+MESSAGE = pa.struct({"role": TEXT, "content": TEXT, "is_completion": pa.bool_()})
+_LIMITS = {"temperature": FLOAT, "top_p": FLOAT, "top_k": INT, "min_p": FLOAT, "max_tokens": INT}
+_SAMPLING = pa.struct({**_LIMITS, "seed": pa.int64(), "logprobs_mode": TEXT})
 
 SCHEMA = pa.schema(
     [
-        ("group_id", pa.string()),
-        ("prompt_id", pa.string()),
-        ("epoch", pa.int32()),
-        ("attempt", pa.int32()),
-        ("sample_idx", pa.int32()),  # rank among the group's usable attempts, dense from 0
-        ("sequence_idx", pa.int32()),
-        ("group_expected", pa.int32()),
-        ("group_usable", pa.int32()),
-        ("input_ids", pa.list_(pa.int32())),
+        ("group_id", TEXT),
+        ("prompt_id", TEXT),
+        ("epoch", INT),
+        ("attempt", INT),
+        ("sample_idx", INT),  # rank among the group's usable attempts, dense from 0
+        ("sequence_idx", INT),
+        ("group_expected", INT),
+        ("group_usable", INT),
+        ("input_ids", pa.list_(INT)),
         ("loss_mask", pa.list_(pa.bool_())),
         ("logprobs", pa.list_(pa.float32())),
-        ("weight_versions", pa.list_(pa.int32())),
-        ("head_version", pa.int32()),
-        ("tail_version", pa.int32()),
-        ("prompt_len", pa.int32()),
+        ("weight_versions", pa.list_(INT)),
+        ("head_version", INT),
+        ("tail_version", INT),
+        ("prompt_len", INT),
         ("reward", pa.float32()),
-        ("reward_parts", pa.map_(pa.string(), pa.float32())),
+        ("reward_parts", pa.map_(TEXT, pa.float32())),
         ("accepted", pa.bool_()),
-        ("reject_reason", pa.string()),
-        ("status", pa.string()),
+        ("reject_reason", TEXT),
+        ("status", TEXT),
         ("turns", pa.list_(TURN)),
         ("messages", pa.list_(MESSAGE)),
         ("sampling", _SAMPLING),
         ("is_eval", pa.bool_()),
-        ("worker_id", pa.string()),
-        ("queued_at", pa.float64()),
-        ("started_at", pa.float64()),
-        ("finished_at", pa.float64()),
+        ("worker_id", TEXT),
+        ("queued_at", FLOAT),
+        ("started_at", FLOAT),
+        ("finished_at", FLOAT),
         ("multimodal_features", pa.null()),  # reserved
         ("multimodal_positions", pa.null()),  # reserved
     ]
@@ -98,10 +75,7 @@ ADAPTERS = pa.field("adapters", pa.map_(pa.int32(), pa.string()))
 
 
 def check_schema(schema: pa.Schema, *, name: str) -> None:
-    """Raise `BadShard` unless all columns of this version are there with their types. Other columns are allowed.
-
-    Raises `NewerSchema` for a later major version.
-    """
+    """Raise `BadShard` unless all columns of this version are there with their types; `NewerSchema` for a later one."""
     version = (schema.metadata or {}).get(b"schema_version", b"?").decode()
     if version != str(SCHEMA_VERSION):
         sentence = f"shard {name}: schema version {version}, this Millrace reads {SCHEMA_VERSION}"

@@ -28,13 +28,13 @@ class DamagedShard(UserError):
     """A shard cannot be read as it was committed. Quarantine it and continue: its prompts run again."""
 
     def __init__(self, shard_id: str, reason: str, file: str = "") -> None:
-        super().__init__(f"shard {shard_id}: {reason}" + (f" ({file})" if file else ""))
+        super().__init__(shard_id, reason, file)  # what pickle calls it with in another process
         self.shard_id = shard_id
         self.reason = reason
         self.file = file
 
-    def __reduce__(self) -> tuple[type[DamagedShard], tuple[str, str, str]]:
-        return DamagedShard, (self.shard_id, self.reason, self.file)
+    def __str__(self) -> str:
+        return f"shard {self.shard_id}: {self.reason}" + (f" ({self.file})" if self.file else "")
 
 
 def commit_shard(
@@ -48,9 +48,8 @@ def commit_shard(
 ) -> Shard:
     """Write the groups as one shard and commit it; returns the log's entry.
 
-    A second call with the same shard id changes nothing, whatever the groups are.
-    Raises `storage.log.run_state.Conflict` if another producer has committed one of the prompts; the file then has no
-    log entry.
+    A second call with the same shard id changes nothing, whatever the groups are. Raises `Conflict` if another producer
+    has committed one of the prompts; the file then has no log entry.
     """
     recorded = log.refresh().shards.get(provenance.shard_id)
     if recorded is not None:
@@ -84,17 +83,15 @@ def commit_shard(
 def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of a committed shard; a local file is memory-mapped.
 
-    With `columns` only these are decompressed, and the few that the rules need.
-    Raises `DamagedShard` if the file is missing, cut off, altered, of another run or another tokenizer, breaks a rule,
-    or was removed by retention; `NewerSchema` if a newer Millrace wrote it.
+    With `columns` only these are decompressed, and the few that the rules need. Raises `NewerSchema` if a newer
+    Millrace wrote it, `DamagedShard` if it is anything but what this run committed, or gone.
     """
-    table = _committed(log, shard, columns=columns)
+    table, state = _committed(log, shard, columns=columns), log.state
     tokenizer = _tokenizer_of(table)
     try:
-        first = _first_readable(log, len(log.state.retired_shards), len(log.state.quarantined))
-    except LookupError:
+        first, expected = _first_tokenizer(log, len(state.retired_shards), len(state.quarantined))
+    except StopIteration:  # there is nothing to compare it with
         return table
-    expected = tokenizer if first == shard.id else _first_tokenizer(log, first)
     if tokenizer and expected and tokenizer != expected:
         raise DamagedShard(
             shard.id,
@@ -106,11 +103,7 @@ def read_shard(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = Non
 
 
 def _committed(log: RunLog, shard: Shard, *, columns: Sequence[str] | None = None) -> pa.Table:
-    """The table in the file of a shard, whose bytes have the digest in the log.
-
-    The content digest in the file is not compared: it is for files without a log. The writer had checked and digested
-    the values before it wrote the digest of the bytes into the log.
-    """
+    """The table of a file that has the digest in the log; its content digest is for files without a log."""
     file = _file(log, shard)
     damaged = functools.partial(DamagedShard, shard.id, file=file)
     if shard.id in log.state.retired_shards:
@@ -149,22 +142,15 @@ def _tokenizer_of(table: pa.Table) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _first_readable(log: RunLog, num_retired: int, num_quarantined: int) -> str:
-    """Id of the run's first shard that is still there, looked up again when another shard is retired or quarantined.
+def _first_tokenizer(log: RunLog, num_retired: int, num_quarantined: int) -> tuple[str, str]:
+    """The run's first shard that is still there, and its tokenizer digest, which every shard must have.
 
-    Raises `LookupError` if there is none. The cache does not keep that: the next shard will be the first.
+    It is looked up again when another shard is retired or quarantined. The digest is empty if the file cannot be read.
+    Raises `StopIteration` if there is no shard; that is not cached, because the next shard will be the first.
     """
     state = log.state
-    for shard_id in state.shards:
-        if shard_id not in state.quarantined and shard_id not in state.retired_shards:
-            return shard_id
-    raise LookupError(f"run {log.run_id} has no shard that can be read")
-
-
-@functools.lru_cache(maxsize=8)
-def _first_tokenizer(log: RunLog, shard_id: str) -> str:
-    """Tokenizer digest that every shard of the run must have, read once per log; empty if the file cannot be read."""
+    first = next(s for s in state.shards if s not in state.quarantined and s not in state.retired_shards)
     try:
-        return _tokenizer_of(_committed(log, log.state.shards[shard_id], columns=()))
+        return first, _tokenizer_of(_committed(log, state.shards[first], columns=()))
     except (DamagedShard, NewerSchema):
-        return ""
+        return first, ""

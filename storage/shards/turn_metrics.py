@@ -17,10 +17,7 @@ COLUMNS = ("group_id", "attempt", "turns")
 
 
 def turn_metrics(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> dict[str, float]:
-    """Means over the attempts of `groups`; `tables` maps shard id to its table.
-
-    An attempt that forked into several rows counts once. Without tool calls there are no metrics of tools.
-    """
+    """Means over the attempts of `groups`, a forked one counted once; `tables` maps shard id to its table."""
     rows = []
     for shard_id in dict.fromkeys(group.shard_id for group in groups):
         ids = pa.array([group.group_id for group in groups if group.shard_id == shard_id], pa.string())

@@ -64,7 +64,7 @@ def test_a_full_bucket_stops_writing_and_loses_nothing(ceph: Ceph, bucket: str):
 
 def test_the_condition_is_not_checked_when_parts_are_put_together(store: ObjectStore):
     """Why `put_if_absent` is one request. When this fails, Ceph has learnt it, and the reason is gone."""
-    in_parts = S3Store(store.uri, part_bytes=5 * 2**20)
+    in_parts = S3Store(store.uri)
     body = bytes(11 * 2**20)
     for _ in range(2):
         in_parts._fs.pipe_file(in_parts._path("large"), body, chunksize=5 * 2**20, mode="create")

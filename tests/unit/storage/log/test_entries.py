@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage.log.entries import ENTRY_KINDS, Alias, Entry, Pause, Shard, decode_entry, encode_entry, from_json, to_json
-from storage.records import Sampling
 from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
 
 
@@ -65,14 +63,3 @@ def test_a_missing_key_is_an_error_unless_it_has_a_default():
     assert from_json(Alias, {"name": "rollout", "version": 3, "checksum": "sum"}).cache_cleared is False
     with pytest.raises(ValueError, match="checksum"):
         from_json(Alias, {"name": "rollout", "version": 3})
-
-
-def test_the_kinds_of_the_log_are_named_once_and_frozen():
-    assert len(set(ENTRY_KINDS.values())) == len(ENTRY_KINDS)
-    for kind in ENTRY_KINDS.values():
-        assert dataclasses.fields(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
-
-
-def test_records_of_rollouts_become_plain_json_too():
-    plain: dict[str, Any] = to_json(Sampling(seed=3))
-    assert plain == dataclasses.asdict(Sampling(seed=3))

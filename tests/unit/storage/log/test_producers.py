@@ -20,9 +20,9 @@ class _Watch:
         self.now = 1000.0
         self.lookout = Lookout(self.log, clock=lambda: self.now)
 
-    def join(self, holder: str, *, outside: bool = True, number: int = 0) -> None:
+    def join(self, holder: str, *, number: int = 0) -> None:
         give_sign(self.log, holder)
-        self.log.append(Join(holder=holder, id=f"{holder}.{number}", outside=outside))
+        self.log.append(Join(holder=holder, id=f"{holder}.{number}", outside=True))
 
     def after(self, seconds: float) -> dict[str, float]:
         self.now += seconds
@@ -45,19 +45,13 @@ def test_only_who_has_not_changed_its_sign_for_the_whole_patience_is_silent(watc
     assert watch.after(11) == {"dies": 66.0}
 
 
-def test_a_watcher_that_was_busy_for_long_takes_nobody_for_dead_who_gave_a_sign_meanwhile(watch: _Watch) -> None:
+def test_a_watcher_that_is_new_or_was_busy_gives_everybody_the_whole_patience(watch: _Watch) -> None:
     watch.join("lives")
     watch.join("dies")
-    watch.after(0)
-    give_sign(watch.log, "lives")
-    assert watch.after(3600) == {"dies": 3600.0}
-
-
-def test_a_new_watcher_gives_everybody_the_whole_patience(watch: _Watch) -> None:
-    watch.join("old")
     watch.now += 1e6
     assert watch.after(0) == {} and watch.after(59) == {}
-    assert watch.after(11) == {"old": 70.0}
+    give_sign(watch.log, "lives")
+    assert watch.after(3541) == {"dies": 3600.0}
 
 
 def test_one_that_comes_back_under_its_name_is_timed_anew(watch: _Watch) -> None:
@@ -70,25 +64,17 @@ def test_one_that_comes_back_under_its_name_is_timed_anew(watch: _Watch) -> None
     assert watch.after(11) == {"back": 70.0}
 
 
-def test_the_drivers_own_workers_give_no_signs_and_are_not_watched(watch: _Watch) -> None:
-    watch.join("rollout-0", outside=False)
-    watch.log.store.delete([watch.log.key("producers/rollout-0")])
-    watch.after(0)
-    assert watch.after(1e6) == {}
-
-
-def test_the_store_is_asked_a_few_times_per_patience_and_never_without_producers(
+def test_the_store_is_asked_a_few_times_per_patience_and_never_about_the_drivers_own_workers(
     watch: _Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
     get_many = watch.log.store.get_many
     monkeypatch.setattr(watch.log.store, "get_many", lambda keys: asked.append(keys) or get_many(keys))
-    for _ in range(100):
-        watch.after(1)
-    assert asked == []
-    monkeypatch.undo()
+    watch.log.append(Join(holder="rollout-0", id="a"))
+    asked.clear()
+    assert not any(watch.after(1) for _ in range(100)) and asked == []
     watch.join("elsewhere-0")
-    monkeypatch.setattr(watch.log.store, "get_many", lambda keys: asked.append(keys) or get_many(keys))
+    asked.clear()
     for _ in range(60):
         watch.after(1)
     assert len(asked) == 6

@@ -11,36 +11,27 @@ from storage.log.promotion import CHAMPION, GAP, NotPromoted, pass_gate, promote
 from storage.log.run_log import RunLog
 from tests.builders import a_log, a_shard, a_step, a_summary
 
-_GAP = f"{GAP} 2.5 nats per token"
+
+def _shard(log: RunLog, shard_id: str, position: int, *, version: int) -> None:
+    shard = a_shard(shard_id, [a_summary(position, version=version)])
+    log.append(replace(shard, head_version=version, tail_version=version))
 
 
 def _train(log: RunLog, number: int, *, gap: float | None = 0.001) -> None:
     """Shard `s<number>`, sampled by the live policy, and the step that trains it and makes policy `number`."""
-    shard = a_shard(f"s{number}", [a_summary(number, version=number - 1)])
-    log.append(replace(shard, head_version=number - 1, tail_version=number - 1))
-    step = a_step(log.state, trained=[f"0.task{number}"])
-    metrics = {"loss": 0.5} if gap is None else {"loss": 0.5, "engine_gap": gap}
-    log.append(replace(step, metrics=metrics))
+    _shard(log, f"s{number}", number, version=number - 1)
+    metrics = {} if gap is None else {"engine_gap": gap}
+    log.append(replace(a_step(log.state, trained=[f"0.task{number}"]), metrics=metrics))
 
 
-def _quarantine(log: RunLog, shard_id: str, *, version: int, position: int, reason: str = _GAP) -> None:
-    shard = a_shard(shard_id, [a_summary(position, version=version)])
-    log.append(replace(shard, head_version=version, tail_version=version))
-    log.append(Quarantine(shard_id=shard_id, reason=reason))
+def _evaluation(version: int, *, num_failed: int = 0, score: float = 0.0, shard_id: str = "e") -> Evaluation:
+    counts = {"num_tasks": 3, "n_samples": 2, "num_failed": num_failed}
+    facts = {"split": "test", "shard_id": shard_id, "seconds": 1.0, "last_error": "no sandbox"}
+    return Evaluation(version=version, score=score, **counts, **facts)  # type: ignore[arg-type]
 
 
-def _evaluation(version: int, *, num_failed: int, shard_id: str = "e") -> Evaluation:
-    return Evaluation(
-        version=version,
-        split="test",
-        score=0.0,
-        num_tasks=3,
-        n_samples=2,
-        num_failed=num_failed,
-        shard_id=shard_id,
-        seconds=1.0,
-        last_error="no sandbox",
-    )
+def _retire(log: RunLog, version: int) -> None:
+    log.append(Retire(shard_ids=[], policy_versions=[version], state_paths=[], reason="test"))
 
 
 @pytest.fixture
@@ -65,24 +56,19 @@ def test_a_policy_without_a_fault_is_promoted_and_again_without_effect(log: RunL
 
 
 def test_a_step_with_too_large_a_gap_speaks_against_every_policy_after_it(log: RunLog) -> None:
+    """Also one that is no number; none at all does not."""
     _train(log, 4, gap=1.2)
-    _train(log, 5)
-    assert _why(log, 3) == []
+    _train(log, 5, gap=None)
+    assert _why(log, 3) == _why(log, 5, max_gap=1.2) == []
     for version in (4, 5):
         assert [line.split(";")[0] for line in _why(log, version)] == [
             "step 4: engine and trainer differed by 1.2 nats per token on the same policy, above 1"
         ]
-    assert _why(log, 5, max_gap=1.2) == []
     with pytest.raises(NotPromoted, match=r"policy 5 of run 'run' is not promoted:\n  step 4"):
         promote(log, max_gap=1.0)
     assert CHAMPION not in log.refresh().aliases
-
-
-def test_a_gap_that_is_no_number_does_not_pass_and_none_at_all_does(log: RunLog) -> None:
-    _train(log, 4, gap=None)
-    assert _why(log, 4) == []
-    _train(log, 5, gap=float("nan"))
-    assert len(_why(log, 5)) == 1
+    _train(log, 6, gap=float("nan"))
+    assert len(_why(log, 6)) == 2
 
 
 def test_what_the_champion_was_made_of_is_not_asked_again(log: RunLog) -> None:
@@ -95,17 +81,15 @@ def test_what_the_champion_was_made_of_is_not_asked_again(log: RunLog) -> None:
 
 
 def test_a_shard_quarantined_for_its_gap_counts_until_a_step_has_shown_the_contrary(log: RunLog) -> None:
-    _quarantine(log, "bad", version=3, position=4)
+    """Any other damage before a step used it is no fault of the policy."""
+    for shard_id, position, reason in (("rotten", 5, "its sha256 differs"), ("bad", 4, f"{GAP} 2.5 nats per token")):
+        _shard(log, shard_id, position, version=3)
+        log.append(Quarantine(shard_id=shard_id, reason=reason))
     assert _why(log, 2) == []
     [line] = _why(log, 3)
     assert line.startswith(f"shard bad, sampled by policy 3, was quarantined: {GAP} 2.5")
     _train(log, 4)  # trains policy 3, with a gap of rounding
     assert _why(log, 3) == _why(log, 4) == []
-
-
-def test_a_shard_damaged_before_any_step_used_it_is_no_fault_of_the_policy(log: RunLog) -> None:
-    _quarantine(log, "rotten", version=3, position=4, reason="its sha256 differs")
-    assert _why(log) == []
 
 
 def test_an_evaluation_that_failed_counts_until_one_succeeds(log: RunLog) -> None:
@@ -114,19 +98,23 @@ def test_an_evaluation_that_failed_counts_until_one_succeeds(log: RunLog) -> Non
         "every attempt of its evaluation on split 'test' failed: no sandbox; evaluate it again with `millrace eval`"
     ]
     assert _why(log, 2) == []
+    with pytest.raises(NotPromoted, match="every attempt of its evaluation"):
+        pass_gate(log, _evaluation(3, num_failed=6), min_score=0.0, max_gap=1.0)
     log.append(_evaluation(3, num_failed=5, shard_id="e2"))
     assert _why(log) == []
 
 
-def test_a_version_that_is_not_there_is_no_champion(log: RunLog) -> None:
+def test_a_version_without_weights_is_no_champion(log: RunLog) -> None:
     with pytest.raises(ValueError, match="no policy version 9; it has 0 to 3"):
         promote(log, 9, max_gap=1.0)
-    log.append(Retire(shard_ids=[], policy_versions=[1], state_paths=[], reason="test"))
+    _retire(log, 1)
     with pytest.raises(ValueError, match="policy version 1 of run 'run' was retired"):
         promote(log, 1, max_gap=1.0)
 
 
 def test_rolling_back_goes_one_champion_back_and_twice_goes_two(log: RunLog) -> None:
+    with pytest.raises(ValueError, match="run 'run': there is no earlier champion to go back to"):
+        roll_back(log)
     for version in (1, 2, 3):
         promote(log, version, max_gap=1.0)
     assert roll_back(log).version == 2 and log.state.aliases[CHAMPION].version == 2
@@ -135,57 +123,29 @@ def test_rolling_back_goes_one_champion_back_and_twice_goes_two(log: RunLog) -> 
         roll_back(log)
     promote(log, 3, max_gap=1.0)
     assert roll_back(log).version == 1, "2 was rolled back, 1 stood before 3"
-
-
-def test_rolling_back_leaves_out_weights_that_are_gone(log: RunLog) -> None:
-    for version in (1, 2, 3):
+    for version in (2, 3):
         promote(log, version, max_gap=1.0)
-    log.append(Retire(shard_ids=[], policy_versions=[2], state_paths=[], reason="test"))
-    assert roll_back(log).version == 1
-
-
-def test_without_a_champion_there_is_nothing_to_go_back_to(log: RunLog) -> None:
-    with pytest.raises(ValueError, match="there is no earlier champion to go back to"):
-        roll_back(log)
+    _retire(log, 2)
+    assert roll_back(log).version == 1, "the weights of 2 are gone"
 
 
 def _passed(log: RunLog, version: int, *, score: float = 0.9) -> int:
-    evaluation = replace(_evaluation(version, num_failed=0, shard_id=f"e{log.state.entries}"), score=score)
+    evaluation = _evaluation(version, score=score, shard_id=f"e{log.state.entries}")
     log.append(evaluation)
     return pass_gate(log, evaluation, min_score=0.8, max_gap=1.0).version
 
 
-def test_an_evaluation_that_passes_makes_its_policy_the_champion_and_again_without_effect(log: RunLog) -> None:
-    assert _passed(log, 2) == 2
-    entries = log.state.entries
-    assert _passed(log, 2) == 2 and log.state.entries == entries + 1, "the evaluation alone"
-
-
-def test_an_evaluation_never_moves_the_champion_back(log: RunLog) -> None:
-    promote(log, 2, max_gap=1.0)
+def test_an_evaluation_moves_the_champion_only_forward_and_only_with_the_score(log: RunLog) -> None:
+    promote(log, 1, max_gap=1.0)
+    for _ in range(2):
+        assert _passed(log, 2) == 2
+    assert log.entries[-2].kind == "alias", "the second time, only the evaluation is new"
     with pytest.raises(NotPromoted, match="policy 2, the champion, is newer; `millrace promote run --version 1`"):
         _passed(log, 1)
+    with pytest.raises(NotPromoted, match="it scored 0.500 on split 'test', below 0.8"):
+        _passed(log, 2, score=0.5)  # it stays the champion
     assert log.state.aliases[CHAMPION].version == 2
-
-
-def test_a_champion_that_was_rolled_back_comes_again_only_by_hand(log: RunLog) -> None:
-    for version in (1, 2):
-        promote(log, version, max_gap=1.0)
     roll_back(log)
     with pytest.raises(NotPromoted, match="it was the champion and was rolled back to policy 1"):
         _passed(log, 2)
     assert _passed(log, 3) == 3
-
-
-def test_a_champion_that_scores_too_low_stays_it_and_it_is_said(log: RunLog) -> None:
-    promote(log, 3, max_gap=1.0)
-    with pytest.raises(NotPromoted, match="below 0.8"):
-        _passed(log, 3, score=0.5)
-    assert log.state.aliases[CHAMPION].version == 3
-
-
-def test_an_evaluation_in_which_every_attempt_failed_passes_no_gate(log: RunLog) -> None:
-    evaluation = _evaluation(3, num_failed=6)
-    log.append(evaluation)
-    with pytest.raises(NotPromoted, match="every attempt of its evaluation"):
-        pass_gate(log, evaluation, min_score=0.0, max_gap=1.0)

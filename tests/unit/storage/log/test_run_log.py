@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,49 +15,33 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from storage.log import entries as records
 from storage.log.claims import next_claim
-from storage.log.entries import (
-    OUTCOMES,
-    Alias,
-    Entry,
-    Evaluation,
-    GroupSummary,
-    Join,
-    Lease,
-    Pause,
-    Policy,
-    Quarantine,
-    Registration,
-    Release,
-    Rescore,
-    Resume,
-    Retire,
-    Session,
-    Step,
-)
+from storage.log.entries import OUTCOMES, Alias, Entry, GroupSummary, Quarantine, Session, claimed_groups
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict, LogDamaged, RunState
-from tests.builders import BASE, MemoryStore, a_claim, a_config, a_log, a_shard, a_step, a_summary, local_store
-from tests.processes import commit_shards, run_together
+from tests.builders import BASE, MemoryStore, a_claim, a_config, a_log, a_shard, a_step, a_summary
 
 
-def _with_groups(num_groups: int = 4, **fields: Any) -> RunLog:
-    """A log with one shard `s0` of groups at positions 0, 1, …: three entries."""
+def _with_groups() -> RunLog:
+    """A log with one shard `s0` of groups at positions 0 to 3: three entries."""
     log = a_log()
-    log.append(a_shard("s0", [a_summary(position, **fields) for position in range(num_groups)]))
+    log.append(a_shard("s0", [a_summary(position) for position in range(4)]))
     return log
 
 
-def _evaluation(shard_id: str = "e0") -> Evaluation:
-    return Evaluation(version=0, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id=shard_id, seconds=1.0)
+def _evaluation(shard_id: str = "e0") -> records.Evaluation:
+    return records.Evaluation(
+        version=0, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id=shard_id, seconds=1.0
+    )
 
 
 def test_the_fold_tells_what_is_pending_what_is_done_and_what_is_live():
-    log = _with_groups(4)
+    log = _with_groups()
     claim = a_claim(log.state, trained=["0.task1"], filtered=["0.task0"], failed=["0.task3"])
     state = log.append(a_step(log.state, claim))
     log.append(Alias(name="rollout", version=1, checksum="sum"))
-    log.append(Registration(version=1, model_name="run", registry_version="7"))
+    log.append(records.Registration(version=1, model_name="run", registry_version="7"))
     log.append(_evaluation())
     assert list(state.pending) == ["0.task2"] and state.pending_accepted == 1
     assert state.outcomes == {"0.task1": "trained", "0.task0": "filtered", "0.task3": "failed"}
@@ -67,102 +51,15 @@ def test_the_fold_tells_what_is_pending_what_is_done_and_what_is_live():
     assert state.aliases["rollout"].version == 1
     assert state.registrations[1].registry_version == "7"
     assert [evaluation.score for evaluation in state.evaluations] == [0.5]
-    assert state.counters() == {
-        "submitted": 4,
-        "trained": 1,
-        "filtered": 1,
-        "stale": 0,
-        "failed": 1,
-        "cancelled": 0,
-        "pending": 1,
-        "quarantined": 0,
-    }
-
-
-def test_another_process_folds_the_same_state():
-    log = _with_groups(2)
-    log.append(a_step(log.state, trained=["0.task0"]))
-    again = RunLog(log.store, "run")
-    assert again.refresh() == log.state
-    assert [entry.number for entry in again.entries] == list(range(log.state.entries))
-    assert log.state.started_at == log.entries[0].written_at
-
-
-def test_evaluation_groups_are_never_claimable():
-    log = a_log()
-    state = log.append(a_shard("e0", [a_summary(-1, group_id="eval0.task0")], is_eval=True))
-    assert "e0" in state.shards
-    assert not state.pending and not state.groups and not state.positions
-
-
-def test_quarantine_gives_pending_prompts_back_and_keeps_what_was_trained():
-    log = _with_groups(3)
-    log.append(a_step(log.state, trained=["0.task1"]))
-    state = log.append(Quarantine(shard_id="s0", reason="its sha256 differs"))
-    assert state.quarantined == {"s0": "its sha256 differs"}
-    assert state.positions == {1} and not state.pending
-    assert state.retries == Counter({0: 1, 2: 1})
-    assert state.counters()["submitted"] == state.counters()["trained"] == 1
-    state = log.append(a_shard("s1", [a_summary(0, group_id="0.task0.retry1")]))
-    assert state.positions == {0, 1} and list(state.pending) == ["0.task0.retry1"]
-
-
-@pytest.mark.parametrize(
-    "entry",
-    [
-        Session(id="second", code_version="c0de"),
-        a_shard("s1", [a_summary(9)]),
-        _evaluation(),
-        Alias(name="rollout", version=0, checksum="sum"),
-        Join(holder="elsewhere-0", id="a", outside=True),
-        Registration(version=0, model_name="run", registry_version="1"),
-        Quarantine(shard_id="s0", reason="cut off"),
-        BASE,
-        "step",
-    ],
-    ids=lambda entry: type(entry).__name__,
-)
-def test_a_retried_append_is_a_no_op(entry: Entry | str):
-    log = _with_groups()
-    body = a_step(log.state, trained=["0.task0"]) if isinstance(entry, str) else entry
-    once = log.append(body).entries
-    assert log.append(body).entries == once
-    # The same call from a process that died in between and knows nothing yet.
-    assert RunLog(log.store, "run").append(body).entries == once
+    ones, none = ("trained", "filtered", "failed", "pending"), ("stale", "cancelled", "quarantined")
+    assert state.counters() == {"submitted": 4, **dict.fromkeys(ones, 1), **dict.fromkeys(none, 0)}
 
 
 def test_a_retried_step_is_recognised_by_its_policy_even_when_its_clock_differs():
     log = _with_groups()
     step = a_step(log.state, trained=["0.task0"])
     log.append(step)
-    slower = Step(**{**vars(step), "metrics": {"loss": 0.5, "seconds": 9.0}})
-    assert log.append(slower).steps == [step]
-
-
-def test_eight_processes_commit_200_shards_each_and_every_one_is_there_once(tmp_path: Path):
-    store = local_store(tmp_path)
-    log = a_log(store)
-    run_together(commit_shards, 8, store.uri, "run", 200)
-    state = log.refresh()
-    assert set(state.shards) == {f"{rank}.{number}" for rank in range(8) for number in range(200)}
-    assert state.entries == 2 + 1600 and state.positions == set(range(1600))
-    entries = [f"{number:020d}.json" for number in range(1602)]
-    assert store.names("runs/run/log") == [*entries, "segments"]
-    assert RunLog(store, "run").refresh() == state, "what comes out of a segment differs"
-
-
-def test_clocks_decide_nothing(monkeypatch: pytest.MonkeyPatch):
-    def what_happened(clock: list[float]) -> list[Any]:
-        monkeypatch.setattr("storage.log.run_log.time", SimpleNamespace(time=lambda: clock.pop()))
-        log = a_log()
-        log.append(a_shard("s0", [a_summary(position) for position in (2, 0, 1)]))
-        rules = a_config(batch_size=2, max_staleness=0, stale_policy="strict", min_usable=2)
-        claim = next_claim(log.state, rules)
-        assert claim is not None
-        log.append(a_step(log.state, claim))
-        return [entry.body for entry in log.entries]
-
-    assert what_happened([1.0, 2.0, 3.0, 4.0]) == what_happened([4e9, -5.0, 4e9, 0.0])
+    assert log.append(replace(step, metrics={"loss": 0.5, "seconds": 9.0})).steps == [step]
 
 
 class _Racing(MemoryStore):
@@ -183,84 +80,53 @@ class _Racing(MemoryStore):
         return won
 
 
-def test_a_lost_race_reads_the_winner_and_takes_the_next_number():
+def test_a_lost_race_reads_the_winner_and_an_entry_that_is_overtaken_is_not_written_again():
     store = _Racing(a_log(), before=Session(id="rival", code_version=""))
     state = RunLog(store, "run").append(Session(id="ours", code_version=""))
     assert [session.id for session in state.sessions] == ["first", "rival", "ours"]
-
-
-def test_an_entry_that_is_overtaken_at_once_is_not_written_again():
     store = _Racing(a_log(), after=Alias(name="rollout", version=0, checksum="rival"))
     state = RunLog(store, "run").append(Alias(name="rollout", version=0, checksum="ours"))
-    assert state.entries == 4
-    assert state.aliases["rollout"].checksum == "rival"
+    assert state.entries == 4 and state.aliases["rollout"].checksum == "rival"
 
 
-def test_a_second_trainer_is_refused_at_its_first_step():
+def test_what_contradicts_the_log_is_refused_and_changes_nothing():
     log = _with_groups()
-    rival = RunLog(log.store, "run")
-    rival.refresh()
-    late = a_step(rival.state, trained=["0.task1"], attempt="rival")
-    log.append(a_step(log.state, trained=["0.task0"]))
-    entries = log.state.entries
-    with pytest.raises(Conflict, match="another trainer"):
-        rival.append(late)
-    assert log.refresh().entries == entries
-    assert rival.state == log.state
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (lambda state: a_step(state, trained=["0.task2"], failed=["0.task0"]), r"not pending.*0\.task0"),
-        (lambda state: a_step(state, trained=["0.task2"], failed=["0.task1"]), r"not pending.*0\.task1"),
-        (lambda state: a_step(state, trained=["0.task2"], failed=["0.nonsense"]), r"not pending.*0\.nonsense"),
-        (lambda state: a_step(state, trained=["0.task2"], stale=["0.task2"]), r"twice.*0\.task2"),
-        (lambda state: a_shard("s1", [a_summary(1, group_id="0.other"), a_summary(9)]), r"positions \[1\] are already"),
+    state = log.append(a_step(log.state, trained=["0.task0"], stale=["0.task1"]))
+    step = a_step(state, trained=["0.task2"])
+    for body, message in [
+        (a_step(state, trained=["0.task2"], failed=["0.task0"]), r"not pending.*0\.task0"),
+        (a_step(state, trained=["0.task2"], failed=["0.task1"]), r"not pending.*0\.task1"),
+        (a_step(state, trained=["0.task2"], failed=["0.nonsense"]), r"not pending.*0\.nonsense"),
+        (a_step(state, trained=["0.task2"], stale=["0.task2"]), r"twice.*0\.task2"),
+        (a_shard("s1", [a_summary(1, group_id="0.other"), a_summary(9)]), r"positions \[1\] are already"),
         # A data set that changed under the run puts a known task at a free position.
-        (lambda state: a_shard("s1", [a_summary(9, group_id="0.task0")]), r"0\.task0"),
-        (lambda state: a_shard("s1", [a_summary(8), a_summary(9, group_id="0.task8")]), r"0\.task8"),
-        (lambda state: a_shard("s1", [a_summary(8), a_summary(8, group_id="0.task9")]), r"\[8\]"),
-        (lambda state: replace(BASE, path="models/other"), "version 0 is already published"),
-        (lambda state: Quarantine(shard_id="s9", reason=""), "s9 is not in this log"),
-    ],
-)
-def test_what_contradicts_the_log_is_refused(body: Callable[[RunState], Entry], message: str):
-    log = _with_groups()
-    log.append(a_step(log.state, trained=["0.task0"], stale=["0.task1"]))
-    before = log.state.entries
-    with pytest.raises(Conflict, match=message):
-        log.append(body(log.state))
-    assert RunLog(log.store, "run").refresh().entries == log.refresh().entries == before
-
-
-def test_a_step_is_refused_if_its_version_was_published_otherwise():
-    log = _with_groups()
-    step = a_step(log.state, trained=["0.task0"])
-    log.append(Policy(version=1, path="elsewhere", weights_sha256="1" * 64, parent=0))
-    with pytest.raises(Conflict, match="version 1 is already published"):
+        (a_shard("s1", [a_summary(9, group_id="0.task0")]), r"0\.task0"),
+        (a_shard("s1", [a_summary(8), a_summary(9, group_id="0.task8")]), r"0\.task8"),
+        (a_shard("s1", [a_summary(8), a_summary(8, group_id="0.task9")]), r"\[8\]"),
+        (replace(BASE, path="models/other"), "version 0 is already published"),
+        (Quarantine(shard_id="s9", reason=""), "s9 is not in this log"),
+    ]:
+        with pytest.raises(Conflict, match=message):
+            log.append(body)
+        assert RunLog(log.store, "run").refresh().entries == log.refresh().entries == 4
+    log.append(records.Policy(version=2, path="elsewhere", weights_sha256="1" * 64, parent=1))
+    with pytest.raises(Conflict, match="version 2 is already published"):
         log.append(step)
 
 
 _SESSION = {"number": 3, "kind": "session", "written_at": 1.0, "body": {"id": "x", "code_version": ""}}
+_CHANGES: list[dict[str, Any]] = [
+    {"kind": "colour"},
+    {"body": {"id": "x"}},
+    {"body": []},
+    {"kind": "step", "body": {"claim": [], "metrics": []}},
+    {"kind": "shard", "body": {"seconds": []}},
+]
+_DAMAGED = [b"", b'{"number": 3, "kind": "sess', b"\xff\xfe", b"[]", b"null", b'{"kind": "pause", "body": {}}']
+_DAMAGED += [json.dumps({**_SESSION, **changes}).encode() for changes in _CHANGES]
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        b"",
-        b'{"number": 3, "kind": "sess',
-        b"\xff\xfe",
-        b"[]",
-        b"null",
-        json.dumps({**_SESSION, "kind": "colour"}).encode(),
-        json.dumps({**_SESSION, "body": {"id": "x"}}).encode(),
-        json.dumps({**_SESSION, "body": []}).encode(),
-        json.dumps({key: value for key, value in _SESSION.items() if key != "written_at"}).encode(),
-        json.dumps({**_SESSION, "kind": "step", "body": {"claim": [], "metrics": []}}).encode(),
-        json.dumps({**_SESSION, "kind": "shard", "body": {"seconds": []}}).encode(),
-    ],
-)
+@pytest.mark.parametrize("document", _DAMAGED)
 def test_a_broken_entry_is_damage_and_named(document: bytes):
     log = _with_groups()
     log.store.put("runs/run/log/00000000000000000003.json", document)
@@ -283,17 +149,39 @@ def test_a_fold_that_lost_a_group_is_damage():
         log.state.check()
 
 
+def _retire(state: RunState) -> Entry:
+    free = set(state.policies) - {a.version for a in state.aliases.values()} - {state.newest_version, 0}
+    return records.Retire(shard_ids=[], policy_versions=sorted(free)[:1], state_paths=["s"], reason="age")
+
+
+OTHERS: list[Callable[[RunState], Entry]] = [
+    lambda state: a_shard(f"e{state.entries}", [a_summary(-1, group_id="eval.task0")], is_eval=True),
+    lambda state: _evaluation(f"e{state.entries}"),
+    lambda state: Alias(name="rollout", version=state.step, checksum=""),
+    lambda state: Alias(name="champion", version=state.step, checksum=""),
+    lambda state: records.Registration(version=state.step, model_name="run", registry_version=str(state.step)),
+    lambda state: records.Rescore(
+        name="stricter", reward="my:reward", reward_sha256="e" * 64, files=dict.fromkeys(state.shards, "d" * 64)
+    ),
+    lambda state: records.Pause(reason=f"asked at {state.entries}"),
+    lambda state: records.Resume(reason="asked"),
+    _retire,
+]
+
+
 class ConservationLaw(RuleBasedStateMachine):
     """Any order of shards, steps, quarantines, retries and late readers: every group is in exactly one state.
 
     The model is a dictionary: group id → its state, kept by these rules and never read from the log. Segments are of
-    four and twelve entries, so that most of what is opened again comes out of them.
+    four and twelve entries, so that most of what is opened again comes out of them. The clock jumps.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(RunLog, "segment_sizes", (4, 12))
+        clock = itertools.cycle([4e9, -5.0, 0.0, 1e9])
+        self.patch.setattr("storage.log.run_log.time", SimpleNamespace(time=lambda: next(clock)))
         self.log = a_log()
         self.late_reader = RunLog(self.log.store, "run")
         self.states: dict[str, str] = {}
@@ -307,7 +195,6 @@ class ConservationLaw(RuleBasedStateMachine):
         """Producers that take part → whether they outlive a session."""
         self.next_position = 0
         self.last: Entry = BASE
-        self.paused = ""
 
     def _append(self, body: Entry) -> None:
         self.log.append(body)
@@ -319,10 +206,10 @@ class ConservationLaw(RuleBasedStateMachine):
         else:
             position, self.next_position = self.next_position, self.next_position + 1
         retry = f".retry{self.retries[position]}" if self.retries[position] else ""
-        versions = {"version": self.log.state.step}
         group_id = f"0.task{position}{retry}"
         self.position_of[group_id] = position
-        summary = a_summary(position, group_id=group_id, rewards=rewards, accepted=accepted and not retried, **versions)
+        accepted, version = accepted and not retried, self.log.state.step
+        summary = a_summary(position, group_id=group_id, rewards=rewards, accepted=accepted, version=version)
         if retried:
             self.retried.add(group_id)
             self.retries[position] += 1
@@ -344,21 +231,16 @@ class ConservationLaw(RuleBasedStateMachine):
 
     @rule(batch_size=st.integers(1, 4), max_staleness=st.integers(0, 2))
     def take_a_step(self, batch_size: int, max_staleness: int) -> None:
-        rules = a_config(
-            batch_size=batch_size,
-            max_staleness=max_staleness,
-            stale_policy="strict",
-            min_usable=2,
-            on_nothing_accepted="skip_step",
-        )
-        claim = next_claim(self.log.state, rules)
+        rules = {"stale_policy": "strict", "min_usable": 2, "on_nothing_accepted": "skip_step"}
+        config = a_config(batch_size=batch_size, max_staleness=max_staleness, **rules)
+        claim = next_claim(self.log.state, config)
         if claim is None:
             return
-        self._append(a_step(self.log.state, claim))
-        for outcome in OUTCOMES:
-            for claimed in getattr(claim, outcome):
-                assert self.states[claimed.group_id] == "pending"
-                self.states[claimed.group_id] = outcome
+        step = a_step(self.log.state, claim)
+        self._append(step)
+        for outcome, claimed in claimed_groups(step):
+            assert self.states[claimed.group_id] == "pending"
+            self.states[claimed.group_id] = outcome
 
     @precondition(lambda self: self.shards)
     @rule(choice=st.randoms())
@@ -372,68 +254,42 @@ class ConservationLaw(RuleBasedStateMachine):
                     self.lost.append(self.position_of[group_id])
                     self.retries[self.position_of[group_id]] += 1
 
-    @rule(holder=st.sampled_from(["rollout-0", "elsewhere-0", "elsewhere-1"]), count=st.integers(1, 4))
+    holders = st.sampled_from(["rollout-0", "elsewhere-0", "elsewhere-1"])
+
+    @rule(holder=holders, count=st.integers(1, 4))
     def lease(self, holder: str, count: int) -> None:
         state = self.log.state
         positions = state.free_positions(count)
-        self._append(Lease(holder=holder, positions=positions, number=state.num_leases))
+        self._append(records.Lease(holder=holder, positions=positions, number=state.num_leases))
         self.leased.update(dict.fromkeys(positions, holder))
 
-    @rule(holder=st.sampled_from(["rollout-0", "elsewhere-0", "elsewhere-1"]))
+    @rule(holder=holders)
     def release(self, holder: str) -> None:
-        self._append(Release(holder=holder, reason="died"))
+        self._append(records.Release(holder=holder, reason="died"))
         self.leased = {position: name for position, name in self.leased.items() if name != holder}
         self.joined.pop(holder, None)
 
-    @rule(holder=st.sampled_from(["rollout-0", "elsewhere-0", "elsewhere-1"]))
+    @rule(holder=holders)
     def join(self, holder: str) -> None:
         outside = holder.startswith("elsewhere")
-        self._append(Join(holder=holder, id=f"join{self.log.state.entries}", outside=outside))
+        self._append(records.Join(holder=holder, id=f"join{self.log.state.entries}", outside=outside))
         self.leased = {position: name for position, name in self.leased.items() if name != holder}
         self.joined[holder] = outside
 
-    @rule()
-    def score_an_evaluation(self) -> None:
-        self._append(a_shard(f"e{self.log.state.entries}", [a_summary(-1, group_id="eval.task0")], is_eval=True))
-        self._append(_evaluation(f"e{self.log.state.entries - 1}"))
+    @rule(make=st.sampled_from(OTHERS))
+    def append_what_moves_no_group(self, make: Callable[[RunState], Entry]) -> None:
+        self._append(body := make(self.log.state))
+        if isinstance(body, records.Pause | records.Resume):
+            assert bool(self.log.state.paused) == isinstance(body, records.Pause)
 
-    @rule(name=st.sampled_from(["rollout", "champion"]))
-    def move_an_alias(self, name: str) -> None:
-        self._append(Alias(name=name, version=self.log.state.step, checksum=""))
-
-    @rule()
-    def register(self) -> None:
-        version = self.log.state.step
-        self._append(Registration(version=version, model_name="run", registry_version=str(version + 1)))
-
-    @precondition(lambda self: self.shards)
-    @rule(choice=st.randoms())
-    def score_again(self, choice: Any) -> None:
-        files = {choice.choice(sorted(self.shards)): "d" * 64}
-        self._append(Rescore(name="stricter", reward="my:reward", reward_sha256="e" * 64, files=files))
-
-    @rule(is_pause=st.booleans())
-    def pause_or_resume(self, is_pause: bool) -> None:
-        if is_pause and not self.log.state.paused:
-            self.paused = f"asked at {self.log.state.entries}"
-        elif not is_pause:
-            self.paused = ""
-        self._append(Pause(reason=self.paused) if is_pause else Resume(reason="asked"))
-        assert self.log.state.paused == self.paused
-
-    @rule()
-    def start_again(self) -> None:
-        self._append(Session(id=f"session{self.log.state.entries}", code_version=""))
+    @rule(is_rival=st.booleans())
+    def start_again(self, is_rival: bool) -> None:
+        session = Session(id=f"session{self.log.state.entries}", code_version="")
+        if is_rival:  # then the other one has to write the next segment
+            self.late_reader.append(session)
+        self._append(session)
         self.joined = {holder: outside for holder, outside in self.joined.items() if outside}
         self.leased = {position: name for position, name in self.leased.items() if name in self.joined}
-
-    @precondition(lambda self: self.log.state.step > 1)
-    @rule()
-    def retire_a_policy(self) -> None:
-        state = self.log.state
-        free = set(state.policies) - {a.version for a in state.aliases.values()} - {state.newest_version, 0}
-        if free:
-            self._append(Retire(shard_ids=[], policy_versions=[min(free)], state_paths=["s"], reason="age"))
 
     @rule()
     def retry_the_last_append(self) -> None:
@@ -467,15 +323,12 @@ class ConservationLaw(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         reopened = RunLog(self.log.store, "run")
-        assert reopened.refresh() == self.log.state == self._folded_one_by_one()
+        folded_one_by_one = RunState()
+        for entry in self.log.entries:
+            folded_one_by_one.apply(entry)
+        assert reopened.refresh() == self.log.state == folded_one_by_one
         assert list(reopened.entries) == list(self.log.entries)
         self.patch.undo()
-
-    def _folded_one_by_one(self) -> RunState:
-        state = RunState()
-        for entry in self.log.entries:
-            state.apply(entry)
-        return state
 
 
 test_the_conservation_law_holds_after_any_entries = ConservationLaw.TestCase

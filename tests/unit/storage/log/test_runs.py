@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,17 +13,75 @@ import pytest
 from settings.errors import NotFound
 from storage.log.runs import RunBusy, RunExists, create_run, open_run, remove_run, run_config, trainer_lock
 from tests.builders import BASE, MemoryStore, a_log, a_shard, a_step, a_summary, local_store
-from tests.processes import hold_trainer_lock, run_together, try_trainer_lock
+from tests.processes import hold_trainer_lock
 
-CONFIG = {"seed": 0, "steps": 10, "store": "a", "tracking": "b", "train": {"scale": "std", "clip": 0.2}, "size": 8}
+KEPT: dict[str, Any] = {"seed": 0, "train": {"scale": "std", "clip": 0.2}, "size": 8}
+CONFIG = {**KEPT, "steps": 10, "store": "a", "tracking": "b"}
+CLIP = {"kind": "clip", "clip_low": 0.2}
+KINDS = {"train": {"advantage": {"kind": "grpo", "eps": 1e-4}, "loss": CLIP}}
+GAE: dict[str, Any] = {"train": {"advantage": {"kind": "gae", "lam": 0.9}, "loss": {"kind": "clip"}}}
+OLDER = {"seed": 7, "steps": 1, "train": {"scale": "none", "loss": "clip"}, "table": {"size": 1}}
+"""Defaults of a version that knows more keys than the run's."""
 
 
-def _begun(store: MemoryStore, config: dict[str, Any], **options: Any) -> None:
-    """A run with this configuration that has taken a step: from then on the configuration is fixed."""
-    log = create_run(store, "run", config, **options)
-    log.append(BASE)
-    log.append(a_shard("s", [a_summary(0)]))
-    log.append(a_step(log.refresh()))
+@pytest.mark.parametrize(
+    ("config", "again", "defaults", "differences"),
+    [
+        (CONFIG, CONFIG, {}, []),
+        # Steps, store and tracking may change, and the number of ranks.
+        (CONFIG, {**CONFIG, "steps": 99, "store": "elsewhere", "tracking": "later"}, {}, []),
+        ({"train": {"num_ranks": 2, "clip": 0.2}}, {"train": {"num_ranks": 1, "clip": 0.2}}, {}, []),
+        (
+            {"train": {"num_ranks": 2, "clip": 0.2}},
+            {"train": {"num_ranks": 1, "clip": 0.3}},
+            *({}, ["train.clip (0.2 → 0.3)"]),
+        ),
+        (
+            CONFIG,
+            {**KEPT, "seed": 1, "train": {"scale": "none", "clip": 0.2}, "added": True, "size": None},
+            {},
+            ["added (None → True)", "seed (0 → 1)", "size (8 → None)", "train.scale ('std' → 'none')"],
+        ),
+        # A key that is newer than the run differs only if it is not its default; what the run says counts first.
+        (CONFIG, {**CONFIG, "train": {**CONFIG["train"], "loss": "clip"}, "table": {"size": 1}}, OLDER, []),
+        (
+            CONFIG,
+            {**CONFIG, "seed": 7, "train": {**CONFIG["train"], "loss": "cispo"}, "table": {"size": 2}},
+            OLDER,
+            ["seed (0 → 7)", "table.size (1 → 2)", "train.loss ('clip' → 'cispo')"],
+        ),
+        # A table of another kind than the default takes nothing from it.
+        (GAE, {"train": {**GAE["train"], "loss": CLIP}}, KINDS, []),
+        (
+            GAE,
+            KINDS,
+            KINDS,
+            [
+                "train.advantage.eps (None → 0.0001)",
+                "train.advantage.kind ('gae' → 'grpo')",
+                "train.advantage.lam (0.9 → None)",
+            ],
+        ),
+    ],
+)
+def test_a_run_is_opened_again_unless_its_configuration_differs(
+    config: dict[str, Any], again: dict[str, Any], defaults: dict[str, Any], differences: list[str]
+):
+    store = MemoryStore()
+    log = create_run(store, "run", config, defaults=defaults)
+    for entry in (BASE, a_shard("s", [a_summary(0)])):
+        log.append(entry)
+    log.append(a_step(log.refresh()))  # from the first step on the configuration is fixed
+    frozen = run_config(log)
+    create_run(store, "run-2", config)
+    if differences:
+        sentence = rf"differ: {re.escape(', '.join(differences))}\. .*run = 'run-3'"
+        with pytest.raises(RunExists, match=sentence):
+            create_run(store, "run", again, defaults=defaults)
+    else:
+        create_run(store, "run", again, defaults=defaults)
+    assert run_config(open_run(store, "run")) == frozen, "it stays as it was"
+    assert config is not CONFIG or frozen == KEPT
 
 
 def test_a_run_without_a_step_begins_anew_with_other_settings():
@@ -45,71 +103,6 @@ def test_a_run_is_removed_with_all_its_files(tmp_path: Path):
         open_run(store, "run")
 
 
-def test_the_same_configuration_opens_the_run_again():
-    store = MemoryStore()
-    create_run(store, "run", CONFIG)
-    again = create_run(store, "run", CONFIG)
-    assert run_config(again) == {"seed": 0, "train": {"scale": "std", "clip": 0.2}, "size": 8}
-
-
-def test_steps_store_and_tracking_may_change():
-    store = MemoryStore()
-    create_run(store, "run", CONFIG)
-    create_run(store, "run", {**CONFIG, "steps": 99, "store": "elsewhere", "tracking": "later"})
-
-
-def test_a_run_may_go_on_at_another_number_of_ranks_and_remembers_the_first():
-    store = MemoryStore()
-    _begun(store, {**CONFIG, "train": {"num_ranks": 2, "clip": 0.2}})
-    again = create_run(store, "run", {**CONFIG, "train": {"num_ranks": 1, "clip": 0.2}})
-    assert run_config(again)["train"]["num_ranks"] == 2
-    with pytest.raises(RunExists, match="train.clip"):
-        create_run(store, "run", {**CONFIG, "train": {"num_ranks": 2, "clip": 0.3}})
-
-
-def test_another_configuration_is_refused_with_the_keys_that_differ_and_a_free_id():
-    store = MemoryStore()
-    _begun(store, CONFIG)
-    create_run(store, "run-2", CONFIG)
-    changed = {**CONFIG, "seed": 1, "train": {"scale": "none", "clip": 0.2}, "added": True}
-    del changed["size"]
-    with pytest.raises(RunExists) as caught:
-        create_run(store, "run", changed)
-    message = str(caught.value)
-    assert "seed (0 → 1)" in message and "train.scale ('std' → 'none')" in message
-    assert "added (None → True)" in message and "size (8 → None)" in message
-    assert "clip" not in message
-    assert "'run-3'" in message
-    assert run_config(open_run(store, "run"))["seed"] == 0
-
-
-def test_a_table_of_another_kind_than_the_default_takes_nothing_from_it():
-    store = MemoryStore()
-    config = {"train": {"advantage": {"kind": "gae", "lam": 0.9}, "loss": {"kind": "clip"}}}
-    defaults = {"train": {"advantage": {"kind": "grpo", "eps": 1e-4}, "loss": {"kind": "clip", "clip_low": 0.2}}}
-    _begun(store, config, defaults=defaults)
-    with_default = {"train": {**config["train"], "loss": {"kind": "clip", "clip_low": 0.2}}}
-    create_run(store, "run", with_default, defaults=defaults)
-    with pytest.raises(RunExists, match=r"train.advantage.kind \('gae' → 'grpo'\)"):
-        create_run(store, "run", defaults, defaults=defaults)
-
-
-def test_a_key_that_is_newer_than_the_run_differs_only_where_it_is_not_its_default():
-    store = MemoryStore()
-    _begun(store, CONFIG)
-    defaults = {"seed": 7, "steps": 1, "train": {"scale": "none", "loss": "clip"}, "table": {"size": 1}}
-    newer = {**CONFIG, "train": {**CONFIG["train"], "loss": "clip"}, "table": {"size": 1}}
-    again = create_run(store, "run", newer, defaults=defaults)
-    assert run_config(again) == {"seed": 0, "train": {"scale": "std", "clip": 0.2}, "size": 8}, "it stays as it was"
-    changed = {**newer, "seed": 7, "train": {**newer["train"], "loss": "cispo"}, "table": {"size": 2}}
-    with pytest.raises(RunExists) as caught:
-        create_run(store, "run", changed, defaults=defaults)
-    message = str(caught.value)
-    assert "train.loss ('clip' → 'cispo')" in message and "table.size (1 → 2)" in message
-    assert "seed (0 → 7)" in message, "what the run says counts, not the default"
-    assert "scale" not in message and "steps" not in message
-
-
 @pytest.mark.parametrize("run_id", ["", "a/b", "../up", ".hidden", "with space", "x" * 101, "grün", "line\n"])
 def test_an_id_that_is_no_file_name_everywhere_is_refused(run_id: str):
     with pytest.raises(ValueError, match="use letters, digits"):
@@ -126,25 +119,7 @@ def test_an_unknown_run_is_an_error_that_lists_the_known_ones():
         open_run(store, "third")
 
 
-def test_opening_folds_the_log():
-    log = a_log()
-    assert open_run(log.store, "run").state == log.state
-
-
-def test_a_second_trainer_is_refused_and_told_who_holds_the_run(tmp_path: Path):
-    log = a_log(local_store(tmp_path))
-    with trainer_lock(log):
-        [refusal] = run_together(try_trainer_lock, 1, log.store.uri, "run")
-        assert f"run 'run' is being trained by process {os.getpid()}" in refusal
-        with pytest.raises(RunBusy), trainer_lock(log):
-            pass
-        create_run(log.store, "other", {})
-        with trainer_lock(open_run(log.store, "other")):
-            pass
-    assert run_together(try_trainer_lock, 1, log.store.uri, "run") == [""]
-
-
-def test_a_trainer_that_is_killed_frees_the_run(tmp_path: Path):
+def test_a_second_trainer_is_refused_and_told_who_holds_the_run_until_that_one_is_killed(tmp_path: Path):
     log = a_log(local_store(tmp_path))
     held = tmp_path / "held"
     holder = multiprocessing.get_context("spawn").Process(target=hold_trainer_lock, args=(log.store.uri, "run", held))
@@ -153,16 +128,13 @@ def test_a_trainer_that_is_killed_frees_the_run(tmp_path: Path):
     while not (held.exists() and held.read_text()):
         assert time.monotonic() < deadline and holder.is_alive()
         time.sleep(0.02)
-    with pytest.raises(RunBusy, match=f"process {holder.pid}"), trainer_lock(log):
+    with pytest.raises(RunBusy, match=f"'run' is being trained by process {holder.pid}"), trainer_lock(log):
+        pass
+    with trainer_lock(create_run(log.store, "other", {})):
         pass
     held.unlink()
     holder.join(timeout=60)
     assert holder.exitcode == -9
-    with trainer_lock(log):
-        pass
-
-
-def test_without_a_local_store_the_lock_is_a_file_of_this_machine():
-    log = a_log()
-    with trainer_lock(log), pytest.raises(RunBusy), trainer_lock(open_run(log.store, "run")):
-        pass
+    for _ in range(2):  # killed, and left as it should be
+        with trainer_lock(log):
+            pass

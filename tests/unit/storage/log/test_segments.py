@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from storage.log.entries import Alias, GroupSummary, Session, Shard, Step
+from storage.log.entries import Alias, Session, Shard
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict, LogDamaged
+from storage.log.segments import read_entry
 from storage.objects.object_store import StoreError
 from tests.builders import MemoryStore, a_log, a_shard, a_step, a_summary
 
@@ -18,14 +18,13 @@ SIZE = 5
 
 
 @pytest.fixture(autouse=True)
-def small_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RunLog, "segment_sizes", (SIZE, 2 * SIZE))
-    yield
 
 
-def _run(num_rounds: int, store: MemoryStore | None = None) -> RunLog:
+def _run(num_rounds: int, store: MemoryStore | None = None, *, run_id: str = "run") -> RunLog:
     """Two entries, then a shard of two groups, a step on one of them and an alias per round."""
-    log = a_log(store)
+    log = a_log(store, run_id=run_id)
     for number in range(num_rounds):
         log.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
         log.append(a_step(log.state, trained=[f"0.task{2 * number}"]))
@@ -45,28 +44,15 @@ def test_every_complete_block_of_entries_becomes_a_segment():
     ]
 
 
-def test_a_log_opened_from_segments_equals_the_log_that_grew():
-    log = _run(7)
-    reopened = RunLog(log.store, "run")
-    assert reopened.refresh() == log.state
-    assert list(reopened.entries) == list(log.entries) and reopened.entries[-1] == log.entries[-1]
-    assert reopened.state.steps[2:4] == log.state.steps[2:4] and reopened.state.steps[-1] == log.state.steps[-1]
-    assert reopened.state.aliases["rollout"].version == 7 and reopened.state.num_trajectories == 28
-    assert reopened.state.step_of["0.task6"] == 4 and "0.task7" in reopened.state.pending
-
-
 def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):
     log = _run(7)
     read: list[int] = []
 
     def reading(document: bytes, *, number: int, source: str) -> Any:
         read.append(number)
-        return original(document, number=number, source=source)
+        return read_entry(document, number=number, source=source)
 
-    from storage.log import segments as log_segments
-
-    original = log_segments.read_entry
-    monkeypatch.setattr(log_segments, "read_entry", reading)
+    monkeypatch.setattr("storage.log.segments.read_entry", reading)
     reopened = RunLog(log.store, "run")
     reopened.refresh()
     eager = list(read)
@@ -75,81 +61,60 @@ def test_only_what_is_asked_for_is_unpacked(monkeypatch: pytest.MonkeyPatch):
     assert [type(log.entries[number].body) for number in read[len(eager) :]] == [Shard]
 
 
-def test_a_reopened_log_goes_on_where_it_was():
+def test_a_reopened_log_knows_the_groups_and_steps_in_its_segments():
+    """Everything else that a log opened from segments does: see `ConservationLaw` in test_run_log."""
     store = MemoryStore()
     _run(4, store)
     log = RunLog(store, "run")
-    log.refresh()
-    with pytest.raises(Conflict, match="already committed"):
-        log.append(a_shard("again", [a_summary(3)]))
     with pytest.raises(Conflict, match="already committed at other positions"):
         log.append(a_shard("moved", [a_summary(99, group_id="0.task3")]))
-    committed = log.state.steps[1]
-    assert log.append(committed).step == 4, "a step that is in a segment is recognised when it is sent again"
-    log.append(a_shard("s4", [a_summary(8), a_summary(9)]))
-    log.append(a_step(log.state, trained=["0.task9", "0.task1"]))
-    assert RunLog(store, "run").refresh() == log.state
-    assert isinstance(log.entries[-1].body, Step) and len(log.entries) == log.state.entries == 16
+    assert log.append(log.state.steps[1]).step == 4
+    assert log.state.steps[1:3] == _run(4).state.steps[1:3]
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_a_log_that_stays_open_lets_go_of_what_is_in_segments(writes: bool, monkeypatch: pytest.MonkeyPatch):
+def test_a_log_that_stays_open_lets_go_of_what_is_in_segments(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", 10)
-    store = MemoryStore()
-    reader = RunLog(store, "run")
+    reader = RunLog(store := MemoryStore(), "run")
     writer = _run(4, store)
-    reader.refresh()
     for number in range(4, 20):
         writer.append(a_shard(f"s{number}", [a_summary(2 * number), a_summary(2 * number + 1)]))
         writer.append(a_step(writer.state, trained=[f"0.task{2 * number}"]))
         reader.refresh()
-    log = writer if writes else reader
-    assert len(log.entries) == log.state.entries > 40
-    assert len(log.entries._added) < 20
     monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", 10**9)
     grown = RunLog(store, "run")
     grown.segment_sizes = (10**6, 10**7)  # never there, so it reads entry by entry
-    assert grown.refresh() == log.state and list(grown.entries) == list(log.entries)
+    grown.refresh()
+    for log in (writer, reader):
+        assert len(log.entries) == log.state.entries > 40 and len(log.entries._added) < 20
+        assert grown.state == log.state and list(grown.entries) == list(log.entries)
 
 
-def test_a_segment_nobody_came_to_write_is_written_by_the_next_append():
-    log = _run(7)
-    log.store.delete([f"runs/run/log/segments/{name}" for name in _segments(log)])
-    reopened = RunLog(log.store, "run")
-    assert reopened.refresh() == log.state and not _segments(log)
-    reopened.append(Session(id="next", code_version=""))
-    assert len(_segments(log)) == 6
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [lambda data: data[:-20], lambda data: data[:100] + bytes([data[100] ^ 1]) + data[101:], lambda data: b""],
-    ids=["truncated", "bit-flipped", "empty"],
-)
+@pytest.mark.parametrize("damage", ["truncated", "bit-flipped", "empty", "another place's", "another run's", "missing"])
 @pytest.mark.parametrize(("number", "size"), [(20, 5), (10, 10)])
 def test_a_damaged_segment_is_said_and_its_entries_are_read(
-    damage: Any, number: int, size: int, caplog: pytest.LogCaptureFixture
+    damage: str, number: int, size: int, caplog: pytest.LogCaptureFixture
 ):
-    log = _run(8)
-    key = f"runs/run/log/segments/{number:020d}.{size}.arrow"
-    log.store.put(key, damage(log.store.get(key)))
+    log, other = _run(8), _run(8, run_id="other")
+    name = f"log/segments/{number:020d}.{size}.arrow"
+    whole = log.store.get(log.key(name))
+    data = {
+        "truncated": whole[:-20],
+        "bit-flipped": whole[:100] + bytes([whole[100] ^ 1]) + whole[101:],
+        "empty": b"",
+        "another place's": log.store.get(log.key(f"log/segments/{0:020d}.{size}.arrow")),
+        "another run's": other.store.get(other.key(name)),
+    }
+    log.store.delete([log.key(name)])
+    if damage in data:
+        log.store.put(log.key(name), data[damage])
     with caplog.at_level(logging.WARNING):
         reopened = RunLog(log.store, "run")
         assert reopened.refresh() == log.state
-    assert key in caplog.text
+    assert (log.key(name) in caplog.text) == (damage != "missing")
     caplog.clear()
     reopened.append(Session(id="next", code_version=""))
-    assert RunLog(log.store, "run").refresh() == reopened.state and not caplog.text, "the next append mends it"
-
-
-def test_a_segment_of_another_run_or_place_is_not_used():
-    log, other = _run(7), _run(7)
-    foreign = MemoryStore()
-    foreign.files = {key.replace("runs/run/", "runs/other/"): data for key, data in other.store.files.items()}  # type: ignore[attr-defined]
-    names = [f"runs/run/log/segments/{number:020d}.10.arrow" for number in (0, 10)]
-    log.store.put(names[0], log.store.get(names[1]))
-    assert RunLog(log.store, "run").refresh() == log.state
-    assert RunLog(foreign, "other").refresh().counters() == other.state.counters()
+    assert log.store.get(log.key(name)) == whole, "the next append mends it"
+    assert RunLog(log.store, "run").refresh() == reopened.state and not caplog.text
 
 
 def test_a_full_disk_costs_the_segment_and_not_the_entry(caplog: pytest.LogCaptureFixture):
@@ -191,13 +156,3 @@ def test_an_entry_committed_between_two_reads_is_no_gap():
     store.files = {key: data for key, data in grown.store.files.items() if "segments" not in key}  # type: ignore[attr-defined]
     held = {key: store.files.pop(key) for key in late}
     assert RunLog(store, "run").refresh() == grown.state
-
-
-def test_the_fold_of_a_summary_survives_the_way_through_json_and_arrow():
-    log = a_log()
-    summary = a_summary(0, rewards=[1.0, None, 0.0])
-    log.append(a_shard("s0", [summary]))
-    for number in range(SIZE):
-        log.append(Session(id=str(number), code_version=""))
-    group: GroupSummary = RunLog(log.store, "run").refresh().groups["0.task0"]
-    assert group == summary and group.failures == {"env_error": 1}

@@ -7,9 +7,7 @@ import filecmp
 import os
 import shutil
 import stat
-import subprocess
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -33,32 +31,24 @@ def store(tmp_path: Path) -> LocalStore:
     return local_store(tmp_path)
 
 
-def test_nothing_but_the_winners_file_is_left(store: LocalStore):
-    assert store.put_if_absent("a/key", b"first")
-    assert not store.put_if_absent("a/key", b"second")
+def test_writes_leave_nothing_else_and_no_listing_shows_a_half_written_file(store: LocalStore):
+    assert store.put_if_absent("a/key", b"first") and not store.put_if_absent("a/key", b"second")
     store.put("a/other", b"third")
     assert _all_files(store) == ["a/key", "a/other"]
-
-
-def test_no_listing_shows_a_half_written_file(store: LocalStore):
-    for name in ("b", "a", "c"):
-        store.put(f"folder/{name}", b"")
-    (store.root / "folder" / ".d.0123.tmp").write_bytes(b"")
-    assert store.names("folder") == ["a", "b", "c"]
-    assert [file.key for file in store.walk("folder")] == ["folder/a", "folder/b", "folder/c"]
+    (store.root / "a" / ".d.0123.tmp").write_bytes(b"")
+    assert store.names("a") == ["key", "other"]
+    assert [file.key for file in store.walk("a")] == ["a/key", "a/other"]
 
 
 def test_a_large_file_of_a_folder_is_copied_in_pieces(store: LocalStore, tmp_path: Path):
     (tmp_path / "model").mkdir()
     weights = tmp_path / "model" / "weights"
-    weights.write_bytes(os.urandom(2**20) * 64)
+    weights.write_bytes(os.urandom(2**20) * 16)
     tracemalloc.start()
-    try:
-        store.put_folder(tmp_path / "model", "models/m", last="weights")
-        _, most_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert most_bytes < weights.stat().st_size / 8
+    store.put_folder(tmp_path / "model", "models/m", last="weights")
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < weights.stat().st_size / 4
     assert filecmp.cmp(weights, store.root / "models/m/weights", shallow=False)
 
 
@@ -87,12 +77,9 @@ def test_a_name_is_on_the_disk_before_a_write_returns(
 def test_a_file_system_that_syncs_no_folders_is_written_all_the_same(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ):
-    sync = os.fsync
-
     def refusing(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", refusing)
     assert store.put_if_absent("a/key", b"value") and store.get("a/key") == b"value"
@@ -121,42 +108,34 @@ def test_a_store_that_cannot_keep_writers_apart_is_found_out(tmp_path: Path, mon
         probe(LocalStore(tmp_path / "file" / "store"))
 
 
-def test_a_nearly_full_disk_is_left_alone_by_data(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
+def test_data_leave_space_free_and_the_log_may_use_it(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What is written can be committed, and `millrace gc`, the way out, can record what it removes."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: FULL)
+    log = a_log(store)
+    entries = _all_files(store)
+    with pytest.raises(StoreFull):
+        commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
     with pytest.raises(StoreFull) as raised:
         store.put("shards/s0.arrow", bytes(2_000_000))
     sentence = str(raised.value)
     for part in (store.uri, "100.0 MB free", "2.0 MB to write", "1.0 GB", MIN_FREE_VARIABLE, "millrace gc", "`store`"):
         assert part in sentence
-    assert _all_files(store) == []
-    monkeypatch.setenv(MIN_FREE_VARIABLE, "0.05")
-    store.put("shards/s0.arrow", bytes(2_000_000))
-    with pytest.raises(StoreFull, match="60.0 MB to write and 50.0 MB to be left free"):
-        store.put("shards/s1.arrow", bytes(60_000_000))
-    assert _all_files(store) == ["shards/s0.arrow"]
-
-
-def test_the_log_may_use_what_data_leaves_free(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
-    """What is written can be committed, and `millrace gc`, the way out, can record what it removes."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: FULL)
-    log = a_log(store)
-    with pytest.raises(StoreFull):
-        commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
-    assert log.state.entries == 2 and store.walk("runs/run/shards") == []
     with pytest.raises(StoreFull, match="200.0 MB to write"):
         store.put_if_absent("log", bytes(200_000_000))
     with pytest.raises(StoreFull, match="is full"):
         probe(store)
-
-
-def test_a_policy_that_does_not_fit_is_not_begun(store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    a_policy_folder(tmp_path / "model", weights=bytes(60_000_000))
-    (tmp_path / "model" / "optimizer").write_bytes(bytes(60_000_000))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: FULL)
-    monkeypatch.setenv(MIN_FREE_VARIABLE, "0")
-    with pytest.raises(StoreFull, match="120.0 MB to write"):
+    monkeypatch.setenv(MIN_FREE_VARIABLE, "0.05")
+    with pytest.raises(StoreFull, match="60.0 MB to write and 50.0 MB to be left free"):
+        store.put("shards/s1.arrow", bytes(60_000_000))
+    a_policy_folder(tmp_path / "model", weights=bytes(30_000_000))
+    (tmp_path / "model" / "optimizer").write_bytes(bytes(30_000_000))
+    with pytest.raises(StoreFull, match="60.0 MB to write"):  # a policy that does not fit is not begun
         store.put_folder(tmp_path / "model", "policies/1", last=DIGEST_FILE)
-    assert _all_files(store) == []
+    assert log.state.entries == 2 and _all_files(store) == entries
+    commit_shard(log, [a_group(0)], provenance=provenance(), sampling=SAMPLING)
+    assert list(log.refresh().shards) == ["s0"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -176,48 +155,11 @@ def test_a_disk_or_quota_that_fills_up_while_writing_leaves_nothing(
     assert store.get("key") == b"old" and _all_files(store) == ["key"]
 
 
-@pytest.mark.parametrize("setting", ["much", "1 GB", "-1", "nan"])
-def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch, setting: str):
-    monkeypatch.setenv(MIN_FREE_VARIABLE, setting)
-    with pytest.raises(StoreError, match=f"{MIN_FREE_VARIABLE}=.*gigabytes"):
-        store.put("key", b"")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 2 MB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    try:
-        made = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no `mount` here")
-    if made.returncode != 0:
-        pytest.skip(f"cannot mount a small disk here: {made.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_really_full_disk_loses_nothing_and_goes_on_when_there_is_room(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv(MIN_FREE_VARIABLE, "0")
-    store = LocalStore(small_disk / "store")
-    log = a_log(store)
-    shard = commit_shard(log, [a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
-    monkeypatch.setattr("storage.objects.object_store._free_bytes", lambda folder: 10**9)  # the disk itself says no
-    with pytest.raises(StoreFull, match="is full"):
-        store.put("ballast", bytes(3_000_000))
-    assert not store.exists("ballast") and len(_all_files(store)) == len(store.walk(""))
-    store.put("ballast", bytes(shutil.disk_usage(small_disk).free - 4096))
-    with pytest.raises(StoreFull, match="is full"):
-        commit_shard(log, [a_group(1)], provenance=provenance("s1"), sampling=SAMPLING)
-    assert list(log.refresh().shards) == ["s0"] and len(_all_files(store)) == len(store.walk(""))
-    store.delete(["ballast"])
-    commit_shard(log, [a_group(1)], provenance=provenance("s1"), sampling=SAMPLING)
-    assert list(log.refresh().shards) == ["s0", "s1"] and log.state.shards["s0"] == shard
+def test_a_budget_that_is_no_number_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch):
+    for setting in ("much", "1 GB", "-1", "nan"):
+        monkeypatch.setenv(MIN_FREE_VARIABLE, setting)
+        with pytest.raises(StoreError, match=f"{MIN_FREE_VARIABLE}=.*gigabytes"):
+            store.put("key", b"")
 
 
 @pytest.mark.parametrize(
@@ -230,16 +172,12 @@ def test_a_uri_that_names_no_store_is_refused_with_one_that_does(uri: str, sente
         open_store(uri)
 
 
-@pytest.mark.parametrize("name", ["plain", "with space", "100%", "50%20", "grün", "a#b?c"])
-def test_a_store_opens_again_by_its_uri(tmp_path: Path, name: str):
-    store = open_store(str(tmp_path / name))
-    store.put("key", b"here")
-    again = open_store(store.uri)
-    assert again.uri == store.uri
-    assert again.get("key") == b"here"
-
-
-def test_plain_paths_and_s3_uris_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_store_is_a_path_or_a_uri_and_opens_again_by_its_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("plain", "with space", "100%", "50%20", "grün", "a#b?c"):
+        store = open_store(str(tmp_path / name))
+        store.put("key", name.encode())
+        again = open_store(store.uri)
+        assert again.uri == store.uri and again.get("key") == name.encode()
     monkeypatch.chdir(tmp_path)
     relative = open_store("here")
     assert isinstance(relative, LocalStore) and relative.root == tmp_path / "here"

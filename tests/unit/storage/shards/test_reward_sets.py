@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -78,26 +77,21 @@ def test_an_attempt_is_its_last_reply_however_many_sequences_it_has(log: RunLog)
     ]
 
 
-def test_what_is_written_is_read_again_with_nulls_and_parts(log: RunLog) -> None:
-    shard = _commit(log, a_group(0), a_group(1))
-    _rescored(log, shard, [0.5, None, 0.1, 1.0])
-    table = read_rewards(log, shard, "mine")
-    assert table.schema.equals(SCHEMA)
-    assert table["group_id"].to_pylist() == ["0.task0", "0.task0", "0.task1", "0.task1"]
-    assert table["attempt"].to_pylist() == [0, 1, 0, 1]
-    assert table["reward"].to_pylist() == [0.5, None, pytest.approx(0.1), 1.0]
-    assert table["reward_parts"].to_pylist()[0] == [("style", 0.5), ("absent", None)]
-    metadata = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-    assert metadata == {"run_id": "run", "shard_id": "s0", "shard_sha256": shard.sha256, **asdict(MINE)}
-
-
 def test_every_row_of_an_attempt_gets_its_new_reward_and_nothing_else_changes(log: RunLog) -> None:
     forked = a_trajectory(0.25, attempt=0, turns=[a_turn(), a_turn(sequence_idx=1)])
     shard = _commit(log, a_group(0, trajectories=[forked, a_trajectory(0.5, attempt=1)]), a_group(1))
+    before = log.store.get(log.shard_key("s0"))
     _rescored(log, shard, [1.0, None, 3.0, 4.0])
-    recorded = read_shard(log, shard)
-    rewards = read_rewards(log, shard, "mine")
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):  # found by name, not by place
+    assert log.store.get(log.shard_key("s0")) == before, "the recorded rewards stay"
+    rewards, recorded = read_rewards(log, shard, "mine"), read_shard(log, shard)
+    assert rewards.schema.equals(SCHEMA)
+    assert rewards["group_id"].to_pylist() == ["0.task0", "0.task0", "0.task1", "0.task1"]
+    assert rewards["attempt"].to_pylist() == [0, 1, 0, 1]
+    assert rewards["reward"].to_pylist() == [1.0, None, 3.0, 4.0]
+    assert rewards["reward_parts"].to_pylist()[0] == [("style", 1.0), ("absent", None)]
+    metadata = {key.decode(): value.decode() for key, value in rewards.schema.metadata.items()}
+    assert metadata == {"run_id": "run", "shard_id": "s0", "shard_sha256": shard.sha256, **asdict(MINE)}
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):  # by name, not by place
         changed = with_rewards(recorded, rewards.take(order))
         assert changed["reward"].to_pylist() == [1.0, 1.0, None, 3.0, 4.0]
         assert changed["reward_parts"].to_pylist()[2] == [("style", None), ("absent", None)]
@@ -106,13 +100,6 @@ def test_every_row_of_an_attempt_gets_its_new_reward_and_nothing_else_changes(lo
         assert changed.select(others).equals(recorded.select(others))
     with pytest.raises(DamagedRewards, match="2 rows of a shard"):
         with_rewards(recorded, rewards.slice(1))
-
-
-def test_the_recorded_rewards_stay(log: RunLog, shard: Shard) -> None:
-    before = log.store.get(log.shard_key("s0"))
-    _rescored(log, shard, [0.0, 1.0])
-    assert log.store.get(log.shard_key("s0")) == before
-    assert read_shard(log, shard)["reward"].to_pylist() == [1.0, 0.0]
 
 
 def test_a_file_is_written_once_and_the_first_one_counts(log: RunLog, shard: Shard) -> None:
@@ -127,52 +114,40 @@ def test_a_file_is_written_once_and_the_first_one_counts(log: RunLog, shard: Sha
 
 
 def test_a_name_belongs_to_one_function_of_one_version(log: RunLog, shard: Shard) -> None:
-    check_name(log.state, MINE, run="run")
+    check_name(log, MINE)
     _rescored(log, shard, [1.0, 2.0])
-    check_name(log.state, MINE, run="run")
-    check_name(log.state, replace(MINE, reward="/moved/file.py:mine"), run="run")
+    check_name(log, MINE)
+    check_name(log, replace(MINE, reward="/moved/file.py:mine"))
     edited = replace(MINE, reward_sha256="2" * 64)
     with pytest.raises(RewardNameInUse, match=r"'mine' already, made by my.module:mine at sha256 1111.*--name mine-2"):
-        check_name(log.state, edited, run="run")
+        check_name(log, edited)
     with pytest.raises(RewardNameInUse):
-        check_name(log.state, replace(MINE, reward="my.module:other"), run="run")
+        check_name(log, replace(MINE, reward="my.module:other"))
     # The next free name is one that holds nothing, or the same code's rewards already.
     third = replace(MINE, reward_sha256="3" * 64)
     _rescored(log, shard, [0.0, 0.0], replace(third, name="mine-2"))
     for reward_set, free in ((edited, "mine-3"), (third, "mine-2")):
         with pytest.raises(RewardNameInUse, match=f"--name {free}"):
-            check_name(log.state, reward_set, run="run")
+            check_name(log, reward_set)
 
 
-def _other_rewards(data: bytes) -> bytes:
-    return ipc_bytes(pa.ipc.open_file(pa.BufferReader(data)).read_all().slice(1), compression=None)
-
-
-@pytest.mark.parametrize(
-    ("damage", "may_be_found"),
-    [(lambda data: b"no arrow", False), (lambda data: data[:-20], False), (_other_rewards, True), (None, True)],
-    ids=["text", "cut", "altered", "gone"],
-)
-def test_a_damaged_file_is_an_error_that_names_it_and_the_way_out(
-    log: RunLog, shard: Shard, damage: Callable[[bytes], bytes] | None, may_be_found: bool
-) -> None:
+def test_a_damaged_file_is_an_error_that_names_it_and_the_way_out(log: RunLog, shard: Shard) -> None:
     """Also one that a killed rescore has left behind, which no digest in the log speaks for."""
     _rescored(log, shard, [1.0, 2.0])
-    key = rewards_key(log, "mine", "s0")
-    if damage is None:
-        log.store.delete([key])
-    else:
-        log.store.put(key, damage(log.store.get(key)))
-    with pytest.raises(DamagedRewards, match=r"rewards/mine/s0.arrow.*under another name"):
-        read_rewards(log, shard, "mine")
-    if not may_be_found:
-        with pytest.raises(DamagedRewards, match="rewards/mine/s0.arrow"):
-            find_rewards(log, shard, MINE)
-
-
-def test_a_file_of_another_shard_is_refused(log: RunLog, shard: Shard) -> None:
     other = _commit(log, a_group(1), shard_id="s1")
-    _put(log, shard, [1.0, 1.0])
-    log.store.put(rewards_key(log, "mine", "s1"), log.store.get(rewards_key(log, "mine", "s0")))
+    key = rewards_key(log, "mine", "s0")
+    whole = log.store.get(key)
+    log.store.put(rewards_key(log, "mine", "s1"), whole)
     with pytest.raises(DamagedRewards, match="of another shard than s1"):
         find_rewards(log, other, MINE)
+    altered = ipc_bytes(read_rewards(log, shard, "mine").slice(1), compression=None)
+    for data, may_be_found in ((b"no arrow", False), (whole[:-20], False), (altered, True)):
+        log.store.put(key, data)
+        with pytest.raises(DamagedRewards, match=r"rewards/mine/s0.arrow.*under another name"):
+            read_rewards(log, shard, "mine")
+        if not may_be_found:
+            with pytest.raises(DamagedRewards, match="rewards/mine/s0.arrow"):
+                find_rewards(log, shard, MINE)
+    log.store.delete([key])
+    with pytest.raises(DamagedRewards, match="the file is missing"):
+        read_rewards(log, shard, "mine")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,8 @@ from tests.shard_files import file_with
 
 def _commit(log: RunLog, shard_id: str = "s0", *, positions: tuple[int, ...] = (0, 1), is_eval: bool = False) -> Shard:
     groups = [a_group(position, rewards=[1.0, 0.0, None]) for position in positions]
-    return commit_shard(
-        log,
-        groups,
-        provenance=provenance(shard_id),
-        sampling=SAMPLING,
-        is_eval=is_eval,
-        seconds={"generate": 2.0},
-    )
+    facts: dict[str, Any] = {"sampling": SAMPLING, "is_eval": is_eval, "seconds": {"generate": 2.0}}
+    return commit_shard(log, groups, provenance=provenance(shard_id), **facts)
 
 
 def test_a_committed_shard_is_in_the_log_and_reads_back():
@@ -45,6 +38,10 @@ def test_a_committed_shard_is_in_the_log_and_reads_back():
     assert shard.seconds["generate"] == 2.0 and shard.seconds["commit"] > 0
     table = read_shard(log, shard)
     assert table["group_id"].to_pylist() == ["0.task0"] * 2 + ["0.task1"] * 2
+    nothing = a_group(2, rewards=[None], accepted=False)
+    shard = commit_shard(log, [nothing], provenance=provenance("s1"), sampling=SAMPLING)
+    assert (shard.num_rows, shard.head_version, shard.tail_version) == (0, -1, -1)
+    assert read_shard(log, shard).num_rows == 0 and log.state.counters()["pending"] == 3
 
 
 def test_committing_twice_is_committing_once_whatever_the_groups_are():
@@ -59,30 +56,16 @@ def test_committing_twice_is_committing_once_whatever_the_groups_are():
     assert log.store.get(log.shard_key("s0")) == data and read_shard(log, shard).num_rows == 4
 
 
-def test_prompts_somebody_else_committed_are_a_conflict_and_the_log_is_untouched():
+def test_what_cannot_be_committed_leaves_the_log_untouched():
     log = a_log()
     _commit(log)
     entries = log.state.entries
     with pytest.raises(Conflict, match=r"s1: prompt positions \[1\]"):
         _commit(log, "s1", positions=(1, 2))
-    assert log.refresh().entries == entries and list(log.state.shards) == ["s0"]
-
-
-def test_a_bad_group_is_refused_before_anything_is_written():
-    log = a_log()
-    twice = a_group(0, trajectories=[a_trajectory(), a_trajectory()])
+    twice = a_group(5, trajectories=[a_trajectory(), a_trajectory()])
     with pytest.raises(BadShard):
-        commit_shard(log, [twice], provenance=provenance(), sampling=SAMPLING)
-    assert not log.store.exists("runs/run/shards/s0.arrow")
-
-
-def test_a_shard_of_nothing_but_failures_is_committed_and_reads_as_no_rows():
-    log = a_log()
-    failures = a_group(0, rewards=[None, None], accepted=False)
-    shard = commit_shard(log, [failures], provenance=provenance(), sampling=SAMPLING)
-    assert (shard.num_rows, shard.head_version, shard.tail_version) == (0, -1, -1)
-    assert read_shard(log, shard).num_rows == 0
-    assert log.state.counters()["pending"] == 1
+        commit_shard(log, [twice], provenance=provenance("s2"), sampling=SAMPLING)
+    assert log.refresh().entries == entries and not log.store.exists(log.shard_key("s2"))
 
 
 def _commit_file(table: pa.Table, **metadata: str) -> tuple[RunLog, Shard]:
@@ -96,25 +79,16 @@ def _commit_file(table: pa.Table, **metadata: str) -> tuple[RunLog, Shard]:
 
 
 _TABLE = shard_table([a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
-_NEGATIVE = pa.array([9, 9], pa.int32())
-_UPGRADE = r"upgrade this one to read it \(memory:/runs/run/shards/s0.arrow\)"
+_BROKEN = _TABLE.drop_columns(["head_version"]).append_column("head_version", pa.array([9, 9], pa.int32()))
 
 
 @pytest.mark.parametrize(
     ("table", "metadata", "error", "sentence"),
     [
         (_TABLE, {"run_id": "other"}, DamagedShard, "it belongs to run 'other'"),
-        (
-            _TABLE.drop_columns(["logprobs"]),
-            {},
-            DamagedShard,
-            r"\['logprobs'\] are missing \(memory:/runs/run/shards/s0",
-        ),
-        (
-            _TABLE.set_column(_TABLE.schema.get_field_index("head_version"), "head_version", _NEGATIVE),
-            *({}, DamagedShard, "shard s0: head_version is above tail_version"),
-        ),
-        (_TABLE, {"schema_version": "2"}, NewerSchema, _UPGRADE),
+        (_TABLE.drop_columns(["logprobs"]), {}, DamagedShard, r"\['logprobs'\] are missing \(memory:/.*/s0.arrow\)"),
+        (_BROKEN, {}, DamagedShard, "shard s0: head_version is above tail_version"),
+        (_TABLE, {"schema_version": "2"}, NewerSchema, r"upgrade this one to read it \(memory:/.*/s0.arrow\)"),
     ],
     ids=["another run's", "no schema", "a broken rule", "of a newer Millrace: not damaged"],
 )
@@ -142,6 +116,9 @@ def _commit_with(log: RunLog, shard_id: str, position: int, tokenizer_sha256: st
 def test_a_shard_made_with_another_tokenizer_is_damage():
     """It is compared with the first shard that is still there; a shard that does not say fits."""
     log = a_log()
+    lost = _commit_with(log, "lost", 9, "d" * 64)
+    log.append(Quarantine(shard_id="lost", reason="not ours"))
+    assert read_shard(log, lost).num_rows == 2, "nothing to compare it with"
     shards = [_commit_with(log, f"s{i}", i, digest * 64) for i, digest in enumerate(["c", "a", "b", "", "a"])]
     assert read_shard(log, shards[0]).num_rows == 2
     with pytest.raises(DamagedShard, match="shard s1: its tokenizer a{12} is not c{12}, .*first shard s0; .*rollout-0"):
@@ -153,35 +130,6 @@ def test_a_shard_made_with_another_tokenizer_is_damage():
         read_shard(log, shards[2])
 
 
-def test_the_first_shard_after_all_were_quarantined_says_which_tokenizer():
-    log = a_log()
-    lost = _commit_with(log, "s0", 0, "a" * 64)
-    log.append(Quarantine(shard_id="s0", reason="not ours"))
-    assert read_shard(log, lost).num_rows == 2, "nothing to compare it with"
-    first, other = _commit_with(log, "s1", 1, "b" * 64), _commit_with(log, "s2", 2, "c" * 64)
-    assert read_shard(log, first).num_rows == 2
-    with pytest.raises(DamagedShard, match="first shard s1"):
-        read_shard(log, other)
-
-
-def test_reading_does_not_pass_over_the_retired_shards_every_time(monkeypatch: pytest.MonkeyPatch):
-    log = a_log()
-    shards = [_commit_with(log, f"s{i}", i, "a" * 64) for i in range(4)]
-    for shard in shards[:2]:
-        log.append(Quarantine(shard_id=shard.id, reason="not ours"))
-    passes = []
-
-    class Watched(dict[str, Shard]):
-        def __iter__(self) -> Iterator[str]:
-            passes.append(1)
-            return super().__iter__()
-
-    monkeypatch.setattr(log.state, "shards", Watched(log.state.shards))
-    for _ in range(3):
-        assert [read_shard(log, shard).num_rows for shard in shards[2:]] == [2, 2]
-    assert len(passes) == 1
-
-
 def test_a_local_shard_is_mapped_and_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     log = a_log(local_store(tmp_path))
     shard = _commit(log)
@@ -191,13 +139,6 @@ def test_a_local_shard_is_mapped_and_not_copied(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(log.store, "get", copied)
     assert read_shard(log, shard).num_rows == 4
-
-
-def test_the_columns_asked_for_are_what_is_read():
-    log = a_log()
-    shard = _commit(log)
-    table = read_shard(log, shard, columns=["reward"])
-    assert table["reward"].to_pylist() == [1.0, 0.0] * 2 and "messages" not in table.column_names
 
 
 def test_damage_crosses_processes_with_its_shard_id():

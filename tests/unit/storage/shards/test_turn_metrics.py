@@ -12,53 +12,38 @@ from storage.shards.turn_metrics import turn_metrics
 from tests.builders import SAMPLING, a_group, a_trajectory, a_turn, provenance
 
 
-def _call(*, failed: bool = False, seconds: float = 0.0) -> ToolCall:
-    return ToolCall(name="add", arguments="{}", result="3", failed=failed, seconds=seconds)
-
-
 def _table(*groups: RolloutGroup) -> pa.Table:
     return shard_table(groups, provenance=provenance(), sampling=SAMPLING)
 
 
-def _attempts(*calls: list[float]) -> list[Trajectory]:
-    """Two attempts whose turns call a tool, so many seconds each."""
-    turns = [a_turn(tool_calls=[_call(seconds=seconds) for seconds in turn]) for turn in calls]
-    return [a_trajectory(1.0, attempt=number, turns=turns) for number in range(2)]
+def _attempt(number: int, *turns: list[float]) -> Trajectory:
+    """An attempt whose turns call a tool, so many seconds each; a call of 0 seconds failed."""
+    calls = [
+        [ToolCall(name="add", arguments="{}", result="3", failed=not s, seconds=s) for s in turn] for turn in turns
+    ]
+    return a_trajectory(1.0, attempt=number, turns=[a_turn(tool_calls=turn) for turn in calls])
 
 
 def _claimed(shard_id: str, *group_ids: str) -> list[ClaimedGroup]:
     return [ClaimedGroup(shard_id=shard_id, group_id=group_id) for group_id in group_ids]
 
 
-def test_the_golden_case_of_two_attempts_with_four_calls_of_which_one_failed():
-    trajectories = [
-        a_trajectory(1.0, attempt=0, turns=[a_turn(tool_calls=[_call(), _call()]), a_turn(tool_calls=[_call()])]),
-        a_trajectory(0.0, attempt=1, turns=[a_turn(tool_calls=[_call(failed=True)])]),
-    ]
-    table = _table(a_group(0, trajectories=trajectories))
-    assert turn_metrics(_claimed("s0", "0.task0"), {"s0": table}) == {
-        "num_turns": 1.5,
-        "tool_calls_per_attempt": 2.0,
-        "tool_failures_per_attempt": 0.5,
-        "tool_seconds": 0.0,
-        "tool_seconds_per_call": 0.0,
-    }
-
-
-def test_only_claimed_groups_count_from_all_their_shards():
-    unclaimed = _attempts([99.0])
+def test_means_are_over_the_attempts_of_the_claimed_groups_in_all_their_shards():
+    unclaimed = [_attempt(0, [99.0]), _attempt(1, [99.0])]
     tables = {
-        "s0": _table(a_group(0, trajectories=_attempts([2.0])), a_group(1, trajectories=unclaimed)),
-        "s1": _table(a_group(2, trajectories=_attempts([0.5], []))),
+        "s0": _table(a_group(0, trajectories=[_attempt(0, [2.0, 0.5], [1.5]), _attempt(1, [0.0])])),
+        "s1": _table(
+            a_group(1, trajectories=unclaimed), a_group(2, trajectories=[_attempt(0, []), _attempt(1, [1.0])])
+        ),
         "s2": _table(a_group(3, trajectories=unclaimed)),
     }
     claimed = [*_claimed("s0", "0.task0"), *_claimed("s1", "0.task2")]
     assert turn_metrics(claimed, tables) == {
-        "num_turns": 1.5,
-        "tool_calls_per_attempt": 1.0,
-        "tool_failures_per_attempt": 0.0,
+        "num_turns": 1.25,
+        "tool_calls_per_attempt": 1.25,
+        "tool_failures_per_attempt": 0.25,
         "tool_seconds": 5.0,
-        "tool_seconds_per_call": 1.25,
+        "tool_seconds_per_call": 1.0,
     }
 
 
