@@ -38,8 +38,7 @@ class FakeVllm:
         self.calls: list[str] = []
         self.faults: dict[str, list[str]] = {}
         """Method → what goes wrong in its next calls: `before`, `after` or `` for nothing."""
-        self.idle_reload = self.never_answers = False
-        self.in_flight_at_reload: list[int] = []
+        self.idle_reload = False
         self.output_handler = asyncio.get_running_loop().create_future()
         self._drained = asyncio.Event()
         self.engine_core = self
@@ -49,16 +48,11 @@ class FakeVllm:
         self, prompt: dict[str, list[int]], parameters: Any, request_id: str, *, lora_request: Any = None
     ) -> AsyncIterator[Any]:
         assert lora_request is None, "whole weights are served here"
-        if self.output_handler.done():
-            raise RuntimeError("EngineDeadError")
         request = FakeRequest(prompt=prompt["prompt_token_ids"], parameters=parameters, outputs=asyncio.Queue())
         self.requests[request_id] = request
         self.parts.append(request)
         try:
-            output = await request.outputs.get()
-            if isinstance(output, Exception):
-                raise output
-            yield output
+            yield await request.outputs.get()
         finally:
             self.requests.pop(request_id, None)
 
@@ -87,9 +81,6 @@ class FakeVllm:
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[tuple[None, str]]:
         async def reload() -> None:
             assert self.paused or not self._in_flight(), "weights change under a running request"
-            self.in_flight_at_reload.append(self._in_flight())
-            if self.never_answers:
-                await asyncio.Event().wait()
             await asyncio.sleep(0)
             if method == "reset_weights":
                 self.weights = 0.0
@@ -122,11 +113,6 @@ class FakeVllm:
         for request_id in request_ids:
             if request_id in self.requests:
                 self._finish(self.requests[request_id], "abort")
-
-    def die(self) -> None:
-        self.output_handler.set_result(None)
-        for request in self.requests.values():
-            request.outputs.put_nowait(RuntimeError("EngineDeadError"))
 
     async def _call(self, method: str, work: Callable[[], Awaitable[Any]]) -> Any:
         self.calls.append(method)

@@ -287,18 +287,20 @@ def test_a_template_that_does_not_close_replies_cannot_be_continued_and_says_so(
         tokens.continuation([user("and?")], ended=True)
 
 
-@pytest.mark.parametrize(("model_type", "is_spared"), [("qwen2", True), ("qwen3", True), ("llama", False)])
-def test_the_tokenizer_is_autotokenizers_choice_and_where_there_is_none_its_import_is_spared(
-    model_type: str, is_spared: bool, tmp_path: Path
-) -> None:
-    tokenizer = character_tokenizer(set("0123456789+="))
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+def test_the_tokenizer_is_autotokenizers_choice_and_its_import_is_spared_if_that_is_clear(tmp_path: Path):
+    model_types = ("qwen2", "qwen3", "llama")
+    for model_type in model_types:
+        character_tokenizer(set("0123456789+=")).save_pretrained(tmp_path / model_type)
+        (tmp_path / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
     code = (
         "import sys; from pathlib import Path; from rollouts.chat.chat_tokens import ChatTokens\n"
-        f"found = ChatTokens.load(Path({str(tmp_path)!r})).tokenizer\n"
-        "print(type(found).__name__, found.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
+        f"for model_type in {model_types}:\n"
+        f"    loaded = ChatTokens.load(Path({str(tmp_path)!r}, model_type)).tokenizer\n"
+        "    print(type(loaded).__name__, loaded.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    chosen = AutoTokenizer.from_pretrained(str(tmp_path))
-    assert printed.split("\n")[-2] == f"{type(chosen).__name__} {chosen.encode('12+7=')} {not is_spared}"
+    chosen = [AutoTokenizer.from_pretrained(str(tmp_path / model_type)) for model_type in model_types]
+    assert printed.splitlines()[-3:] == [
+        f"{type(tokenizer).__name__} {tokenizer.encode('12+7=')} {model_type == 'llama'}"
+        for tokenizer, model_type in zip(chosen, model_types, strict=True)
+    ]
