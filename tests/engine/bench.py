@@ -12,16 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.arithmetic import Arithmetic
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, WeightUpdate
 from rollouts.engines.vllm_engine import VllmEngine
-from rollouts.production.attempts import Player
-from rollouts.rewards.scoring import RewardPool
 from storage.objects.digests import verify_folder
 from storage.policies.adapters import has_adapter
 from storage.records import Message, Sampling
-from tests.builders import a_config
 from tests.engine.policies import RANK, a_policy, an_adapter, logprobs_by_version
 
 TOLERANCE = 2e-3
@@ -55,16 +51,6 @@ class Bench:
             **({"lora_rank": RANK, "base_folder": self.folders[0]} if adapters else {}),
         )
         self._names = (f"request{number}" for number in itertools.count())
-
-    def player(self, *, attempt_timeout: float) -> Player:
-        """Attempts on this engine."""
-        return Player(
-            workflow=Arithmetic(),
-            engine=self.engine,
-            tokens=ChatTokens.load(self.base),
-            rewards=RewardPool(num_processes=1, timeout=10.0),
-            config=a_config(attempt_timeout=attempt_timeout, max_model_len=256),
-        )
 
     @property
     def serving(self) -> Path:

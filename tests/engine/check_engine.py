@@ -26,9 +26,9 @@ from infra.weight_broadcast import Broadcast, send
 from rollouts.engines.engine import EngineError, UpdateMode, WeightUpdate
 from storage.log.entries import Policy
 from storage.objects.digests import WEIGHTS_FILE, verify_folder
-from storage.records import Sampling, Task
+from storage.records import Sampling
 from tests.builders import a_broadcast
-from tests.engine.bench import LONG, MOMENT, TOLERANCE, Bench
+from tests.engine.bench import LONG, TOLERANCE, Bench
 from tests.engine.policies import a_policy, logprobs_of, logprobs_with_kept_cache, spoilt
 
 IN_TIME = 30.0
@@ -52,53 +52,22 @@ async def running_requests_span_the_swap(
 ) -> None:
     """`folder` is the next policy; the one that is not served by default."""
     bench.engine.update_mode, bench.engine.clear_cache_on_reload = mode, clear
-    old, new = bench.version, max(bench.folders) + 1
-    parts: list[tuple[list[int], int]] = []
-    real = bench.engine.llm.generate
-
-    def recording(prompt: Any, parameters: Any, request_id: str, **others: Any) -> Any:
-        parts.append((list(prompt["prompt_token_ids"]), parameters.max_tokens))
-        return real(prompt, parameters, request_id, **others)
-
-    pause, pause_sent = bench.engine.llm.engine_core.pause_scheduler_async, asyncio.Event()
-
-    async def pausing(**how: Any) -> None:
-        sent = asyncio.ensure_future(pause(**how))
-        await asyncio.sleep(0)  # it runs up to vLLM's answer
-        pause_sent.set()
-        await sent
-
-    async with bench.running(8, Sampling(max_tokens=LONG.max_tokens, seed=5)) as requests:
-        with bench.replaced("generate", recording), bench.replaced("pause_scheduler_async", pausing):
-            loading = asyncio.create_task(bench.load(folder or bench.other))
-            await pause_sent.wait()
-            late = asyncio.create_task(bench.generate(LONG))
-            update = await loading
-            replies = await asyncio.gather(*requests)
-            latest = await late
+    old = bench.version
+    async with bench.running(8) as requests:
+        update = await bench.load(folder or bench.other)
+        replies = await asyncio.gather(*requests)
     assert update.mode == mode and update.cache_cleared == clear and update.paused_seconds > 0
     for reply in replies:
         if mode == "wait":
             bench.assert_spanning(reply, old)  # none was in flight when the weights changed
         elif clear:
-            bench.assert_spanning(reply, old, new)
+            bench.assert_spanning(reply, old, bench.version)
         else:
-            assert set(reply.weight_versions) == {old, new}
-            assert reply.weight_versions == sorted(reply.weight_versions)
+            assert [version for version, _ in itertools.groupby(reply.weight_versions)] == [old, bench.version]
             expected = logprobs_with_kept_cache(bench.folders, bench.prompt, reply.token_ids, reply.weight_versions)
             # An aborted request finds whole blocks of 32 again; the rest is computed anew.
             if mode == "keep":
                 assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE)
-    if mode == "abort":
-        first_part = [reply.weight_versions.count(old) for reply in replies]
-        continued = [
-            ([*bench.prompt, *reply.token_ids[:length]], LONG.max_tokens - length)
-            for reply, length in zip(replies, first_part, strict=True)
-        ]
-        assert sorted(part for part in parts if part[1] < LONG.max_tokens) == sorted(continued)
-        assert all(0 < length < LONG.max_tokens for length in first_part)
-    if mode == "wait":
-        bench.assert_spanning(latest, new)  # it came while the others were finishing, and waited
     await bench.assert_serving()
     print(f"{mode}, cache {'cleared' if clear else 'kept'}: paused {update.paused_seconds:.3f} s")
 
@@ -274,19 +243,6 @@ async def a_stuck_engine_makes_requests_time_out_and_recovers(bench: Bench) -> N
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.2):
                         await request
-            group = await bench.player(attempt_timeout=0.5).group(
-                Task(id="37+05", prompt="37+05="),
-                group_id="stuck",
-                position=0,
-                epoch=0,
-                n_samples=3,
-                sampling=MOMENT,
-                is_eval=False,
-            )
-            assert [attempt.status for attempt in group.trajectories] == ["timeout"] * 3
-            sentences = {attempt.error.partition("\n")[0] for attempt in group.trajectories}
-            assert sentences == {"attempt took more than 0.5 s"}
-            assert not group.accepted
     await nothing_runs(bench)
     await bench.assert_serving()
 
