@@ -23,7 +23,7 @@ from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
-from rollouts.workflow import Score, Workflow, WorkflowContext, set_workflow_context
+from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext
 from settings.errors import InvalidInput, failure_text, path_errors
 from settings.loss import CustomLoss, Loss
 from settings.run_file import RunConfig
@@ -141,7 +141,7 @@ async def _play_references(
     rewards = RewardPool(num_processes=reward.processes, timeout=reward.timeout, memory_gb=reward.memory_gb)
 
     async def play(split: str, task: Task) -> str | None:
-        set_workflow_context(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
+        CONTEXT.set(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
         set_reward_pool(rewards)
         chat, problem = _ReferenceChat(workflow, task, parser), ""
         try:

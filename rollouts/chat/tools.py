@@ -148,7 +148,8 @@ async def _run(request: CallRequest, tools: dict[str, Tool], timeout: float) -> 
     if isinstance(result, str):
         return record(result=result, failed=False, seconds=seconds), None
     unavailable = result if isinstance(result, ToolUnavailable) else None
-    return record(result=f"error: {_words(result)}", seconds=seconds), unavailable
+    message = f"{type(result).__name__}: {result}" if str(result) else type(result).__name__
+    return record(result=f"error: {message}", seconds=seconds), unavailable
 
 
 async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> str | BaseException:
@@ -221,10 +222,6 @@ def _without_titles(schema: Any) -> Any:
 def _what_is_wrong(error: ValidationError) -> str:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     return "; ".join(": ".join(filter(None, [".".join(map(str, p["loc"])), p["msg"]])) for p in problems)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _cut(text: str, most: int) -> str:

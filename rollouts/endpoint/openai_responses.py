@@ -25,17 +25,10 @@ from rollouts.endpoint.openai_wire import (
     Text,
     ToolSpecification,
     WireMessage,
-    read,
-    without_neutral,
 )
-from storage.records import Sampling
 
-_ONLY_AT: dict[str, Any] = {
-    "include": [],
-    "background": False,
-    "top_logprobs": 0,
-    "truncation": "disabled",
-    "parallel_tool_calls": True,
+RESPONSE_ONLY_AT: dict[str, Any] = {
+    **{"include": [], "background": False, "top_logprobs": 0, "truncation": "disabled", "parallel_tool_calls": True},
     "text": {"format": {"type": "text"}},
 }
 """Accepted only at the value that has no effect."""
@@ -124,11 +117,6 @@ class ResponseRequest(Strict):
             tool_choice=self.tool_choice,
             max_tokens=self.max_output_tokens,
         )
-
-
-def read_response_request(body: Any, sampling: Sampling) -> ResponseRequest:
-    """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
-    return read(ResponseRequest, without_neutral(body, _ONLY_AT, sampling))
 
 
 def response(answer: Answer, body: dict[str, Any]) -> Response:

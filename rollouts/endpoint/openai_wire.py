@@ -28,15 +28,9 @@ _ABOUT_THE_REQUEST = {
 }
 """Accepted and unused: they have no effect on the reply."""
 
-_ONLY_AT: dict[str, Any] = {
-    "n": 1,
-    "stop": [],
-    "logit_bias": {},
-    "top_logprobs": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
+COMPLETION_ONLY_AT: dict[str, Any] = {
+    **{"n": 1, "stop": [], "logit_bias": {}, "top_logprobs": 0, "presence_penalty": 0, "frequency_penalty": 0},
+    **{"parallel_tool_calls": True, "response_format": {"type": "text"}},
 }
 """Accepted only at the value that has no effect."""
 
@@ -153,13 +147,11 @@ class ChatRequest(Strict):
         return min((n for n in (self.max_tokens, self.max_completion_tokens) if n is not None), default=None)
 
 
-def read_request(body: Any, sampling: Sampling) -> ChatRequest:
-    """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
-    return read(ChatRequest, without_neutral(body, _ONLY_AT, sampling))
+def read_request(model: type[_Model], body: Any, only_at: Mapping[str, Any], sampling: Sampling) -> _Model:
+    """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix.
 
-
-def without_neutral(body: Any, only_at: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
-    """The body without options that have no effect. Raises `Refused` for a value that would have one."""
+    `only_at`: options that are accepted only at the value that has no effect.
+    """
     if not isinstance(body, dict):
         raise Refused(400, "the body of the request is not a JSON object")
     options = {name: value for name, value in body.items() if value is not None and name not in _ABOUT_THE_REQUEST}
@@ -172,7 +164,7 @@ def without_neutral(body: Any, only_at: Mapping[str, Any], sampling: Sampling) -
                 "how tokens are drawn (and evaluation has settings of its own)",
                 param=name,
             )
-    return options
+    return read(model, options)
 
 
 def read(model: type[_Model], body: Any) -> _Model:

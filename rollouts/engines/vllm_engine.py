@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import time
@@ -150,29 +151,30 @@ class VllmEngine:
         token_ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        finish_reason, num_parts, started = "abort", 0, time.perf_counter()
-        while finish_reason == "abort":
+        started = time.perf_counter()
+        for part_idx in itertools.count():
             aborts_ended = self._aborts_ended
             # With the seed of the part before it, a part would repeat that part's random numbers.
             seed = None if sampling.seed is None else sampling.seed + len(token_ids)
             part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=seed)
-            name = f"{request_id}.part{num_parts}" if num_parts else request_id
+            name = f"{request_id}.part{part_idx}" if part_idx else request_id
             completion = await self._sample([*prompt_ids, *token_ids], part, name)
-            sampled = list(completion.token_ids)
+            token_ids += completion.token_ids
             # processed logprobs may round to slightly above 0
             logprobs += [min(0.0, logprob) for logprob in completion.logprobs.logprobs]
-            versions += _expand(completion.weight_versions, len(sampled))
-            token_ids += sampled
-            finish_reason, num_parts = completion.finish_reason, num_parts + 1
-            if finish_reason == "abort" and self._aborts_begun == aborts_ended:
+            for span in completion.weight_versions or ():
+                versions += [int(span.version)] * (span.end - span.start)
+            if completion.finish_reason != "abort" or self._aborts_begun == aborts_ended:
                 break  # it was not ended by a weight update
-        if finish_reason not in ("stop", "length"):
-            raise EngineError(f"request {request_id} was ended by the engine: {finish_reason}")
+        if completion.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request_id} was ended by the engine: {completion.finish_reason}")
+        if len(versions) != len(token_ids):
+            raise EngineError(f"the engine stamped {len(versions)} of {len(token_ids)} tokens with a weight version")
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
             weight_versions=versions,
-            finish_reason=finish_reason,
+            finish_reason=completion.finish_reason,
             held_seconds=max(0.0, self._held_until - started),
             adapters={version: self._adapters[version] for version in sorted(set(versions) & self._adapters.keys())},
         )
@@ -365,15 +367,3 @@ class VllmEngine:
             calling.cancel()
             raise EngineError("the engine core has ended")
         return calling.result()
-
-
-def _expand(spans: Any, length: int) -> list[int]:
-    """vLLM's `WeightVersionSpan`s → one version per token."""
-    versions = [0] * length
-    covered = 0
-    for span in spans or []:
-        versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-        covered += span.end - span.start
-    if covered != length:
-        raise EngineError(f"the engine stamped {covered} of {length} tokens with a weight version")
-    return versions
