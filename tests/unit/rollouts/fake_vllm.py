@@ -38,7 +38,6 @@ class FakeVllm:
         self.calls: list[str] = []
         self.faults: dict[str, list[str]] = {}
         """Method → what goes wrong in its next calls: `before`, `after` or `` for nothing."""
-        self.idle_reload = False
         self.output_handler = asyncio.get_running_loop().create_future()
         self._drained = asyncio.Event()
         self.engine_core = self
@@ -84,7 +83,7 @@ class FakeVllm:
             await asyncio.sleep(0)
             if method == "reset_weights":
                 self.weights = 0.0
-            elif not self.idle_reload:
+            else:
                 self.weights = float("nan")  # as far as a load that fails in its middle comes
                 self.weights = weights_of(Path(args[0]))
 

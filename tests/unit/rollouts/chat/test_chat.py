@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rollouts.chat.chat import Chat, OutOfRoom
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import CallRequest, ParsedReply
-from rollouts.chat.tools import Tool, ToolUnavailable, tool
+from rollouts.chat.tools import Tool, tool
 from rollouts.engines.scripted_engine import ScriptedEngine
 from storage.records import Message, Sampling, ToolCall, Turn
 from tests.builders import a_group, a_trajectory, provenance
@@ -85,14 +85,12 @@ def _rows(chat: Chat) -> list[dict[str, Any]]:
     return decode_shard(encode_shard([group], provenance=provenance(), sampling=Sampling()), name="s0").to_pylist()
 
 
-def _doubler(executed: list[int] | None = None, *, fault: Exception | None = None) -> Tool:
+def _doubler(executed: list[int] | None = None) -> Tool:
     @tool
     def double(number: int) -> int:
         """Twice a number."""
         if executed is not None:
             executed.append(number)
-        if fault:
-            raise fault
         return 2 * number
 
     return double
@@ -211,14 +209,6 @@ def test_a_call_that_cannot_be_read_is_told_to_the_policy(tokens: ChatTokens):
     [call] = chat.turns[0].tool_calls
     assert (call.name, call.arguments, call.failed, call.seconds) == ("", "+", True, 0.0)
     assert call.result.startswith("error: ") and chat.messages[2] == from_tool(call.result)
-
-
-def test_a_tool_that_is_unavailable_ends_the_conversation_with_its_call_on_record(tokens: ChatTokens):
-    chat = _chat(tokens, [4, 8, 1])
-    with pytest.raises(ToolUnavailable, match="HTTP 500"):
-        _run(chat.ask("3", tools=[_doubler(fault=ToolUnavailable("HTTP 500"))]))
-    [call] = chat.turns[0].tool_calls
-    assert call.failed and "HTTP 500" in call.result
 
 
 def test_a_caller_that_executes_tools_itself_gets_the_calls_and_their_results_are_noted(tokens: ChatTokens):

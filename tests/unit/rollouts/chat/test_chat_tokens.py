@@ -195,15 +195,19 @@ def test_what_follows_a_reply_is_what_the_template_puts_there(name: str, new: li
     assert _decoded(tokens, tokens.continuation(new, ended=False)) == end + behind
 
 
-def test_after_a_template_that_shortens_older_replies_the_continuation_is_still_right():
-    """Qwen3's drops what was thought before the last question; a reply that is the last one looks different."""
-    tokens = family("qwen3")
-    asked, answered = (
-        tokens.continuation([user("and?")], ended=True),
-        tokens.continuation([from_tool("42")], ended=True),
-    )
-    assert _decoded(tokens, asked) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
-    assert _decoded(tokens, answered) == "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
+@pytest.mark.parametrize(
+    ("name", "new", "text"),
+    [
+        # Qwen3's drops what was thought before the last question, and a reply that is the last one looks different.
+        ("qwen3", user("and?"), "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"),
+        ("qwen3", from_tool("42"), "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"),
+        # Mistral's insists on the ids of calls.
+        ("mistral", from_tool("42"), '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'),
+    ],
+)
+def test_a_template_with_rules_of_its_own_for_history_is_continued_too(name: str, new: Message, text: str):
+    tokens = family(name)
+    assert _decoded(tokens, tokens.continuation([new], ended=True)) == text
 
 
 def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():
@@ -214,12 +218,6 @@ def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():
         "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\n4<|im_end|>\n"
         "<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
     )
-
-
-def test_a_mistral_template_gets_the_call_ids_it_insists_on():
-    tokens = family("mistral")
-    text = _decoded(tokens, tokens.continuation([from_tool("42")], ended=True))
-    assert text == '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'
 
 
 @pytest.mark.parametrize(

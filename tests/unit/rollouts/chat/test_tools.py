@@ -355,6 +355,8 @@ def test_a_fault_of_a_tools_infrastructure_leaves_the_attempt_without_a_reward(t
     assert [t.reward for t in group.trajectories] == [2.0, None, 2.0]
     error = r"HTTP 500\n  at tests/unit/rollouts/chat/test_tools.py:\d+ in ask_server: raise ToolUnavailable"
     assert re.match(error, group.trajectories[1].error)
+    [call] = group.trajectories[1].turns[0].tool_calls
+    assert call.failed and "HTTP 500" in call.result
     assert [t.attempt for t in group.usable] == [0, 2] and group.accepted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -138,8 +139,12 @@ async def test_an_update_pauses_reloads_verifies_names_and_resumes(
     await bench.assert_serving(2)
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_what_an_engine_holds_is_answered_by_the_next_policy(bench: _Bench, mode: UpdateMode):
+@pytest.mark.parametrize(
+    ("mode", "then"), [*itertools.product(("keep", "wait", "abort"), ("load",)), ("keep", "release"), ("keep", "fail")]
+)
+async def test_what_an_engine_holds_is_answered_by_the_next_policy_or_if_none_comes_by_the_old_one(
+    bench: _Bench, mode: UpdateMode, then: str
+):
     await bench.start(mode)
     await bench.engine.hold()
     began = time.perf_counter()
@@ -147,31 +152,23 @@ async def test_what_an_engine_holds_is_answered_by_the_next_policy(bench: _Bench
     assert not bench.vllm.parts[-1].tokens
     bench.vllm.calls.clear()
     held_for = time.perf_counter() - began
-    await bench.load(2)
-    assert bench.vllm.calls == [*STEPS[1:], "resume_generation"], "it is paused already, and no request is aborted"
+    match then:
+        case "load":
+            await bench.load(2)
+            assert bench.vllm.calls == [*STEPS[1:], "resume_generation"], "paused already, and no request is aborted"
+        case "release":
+            await bench.engine.release()
+        case "fail":
+            bench.vllm.faults["reload_policy"] = ["before"]
+            with pytest.raises(EngineError, match="policy 1 serves on"):
+                await bench.load(2)
     reply = await bench.finish(request)
-    assert reply.weight_versions == [2] * 6 and len(bench.vllm.parts) == 1
+    assert reply.weight_versions == [2 if then == "load" else 1] * 6 and len(bench.vllm.parts) == 1
     assert held_for <= reply.held_seconds <= time.perf_counter() - began
     assert (await bench.finish(await bench.request("b"))).held_seconds == 0
     await bench.load(3)
     assert bench.vllm.calls.count("pause_scheduler_async") == 1
     await bench.assert_serving(3)
-
-
-@pytest.mark.parametrize("load_fails", [False, True])
-async def test_what_an_engine_holds_is_answered_by_the_old_policy_after_a_release_or_a_failed_load(
-    bench: _Bench, load_fails: bool
-):
-    await bench.start()
-    await bench.engine.hold()
-    request = await bench.request("a", steps=2)
-    if load_fails:
-        bench.vllm.faults["reload_policy"] = ["before"]
-        with pytest.raises(EngineError, match="policy 1 serves on"):
-            await bench.load(2)
-    else:
-        await bench.engine.release()
-    assert (await bench.finish(request)).weight_versions == [1] * 6
 
 
 async def test_abort_continues_each_request_from_the_tokens_it_has(bench: _Bench):
@@ -197,15 +194,6 @@ async def test_abort_continues_each_request_from_the_tokens_it_has(bench: _Bench
     ]
 
 
-async def test_a_failed_abort_continues_the_requests_it_ended(bench: _Bench):
-    await bench.start("abort")
-    request = await bench.request("a", steps=2)
-    bench.vllm.faults = {"pause_scheduler_async": ["after"]}
-    with pytest.raises(EngineError, match="policy 1 serves on"):
-        await bench.load(2)
-    assert (await bench.finish(request)).weight_versions == [1] * 6
-
-
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 async def test_a_request_that_something_else_ended_is_an_error(bench: _Bench, mode: UpdateMode):
     await bench.start(mode)
@@ -218,8 +206,9 @@ async def test_a_request_that_something_else_ended_is_an_error(bench: _Bench, mo
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
-async def test_a_fault_at_any_step_leaves_the_old_policy_serving(bench: _Bench, step: str, when: str):
-    await bench.start()
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_a_fault_at_any_step_leaves_the_old_policy_serving(bench: _Bench, mode: UpdateMode, step: str, when: str):
+    await bench.start(mode)
     request = await bench.request("a", steps=2)
     bench.vllm.faults = {step: [when]}
     with pytest.raises(EngineError, match=f"policy 2 .* policy 1 serves on: .*{step} was cut off") as error:
@@ -287,16 +276,6 @@ async def test_old_weights_that_come_back_later_make_the_engine_usable_again(ben
     with pytest.raises(EngineError, match="policy 2 .* policy 1 serves on"):
         await bench.load(2)
     await bench.assert_serving(1)
-
-
-async def test_a_load_that_did_nothing_is_an_error(bench: _Bench):
-    await bench.start()
-    bench.vllm.idle_reload = True
-    with pytest.raises(EngineUnusable, match="the engine's checksum is"):
-        await bench.load(2)
-    bench.vllm.idle_reload = False
-    await bench.load(2)
-    await bench.assert_serving(2)
 
 
 async def test_other_files_with_equal_weights_are_no_error(bench: _Bench):
