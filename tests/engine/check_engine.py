@@ -15,7 +15,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +163,7 @@ async def a_reply_ends_with_the_end_token(bench: Bench) -> None:
     await bench.load(bench.policies[0])
 
 
-async def a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(
-    bench: Bench, spoil: Callable[[Path, Path, str], Path], reasons: dict[str, str]
-) -> None:
+async def a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench: Bench, reasons: dict[str, str]) -> None:
     """`reasons`: how a policy folder is spoilt → a pattern of the error."""
     real, reloads = bench.engine.llm.collective_rpc, []
 
@@ -174,7 +172,7 @@ async def a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(
         return await real(*args, **kwargs)
 
     for number, (how, reason) in enumerate(reasons.items()):
-        broken = spoil(bench.other, bench.scratch / f"broken{number}", how)
+        broken = spoilt(bench.other, bench.scratch / f"broken{number}", how)
         async with bench.running() as requests:
             reloads.clear()
             try:
@@ -201,7 +199,7 @@ def broken_policies(loaded: str) -> dict[str, str]:
         "not weights": "header",
         "a wrong shape": "assert|shape|size",
         "a tensor missing": f"lacks tensors; .*model.layers.1.self_attn.qkv_proj {loaded}",
-        "an unknown tensor": "layers.9",
+        "an unknown layer": "layers.9",
     }
 
 
@@ -290,7 +288,7 @@ async def check(base: Path, scratch: Path) -> None:
         await weights_come_by_broadcast(bench)
         await equal_weights_have_equal_checksums_and_others_do_not(bench, first)
         await a_reply_ends_with_the_end_token(bench)
-        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench, spoilt, broken_policies("2144 of 3168"))
+        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(bench, broken_policies("2144 of 3168"))
         await a_load_that_did_nothing_is_noticed(bench)
         await a_cancelled_request_leaves_its_slot_in_the_engine(bench)
         await a_stuck_engine_makes_requests_time_out_and_recovers(bench)

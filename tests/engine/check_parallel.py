@@ -28,7 +28,6 @@ from tests.engine.check_engine import (
     running_requests_span_the_swap,
     weights_come_by_broadcast,
 )
-from tests.engine.policies import spoilt
 
 GREEDY = Sampling(max_tokens=100, temperature=0.0)
 
@@ -95,9 +94,7 @@ async def check(base: Path, scratch: Path) -> None:
             await running_requests_span_the_swap(divided, mode, True)
         divided.engine.update_mode = "keep"
         await weights_come_by_broadcast(divided, parts=2)
-        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(
-            divided, spoilt, broken_policies("4192 of 6240")
-        )
+        await a_policy_that_cannot_be_loaded_leaves_the_old_one_serving(divided, broken_policies("4192 of 6240"))
         await a_load_that_did_nothing_is_noticed(divided)
         await a_killed_part_fails_everything_at_once(divided)
     finally:

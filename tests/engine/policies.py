@@ -39,20 +39,17 @@ def a_policy(base: Path, folder: Path, *, end_id: int, seed: int) -> Path:
     embeddings[:, 0] = 1.0
     embeddings[end_id, 0] = -10.0
     moved["model.norm.weight"][0] = 2.0
-    return rewritten(folder, moved)
-
-
-def rewritten(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """The folder with other weights, sealed anew."""
-    save_file(dict(tensors), str(folder / WEIGHTS), metadata={"format": "pt"})
+    save_file(moved, str(folder / WEIGHTS), metadata={"format": "pt"})
     seal_folder(folder)
     return folder
 
 
 def spoilt(policy: Path, folder: Path, how: str) -> Path:
-    """A copy of a policy folder with something wrong with it."""
+    """A copy of a policy folder, of whole weights or an adapter, with something wrong with it."""
+    if how == "a rank that is too large":
+        return an_adapter(_base_of(policy), folder, seed=9, rank=64)
     shutil.copytree(policy, folder)
-    weights = folder / WEIGHTS
+    weights = folder / (ADAPTER_WEIGHTS if has_adapter(policy) else WEIGHTS)
     tensors = load_file(str(weights))
     match how:
         case "no folder":
@@ -63,14 +60,19 @@ def spoilt(policy: Path, folder: Path, how: str) -> Path:
             weights.write_bytes(weights.read_bytes()[:-1000])
         case "not weights":
             weights.write_bytes(b"not weights")
+        case "other weights than sealed":
+            save_file({name: tensor + 1 for name, tensor in tensors.items()}, str(weights))
         case "a wrong shape":
             name = "model.layers.1.mlp.down_proj.weight"
-            rewritten(folder, {**tensors, name: tensors[name][:, :-1].contiguous()})
+            save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, str(weights), metadata={"format": "pt"})
         case "a tensor missing":
             tensors.pop("model.layers.1.self_attn.k_proj.weight")
-            rewritten(folder, tensors)
-        case "an unknown tensor":
-            rewritten(folder, {**tensors, "model.layers.9.mlp.up_proj.weight": torch.zeros(1)})
+            save_file(tensors, str(weights), metadata={"format": "pt"})
+        case "an unknown layer":
+            extra = {name.replace("layers.1.", "layers.9."): tensor.clone() for name, tensor in tensors.items()}
+            save_file({**tensors, **extra}, str(weights), metadata={"format": "pt"})
+    if how in ("a wrong shape", "a tensor missing", "an unknown layer"):
+        seal_folder(folder)
     return folder
 
 
@@ -83,26 +85,6 @@ def an_adapter(base: Path, folder: Path, *, seed: int, rank: int = RANK) -> Path
     folder.mkdir()
     write_adapter(causal_lm, folder, base=str(base))
     seal_folder(folder)
-    return folder
-
-
-def spoilt_adapter(adapter: Path, folder: Path, how: str) -> Path:
-    """A copy of an adapter folder with something wrong with it."""
-    if how == "a rank that is too large":
-        return an_adapter(_base_of(adapter), folder, seed=9, rank=64)
-    shutil.copytree(adapter, folder)
-    weights = folder / ADAPTER_WEIGHTS
-    tensors = load_file(str(weights))
-    match how:
-        case "a layer the model has not":
-            extra = {name.replace("layers.1.", "layers.9."): t.clone() for name, t in tensors.items()}
-            save_file({**tensors, **extra}, str(weights))
-            seal_folder(folder)
-        case "not weights":
-            weights.write_bytes(b"not weights")
-            seal_folder(folder)
-        case "altered since it was sealed":
-            save_file({name: tensor + 1 for name, tensor in tensors.items()}, str(weights))
     return folder
 
 
