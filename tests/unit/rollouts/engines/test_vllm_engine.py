@@ -300,15 +300,6 @@ async def test_a_folder_loaded_before_must_give_the_checksum_it_gave_then(bench:
     assert reply.logprobs == [-2.0] * 6 and reply.weight_versions == [4] * 6
 
 
-async def test_a_folder_without_a_seal_is_refused_before_anything_is_paused(bench: _Bench):
-    await bench.start()
-    (bench.policy(2) / "digest.json").unlink()
-    with pytest.raises(EngineError, match="digest.json"):
-        await bench.load(2)
-    assert "pause_scheduler_async" not in bench.vllm.calls
-    await bench.assert_serving(1)
-
-
 async def test_a_cancelled_caller_does_not_stop_the_update_half_way(bench: _Bench):
     await bench.start()
     updating = asyncio.create_task(bench.load(2))
