@@ -17,7 +17,6 @@ With adapters (LoRA) the base weights stay, and `load_policy` changes the conten
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -42,8 +41,6 @@ logger = logging.getLogger("millrace.engine")
 
 TRIES = 3
 """How often restoring old weights, or resuming the engine, is tried."""
-REHEARSAL_SECONDS = 1.0
-"""The rehearsal of a new engine ends then; a large model on a CPU would take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +141,6 @@ class VllmEngine:
             self._checksums[self._served.digest] = await self._read_checksum()
         checksum = await self._install(self._served)  # reloads the same weights: the checksum must not change
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
-        await self._rehearse()
         return checksum
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
@@ -199,19 +195,6 @@ class VllmEngine:
         if self.llm is not None:
             self.llm.shutdown(timeout=0)  # killed: there is nothing to save, and an orderly end takes three seconds
             self.llm = None
-
-    async def _rehearse(self) -> None:
-        """Answer as many short requests as may run at once, before the first real one: a batch of a new size costs
-        extra time, and so does memory that is touched for the first time."""
-        sampling = Sampling(max_tokens=4)
-        prompt_ids = self._stop_ids[:1] * 4
-        requests = (
-            self.generate(prompt_ids, sampling=sampling, request_id=f"rehearsal{number}")
-            for number in range(self.llm.vllm_config.scheduler_config.max_num_seqs)
-        )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REHEARSAL_SECONDS):
-                await asyncio.gather(*requests)
 
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Any:
         """vLLM's completion of one request, however it ended."""

@@ -29,8 +29,6 @@ class FakeRequest:
 class FakeVllm:
     """What `VllmEngine` uses of AsyncLLM. `step()` gives one token to every running request."""
 
-    max_num_seqs = 0  # so a start rehearses with none
-
     def __init__(self, folder: Path) -> None:
         self.weights, self.version, self.paused = weights_of(folder), "default", False
         self.requests: dict[str, FakeRequest] = {}
@@ -41,7 +39,6 @@ class FakeVllm:
         self.output_handler = asyncio.get_running_loop().create_future()
         self._drained = asyncio.Event()
         self.engine_core = self
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=self.max_num_seqs))
 
     async def generate(
         self, prompt: dict[str, list[int]], parameters: Any, request_id: str, *, lora_request: Any = None

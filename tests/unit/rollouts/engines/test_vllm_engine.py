@@ -102,25 +102,6 @@ def bench(tmp_path: Path) -> _Bench:
     return _Bench(tmp_path)
 
 
-@pytest.mark.parametrize("answers", [True, False])
-async def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
-    bench: _Bench, monkeypatch: pytest.MonkeyPatch, answers: bool
-):
-    monkeypatch.setattr(FakeVllm, "max_num_seqs", 3)
-    monkeypatch.setattr("rollouts.engines.vllm_engine.REHEARSAL_SECONDS", 60.0 if answers else 0.05)
-    starting = asyncio.create_task(bench.start())
-    while not (bench.engine.llm and len(bench.engine.llm.requests) == 3):
-        await asyncio.sleep(0)
-    rehearsed = list(bench.engine.llm.parts)
-    while answers and not starting.done():
-        bench.engine.llm.step()
-        await asyncio.sleep(0)
-    await starting
-    assert not bench.vllm.requests and len(bench.vllm.parts) == 3
-    assert {bool(request.finish_reason) for request in rehearsed} == {answers}
-    await bench.assert_serving(1)
-
-
 @pytest.mark.parametrize(("mode", "versions"), [("keep", [1, 1, 2, 2, 2, 2]), ("wait", [1] * 6)])
 async def test_an_update_pauses_reloads_verifies_names_and_resumes(
     bench: _Bench, mode: UpdateMode, versions: list[int]
