@@ -81,7 +81,10 @@ def tool(function: Callable[..., Any]) -> Tool:
     except NameError as error:
         raise InvalidInput(f"tool {name!r}: {error}; types in its hints must be importable from its module") from error
     fields: dict[str, Any] = {}
-    for parameter in _parameters(function):
+    given = list(inspect.signature(function).parameters.values())
+    if given and given[0].name in ("self", "cls"):  # of a method that is being defined
+        given = given[1:]
+    for parameter in given:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise InvalidInput(f"tool {name!r}: parameter {parameter} cannot be given by name; write each one out")
         if parameter.name not in hints:
@@ -199,12 +202,6 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return value
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that a caller gives: without the `self` of a method that is being defined."""
-    parameters = list(inspect.signature(function).parameters.values())
-    return parameters[1:] if parameters and parameters[0].name in ("self", "cls") else parameters
 
 
 def _without_titles(schema: Any) -> Any:

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
+import json
 import logging
 import os
 import time
@@ -29,8 +31,7 @@ from typing import Any
 
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_arguments import end_token_ids, in_processes_of_its_own, sampling_parameters
-from rollouts.engines.vllm_core import CoreStart
+from rollouts.engines.vllm_core import CoreStart, in_processes_of_its_own
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
 from rollouts.engines.vllm_worker import results
 from storage.objects.digests import read_seal, sha256_of_json
@@ -128,7 +129,7 @@ class VllmEngine:
 
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
-        self._stop_ids = end_token_ids(model)
+        self._stop_ids = _end_token_ids(model)
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
         with self._core.starting():
@@ -202,7 +203,7 @@ class VllmEngine:
         self._running.add(request_id)
         final = None
         try:
-            parameters = sampling_parameters(sampling, tuple(self._stop_ids))
+            parameters = _sampling_parameters(sampling, tuple(self._stop_ids))
             prompt = self._as_input(prompt_ids)  # in the core's form; vLLM would convert any other in a thread
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
@@ -350,3 +351,34 @@ class VllmEngine:
             calling.cancel()
             raise EngineError("the engine core has ended")
         return calling.result()
+
+
+@functools.lru_cache(maxsize=16)
+def _sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
+    """vLLM's sampling parameters. vLLM copies them for each request, so attempts without a seed share one object."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        logprobs=0,  # only the sampled token's
+        flat_logprobs=True,  # lists, not a dictionary and an object per token
+        stop_token_ids=list(stop_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # a deep copy for each request would cost as much as the rest of its admission
+    )
+
+
+def _end_token_ids(folder: Path) -> list[int]:
+    """Token ids that end a reply, from `generation_config.json` of a model folder, else from `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
+    raise EngineError(f"{folder} names no eos_token_id in generation_config.json or config.json")
