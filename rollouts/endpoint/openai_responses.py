@@ -105,7 +105,7 @@ class ResponseRequest(Strict):
                     if not messages or messages[-1].role != "assistant":
                         messages.append(WireMessage(role="assistant"))
                     call = Call(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-                    messages[-1] = messages[-1].model_copy(update={"tool_calls": [*messages[-1].tool_calls, call]})
+                    messages[-1].tool_calls.append(call)
         return messages
 
     def chat_request(self, conversation: Sequence[WireMessage]) -> ChatRequest:
