@@ -141,33 +141,12 @@ def test_methods_of_an_object_are_tools_of_that_object():
     assert call.result == "p of 2"
 
 
-def _no_docstring(a: int) -> int:
-    return a
-
-
-def _no_hint(a: int, b) -> int:  # type: ignore[no-untyped-def]
-    """Add."""
-    return a + b
-
-
-def _any_number(*numbers: int) -> int:
-    """Add."""
-    return sum(numbers)
-
-
-def _only_by_position(a: int, /) -> int:
-    """The same."""
-    return a
-
-
-def _no_schema(a: Callable[[int], int]) -> int:
-    """Call it."""
-    return a(1)
-
-
-def _unknown_type(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
-    """Ask it."""
-    return 0
+def _no_docstring(a: int) -> None: ...
+def _no_hint(a: int, b) -> None: ...  # type: ignore[no-untyped-def]
+def _any_number(*numbers: int) -> None: ...
+def _only_by_position(a: int, /) -> None: ...
+def _no_schema(a: Callable[[int], int]) -> None: ...
+def _unknown_type(a: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
 @pytest.mark.parametrize(
@@ -182,6 +161,7 @@ def _unknown_type(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F82
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_written(function: Callable[..., Any], problem: str):
+    function.__doc__ = None if function is _no_docstring else "Do it."
     with pytest.raises(ValueError, match=problem):
         tool(function)
 
@@ -193,11 +173,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_written(functio
         ("add", '{"a": 1', "error: Invalid JSON: EOF while parsing an object at line 1 column 7"),
         ("add", "[1, 2]", "error: Input should be an object"),
         ("add", '{"b": 2}', "error: a: Field required"),
-        (
-            "add",
-            '{"a": "x", "c": 1}',
-            "error: a: Input should be a valid integer, .*; c: Extra inputs are not permitted",
-        ),
+        ("add", '{"a": "x", "c": 1}', "error: a: Input should be a valid integer, .*; c: Extra inputs are .*permitted"),
     ],
 )
 def test_what_the_policy_wrote_wrongly_is_told_to_it(name: str, arguments: str, told: str):
