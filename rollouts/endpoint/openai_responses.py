@@ -21,17 +21,12 @@ from rollouts.endpoint.openai_wire import (
     CalledFunction,
     ChatRequest,
     Function,
+    Request,
     Strict,
     Text,
     ToolSpecification,
     WireMessage,
 )
-
-RESPONSE_ONLY_AT: dict[str, Any] = {
-    **{"include": [], "background": False, "top_logprobs": 0, "truncation": "disabled", "parallel_tool_calls": True},
-    "text": {"format": {"type": "text"}},
-}
-"""Accepted only at the value that has no effect."""
 
 
 class _Item(Strict):
@@ -71,9 +66,13 @@ class ResponseTool(Function):
     type: Literal["function"]
 
 
-class ResponseRequest(Strict):
-    """The part of a Responses request that has an effect."""
+class ResponseRequest(Request):
+    """A Responses request."""
 
+    only_at = {
+        **{"include": [], "background": False, "top_logprobs": 0, "truncation": "disabled"},
+        **{"parallel_tool_calls": True, "text": {"format": {"type": "text"}}},
+    }
     input: list[Annotated[MessageItem | CallItem | ResultItem, Field(discriminator="type")]] = Field(min_length=1)
     instructions: str = ""
     previous_response_id: str = ""
