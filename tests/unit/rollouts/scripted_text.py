@@ -69,6 +69,12 @@ def an_engine(tokens: ChatTokens, *replies: str, engine: type[ScriptedEngine] = 
     return engine(reply)
 
 
+def a_chat(tokens: Any, engine: Any, *, max_tokens: int = 64, **settings: Any) -> Chat:
+    """A conversation; `settings` are fields of `Chat`."""
+    fields = {"sampling": Sampling(max_tokens=max_tokens), "max_model_len": 4096, "tool_parser": Brackets(), **settings}
+    return Chat(engine=engine, tokens=tokens, request_id="0.task/0", **fields)
+
+
 async def play_group(
     workflow: Workflow,
     tokens: ChatTokens,
@@ -120,19 +126,11 @@ async def served(
     tokens: ChatTokens,
     *replies: str,
     engine: type[ScriptedEngine] = ScriptedEngine,
-    max_model_len: int = 4096,
     max_retries: int = 0,
-    **sampling: Any,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
-    """An attempt whose engine gives these replies; `max_retries` of the client."""
-    chat = Chat(
-        engine=an_engine(tokens, *replies, engine=engine),
-        tokens=tokens,
-        sampling=Sampling(**{"max_tokens": 64, **sampling}),
-        max_model_len=max_model_len,
-        request_id="0.task/0",
-        tool_parser=Brackets(),  # type: ignore[arg-type]
-    )
+    """An attempt whose engine gives these replies; `max_retries` of the client, `settings` as in `a_chat`."""
+    chat = a_chat(tokens, an_engine(tokens, *replies, engine=engine), **settings)
     endpoint = AgentEndpoint()
     try:
         async with (

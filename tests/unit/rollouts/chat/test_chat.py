@@ -22,7 +22,7 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from storage.records import Message, Sampling, ToolCall, Turn
 from tests.builders import a_group, a_trajectory, provenance
 from tests.shard_files import decode_shard, encode_shard
-from tests.unit.rollouts.scripted_text import from_tool, said, user
+from tests.unit.rollouts.scripted_text import a_chat, from_tool, said, user
 
 
 class PlusParser:
@@ -39,27 +39,14 @@ class PlusParser:
         return ParsedReply(content=content, tool_calls=calls)
 
 
-def _chat(
-    tokens: Any,
-    *replies: Sequence[int],
-    engine: ScriptedEngine | None = None,
-    max_tokens: int = 16,
-    max_model_len: int = 64,
-    **settings: Any,
-) -> Chat:
+def _chat(tokens: Any, *replies: Sequence[int], engine: ScriptedEngine | None = None, **settings: Any) -> Chat:
     """Request `…/0` is answered with the first reply, `…/1` with the second, and so on; the last one stays."""
 
     def reply(_: list[int], request_id: str) -> list[int]:
         return list(replies[min(int(request_id.rsplit("/", 1)[1]), len(replies) - 1)])
 
-    return Chat(
-        engine=engine or ScriptedEngine(reply),
-        tokens=tokens,
-        sampling=Sampling(max_tokens=max_tokens),
-        max_model_len=max_model_len,
-        request_id="0.task/0",
-        **{"tool_parser": PlusParser(), **settings},
-    )
+    defaults = {"max_tokens": 16, "max_model_len": 64, "tool_parser": PlusParser()}
+    return a_chat(tokens, engine or ScriptedEngine(reply), **{**defaults, **settings})
 
 
 def _run(*steps: Awaitable[Any]) -> list[Any]:

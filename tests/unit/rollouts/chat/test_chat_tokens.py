@@ -22,8 +22,8 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import tool
 from rollouts.engines.scripted_engine import ScriptedEngine
-from storage.records import Message, Sampling
-from tests.unit.rollouts.scripted_text import from_tool, said, user
+from storage.records import Message
+from tests.unit.rollouts.scripted_text import a_chat, from_tool, said, user
 from trainers.model.warmup import character_tokenizer
 
 QWEN2 = """
@@ -160,14 +160,8 @@ def _chat(
             return words
         return [*tokens.tokenizer.encode(words, add_special_tokens=False), tokens.end_id]
 
-    return Chat(
-        engine=ScriptedEngine(reply),
-        tokens=tokens,
-        sampling=Sampling(max_tokens=200),
-        max_model_len=4096,
-        request_id="0.task/0",
-        tool_parser=ToolParser(parser, tokens.tokenizer),
-    )
+    tool_parser = ToolParser(parser, tokens.tokenizer)
+    return a_chat(tokens, ScriptedEngine(reply), max_tokens=200, tool_parser=tool_parser)
 
 
 def _recorded(chat: Chat) -> list[int]:

@@ -16,7 +16,7 @@ from rollouts.endpoint.agent_endpoint import agent_endpoint, close_agent_endpoin
 from rollouts.engines.engine import EngineError
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.workflow import Score
-from storage.records import Message
+from storage.records import Message, Sampling
 from tests.unit.rollouts.scripted_text import ADD, Served, served, user
 
 
@@ -179,7 +179,7 @@ async def test_what_would_change_the_distribution_is_refused_by_name(text_tokens
 async def test_options_at_the_runs_own_values_are_no_options(text_tokens: ChatTokens):
     options = {"temperature": 0.7, "top_p": 1.0, "n": 1, "presence_penalty": 0.0, "parallel_tool_calls": True}
     options |= {"response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"}}
-    async with served(text_tokens, "one", temperature=0.7) as agent:
+    async with served(text_tokens, "one", sampling=Sampling(temperature=0.7)) as agent:
         assert (await agent.ask("1", **options)).choices[0].message.content == "one"
 
 
