@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from rollouts.rewards.code_reward import unit_tests
     from rollouts.rewards.judge import RUBRIC, Judge
     from rollouts.rewards.scoring import RewardFailed, RewardTimeout, score, score_all
-    from rollouts.sandbox.code_tool import run_python
-    from rollouts.sandbox.sandboxed_tools import sandboxed
+    from rollouts.sandbox.sandboxed_tools import run_python, sandboxed
     from rollouts.workflow import Score, Workflow, WorkflowContext, WrongWorkflow, workflow_context
     from settings.errors import InvalidInput, NotFound, UserError
     from storage.records import Message, RolloutGroup, Sampling, Task, ToolCall, Trajectory, Turn
@@ -50,8 +49,7 @@ _NAMES = {
     "rollouts.rewards.code_reward": ("unit_tests",),
     "rollouts.rewards.judge": ("RUBRIC", "Judge"),
     "rollouts.rewards.scoring": ("RewardFailed", "RewardTimeout", "score", "score_all"),
-    "rollouts.sandbox.code_tool": ("run_python",),
-    "rollouts.sandbox.sandboxed_tools": ("sandboxed",),
+    "rollouts.sandbox.sandboxed_tools": ("run_python", "sandboxed"),
     "rollouts.workflow": ("Score", "Workflow", "WorkflowContext", "WrongWorkflow", "workflow_context"),
     "settings.errors": ("InvalidInput", "NotFound", "UserError"),
     "storage.records": ("Message", "RolloutGroup", "Sampling", "Task", "ToolCall", "Trajectory", "Turn"),

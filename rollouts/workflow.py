@@ -63,17 +63,13 @@ class WorkflowContext:
     attempt: int
 
 
-_CONTEXT: contextvars.ContextVar[WorkflowContext] = contextvars.ContextVar("workflow_context")
+CONTEXT: contextvars.ContextVar[WorkflowContext] = contextvars.ContextVar("workflow_context")
+"""Set by the executor at the start of an attempt's own asyncio task."""
 
 
 def workflow_context() -> WorkflowContext:
     """The context of the attempt that runs this code; `LookupError` outside of one."""
-    return _CONTEXT.get()
-
-
-def set_workflow_context(context: WorkflowContext) -> None:
-    """Called by the executor at the start of an attempt's own asyncio task."""
-    _CONTEXT.set(context)
+    return CONTEXT.get()
 
 
 class Workflow:

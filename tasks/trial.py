@@ -26,7 +26,7 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.engine_choice import local_folder
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import Workflow, WorkflowContext, WrongWorkflow, as_score, place_of, set_workflow_context
+from rollouts.workflow import CONTEXT, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
 from settings.errors import InvalidInput, failure_text
 from settings.run_file import RunConfig
 from storage.records import Message, Sampling, Task
@@ -172,7 +172,7 @@ async def _attempts(
     rewards = RewardPool(num_processes=settings.processes, timeout=settings.timeout, memory_gb=settings.memory_gb)
 
     async def play(split: str, task: Task) -> _Outcome:
-        set_workflow_context(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
+        CONTEXT.set(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
         set_reward_pool(rewards)
         chat, error, reward = _ScriptedChat(task, reply, parser), None, None
         try:

@@ -59,15 +59,16 @@ class Reply:
 class _Branch:
     """One line of the conversation: its messages and its tokens. It becomes one training sequence."""
 
-    sequence_idx: int
-    messages: list[Message]
-    ids: list[int]
     tools: list[dict[str, Any]]
     """Schemas in the first prompt."""
-    reply: Reply
-    """The last reply."""
-    replied_at: float
+    messages: list[Message] = dataclasses.field(default_factory=list)
+    ids: list[int] = dataclasses.field(default_factory=list)
+    reply: Reply | None = None
+    """The last reply; None before the first."""
+    replied_at: float = 0.0
     """Time of the last reply, by `time.perf_counter`."""
+    sequence_idx: int = -1
+    """Given with the first reply."""
     busy: bool = False
     """True while the engine writes the next reply."""
 
@@ -129,13 +130,13 @@ class Chat:
         if tools and self.tool_parser is None:
             raise InvalidInput("this Chat was made without a tool parser, so it cannot read tool calls")
         branch = self._branch_for(messages, schemas)
-        if branch is None:
-            history, context_ids = [], self.tokens.prompt(messages, tools=schemas)
+        if branch.reply is None:
+            context_ids = self.tokens.prompt(messages, tools=schemas)
         else:
             new = messages[len(branch.messages) :]
-            history, context_ids = branch.ids, self.tokens.continuation(new, ended=not branch.reply.cut_off)
-            self._record_results(branch, new)
-        prompt_ids = [*history, *context_ids]
+            context_ids = self.tokens.continuation(new, ended=not branch.reply.cut_off)
+            self._record_results(branch.reply, new, seconds=time.perf_counter() - branch.replied_at)
+        prompt_ids = [*branch.ids, *context_ids]
         room = self.max_model_len - len(prompt_ids)
         if room < 1:
             raise OutOfRoom(f"{len(prompt_ids)} tokens of {self.max_model_len} are used")
@@ -143,8 +144,7 @@ class Chat:
         sampling = dataclasses.replace(self.sampling, max_tokens=min(limits))
         request_id = f"{self.request_id}/{self._num_requests}"
         self._num_requests += 1
-        if branch is not None:
-            branch.busy = True
+        branch.busy = True
         try:
             started = time.perf_counter()
             generation = await self.engine.generate(prompt_ids, sampling=sampling, request_id=request_id)
@@ -155,16 +155,18 @@ class Chat:
             if schemas and self.tool_parser is not None:
                 parsed = await self.tool_parser.parse(text, schemas)
         finally:
-            if branch is not None:
-                branch.busy = False
+            branch.busy = False
         # No await from here on: a request that runs at the same time sees the whole turn or nothing of it.
+        if branch.reply is None:
+            branch.sequence_idx = len(self._branches)
+            self._branches.append(branch)
         turn = Turn(
             context_ids=context_ids,
             sampled_ids=generation.token_ids,
             logprobs=generation.logprobs,
             weight_versions=generation.weight_versions,
             finish_reason=generation.finish_reason,
-            sequence_idx=len(self._branches) if branch is None else branch.sequence_idx,
+            sequence_idx=branch.sequence_idx,
             generate_seconds=generate_seconds,
             adapters=generation.adapters,
         )
@@ -179,19 +181,12 @@ class Chat:
         )
         message = Message(role="assistant", content=text, is_completion=True)
         self.turns.append(turn)
-        num_recorded = max((_shared(branch.messages, messages) for branch in self._branches), default=0)
+        num_recorded = max((_shared(each.messages, messages) for each in self._branches), default=0)
         new = messages[num_recorded:]
         self.recorded += [*(dataclasses.replace(each, is_completion=False) for each in new), message]
         self.messages = [*messages, message]
-        grown = _Branch(
-            sequence_idx=turn.sequence_idx,
-            messages=list(self.messages),
-            ids=[*prompt_ids, *generation.token_ids],
-            tools=schemas if branch is None else branch.tools,
-            reply=reply,
-            replied_at=time.perf_counter(),
-        )
-        self._branches[turn.sequence_idx : turn.sequence_idx + 1] = [grown]
+        branch.messages, branch.ids = list(self.messages), [*prompt_ids, *generation.token_ids]
+        branch.reply, branch.replied_at = reply, time.perf_counter()
         return reply
 
     @property
@@ -215,21 +210,19 @@ class Chat:
     def _record_calls(self, reply: Reply, calls: list[ToolCall]) -> None:
         self.turns[reply.turn_idx] = dataclasses.replace(self.turns[reply.turn_idx], tool_calls=calls)
 
-    def _record_results(self, branch: _Branch, new: Sequence[Message]) -> None:
+    def _record_results(self, reply: Reply, new: Sequence[Message], *, seconds: float) -> None:
         """Record calls that the caller of `complete` executed itself. Their seconds are all those since the reply."""
-        requests = branch.reply.tool_calls
         results = [message.content for message in itertools.takewhile(lambda m: m.role == "tool", new)]
-        if not requests or len(results) != len(requests) or self.turns[branch.reply.turn_idx].tool_calls:
+        if len(results) != len(reply.tool_calls) or self.turns[reply.turn_idx].tool_calls:
             return
-        seconds = time.perf_counter() - branch.replied_at
         calls = [
             ToolCall(name=call.name, arguments=call.arguments, result=result, seconds=seconds)
-            for call, result in zip(requests, results, strict=True)
+            for call, result in zip(reply.tool_calls, results, strict=True)
         ]
-        self._record_calls(branch.reply, calls)
+        self._record_calls(reply, calls)
 
-    def _branch_for(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> _Branch | None:
-        """The branch that these messages extend: the longest one that they begin with.
+    def _branch_for(self, messages: Sequence[Message], tools: list[dict[str, Any]]) -> _Branch:
+        """The branch that these messages extend, the longest one that they begin with, or a new one.
 
         A branch whose prompt showed other tools cannot go on: the policy would not know these.
         """
@@ -240,7 +233,7 @@ class Chat:
             and _shared(branch.messages, messages) == len(branch.messages)
             and (not tools or tools == branch.tools)
         ]
-        return max(fitting, key=lambda branch: len(branch.messages), default=None)
+        return max(fitting, key=lambda branch: len(branch.messages), default=_Branch(tools=tools))
 
 
 def _shared(ones: Sequence[Message], others: Sequence[Message]) -> int:

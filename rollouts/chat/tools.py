@@ -81,7 +81,10 @@ def tool(function: Callable[..., Any]) -> Tool:
     except NameError as error:
         raise InvalidInput(f"tool {name!r}: {error}; types in its hints must be importable from its module") from error
     fields: dict[str, Any] = {}
-    for parameter in _parameters(function):
+    given = list(inspect.signature(function).parameters.values())
+    if given and given[0].name in ("self", "cls"):  # of a method that is being defined
+        given = given[1:]
+    for parameter in given:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise InvalidInput(f"tool {name!r}: parameter {parameter} cannot be given by name; write each one out")
         if parameter.name not in hints:
@@ -148,7 +151,8 @@ async def _run(request: CallRequest, tools: dict[str, Tool], timeout: float) -> 
     if isinstance(result, str):
         return record(result=result, failed=False, seconds=seconds), None
     unavailable = result if isinstance(result, ToolUnavailable) else None
-    return record(result=f"error: {_words(result)}", seconds=seconds), unavailable
+    message = f"{type(result).__name__}: {result}" if str(result) else type(result).__name__
+    return record(result=f"error: {message}", seconds=seconds), unavailable
 
 
 async def _execute(function: Callable[..., Any], arguments: dict[str, Any]) -> str | BaseException:
@@ -200,12 +204,6 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     return value
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters that a caller gives: without the `self` of a method that is being defined."""
-    parameters = list(inspect.signature(function).parameters.values())
-    return parameters[1:] if parameters and parameters[0].name in ("self", "cls") else parameters
-
-
 def _without_titles(schema: Any) -> Any:
     """A schema without the titles that pydantic makes of the names; they tell a policy nothing."""
     match schema:
@@ -221,10 +219,6 @@ def _without_titles(schema: Any) -> Any:
 def _what_is_wrong(error: ValidationError) -> str:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     return "; ".join(": ".join(filter(None, [".".join(map(str, p["loc"])), p["msg"]])) for p in problems)
-
-
-def _words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _cut(text: str, most: int) -> str:

@@ -26,7 +26,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from rollouts.chat.chat import Chat, OutOfRoom
-from rollouts.endpoint.openai_responses import read_response_request, response, response_events
+from rollouts.endpoint.openai_responses import ResponseRequest, response, response_events
 from rollouts.endpoint.openai_wire import (
     Answer,
     Call,
@@ -257,7 +257,7 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
         session, body = session_of(request), await _json(request)
-        asked = read_request(body, session.sampling)
+        asked = read_request(ChatRequest, body, session.sampling)
         answer = await session.run(session.answer(asked), until=_disconnected(request))
         completion = chat_completion(answer, model=str(body.get("model", "")))
         if asked.stream:
@@ -267,7 +267,7 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
         session, body = session_of(request), await _json(request)
-        asked = read_response_request(body, session.sampling)
+        asked = read_request(ResponseRequest, body, session.sampling)
         conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
         answer = await session.run(session.answer(asked.chat_request(conversation)), until=_disconnected(request))
         made = response(answer, body)

@@ -21,24 +21,12 @@ from rollouts.endpoint.openai_wire import (
     CalledFunction,
     ChatRequest,
     Function,
+    Request,
     Strict,
     Text,
     ToolSpecification,
     WireMessage,
-    read,
-    without_neutral,
 )
-from storage.records import Sampling
-
-_ONLY_AT: dict[str, Any] = {
-    "include": [],
-    "background": False,
-    "top_logprobs": 0,
-    "truncation": "disabled",
-    "parallel_tool_calls": True,
-    "text": {"format": {"type": "text"}},
-}
-"""Accepted only at the value that has no effect."""
 
 
 class _Item(Strict):
@@ -78,9 +66,13 @@ class ResponseTool(Function):
     type: Literal["function"]
 
 
-class ResponseRequest(Strict):
-    """The part of a Responses request that has an effect."""
+class ResponseRequest(Request):
+    """A Responses request."""
 
+    only_at = {
+        **{"include": [], "background": False, "top_logprobs": 0, "truncation": "disabled"},
+        **{"parallel_tool_calls": True, "text": {"format": {"type": "text"}}},
+    }
     input: list[Annotated[MessageItem | CallItem | ResultItem, Field(discriminator="type")]] = Field(min_length=1)
     instructions: str = ""
     previous_response_id: str = ""
@@ -112,7 +104,7 @@ class ResponseRequest(Strict):
                     if not messages or messages[-1].role != "assistant":
                         messages.append(WireMessage(role="assistant"))
                     call = Call(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-                    messages[-1] = messages[-1].model_copy(update={"tool_calls": [*messages[-1].tool_calls, call]})
+                    messages[-1].tool_calls.append(call)
         return messages
 
     def chat_request(self, conversation: Sequence[WireMessage]) -> ChatRequest:
@@ -124,11 +116,6 @@ class ResponseRequest(Strict):
             tool_choice=self.tool_choice,
             max_tokens=self.max_output_tokens,
         )
-
-
-def read_response_request(body: Any, sampling: Sampling) -> ResponseRequest:
-    """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
-    return read(ResponseRequest, without_neutral(body, _ONLY_AT, sampling))
 
 
 def response(answer: Answer, body: dict[str, Any]) -> Response:

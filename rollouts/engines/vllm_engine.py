@@ -17,8 +17,10 @@ With adapters (LoRA) the base weights stay, and `load_policy` changes the conten
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
+import itertools
+import json
 import logging
 import os
 import time
@@ -29,8 +31,7 @@ from typing import Any
 
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, UpdateMode, WeightUpdate
-from rollouts.engines.vllm_arguments import end_token_ids, in_processes_of_its_own, sampling_parameters
-from rollouts.engines.vllm_core import CoreStart
+from rollouts.engines.vllm_core import CoreStart, in_processes_of_its_own
 from rollouts.engines.vllm_lora import adapter_arguments, check_applied, slot_request
 from rollouts.engines.vllm_worker import results
 from storage.objects.digests import read_seal, sha256_of_json
@@ -41,8 +42,6 @@ logger = logging.getLogger("millrace.engine")
 
 TRIES = 3
 """How often restoring old weights, or resuming the engine, is tried."""
-REHEARSAL_SECONDS = 1.0
-"""The rehearsal of a new engine ends then; a large model on a CPU would take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +129,7 @@ class VllmEngine:
 
         model = self._base_folder or folder
         self._as_input = tokens_input  # imported once: a lookup in vLLM's package takes as long as all else here
-        self._stop_ids = end_token_ids(model)
+        self._stop_ids = _end_token_ids(model)
         self._served = _weights_in(folder, version)
         arguments = in_processes_of_its_own(self._arguments)
         with self._core.starting():
@@ -143,36 +142,36 @@ class VllmEngine:
             self._checksums[self._served.digest] = await self._read_checksum()
         checksum = await self._install(self._served)  # reloads the same weights: the checksum must not change
         self.llm.output_handler.add_done_callback(lambda _: self._end_with_core())
-        await self._rehearse()
         return checksum
 
     async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
         token_ids: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
-        finish_reason, num_parts, started = "abort", 0, time.perf_counter()
-        while finish_reason == "abort":
+        started = time.perf_counter()
+        for part_idx in itertools.count():
             aborts_ended = self._aborts_ended
             # With the seed of the part before it, a part would repeat that part's random numbers.
             seed = None if sampling.seed is None else sampling.seed + len(token_ids)
             part = dataclasses.replace(sampling, max_tokens=sampling.max_tokens - len(token_ids), seed=seed)
-            name = f"{request_id}.part{num_parts}" if num_parts else request_id
+            name = f"{request_id}.part{part_idx}" if part_idx else request_id
             completion = await self._sample([*prompt_ids, *token_ids], part, name)
-            sampled = list(completion.token_ids)
+            token_ids += completion.token_ids
             # processed logprobs may round to slightly above 0
             logprobs += [min(0.0, logprob) for logprob in completion.logprobs.logprobs]
-            versions += _expand(completion.weight_versions, len(sampled))
-            token_ids += sampled
-            finish_reason, num_parts = completion.finish_reason, num_parts + 1
-            if finish_reason == "abort" and self._aborts_begun == aborts_ended:
+            for span in completion.weight_versions or ():
+                versions += [int(span.version)] * (span.end - span.start)
+            if completion.finish_reason != "abort" or self._aborts_begun == aborts_ended:
                 break  # it was not ended by a weight update
-        if finish_reason not in ("stop", "length"):
-            raise EngineError(f"request {request_id} was ended by the engine: {finish_reason}")
+        if completion.finish_reason not in ("stop", "length"):
+            raise EngineError(f"request {request_id} was ended by the engine: {completion.finish_reason}")
+        if len(versions) != len(token_ids):
+            raise EngineError(f"the engine stamped {len(versions)} of {len(token_ids)} tokens with a weight version")
         return Generation(
             token_ids=token_ids,
             logprobs=logprobs,
             weight_versions=versions,
-            finish_reason=finish_reason,
+            finish_reason=completion.finish_reason,
             held_seconds=max(0.0, self._held_until - started),
             adapters={version: self._adapters[version] for version in sorted(set(versions) & self._adapters.keys())},
         )
@@ -198,26 +197,13 @@ class VllmEngine:
             self.llm.shutdown(timeout=0)  # killed: there is nothing to save, and an orderly end takes three seconds
             self.llm = None
 
-    async def _rehearse(self) -> None:
-        """Answer as many short requests as may run at once, before the first real one: a batch of a new size costs
-        extra time, and so does memory that is touched for the first time."""
-        sampling = Sampling(max_tokens=4)
-        prompt_ids = self._stop_ids[:1] * 4
-        requests = (
-            self.generate(prompt_ids, sampling=sampling, request_id=f"rehearsal{number}")
-            for number in range(self.llm.vllm_config.scheduler_config.max_num_seqs)
-        )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(REHEARSAL_SECONDS):
-                await asyncio.gather(*requests)
-
     async def _sample(self, prompt_ids: list[int], sampling: Sampling, request_id: str) -> Any:
         """vLLM's completion of one request, however it ended."""
         self._refuse_if_unusable()
         self._running.add(request_id)
         final = None
         try:
-            parameters = sampling_parameters(sampling, tuple(self._stop_ids))
+            parameters = _sampling_parameters(sampling, tuple(self._stop_ids))
             prompt = self._as_input(prompt_ids)  # in the core's form; vLLM would convert any other in a thread
             async for output in self.llm.generate(prompt, parameters, request_id, lora_request=self._slot):
                 final = output
@@ -367,13 +353,32 @@ class VllmEngine:
         return calling.result()
 
 
-def _expand(spans: Any, length: int) -> list[int]:
-    """vLLM's `WeightVersionSpan`s → one version per token."""
-    versions = [0] * length
-    covered = 0
-    for span in spans or []:
-        versions[span.start : span.end] = [int(span.version)] * (span.end - span.start)
-        covered += span.end - span.start
-    if covered != length:
-        raise EngineError(f"the engine stamped {covered} of {length} tokens with a weight version")
-    return versions
+@functools.lru_cache(maxsize=16)
+def _sampling_parameters(sampling: Sampling, stop_ids: tuple[int, ...]) -> Any:
+    """vLLM's sampling parameters. vLLM copies them for each request, so attempts without a seed share one object."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        logprobs=0,  # only the sampled token's
+        flat_logprobs=True,  # lists, not a dictionary and an object per token
+        stop_token_ids=list(stop_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # a deep copy for each request would cost as much as the rest of its admission
+    )
+
+
+def _end_token_ids(folder: Path) -> list[int]:
+    """Token ids that end a reply, from `generation_config.json` of a model folder, else from `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ids = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
+        if ids is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
+    raise EngineError(f"{folder} names no eos_token_id in generation_config.json or config.json")

@@ -40,7 +40,7 @@ from verifiers.v1.session import RolloutSession
 
 from rollouts.chat.chat import Chat
 from rollouts.endpoint.agent_endpoint import Session
-from rollouts.endpoint.openai_wire import Refused, chat_completion, read_request
+from rollouts.endpoint.openai_wire import ChatRequest, Refused, chat_completion, read_request
 from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput, failure_text_of_output
 from storage.records import Task
@@ -255,7 +255,7 @@ class _PolicyClient(vf.Client):
         prompt = dialect.parse_request(body).messages if turn is None else turn.prompt
         messages = [message_to_wire(message) for message in prompt]
         try:
-            request = read_request({**body, "messages": messages}, self._attempt.sampling)
+            request = read_request(ChatRequest, {**body, "messages": messages}, self._attempt.sampling)
             answer = await self._attempt.answer(request)
         except Refused as error:
             raise vf.ProviderError(str(error), status_code=error.status) from error

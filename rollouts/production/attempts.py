@@ -18,7 +18,7 @@ from rollouts.chat.tools import ToolUnavailable
 from rollouts.engines.engine import Engine, EngineError
 from rollouts.rewards.reward_shaping import check_weights, shaped
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import Score, Workflow, WorkflowContext, WrongWorkflow, as_score, set_workflow_context
+from rollouts.workflow import CONTEXT, Score, Workflow, WorkflowContext, WrongWorkflow, as_score
 from settings.errors import failure_text
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
@@ -135,7 +135,7 @@ class Player:
         return [scored.get(trajectory.attempt, trajectory) for trajectory in trajectories]
 
     async def _attempt(self, task: Task, group_id: str, attempt: int, sampling: Sampling, is_eval: bool) -> Trajectory:
-        set_workflow_context(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
+        CONTEXT.set(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
         set_reward_pool(self.rewards)
         chat = Chat(
             engine=self._engine,

@@ -258,20 +258,12 @@ class _Remote:
         return True
 
     __hash__ = None  # type: ignore[assignment]
-    __setattr__ = partialmethod(_ask, "setattr")  # type: ignore[misc]
-    __str__ = partialmethod(_ask, "str")
-    __repr__ = partialmethod(_ask, "repr")
-    __call__ = partialmethod(_ask, "call")
-    __getitem__ = partialmethod(_ask, "getitem")
-    __setitem__ = partialmethod(_ask, "setitem")
-    __iter__ = partialmethod(_ask, "iter")
-    __next__ = partialmethod(_ask, "next")
-    __len__ = partialmethod(_ask, "len")
-    __add__ = partialmethod(_ask, "add")
-    __sub__ = partialmethod(_ask, "sub")
-    __mul__ = partialmethod(_ask, "mul")
     __lt__ = partialmethod(_compare, "lt")
     __le__ = partialmethod(_compare, "le")
+
+
+for _name in _DOES.keys() - {"getattr", "eq", "lt", "le"}:
+    setattr(_Remote, f"__{_name}__", partialmethod(_Remote._ask, _name))
 
 
 def exception_of(name: str, message: str) -> Exception:
@@ -300,7 +292,8 @@ def _check(source: str, solution: _Solution, verdicts: TextIO) -> None:
         return _send(verdicts, {"fault": f"the tests do not parse: {error}"})
     functions = [node.name for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    statements = [node for node in body if not isinstance(node, definitions) and _asserts(node)]
+    others = [node for node in body if not isinstance(node, definitions)]
+    statements = [node for node in others if any(isinstance(inner, ast.Assert) for inner in ast.walk(node))]
     if not functions and not statements:  # the tests are in a function, as in HumanEval's `check(add)`
         statements = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
     _send(verdicts, {"tests": len(functions) + len(statements)})
@@ -326,11 +319,3 @@ def _check(source: str, solution: _Solution, verdicts: TextIO) -> None:
             passed = False
         if node in statements or node in calls:
             _send(verdicts, {"passed": passed})
-
-
-def _asserts(node: ast.AST) -> bool:
-    return any(isinstance(inner, ast.Assert) for inner in ast.walk(node))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,8 @@
-"""Runs a user's own tools in a sandbox, for tools whose arguments could do harm.
+"""Tools that run in a sandbox: `run_python` for programs of the policy, and a user's own whose arguments could do harm.
 
-In: a typed function of a module. Out: the function, each call in a sandboxed process of its own.
+In: a program; or a typed function of a module. Out: its output; or the function, each call in a process of its own.
+
+    await chat.ask(task.prompt, tools=[run_python, evaluate])
 
     @tool
     @sandboxed(seconds=5)
@@ -8,8 +10,8 @@ In: a typed function of a module. Out: the function, each call in a sandboxed pr
         \"\"\"Compute an expression with sympy.\"\"\"
         return str(sympy.sympify(expression))
 
-The module is imported before the process is locked down, so it can load files or use the network at its top level.
-The arguments, which the policy wrote, are read after the lock.
+The user's module is imported before the process is locked down, so it can load files or use the network at its top
+level. The arguments, which the policy wrote, are read after the lock.
 """
 
 from __future__ import annotations
@@ -24,10 +26,36 @@ from pathlib import Path
 from typing import Any
 
 from infra.user_code import path_of
-from rollouts.chat.tools import ToolUnavailable
-from rollouts.sandbox.sandbox import SandboxedProcess, require_sandbox, write_text
+from rollouts.chat.tools import ToolUnavailable, tool
+from rollouts.sandbox.sandbox import SandboxedProcess, require_sandbox, run_script, write_text
 from rollouts.sandbox.sandbox_process import exception_of
 from settings.errors import InvalidInput
+
+SECONDS = 10.0
+"""Wall-clock of a program of `run_python`; keep `rollout.tool_timeout` above it."""
+MEMORY_GB = 1.0
+
+
+@tool
+def run_python(code: str) -> str:
+    """Run a Python program and get what it prints. Nothing is kept from one call to the next.
+
+    Args:
+        code: The whole program; it has no network, and files only in its own folder.
+    """
+    try:
+        require_sandbox()
+        with tempfile.TemporaryDirectory(prefix="millrace-code-", ignore_cleanup_errors=True) as folder:
+            deadline = time.monotonic() + SECONDS
+            status, printed = run_script(
+                code, "", Path(folder), deadline=deadline, memory_gb=MEMORY_GB, shows_errors=True
+            )
+    except RuntimeError as error:  # no sandbox on this machine, or it ended before the program began
+        raise ToolUnavailable(str(error)) from error
+    if status == 0:
+        return printed
+    end = f"stopped after {SECONDS:g} s" if status is None else f"ended with status {status}"
+    return f"{printed.rstrip()}\n[{end}]".lstrip()
 
 
 def sandboxed(*, seconds: float = 10.0, memory_gb: float = 1.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

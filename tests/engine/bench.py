@@ -1,4 +1,4 @@
-"""One real engine, two policies that take turns, and what ought to be true of both at any time."""
+"""One real engine, policies that take turns, and what must be true of all of them at any time."""
 
 from __future__ import annotations
 
@@ -9,53 +9,48 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from examples.arithmetic import Arithmetic
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import EngineError, EngineUnusable, Generation, WeightUpdate
 from rollouts.engines.vllm_engine import VllmEngine
-from rollouts.production.attempts import Player
-from rollouts.rewards.scoring import RewardPool
+from storage.objects.digests import verify_folder
+from storage.policies.adapters import has_adapter
 from storage.records import Message, Sampling
-from tests.builders import a_config
-from tests.engine.policies import a_policy, logprobs_by_version, logprobs_of
+from tests.engine.policies import RANK, a_policy, an_adapter, logprobs_by_version
 
 TOLERANCE = 2e-3
-"""Of logprobs, between vLLM and transformers in float32."""
+"""Of a logprob, between vLLM and transformers in float32."""
 LONG = Sampling(max_tokens=200)
 MOMENT = Sampling(max_tokens=12)
 
 
 class Bench:
-    """One engine, two policies that take turns, and the version that ought to be served."""
+    """One engine, two policies that take turns, and the version that must be served."""
 
-    def __init__(self, base: Path, scratch: Path, **arguments: Any) -> None:
-        """`arguments` for vLLM, beside those that make a tiny model start fast."""
+    def __init__(self, base: Path, scratch: Path, *, adapters: bool = False, **arguments: Any) -> None:
+        """With `adapters` version 0 is a base model and the two policies are adapters of it.
+
+        `arguments` for vLLM, beside those that make a tiny model start fast.
+        """
         tokens = ChatTokens.load(base)
         self.base, self.scratch = base, scratch
         self.prompt = tokens.prompt([Message(role="user", content="37+05=")])
         self.policies = [a_policy(base, scratch / f"policy{s}", end_id=tokens.end_id, seed=s) for s in (1, 2)]
-        self.folders: dict[int, Path] = {}
-        self.version = -1
+        self.folders = {0: self.policies[0]}
+        if adapters:
+            self.policies = [an_adapter(self.folders[0], scratch / f"adapter{seed}", seed=seed) for seed in (1, 2)]
+        self.version = 0
         self.engine = VllmEngine(
             max_model_len=256,
             seed=0,
             update_mode="keep",
             clear_cache_on_reload=True,
             arguments={"dtype": "float32", "enforce_eager": True, "max_num_seqs": 16, "block_size": 32, **arguments},
+            **({"lora_rank": RANK, "base_folder": self.folders[0]} if adapters else {}),
         )
         self._names = (f"request{number}" for number in itertools.count())
-
-    def player(self, *, attempt_timeout: float) -> Player:
-        """Attempts on this engine."""
-        return Player(
-            workflow=Arithmetic(),
-            engine=self.engine,
-            tokens=ChatTokens.load(self.base),
-            rewards=RewardPool(num_processes=1, timeout=10.0),
-            config=a_config(attempt_timeout=attempt_timeout, max_model_len=256),
-        )
 
     @property
     def serving(self) -> Path:
@@ -67,8 +62,7 @@ class Bench:
         return self.policies[self.serving == self.policies[0]]
 
     async def start(self) -> str:
-        self.version, self.folders[0] = 0, self.policies[0]
-        return await self.engine.start(self.policies[0], 0)
+        return await self.engine.start(self.folders[0], 0)
 
     async def load(self, folder: Path) -> WeightUpdate:
         """The next version."""
@@ -101,47 +95,26 @@ class Bench:
         await asyncio.gather(*requests, return_exceptions=True)
 
     def assert_spanning(self, reply: Generation, *versions: int) -> None:
-        """The reply has tokens of exactly these versions, in this order, each with its policy's logprob."""
-        assert len(reply.token_ids) == len(reply.logprobs) == len(reply.weight_versions) == LONG.max_tokens
+        """The reply has tokens of exactly these versions, in this order, each with its policy's logprob, and names the
+        adapters among them."""
+        assert len(reply.token_ids) == len(reply.logprobs) == len(reply.weight_versions)
         assert [version for version, _ in itertools.groupby(reply.weight_versions)] == list(versions)
         expected = logprobs_by_version(self.folders, self.prompt, reply.token_ids, reply.weight_versions)
         assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE)
+        assert np.abs(np.subtract(reply.logprobs, expected)).mean() < 1e-4, "nats per token"
+        used = {version: self.folders[version] for version in versions}
+        assert reply.adapters == {v: verify_folder(folder) for v, folder in used.items() if has_adapter(folder)}
 
     async def assert_serving(self) -> None:
         """Version and weights belong together, and nothing is paused."""
         assert not await self.engine.llm.is_paused()
-        reply = await self.generate()
-        assert set(reply.weight_versions) == {self.version}
-        expected = logprobs_of(self.serving, self.prompt, reply.token_ids)
-        assert reply.logprobs == pytest.approx(expected, abs=TOLERANCE)
-
-    @contextlib.contextmanager
-    def failing(self, method: str, *, times: int = 1, after: bool = False) -> Iterator[None]:
-        """A method of vLLM's that raises, before or after it has done its work."""
-        real, left = getattr(self._owner(method), method), times
-
-        async def broken(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0 or after:
-                result = await real(*args, **kwargs)
-            if left >= 0:
-                raise ConnectionError(f"{method} was cut off")
-            return result
-
-        with self.replaced(method, broken):
-            yield
-        assert left <= 0, f"{method} was not called"
+        self.assert_spanning(await self.generate(), self.version)
 
     @contextlib.contextmanager
     def replaced(self, method: str, stand_in: Any) -> Iterator[None]:
-        owner = self._owner(method)
-        setattr(owner, method, stand_in)
+        """A method of vLLM's client is another one."""
+        setattr(self.engine.llm, method, stand_in)
         try:
             yield
         finally:
-            delattr(owner, method)
-
-    def _owner(self, method: str) -> Any:
-        """vLLM's client or, where that has no such method, its connection to the core."""
-        return self.engine.llm if hasattr(self.engine.llm, method) else self.engine.llm.engine_core
+            delattr(self.engine.llm, method)

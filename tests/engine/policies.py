@@ -1,9 +1,10 @@
-"""Policies for checking the engine, and what transformers says of them."""
+"""Policies for checking the engine, whole ones and adapters, and the logprobs that transformers gives them."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from storage.objects.digests import seal_folder
+from storage.policies.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, has_adapter
+from trainers.model.lora import adapter_weights, add_adapters, read_adapter, write_adapter
 
 WEIGHTS = "model.safetensors"
+RANK = 4
+"""Of the adapters."""
 
 
 def a_policy(base: Path, folder: Path, *, end_id: int, seed: int) -> Path:
@@ -32,20 +39,17 @@ def a_policy(base: Path, folder: Path, *, end_id: int, seed: int) -> Path:
     embeddings[:, 0] = 1.0
     embeddings[end_id, 0] = -10.0
     moved["model.norm.weight"][0] = 2.0
-    return rewritten(folder, moved)
-
-
-def rewritten(folder: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """The folder with other weights, sealed anew."""
-    save_file(dict(tensors), str(folder / WEIGHTS), metadata={"format": "pt"})
+    save_file(moved, str(folder / WEIGHTS), metadata={"format": "pt"})
     seal_folder(folder)
     return folder
 
 
 def spoilt(policy: Path, folder: Path, how: str) -> Path:
-    """A copy of a policy folder with something wrong with it."""
+    """A copy of a policy folder, of whole weights or an adapter, with something wrong with it."""
+    if how == "a rank that is too large":
+        return an_adapter(_base_of(policy), folder, seed=9, rank=64)
     shutil.copytree(policy, folder)
-    weights = folder / WEIGHTS
+    weights = folder / (ADAPTER_WEIGHTS if has_adapter(policy) else WEIGHTS)
     tensors = load_file(str(weights))
     match how:
         case "no folder":
@@ -56,22 +60,53 @@ def spoilt(policy: Path, folder: Path, how: str) -> Path:
             weights.write_bytes(weights.read_bytes()[:-1000])
         case "not weights":
             weights.write_bytes(b"not weights")
+        case "other weights than sealed":
+            save_file({name: tensor + 1 for name, tensor in tensors.items()}, str(weights))
         case "a wrong shape":
             name = "model.layers.1.mlp.down_proj.weight"
-            rewritten(folder, {**tensors, name: tensors[name][:, :-1].contiguous()})
+            save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, str(weights), metadata={"format": "pt"})
         case "a tensor missing":
             tensors.pop("model.layers.1.self_attn.k_proj.weight")
-            rewritten(folder, tensors)
-        case "an unknown tensor":
-            rewritten(folder, {**tensors, "model.layers.9.mlp.up_proj.weight": torch.zeros(1)})
+            save_file(tensors, str(weights), metadata={"format": "pt"})
+        case "an unknown layer":
+            extra = {name.replace("layers.1.", "layers.9."): tensor.clone() for name, tensor in tensors.items()}
+            save_file({**tensors, **extra}, str(weights), metadata={"format": "pt"})
+    if how in ("a wrong shape", "a tensor missing", "an unknown layer"):
+        seal_folder(folder)
     return folder
+
+
+def an_adapter(base: Path, folder: Path, *, seed: int, rank: int = RANK) -> Path:
+    """A policy folder with random adapters that change every reply."""
+    causal_lm = _adapted(base, rank=rank)
+    generator = torch.Generator().manual_seed(seed)
+    for weight in adapter_weights(causal_lm).values():
+        weight.data = 0.15 * torch.randn(weight.shape, generator=generator)
+    folder.mkdir()
+    write_adapter(causal_lm, folder, base=str(base))
+    seal_folder(folder)
+    return folder
+
+
+def _base_of(adapter: Path) -> Path:
+    return Path(json.loads((adapter / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
+
+
+def _adapted(base: Path, *, rank: int = RANK) -> nn.Module:
+    """The base model under fresh adapters."""
+    causal_lm: nn.Module = AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32)
+    add_adapters(causal_lm, rank=rank, alpha=12.0, target_modules="all-linear", seed=0)
+    return causal_lm
 
 
 @functools.cache
 def _model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    """The module that the trainer trains."""
+    if not has_adapter(folder):
+        return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    causal_lm = _adapted(_base_of(folder))
+    read_adapter(causal_lm, folder)
+    return causal_lm
 
 
 @torch.no_grad()
@@ -94,8 +129,6 @@ def logprobs_with_kept_cache(
     folders: Mapping[int, Path], prompt: Sequence[int], reply: Sequence[int], versions: Sequence[int]
 ) -> list[float]:
     """Each token under the policy that sampled it, which finds the keys and values of the policies before."""
-    from transformers import DynamicCache
-
     seen, cache, found, done = list(prompt), DynamicCache(), [], 0
     for version, tokens in itertools.groupby(range(len(reply)), key=lambda index: versions[index]):
         part = [reply[index] for index in tokens]

@@ -1,19 +1,22 @@
-"""The real engine: versions, logprobs, swaps under running requests; and a whole run on it, killed once."""
+"""The real engine, in one part, in two, and with adapters; and whole runs on it, one of them killed once."""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from examples.arithmetic import Arithmetic
 from storage.log.entries import Alias
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
 from tests.conftest import PROJECT, Home
-from tests.engine.processes import run_checks
+from trainers.model.warmup import make_base_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -24,8 +27,43 @@ def _aliases(log: RunLog) -> list[Alias]:
     return [entry.body for entry in log.entries if isinstance(entry.body, Alias)]
 
 
-def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path) -> None:
-    run_checks("tests.engine.check_engine", base_model, tmp_path)
+def _run_checks(module: str, base: Path, scratch: Path) -> None:
+    """Run a module of checks with a base model and a folder to write in, and see that all of them passed.
+
+    vLLM starts child processes by re-importing `__main__`, so it gets a process that is not pytest.
+    """
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.engine.{module}", str(base), str(scratch)],
+        cwd=PROJECT,
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        env={**os.environ, **settings},
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "all checks passed" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["check_engine", "check_lora"])
+def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module: str) -> None:
+    _run_checks(module, base_model, tmp_path)
+
+
+@pytest.mark.slow
+def test_an_engine_of_two_parts_in_a_process_of_its_own(tmp_path: Path) -> None:
+    make_base_model(
+        tmp_path / "base",
+        Arithmetic().demonstrations(200, seed=0),
+        hidden_size=64,  # two heads: each part has one
+        num_layers=2,
+        target_loss=0.1,
+        num_steps=2,
+        batch_size=16,
+        learning_rate=1e-3,
+        seed=0,
+    )
+    _run_checks("check_parallel", tmp_path / "base", tmp_path)
 
 
 @pytest.mark.slow

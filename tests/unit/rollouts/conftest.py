@@ -1,25 +1,13 @@
-"""Tests that are coroutines, and the character tokenizer of the models Millrace makes itself."""
+"""The character tokenizer of the models that Millrace makes itself."""
 
 from __future__ import annotations
 
-import asyncio
-import inspect
 import string
 from pathlib import Path
 
 import pytest
 
 from rollouts.chat.chat_tokens import ChatTokens
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run an `async def test_…` in an event loop of its own, for at most a minute."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    names = inspect.signature(pyfuncitem.obj).parameters
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}), 60))
-    return True
 
 
 @pytest.fixture(scope="session")

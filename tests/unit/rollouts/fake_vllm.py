@@ -29,8 +29,6 @@ class FakeRequest:
 class FakeVllm:
     """What `VllmEngine` uses of AsyncLLM. `step()` gives one token to every running request."""
 
-    max_num_seqs = 0  # so a start rehearses with none
-
     def __init__(self, folder: Path) -> None:
         self.weights, self.version, self.paused = weights_of(folder), "default", False
         self.requests: dict[str, FakeRequest] = {}
@@ -38,27 +36,19 @@ class FakeVllm:
         self.calls: list[str] = []
         self.faults: dict[str, list[str]] = {}
         """Method → what goes wrong in its next calls: `before`, `after` or `` for nothing."""
-        self.idle_reload = self.never_answers = False
-        self.in_flight_at_reload: list[int] = []
         self.output_handler = asyncio.get_running_loop().create_future()
         self._drained = asyncio.Event()
         self.engine_core = self
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=self.max_num_seqs))
 
     async def generate(
         self, prompt: dict[str, list[int]], parameters: Any, request_id: str, *, lora_request: Any = None
     ) -> AsyncIterator[Any]:
         assert lora_request is None, "whole weights are served here"
-        if self.output_handler.done():
-            raise RuntimeError("EngineDeadError")
         request = FakeRequest(prompt=prompt["prompt_token_ids"], parameters=parameters, outputs=asyncio.Queue())
         self.requests[request_id] = request
         self.parts.append(request)
         try:
-            output = await request.outputs.get()
-            if isinstance(output, Exception):
-                raise output
-            yield output
+            yield await request.outputs.get()
         finally:
             self.requests.pop(request_id, None)
 
@@ -87,13 +77,10 @@ class FakeVllm:
     async def collective_rpc(self, method: str, args: tuple[str, ...] = ()) -> list[tuple[None, str]]:
         async def reload() -> None:
             assert self.paused or not self._in_flight(), "weights change under a running request"
-            self.in_flight_at_reload.append(self._in_flight())
-            if self.never_answers:
-                await asyncio.Event().wait()
             await asyncio.sleep(0)
             if method == "reset_weights":
                 self.weights = 0.0
-            elif not self.idle_reload:
+            else:
                 self.weights = float("nan")  # as far as a load that fails in its middle comes
                 self.weights = weights_of(Path(args[0]))
 
@@ -122,11 +109,6 @@ class FakeVllm:
         for request_id in request_ids:
             if request_id in self.requests:
                 self._finish(self.requests[request_id], "abort")
-
-    def die(self) -> None:
-        self.output_handler.set_result(None)
-        for request in self.requests.values():
-            request.outputs.put_nowait(RuntimeError("EngineDeadError"))
 
     async def _call(self, method: str, work: Callable[[], Awaitable[Any]]) -> Any:
         self.calls.append(method)

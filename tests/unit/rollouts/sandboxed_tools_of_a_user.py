@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 from rollouts.chat.tools import ToolUnavailable, tool
@@ -24,20 +23,6 @@ def describe(words: list[str], count: int = 2) -> dict[str, object]:
 def read(path: str) -> str:
     """Read a file."""
     return Path(path).read_text()
-
-
-@tool
-@sandboxed(seconds=30)
-def connect(port: int) -> str:
-    """Open a connection."""
-    return str(socket.create_connection(("127.0.0.1", port)))
-
-
-@tool
-@sandboxed(seconds=30)
-def shell(command: str) -> str:
-    """Run a command."""
-    return os.popen(command).read()
 
 
 @tool

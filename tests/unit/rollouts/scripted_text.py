@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -68,15 +69,10 @@ def an_engine(tokens: ChatTokens, *replies: str, engine: type[ScriptedEngine] = 
     return engine(reply)
 
 
-def a_chat(tokens: ChatTokens, engine: Any, *, max_model_len: int = 4096, **sampling: Any) -> Chat:
-    return Chat(
-        engine=engine,
-        tokens=tokens,
-        sampling=Sampling(**{"max_tokens": 64, **sampling}),
-        max_model_len=max_model_len,
-        request_id="0.task/0",
-        tool_parser=Brackets(),  # type: ignore[arg-type]
-    )
+def a_chat(tokens: Any, engine: Any, *, max_tokens: int = 64, **settings: Any) -> Chat:
+    """A conversation; `settings` are fields of `Chat`."""
+    fields = {"sampling": Sampling(max_tokens=max_tokens), "max_model_len": 4096, "tool_parser": Brackets(), **settings}
+    return Chat(engine=engine, tokens=tokens, request_id="0.task/0", **fields)
 
 
 async def play_group(
@@ -104,14 +100,43 @@ async def play_group(
         return await player.group(task, n_samples=n_samples, sampling=sampling, is_eval=False, **place)
 
 
+@dataclasses.dataclass(kw_only=True)
+class Served:
+    """An attempt on an endpoint, and OpenAI's client with its key."""
+
+    chat: Chat
+    session: Session
+    endpoint: AgentEndpoint
+    client: AsyncOpenAI
+
+    async def ask(self, *contents: Any, **options: Any) -> Any:
+        """A completion of a history that alternates between the user and the assistant."""
+        roles = ["user", "assistant"] * len(contents)
+        messages: Any = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+        return await self.client.chat.completions.create(model="any", messages=messages, **options)
+
+    @property
+    def sequences(self) -> list[int]:
+        """The sequence of each turn."""
+        return [turn.sequence_idx for turn in self.chat.turns]
+
+
 @contextlib.asynccontextmanager
-async def served(chat: Chat, *, max_retries: int = 0) -> AsyncIterator[tuple[AsyncOpenAI, Session, AgentEndpoint]]:
+async def served(
+    tokens: ChatTokens,
+    *replies: str,
+    engine: type[ScriptedEngine] = ScriptedEngine,
+    max_retries: int = 0,
+    **settings: Any,
+) -> AsyncIterator[Served]:
+    """An attempt whose engine gives these replies; `max_retries` of the client, `settings` as in `a_chat`."""
+    chat = a_chat(tokens, an_engine(tokens, *replies, engine=engine), **settings)
     endpoint = AgentEndpoint()
     try:
         async with (
             endpoint.session(chat) as session,
             AsyncOpenAI(base_url=endpoint.base_url, api_key=session.key, max_retries=max_retries) as client,
         ):
-            yield client, session, endpoint
+            yield Served(chat=chat, session=session, endpoint=endpoint, client=client)
     finally:
         await endpoint.close()

@@ -22,8 +22,8 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import tool
 from rollouts.engines.scripted_engine import ScriptedEngine
-from storage.records import Message, Sampling
-from tests.unit.rollouts.scripted_text import from_tool, said, user
+from storage.records import Message
+from tests.unit.rollouts.scripted_text import a_chat, from_tool, said, user
 from trainers.model.warmup import character_tokenizer
 
 QWEN2 = """
@@ -160,14 +160,8 @@ def _chat(
             return words
         return [*tokens.tokenizer.encode(words, add_special_tokens=False), tokens.end_id]
 
-    return Chat(
-        engine=ScriptedEngine(reply),
-        tokens=tokens,
-        sampling=Sampling(max_tokens=200),
-        max_model_len=4096,
-        request_id="0.task/0",
-        tool_parser=ToolParser(parser, tokens.tokenizer),
-    )
+    tool_parser = ToolParser(parser, tokens.tokenizer)
+    return a_chat(tokens, ScriptedEngine(reply), max_tokens=200, tool_parser=tool_parser)
 
 
 def _recorded(chat: Chat) -> list[int]:
@@ -195,15 +189,19 @@ def test_what_follows_a_reply_is_what_the_template_puts_there(name: str, new: li
     assert _decoded(tokens, tokens.continuation(new, ended=False)) == end + behind
 
 
-def test_after_a_template_that_shortens_older_replies_the_continuation_is_still_right():
-    """Qwen3's drops what was thought before the last question; a reply that is the last one looks different."""
-    tokens = family("qwen3")
-    asked, answered = (
-        tokens.continuation([user("and?")], ended=True),
-        tokens.continuation([from_tool("42")], ended=True),
-    )
-    assert _decoded(tokens, asked) == "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"
-    assert _decoded(tokens, answered) == "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"
+@pytest.mark.parametrize(
+    ("name", "new", "text"),
+    [
+        # Qwen3's drops what was thought before the last question, and a reply that is the last one looks different.
+        ("qwen3", user("and?"), "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"),
+        ("qwen3", from_tool("42"), "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"),
+        # Mistral's insists on the ids of calls.
+        ("mistral", from_tool("42"), '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'),
+    ],
+)
+def test_a_template_with_rules_of_its_own_for_history_is_continued_too(name: str, new: Message, text: str):
+    tokens = family(name)
+    assert _decoded(tokens, tokens.continuation([new], ended=True)) == text
 
 
 def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():
@@ -214,12 +212,6 @@ def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():
         "<|im_start|>user\n2+2<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n</think>\n\n4<|im_end|>\n"
         "<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>"
     )
-
-
-def test_a_mistral_template_gets_the_call_ids_it_insists_on():
-    tokens = family("mistral")
-    text = _decoded(tokens, tokens.continuation([from_tool("42")], ended=True))
-    assert text == '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'
 
 
 @pytest.mark.parametrize(
@@ -287,18 +279,20 @@ def test_a_template_that_does_not_close_replies_cannot_be_continued_and_says_so(
         tokens.continuation([user("and?")], ended=True)
 
 
-@pytest.mark.parametrize(("model_type", "is_spared"), [("qwen2", True), ("qwen3", True), ("llama", False)])
-def test_the_tokenizer_is_autotokenizers_choice_and_where_there_is_none_its_import_is_spared(
-    model_type: str, is_spared: bool, tmp_path: Path
-) -> None:
-    tokenizer = character_tokenizer(set("0123456789+="))
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+def test_the_tokenizer_is_autotokenizers_choice_and_its_import_is_spared_if_that_is_clear(tmp_path: Path):
+    model_types = ("qwen2", "qwen3", "llama")
+    for model_type in model_types:
+        character_tokenizer(set("0123456789+=")).save_pretrained(tmp_path / model_type)
+        (tmp_path / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
     code = (
         "import sys; from pathlib import Path; from rollouts.chat.chat_tokens import ChatTokens\n"
-        f"found = ChatTokens.load(Path({str(tmp_path)!r})).tokenizer\n"
-        "print(type(found).__name__, found.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
+        f"for model_type in {model_types}:\n"
+        f"    loaded = ChatTokens.load(Path({str(tmp_path)!r}, model_type)).tokenizer\n"
+        "    print(type(loaded).__name__, loaded.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    chosen = AutoTokenizer.from_pretrained(str(tmp_path))
-    assert printed.split("\n")[-2] == f"{type(chosen).__name__} {chosen.encode('12+7=')} {not is_spared}"
+    chosen = [AutoTokenizer.from_pretrained(str(tmp_path / model_type)) for model_type in model_types]
+    assert printed.splitlines()[-3:] == [
+        f"{type(tokenizer).__name__} {tokenizer.encode('12+7=')} {model_type == 'llama'}"
+        for tokenizer, model_type in zip(chosen, model_types, strict=True)
+    ]

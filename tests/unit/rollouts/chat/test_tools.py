@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,12 +16,12 @@ from pydantic import BaseModel, Field
 
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.chat.tool_parsing import CallRequest, ParsedReply
+from rollouts.chat.tool_parsing import CallRequest
 from rollouts.chat.tools import Tool, ToolUnavailable, run_calls, tool, tools_of
-from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.workflow import Score, Workflow, workflow_context
-from storage.records import Task, ToolCall
-from tests.unit.rollouts.scripted_text import play_group
+from storage.records import RolloutGroup, Task, ToolCall
+from tests.conftest import PROJECT
+from tests.unit.rollouts.scripted_text import an_engine, play_group
 
 
 class Place(BaseModel):
@@ -100,7 +98,6 @@ def test_the_schema_is_the_signature_in_openais_format():
             },
         },
     }
-    json.dumps(add.schema)
 
 
 def test_types_of_every_kind_have_a_schema_and_are_checked_and_converted():
@@ -144,33 +141,12 @@ def test_methods_of_an_object_are_tools_of_that_object():
     assert call.result == "p of 2"
 
 
-def _no_docstring(a: int) -> int:
-    return a
-
-
-def _no_hint(a: int, b) -> int:  # type: ignore[no-untyped-def]
-    """Add."""
-    return a + b
-
-
-def _any_number(*numbers: int) -> int:
-    """Add."""
-    return sum(numbers)
-
-
-def _only_by_position(a: int, /) -> int:
-    """The same."""
-    return a
-
-
-def _no_schema(a: Callable[[int], int]) -> int:
-    """Call it."""
-    return a(1)
-
-
-def _unknown_type(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
-    """Ask it."""
-    return 0
+def _no_docstring(a: int) -> None: ...
+def _no_hint(a: int, b) -> None: ...  # type: ignore[no-untyped-def]
+def _any_number(*numbers: int) -> None: ...
+def _only_by_position(a: int, /) -> None: ...
+def _no_schema(a: Callable[[int], int]) -> None: ...
+def _unknown_type(a: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
 @pytest.mark.parametrize(
@@ -185,6 +161,7 @@ def _unknown_type(a: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F82
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_written(function: Callable[..., Any], problem: str):
+    function.__doc__ = None if function is _no_docstring else "Do it."
     with pytest.raises(ValueError, match=problem):
         tool(function)
 
@@ -196,11 +173,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_written(functio
         ("add", '{"a": 1', "error: Invalid JSON: EOF while parsing an object at line 1 column 7"),
         ("add", "[1, 2]", "error: Input should be an object"),
         ("add", '{"b": 2}', "error: a: Field required"),
-        (
-            "add",
-            '{"a": "x", "c": 1}',
-            "error: a: Input should be a valid integer, .*; c: Extra inputs are not permitted",
-        ),
+        ("add", '{"a": "x", "c": 1}', "error: a: Input should be a valid integer, .*; c: Extra inputs are .*permitted"),
     ],
 )
 def test_what_the_policy_wrote_wrongly_is_told_to_it(name: str, arguments: str, told: str):
@@ -247,46 +220,22 @@ def test_a_long_result_is_cut_and_says_so(most: int, rest: str):
     assert call.result == "x" * most + rest
 
 
-def test_async_tools_of_one_turn_run_at_the_same_time():
-    together = asyncio.Barrier(8)
+def test_tools_of_one_turn_run_at_the_same_time_and_blocking_ones_leave_the_loop_alone():
+    together = threading.Barrier(9)
 
-    async def meet() -> str:
-        await together.wait()
-        return "met"
-
-    calls = _calls(*[("act", "{}")] * 8, tools=[_no_parameters(meet)])
-    assert [call.result for call in calls] == ["met"] * 8
-
-
-def test_eight_blocking_tools_of_a_second_take_less_than_two_and_leave_the_loop_alone():
-    def nap() -> str:
-        time.sleep(1)
+    def block() -> str:
+        together.wait(timeout=10)
         return threading.current_thread().name
 
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
+    async def join() -> str:
+        while together.n_waiting < 8:
             await asyncio.sleep(0.01)
-            ticks += 1
+        together.wait(timeout=10)
+        return "joined"
 
-    async def play() -> list[ToolCall]:
-        ticking = asyncio.create_task(tick())
-        asked = [CallRequest(id=str(i), name="act", arguments="{}") for i in range(8)]
-        calls, _ = await run_calls(asked, [_no_parameters(nap)], timeout=10, output_chars=100)
-        ticking.cancel()
-        return calls
-
-    for _ in range(3):  # this machine may be busy with something else
-        started = time.perf_counter()
-        calls = asyncio.run(play())
-        seconds = time.perf_counter() - started
-        if seconds < 2:
-            break
-    assert seconds < 2
-    assert [call.result for call in calls] == ["millrace-tool"] * 8 and ticks > 10
-    assert all(call.seconds >= 1 for call in calls)
+    tools = [_no_parameters(block, "block"), _no_parameters(join, "join")]
+    calls = _calls(*[("block", "{}")] * 8, ("join", "{}"), tools=tools)
+    assert [call.result for call in calls] == [*["millrace-tool"] * 8, "joined"]
 
 
 def test_a_hung_tool_times_out_and_nobody_waits_for_it():
@@ -326,15 +275,13 @@ from rollouts.chat.tools import run_calls, tool
 @tool
 def hang() -> None:
     "Never return."
-    while True:
-        time.sleep(60)
+    time.sleep(600)
 
 asked = [CallRequest(id="0", name="hang", arguments="{}")]
 calls, _ = asyncio.run(run_calls(asked, [hang], timeout=0.1, output_chars=100))
 print(calls[0].result)
 """
-    root = Path(__file__).parents[4]
-    ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], cwd=PROJECT, capture_output=True, text=True, timeout=60)
     assert ended.stdout.strip() == "error: timed out after 0.1 s", ended.stderr
 
 
@@ -356,14 +303,6 @@ def test_two_tools_of_one_name_are_refused():
         _calls(("add", "{}"), tools=[add, add])
 
 
-class _Parser:
-    """Every reply that is `+` calls the workflow's tool."""
-
-    async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
-        calls = [CallRequest(id="0", name="act", arguments="{}")] if text == "+" else []
-        return ParsedReply(content="" if calls else text, tool_calls=calls)
-
-
 class _Workflow(Workflow):
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__(None)
@@ -373,44 +312,41 @@ class _Workflow(Workflow):
         return Score(reward=float(len(await chat.ask(task.prompt, tools=[self._tool]))))
 
 
-def _group(function: Callable[[], Any], tokens: ChatTokens, replies: Callable[[str], list[int]], **limits: Any) -> Any:
-    engine = ScriptedEngine(lambda _, request_id: replies(request_id))
-    task = Task(id="t", prompt="3")
-    played = play_group(_Workflow(function), tokens, engine, task, n_samples=3, tool_parser=_Parser(), **limits)
-    return asyncio.run(played)
+def _group(function: Callable[[], Any], tokens: ChatTokens, *replies: str, **limits: Any) -> RolloutGroup:
+    """Three attempts with these replies; `[act {}]` calls the function."""
+    engine, task = an_engine(tokens, *replies), Task(id="t", prompt="3")
+    return asyncio.run(play_group(_Workflow(function), tokens, engine, task, n_samples=3, **limits))
 
 
-def _call_once(request_id: str) -> list[int]:
-    return [4, 1] if request_id.endswith("/0") else [8, 9, 1]
-
-
-def test_a_fault_of_a_tools_infrastructure_leaves_the_attempt_without_a_reward(tokens: ChatTokens):
-    """FEATURES row 58: one attempt's server answers 500; it enters no mean, and the other two are trained."""
+def test_a_fault_of_a_tools_infrastructure_leaves_the_attempt_without_a_reward(text_tokens: ChatTokens):
+    """One attempt's server answers 500; it enters no mean, and the other two are trained."""
 
     def ask_server() -> str:
         if workflow_context().attempt == 1:  # known in the tool's own thread too
             raise ToolUnavailable("HTTP 500")
         return "7"
 
-    group = _group(ask_server, tokens, _call_once)
+    group = _group(ask_server, text_tokens, "[act {}]", "34")
     assert [t.status for t in group.trajectories] == ["ok", "tool_error", "ok"]
     assert [t.reward for t in group.trajectories] == [2.0, None, 2.0]
     error = r"HTTP 500\n  at tests/unit/rollouts/chat/test_tools.py:\d+ in ask_server: raise ToolUnavailable"
     assert re.match(error, group.trajectories[1].error)
+    [call] = group.trajectories[1].turns[0].tool_calls
+    assert call.failed and "HTTP 500" in call.result
     assert [t.attempt for t in group.usable] == [0, 2] and group.accepted
 
 
-def test_a_tool_that_raises_otherwise_is_the_policys_business(tokens: ChatTokens):
-    group = _group(lambda: {}["7"], tokens, _call_once)  # type: ignore[var-annotated]
+def test_a_tool_that_raises_otherwise_is_the_policys_business(text_tokens: ChatTokens):
+    group = _group(lambda: {}["7"], text_tokens, "[act {}]", "34")  # type: ignore[var-annotated]
     assert [t.status for t in group.trajectories] == ["ok"] * 3 and len(group.usable) == 3
     assert group.trajectories[0].turns[0].tool_calls[0].failed
 
 
-def test_an_attempt_that_wants_ever_more_tools_ends_as_max_turns_and_is_trained(tokens: ChatTokens):
+def test_an_attempt_that_wants_ever_more_tools_ends_as_max_turns_and_is_trained(text_tokens: ChatTokens):
     executed: list[None] = []
-    group = _group(lambda: executed.append(None), tokens, lambda _: [4, 1], max_tool_turns=2)
+    group = _group(lambda: executed.append(None), text_tokens, *["[act {}]"] * 3, max_tool_turns=2)
     assert [t.status for t in group.trajectories] == ["max_turns"] * 3
     assert [len(t.turns) for t in group.trajectories] == [3, 3, 3] and len(executed) == 6
     assert len(group.usable) == 3
     limits: dict[str, Any] = {"max_tool_turns": 2, "exclude_statuses": ["max_turns"]}
-    assert _group(lambda: None, tokens, lambda _: [4, 1], **limits).usable == []
+    assert _group(lambda: None, text_tokens, *["[act {}]"] * 3, **limits).usable == []

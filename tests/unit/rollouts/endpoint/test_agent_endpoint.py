@@ -10,44 +10,26 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI
 
-from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.endpoint.agent_endpoint import agent_endpoint, close_agent_endpoint
 from rollouts.engines.engine import EngineError
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.workflow import Score
-from storage.records import Message
-from tests.unit.rollouts.scripted_text import ADD, a_chat, an_engine, served, user
-
-
-async def ask(client: AsyncOpenAI, *contents: Any, **options: Any) -> Any:
-    """One request; contents alternate between the user and the assistant."""
-    roles = ["user", "assistant"] * len(contents)
-    messages: Any = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-    return await client.chat.completions.create(model="any", messages=messages, **options)
-
-
-async def said(client: AsyncOpenAI, *contents: Any, **options: Any) -> str:
-    return (await ask(client, *contents, **options)).choices[0].message.content
-
-
-def _sequences(chat: Chat) -> list[int]:
-    return [turn.sequence_idx for turn in chat.turns]
+from storage.records import Message, Sampling
+from tests.unit.rollouts.scripted_text import ADD, Served, served, user
 
 
 async def test_a_request_is_a_turn_and_its_reply_is_openais(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "4!"))
-    async with served(chat) as (client, _, _):
+    async with served(text_tokens, "4!") as agent:
         parts: Any = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2"}]
-        completion: Any = await client.chat.completions.create(
+        completion: Any = await agent.client.chat.completions.create(
             model="gpt-x",
             messages=[{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}],
             logprobs=True,
             user="somebody",
         )
-    [turn] = chat.turns
+    [turn] = agent.chat.turns
     assert turn.context_ids == text_tokens.prompt([Message(role="system", content="Be brief."), user("2+2")])
     assert (completion.model, completion.object, completion.id[:9]) == ("gpt-x", "chat.completion", "chatcmpl-")
     [choice] = completion.choices
@@ -61,35 +43,23 @@ async def test_a_request_is_a_turn_and_its_reply_is_openais(text_tokens: ChatTok
 
 
 async def test_history_that_goes_on_is_one_sequence_and_counts_all_its_tokens(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "one", "two"))
-    async with served(chat) as (client, _, _):
-        first = await ask(client, "1")
-        second = await ask(client, "1", first.choices[0].message.content, "2")
+    async with served(text_tokens, "one", "two") as agent:
+        first = await agent.ask("1")
+        second = await agent.ask("1", first.choices[0].message.content, "2")
     assert first.choices[0].logprobs is None
-    assert _sequences(chat) == [0, 0]
-    assert second.usage.total_tokens == sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in chat.turns)
+    assert agent.sequences == [0, 0]
+    assert second.usage.total_tokens == sum(len(t.context_ids) + len(t.sampled_ids) for t in agent.chat.turns)
 
 
-async def test_an_edited_history_and_an_earlier_branch(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "one", "two", "three"))
-    async with served(chat) as (client, _, _):
-        await ask(client, "1")
-        await ask(client, "1", "ONE", "2")  # the policy's words changed
-        await ask(client, "1", "one", "3")  # and the first conversation goes on
-    assert _sequences(chat) == [0, 1, 0]
-
-
-async def _call_add(client: AsyncOpenAI) -> tuple[list[Any], Any]:
+async def _call_add(agent: Served) -> tuple[list[Any], Any]:
     """The history up to the policy's call of `add`, and the policy's message."""
-    history: list[Any] = [{"role": "user", "content": "What is 2+3?"}]
-    completion = await client.chat.completions.create(model="any", messages=history, tools=[ADD])
-    [choice] = completion.choices
+    [choice] = (await agent.ask("What is 2+3?", tools=[ADD])).choices
     assert choice.finish_reason == "tool_calls"
-    return history, choice.message
+    return [{"role": "user", "content": "What is 2+3?"}], choice.message
 
 
-def _plain(message: Any) -> Any:
-    return message.model_dump(exclude_none=True)
+def _plain(message: Any, **changed: Any) -> Any:
+    return {**message.model_dump(exclude_none=True), **changed}
 
 
 def _arguments_written_again(message: Any) -> Any:
@@ -100,15 +70,14 @@ def _arguments_written_again(message: Any) -> Any:
 
 
 def _as_put_together_from_a_stream(message: Any) -> Any:
-    calls = [{"index": index, **call} for index, call in enumerate(_plain(message)["tool_calls"])]
-    return {**_plain(message), "tool_calls": calls}
+    return _plain(message, tool_calls=[{"index": i, **call} for i, call in enumerate(_plain(message)["tool_calls"])])
 
 
 SENT: dict[str, Callable[[Any], Any]] = {
     "as it came": lambda message: message,
     "as a full dictionary": lambda message: message.model_dump(),
     "its arguments written again": _arguments_written_again,
-    "without the words": lambda message: {**_plain(message), "content": None},
+    "without the words": lambda message: _plain(message, content=None),
     "as put together from a stream": _as_put_together_from_a_stream,
 }
 
@@ -116,49 +85,46 @@ SENT: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("sent", SENT.values(), ids=SENT)
 async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTokens, sent: Callable[[Any], Any]):
     written = 'Well. [add {"a": 2, "b": 3}]'
-    chat = a_chat(text_tokens, an_engine(text_tokens, written, "5"))
-    async with served(chat) as (client, _, _):
-        history, message = await _call_add(client)
+    async with served(text_tokens, written, "5") as agent:
+        history, message = await _call_add(agent)
         [call] = message.tool_calls
         assert (message.content, call.type, call.function.name) == ("Well. ", "function", "add")
         result = str(sum(json.loads(call.function.arguments).values()))
         history += [sent(message), {"role": "tool", "tool_call_id": call.id, "content": result}]
-        completion = await client.chat.completions.create(model="any", messages=history, tools=[ADD])
+        completion = await agent.client.chat.completions.create(model="any", messages=history, tools=[ADD])
         assert completion.choices[0].message.content == "5"
-    assert _sequences(chat) == [0, 0]
-    assert [(message.role, message.content, message.is_completion) for message in chat.recorded] == [
+    assert agent.sequences == [0, 0]
+    assert [(message.role, message.content, message.is_completion) for message in agent.chat.recorded] == [
         *(("user", "What is 2+3?", False), ("assistant", written, True)),
         *(("tool", "5", False), ("assistant", "5", True)),
     ]
-    [executed] = chat.turns[0].tool_calls
+    [executed] = agent.chat.turns[0].tool_calls
     assert (executed.name, executed.arguments, executed.result) == ("add", '{"a": 2, "b": 3}', "5")
-    assert executed.seconds > 0 and not chat.turns[1].tool_calls
+    assert executed.seconds > 0 and not agent.chat.turns[1].tool_calls
 
 
 async def test_words_beside_a_call_that_were_edited_start_a_branch_and_other_calls_are_refused(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, 'Well. [add {"a": 2, "b": 3}]', "5"))
-    async with served(chat) as (client, _, _):
-        history, message = await _call_add(client)
+    async with served(text_tokens, 'Well. [add {"a": 2, "b": 3}]', "5") as agent:
+        history, message = await _call_add(agent)
         forged = _plain(message)
         forged["tool_calls"][0]["function"]["arguments"] = '{"a": 9}'
+        create = agent.client.chat.completions.create
         with pytest.raises(openai.BadRequestError, match="did not make in this session"):
-            await client.chat.completions.create(model="any", messages=[*history, forged])
-        assert len(chat.turns) == 1
-        history.append({**_plain(message), "content": "Hm. "})
-        history.append({"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"})
-        await client.chat.completions.create(model="any", messages=history, tools=[ADD])
-    assert _sequences(chat) == [0, 1]
-    assert 'Hm. [add {"a": 2, "b": 3}]' in text_tokens.tokenizer.decode(chat.turns[1].context_ids)
+            await create(model="any", messages=[*history, forged])
+        assert len(agent.chat.turns) == 1
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "5"}
+        await create(model="any", messages=[*history, _plain(message, content="Hm. "), result], tools=[ADD])
+    assert agent.sequences == [0, 1]
+    assert 'Hm. [add {"a": 2, "b": 3}]' in text_tokens.tokenizer.decode(agent.chat.turns[1].context_ids)
 
 
 async def test_tool_choice_none_gives_calls_as_text_and_keeps_the_tools_in_the_prompt(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, '[add {"a": 2}]', "ok"))
-    async with served(chat) as (client, _, _):
-        first = (await ask(client, "1", tools=[ADD], tool_choice="none")).choices[0]
+    async with served(text_tokens, '[add {"a": 2}]', "ok") as agent:
+        [first] = (await agent.ask("1", tools=[ADD], tool_choice="none")).choices
         assert (first.message.content, first.message.tool_calls) == ('[add {"a": 2}]', None)
         assert first.finish_reason == "stop"
-        await ask(client, "1", first.message.content, "2", tools=[ADD])
-    assert _sequences(chat) == [0, 0]
+        await agent.ask("1", first.message.content, "2", tools=[ADD])
+    assert agent.sequences == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -166,13 +132,10 @@ async def test_tool_choice_none_gives_calls_as_text_and_keeps_the_tools_in_the_p
 )
 async def test_a_stream_adds_up_to_the_same_reply(text_tokens: ChatTokens, written: str):
     add: Any = {**ADD, "function": {**ADD["function"], "strict": True}}  # some clients ask for it
-    chat = a_chat(text_tokens, an_engine(text_tokens, written, written))
-    async with served(chat) as (client, _, _):
-        whole = await ask(client, "1", tools=[add])
+    async with served(text_tokens, written, written) as agent:
+        whole = await agent.ask("1", tools=[add])
         options: Any = {"messages": [{"role": "user", "content": "1"}], "stream_options": {"include_usage": True}}
-        async with client.chat.completions.stream(model="any", tools=[add], **options) as events:
-            async for _ in events:
-                pass
+        async with agent.client.chat.completions.stream(model="any", tools=[add], **options) as events:
             streamed: Any = await events.get_final_completion()
 
     def reply(completion: Any) -> tuple[str, list[tuple[str, str]], str]:
@@ -182,16 +145,15 @@ async def test_a_stream_adds_up_to_the_same_reply(text_tokens: ChatTokens, writt
 
     assert reply(streamed) == reply(whole) and len(reply(whole)[1]) == written.count("add")
     assert streamed.usage == whole.usage
-    assert _sequences(chat) == [0, 1]
+    assert agent.sequences == [0, 1]
 
 
 async def test_a_plain_stream_has_no_usage_and_carries_logprobs(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "one"))
-    async with served(chat) as (client, _, _):
-        chunks = [chunk async for chunk in await ask(client, "1", stream=True, logprobs=True)]
+    async with served(text_tokens, "one") as agent:
+        chunks = [chunk async for chunk in await agent.ask("1", stream=True, logprobs=True)]
     assert all(chunk.usage is None and len(chunk.choices) == 1 for chunk in chunks)
     logprobs = [entry.logprob for chunk in chunks if (got := chunk.choices[0].logprobs) for entry in got.content]
-    assert logprobs == chat.turns[0].logprobs
+    assert logprobs == agent.chat.turns[0].logprobs
     assert chunks[-1].choices[0].finish_reason == "stop" and len({chunk.id for chunk in chunks}) == 1
 
 
@@ -205,35 +167,32 @@ REFUSED: list[dict[str, Any]] = [
 
 
 async def test_what_would_change_the_distribution_is_refused_by_name(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "never"))
-    async with served(chat) as (client, _, _):
+    async with served(text_tokens, "never") as agent:
         for option in REFUSED:
             with pytest.raises(openai.BadRequestError) as caught:
-                await ask(client, "1", **option)
+                await agent.ask("1", **option)
             [name] = option.get("extra_body", option)
             assert str(caught.value.param).startswith(name) and f"`{name}" in str(caught.value), name
-    assert not chat.turns
+    assert not agent.chat.turns
 
 
 async def test_options_at_the_runs_own_values_are_no_options(text_tokens: ChatTokens):
     options = {"temperature": 0.7, "top_p": 1.0, "n": 1, "presence_penalty": 0.0, "parallel_tool_calls": True}
     options |= {"response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"}}
-    async with served(a_chat(text_tokens, an_engine(text_tokens, "one"), temperature=0.7)) as (client, _, _):
-        assert await said(client, "1", **options) == "one"
+    async with served(text_tokens, "one", sampling=Sampling(temperature=0.7)) as agent:
+        assert (await agent.ask("1", **options)).choices[0].message.content == "one"
 
 
-@pytest.mark.parametrize(
-    ("options", "length"),
-    [({"max_tokens": 3}, 3), ({"max_completion_tokens": 2, "max_tokens": 5}, 2), ({"max_tokens": 5000}, 8)],
-)
-async def test_a_limit_may_shorten_a_reply_and_not_lengthen_it(
-    text_tokens: ChatTokens, options: dict[str, int], length: int
-):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "0123456789"), max_tokens=8)
-    async with served(chat) as (client, _, _):
-        [choice] = (await ask(client, "1", **options)).choices
-    assert (choice.message.content, choice.finish_reason) == ("0123456789"[:length], "length")
-    assert chat.cut_off
+async def test_a_limit_may_shorten_a_reply_and_not_lengthen_it(text_tokens: ChatTokens):
+    async with served(text_tokens, *["0123456789"] * 3, max_tokens=8) as agent:
+        for options, length in (
+            ({"max_tokens": 3}, 3),
+            ({"max_completion_tokens": 2, "max_tokens": 5}, 2),
+            ({"max_tokens": 5000}, 8),
+        ):
+            [choice] = (await agent.ask("1", **options)).choices
+            assert (choice.message.content, choice.finish_reason) == ("0123456789"[:length], "length")
+            assert agent.chat.cut_off
 
 
 async def test_messages_the_policy_cannot_read_are_refused(text_tokens: ChatTokens):
@@ -245,23 +204,22 @@ async def test_messages_the_policy_cannot_read_are_refused(text_tokens: ChatToke
         ([{"role": "user", "content": "2", "weight": 1}], r"messages\.0\.weight"),
         ([], "messages"),
     ]
-    async with served(a_chat(text_tokens, an_engine(text_tokens))) as (client, _, _):
+    async with served(text_tokens) as agent:
         for messages, complaint in cases:
             with pytest.raises(openai.BadRequestError, match=complaint):
-                await client.chat.completions.create(model="any", messages=messages)
+                await agent.client.chat.completions.create(model="any", messages=messages)
 
 
 async def test_a_key_is_worth_something_only_while_its_attempt_runs(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "one"))
-    async with served(chat) as (client, _, endpoint):
-        [model] = (await client.models.list()).data
+    async with served(text_tokens, "one") as agent:
+        [model] = (await agent.client.models.list()).data
         assert model.id == "policy"
-        async with endpoint.session(chat) as session:
+        async with agent.endpoint.session(agent.chat) as session:
             expired = session.key
         for key in ("wrong", expired):
-            stranger = client.with_options(api_key=key)
+            stranger = agent.client.with_options(api_key=key)
             for request in (
-                ask(stranger, "1"),
+                stranger.chat.completions.create(model="any", messages=[{"role": "user", "content": "1"}]),
                 stranger.models.list(),
                 stranger.post("/sessions/reward", body={"reward": 1}, cast_to=object),
             ):
@@ -269,55 +227,56 @@ async def test_a_key_is_worth_something_only_while_its_attempt_runs(text_tokens:
                     await request
                 assert caught.value.code == "invalid_api_key"
         async with httpx.AsyncClient() as nobody:
-            assert (await nobody.get(f"{endpoint.base_url}/models")).status_code == 401
-        assert await said(client, "1") == "one" and len(chat.turns) == 1
+            assert (await nobody.get(f"{agent.endpoint.base_url}/models")).status_code == 401
+        await agent.ask("1")
+        assert len(agent.chat.turns) == 1
 
 
 async def test_a_session_has_one_reward(text_tokens: ChatTokens):
     async def post(content: str) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {agent.session.key}", "Content-Type": "application/json"}
         async with httpx.AsyncClient() as http:
-            return await http.post(f"{client.base_url}sessions/reward", content=content, headers=headers)
+            return await http.post(f"{agent.endpoint.base_url}/sessions/reward", content=content, headers=headers)
 
-    async with served(a_chat(text_tokens, an_engine(text_tokens))) as (client, session, _):
+    async with served(text_tokens) as agent:
         for wrong in ('{"reward": NaN}', '{"reward": Infinity}', '{"reward": "much"}', '{"score": 1}', "{", "[1]", "1"):
             response = await post(wrong)
             assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error"), wrong
-        assert session.reward is None
+        assert agent.session.reward is None
         for _ in range(2):  # the same again is a retry
-            await client.post("/sessions/reward", body={"reward": 0.5, "parts": {"style": None}}, cast_to=object)
+            await agent.client.post("/sessions/reward", body={"reward": 0.5, "parts": {"style": None}}, cast_to=object)
         response = await post('{"reward": 0.25}')
         assert response.status_code == 409 and response.headers["x-should-retry"] == "false"
-        assert session.reward == Score(reward=0.5, parts={"style": None})
+        assert agent.session.reward == Score(reward=0.5, parts={"style": None})
 
 
-async def test_clients_retry_a_failing_engine_and_no_turn_is_recorded_twice(text_tokens: ChatTokens):
+async def test_clients_retry_a_failing_engine_and_the_conversation_goes_on_where_it_was(text_tokens: ChatTokens):
     class Flaky(ScriptedEngine):
-        failures = 2
+        failures = 0
 
         async def generate(self, *arguments: Any, **keywords: Any) -> Any:
-            if self.failures:
-                self.failures -= 1
+            if Flaky.failures:
+                Flaky.failures -= 1
                 raise EngineError("overloaded")
             return await super().generate(*arguments, **keywords)
 
-    chat = a_chat(text_tokens, an_engine(text_tokens, "one", engine=Flaky))
-    async with served(chat, max_retries=1) as (client, session, _):
+    async with served(text_tokens, "one", "two", engine=Flaky, max_retries=1) as agent:
+        await agent.ask("1")
+        Flaky.failures = 3
         with pytest.raises(openai.InternalServerError, match="overloaded"):
-            await ask(client.with_options(max_retries=0), "1")
-        assert isinstance(session.fault, EngineError) and not chat.turns
-        await ask(client, "1")
-        assert session.fault is None and len(chat.turns) == 1
+            await agent.ask("1", "one", "2")
+        assert isinstance(agent.session.fault, EngineError) and len(agent.chat.turns) == 1
+        await agent.ask("1", "one", "2")
+        assert agent.session.fault is None and agent.sequences == [0, 0]
 
 
 async def test_a_full_context_is_openais_error_and_a_shorter_history_goes_on(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "one"), max_model_len=32)
-    async with served(chat) as (client, session, _):
+    async with served(text_tokens, "one", max_model_len=32) as agent:
         with pytest.raises(openai.BadRequestError) as caught:
-            await ask(client, "x" * 40)
-        assert caught.value.code == "context_length_exceeded" and session.fault is not None
-        await ask(client, "short")
-        assert session.fault is None and len(chat.turns) == 1
+            await agent.ask("x" * 40)
+        assert caught.value.code == "context_length_exceeded" and agent.session.fault is not None
+        await agent.ask("short")
+        assert agent.session.fault is None and len(agent.chat.turns) == 1
 
 
 async def test_a_template_that_refuses_is_told_once_and_not_retried(text_tokens: ChatTokens):
@@ -327,15 +286,14 @@ async def test_a_template_that_refuses_is_told_once_and_not_retried(text_tokens:
             raise ValueError("roles must alternate")
 
     calls: list[int] = []
-    chat = a_chat(Refusing(text_tokens.tokenizer), an_engine(text_tokens))
-    async with served(chat, max_retries=2) as (client, _, _):
+    async with served(Refusing(text_tokens.tokenizer), max_retries=2) as agent:
         with pytest.raises(openai.InternalServerError, match="roles must alternate"):
-            await ask(client, "1")
+            await agent.ask("1")
     assert calls == [1]
 
 
 class Waiting(ScriptedEngine):
-    """Its first request waits until `go`; `busy` says that it has come."""
+    """Its first request waits until `go`; `busy` is set when it has come."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -353,57 +311,45 @@ class Waiting(ScriptedEngine):
 
 
 async def test_a_client_that_goes_away_stops_its_generation_and_leaves_no_turn(text_tokens: ChatTokens):
-    engine = an_engine(text_tokens, "one", engine=Waiting)
-    chat = a_chat(text_tokens, engine)
-    async with served(chat) as (client, _, _):
-        asking = asyncio.create_task(ask(client, "1"))
+    async with served(text_tokens, "one", engine=Waiting) as agent:
+        engine: Any = agent.chat.engine
+        asking = asyncio.create_task(agent.ask("1"))
         await engine.busy.wait()
         asking.cancel()
         await engine.cancelled.wait()
-        assert await said(client, "1") == "one" and len(chat.turns) == 1
+        await agent.ask("1")
+        assert len(agent.chat.turns) == 1
 
 
 async def test_parallel_requests_of_one_session_run_at_once_on_their_own_branches(text_tokens: ChatTokens):
-    engine = an_engine(text_tokens, "two", "one", "and one", "and two", engine=Waiting)
-    chat = a_chat(text_tokens, engine)
-    async with served(chat) as (client, _, _):
-        first = asyncio.create_task(said(client, "1"))
+    async with served(text_tokens, "two", "one", "and one", "and two", engine=Waiting) as agent:
+        engine: Any = agent.chat.engine
+        first = asyncio.create_task(agent.ask("1"))
         await engine.busy.wait()
-        second = await said(client, "2")  # answered while the first is being generated
+        second = await agent.ask("2")  # answered while the first is being generated
         engine.go.set()
-        await ask(client, "1", await first, "more")
-        await ask(client, "2", second, "more")
-    assert _sequences(chat) == [0, 1, 1, 0]
-    assert [text_tokens.text(turn.sampled_ids) for turn in chat.turns] == ["two", "one", "and one", "and two"]
+        await agent.ask("1", (await first).choices[0].message.content, "more")
+        await agent.ask("2", second.choices[0].message.content, "more")
+    assert agent.sequences == [0, 1, 1, 0]
+    assert [text_tokens.text(turn.sampled_ids) for turn in agent.chat.turns] == ["two", "one", "and one", "and two"]
 
 
 async def test_a_session_that_ends_takes_its_running_requests_with_it(text_tokens: ChatTokens):
-    engine = an_engine(text_tokens, engine=Waiting)
-    chat = a_chat(text_tokens, engine)
-    async with served(chat) as (client, session, _):
-        left_behind = asyncio.create_task(ask(client, "1"))
+    async with served(text_tokens, engine=Waiting) as agent:
+        engine: Any = agent.chat.engine
+        left_behind = asyncio.create_task(agent.ask("1"))
         await engine.busy.wait()
-        await session.close()
+        await agent.session.close()
         assert engine.cancelled.is_set()
         with pytest.raises(openai.AuthenticationError):
             await left_behind
-    assert not chat.turns
+    assert not agent.chat.turns
 
 
 async def test_unknown_paths_are_told_what_there_is(text_tokens: ChatTokens):
-    async with served(a_chat(text_tokens, an_engine(text_tokens))) as (client, _, _):
+    async with served(text_tokens) as agent:
         with pytest.raises(openai.NotFoundError, match="no /v1/embeddings here, only chat/completions"):
-            await client.embeddings.create(model="any", input="1")
-
-
-async def test_the_blocking_client_works_from_a_thread(text_tokens: ChatTokens):
-    def blocking() -> str | None:
-        with openai.OpenAI(base_url=str(client.base_url), api_key=session.key) as plain:
-            messages: Any = [{"role": "user", "content": "1"}]
-            return plain.chat.completions.create(model="any", messages=messages).choices[0].message.content
-
-    async with served(a_chat(text_tokens, an_engine(text_tokens, "one"))) as (client, session, _):
-        assert await asyncio.to_thread(blocking) == "one"
+            await agent.client.embeddings.create(model="any", input="1")
 
 
 def test_an_event_loop_has_one_server_until_it_is_closed():

@@ -8,29 +8,29 @@ import openai
 import pytest
 
 from rollouts.chat.chat_tokens import ChatTokens
-from tests.unit.rollouts.scripted_text import ADD, a_chat, an_engine, said, served, user
+from tests.unit.rollouts.scripted_text import ADD, said, served, user
 
 TOOL: Any = {"type": "function", **ADD["function"]}
 
 
 async def test_a_request_is_a_turn_and_its_reply_is_openais(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "4!"))
-    async with served(chat) as (client, _, _):
-        made: Any = await client.responses.create(model="gpt-x", instructions="Be brief.", input="2+2", store=False)
-    system, *rest = chat.recorded
+    async with served(text_tokens, "4!") as agent:
+        made: Any = await agent.client.responses.create(
+            model="gpt-x", instructions="Be brief.", input="2+2", store=False
+        )
+    system, *rest = agent.chat.recorded
     assert (system.role, system.content, rest) == ("system", "Be brief.", [user("2+2"), said("4!")])
     assert (made.output_text, made.status, made.model, made.object) == ("4!", "completed", "gpt-x", "response")
-    [turn] = chat.turns
+    [turn] = agent.chat.turns
     assert (made.usage.input_tokens, made.usage.output_tokens) == (len(turn.context_ids), len(turn.sampled_ids))
 
 
 @pytest.mark.parametrize("server_keeps_history", [True, False])
 async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTokens, server_keeps_history: bool):
     written = 'Well. [add {"a": 2, "b": 3}][add {"a": 4, "b": 5}]'
-    chat = a_chat(text_tokens, an_engine(text_tokens, written, "5 and 9"))
-    async with served(chat) as (client, _, _):
+    async with served(text_tokens, written, "5 and 9") as agent:
         history: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Add them."}]}]
-        made: Any = await client.responses.create(model="any", input=history, tools=[TOOL])
+        made: Any = await agent.client.responses.create(model="any", input=history, tools=[TOOL])
         message, *calls = made.output
         assert [item.type for item in made.output] == ["message", "function_call", "function_call"]
         assert message.content[0].text == "Well. "
@@ -41,18 +41,18 @@ async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTo
         later = {"input": results, "previous_response_id": made.id}
         if not server_keeps_history:
             later = {"input": [*history, *made.output, *results]}
-        made = await client.responses.create(model="any", tools=[TOOL], **later)
+        made = await agent.client.responses.create(model="any", tools=[TOOL], **later)
         assert made.output_text == "5 and 9"
-    assert [turn.sequence_idx for turn in chat.turns] == [0, 0]
-    assert [message.content for message in chat.recorded] == ["Add them.", written, "5", "9", "5 and 9"]
-    assert [call.result for call in chat.turns[0].tool_calls] == ["5", "9"]
+    assert agent.sequences == [0, 0]
+    assert [message.content for message in agent.chat.recorded] == ["Add them.", written, "5", "9", "5 and 9"]
+    assert [call.result for call in agent.chat.turns[0].tool_calls] == ["5", "9"]
 
 
 @pytest.mark.parametrize("written", ["just words", '[add {"a": 2}]', 'Both: [add {"a": 2}][add {"b": 3}]', ""])
 async def test_a_stream_adds_up_to_the_same_response(text_tokens: ChatTokens, written: str):
-    async with served(a_chat(text_tokens, an_engine(text_tokens, written, written))) as (client, _, _):
-        whole: Any = await client.responses.create(model="any", input="1", tools=[TOOL])
-        async with client.responses.stream(model="any", input="1", tools=[TOOL]) as events:
+    async with served(text_tokens, written, written) as agent:
+        whole: Any = await agent.client.responses.create(model="any", input="1", tools=[TOOL])
+        async with agent.client.responses.stream(model="any", input="1", tools=[TOOL]) as events:
             kinds = [event.type async for event in events]
             streamed: Any = await events.get_final_response()
     assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
@@ -65,11 +65,11 @@ async def test_a_stream_adds_up_to_the_same_response(text_tokens: ChatTokens, wr
 
 async def test_a_reply_that_was_cut_off_is_incomplete(text_tokens: ChatTokens):
     options: Any = {"model": "any", "input": "1", "max_output_tokens": 3}
-    async with served(a_chat(text_tokens, an_engine(text_tokens, "one more", "one more"))) as (client, _, _):
-        made = await client.responses.create(**options)
+    async with served(text_tokens, "one more", "one more") as agent:
+        made = await agent.client.responses.create(**options)
         assert (made.status, made.output_text) == ("incomplete", "one")
         assert made.incomplete_details.reason == "max_output_tokens"
-        async with client.responses.stream(**options) as events:
+        async with agent.client.responses.stream(**options) as events:
             assert [event.type async for event in events][-1] == "response.incomplete"
 
 
@@ -83,10 +83,9 @@ REFUSED: list[dict[str, Any]] = [
 
 
 async def test_what_the_policy_cannot_honour_is_refused_by_name(text_tokens: ChatTokens):
-    chat = a_chat(text_tokens, an_engine(text_tokens, "never"))
-    async with served(chat) as (client, _, _):
+    async with served(text_tokens, "never") as agent:
         for option in REFUSED:
             with pytest.raises(openai.BadRequestError) as caught:
-                await client.responses.create(model="any", **{"input": "1", **option})
+                await agent.client.responses.create(model="any", **{"input": "1", **option})
             assert str(caught.value.param).startswith(*option), option
-    assert not chat.turns
+    assert not agent.chat.turns

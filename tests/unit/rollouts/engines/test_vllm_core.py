@@ -16,8 +16,6 @@ import pytest
 from rollouts.engines.vllm_core import CoreStart
 from tests.processes import has_imported, num_new_pages
 
-ARGUMENTS: dict[str, dict[str, Any]] = {"forked": {}, "spawned": {"tensor_parallel_size": 2}}
-
 
 def _spawning() -> Any:
     return multiprocessing.get_context("spawn")
@@ -42,9 +40,14 @@ def in_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("kind", "imported"), [("forked", True), ("spawned", False)])
-def test_a_core_of_one_part_has_imported_everything_when_it_starts(in_core: Any, kind: str, imported: bool):
-    assert in_core(ARGUMENTS[kind], has_imported, "tabnanny") is imported
+@pytest.mark.parametrize(("parts", "imported"), [(1, True), (2, False)], ids=["forked", "spawned"])
+def test_a_core_of_one_part_has_imported_everything_and_every_core_keeps_freed_memory(
+    in_core: Any, parts: int, imported: bool
+):
+    found, new_pages = in_core({"tensor_parallel_size": parts}, _look)
+    assert found is imported
+    if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
+        assert new_pages < 8_000 < num_new_pages(), "of 16,384 pages, those the kernel had to give anew"
 
 
 def test_on_gpus_the_core_is_started_as_vllm_does_it(in_core: Any, monkeypatch: pytest.MonkeyPatch):
@@ -52,8 +55,5 @@ def test_on_gpus_the_core_is_started_as_vllm_does_it(in_core: Any, monkeypatch: 
     assert not in_core({}, has_imported, "tabnanny")
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_what_a_step_of_the_core_frees_is_there_for_its_next_one_and_for_no_other_process(in_core: Any, kind: str):
-    found = in_core(ARGUMENTS[kind], num_new_pages)
-    assert found < 8_000 < num_new_pages(), "of 16,384 pages, those the kernel had to give anew"
+def _look() -> tuple[bool, int]:
+    return has_imported("tabnanny"), num_new_pages()

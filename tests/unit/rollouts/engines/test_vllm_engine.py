@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -101,51 +102,30 @@ def bench(tmp_path: Path) -> _Bench:
     return _Bench(tmp_path)
 
 
-@pytest.mark.parametrize("answers", [True, False])
-async def test_an_engine_rehearses_with_as_many_requests_as_may_run_and_not_for_long(
-    bench: _Bench, monkeypatch: pytest.MonkeyPatch, answers: bool
+@pytest.mark.parametrize(("mode", "versions"), [("keep", [1, 1, 2, 2, 2, 2]), ("wait", [1] * 6)])
+async def test_an_update_pauses_reloads_verifies_names_and_resumes(
+    bench: _Bench, mode: UpdateMode, versions: list[int]
 ):
-    monkeypatch.setattr(FakeVllm, "max_num_seqs", 3)
-    monkeypatch.setattr("rollouts.engines.vllm_engine.REHEARSAL_SECONDS", 60.0 if answers else 0.05)
-    starting = asyncio.create_task(bench.start())
-    while not (bench.engine.llm and len(bench.engine.llm.requests) == 3):
-        await asyncio.sleep(0)
-    rehearsed = list(bench.engine.llm.parts)
-    while answers and not starting.done():
-        bench.engine.llm.step()
-        await asyncio.sleep(0)
-    await starting
-    assert not bench.vllm.requests and len(bench.vllm.parts) == 3
-    assert {bool(request.finish_reason) for request in rehearsed} == {answers}
-    await bench.assert_serving(1)
-
-
-async def test_an_update_pauses_reloads_verifies_names_and_resumes(bench: _Bench):
-    await bench.start()
+    await bench.start(mode)
     request = await bench.request("a", steps=2)
-    update = await bench.load(2)
-    assert bench.vllm.calls == [*STEPS, "resume_generation"]
-    assert (update.mode, update.cache_cleared) == ("keep", True) and update.paused_seconds > 0
+    updating = asyncio.create_task(bench.load(2))
+    await _settle()
     reply = await bench.finish(request)
-    assert reply.weight_versions == [1, 1, 2, 2, 2, 2]
-    assert reply.logprobs == [-1.0, -1.0, -2.0, -2.0, -2.0, -2.0]
+    update = await updating
+    assert bench.vllm.calls == [*STEPS, "resume_generation"]
+    assert (update.mode, update.cache_cleared) == (mode, True) and update.paused_seconds > 0
+    assert reply.weight_versions == versions
+    assert reply.logprobs == [-float(version) for version in versions]
     assert len(bench.vllm.parts) == 1
     await bench.assert_serving(2)
 
 
-async def test_wait_changes_weights_when_nothing_is_in_flight(bench: _Bench):
-    await bench.start("wait")
-    request = await bench.request("a", steps=2)
-    updating = asyncio.create_task(bench.load(2))
-    reply = await bench.finish(request)
-    await updating
-    assert reply.weight_versions == [1] * 6
-    assert bench.vllm.in_flight_at_reload[-1] == 0
-    await bench.assert_serving(2)
-
-
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-async def test_what_an_engine_holds_is_answered_by_the_next_policy(bench: _Bench, mode: UpdateMode):
+@pytest.mark.parametrize(
+    ("mode", "then"), [*itertools.product(("keep", "wait", "abort"), ("load",)), ("keep", "release"), ("keep", "fail")]
+)
+async def test_what_an_engine_holds_is_answered_by_the_next_policy_or_if_none_comes_by_the_old_one(
+    bench: _Bench, mode: UpdateMode, then: str
+):
     await bench.start(mode)
     await bench.engine.hold()
     began = time.perf_counter()
@@ -153,10 +133,18 @@ async def test_what_an_engine_holds_is_answered_by_the_next_policy(bench: _Bench
     assert not bench.vllm.parts[-1].tokens
     bench.vllm.calls.clear()
     held_for = time.perf_counter() - began
-    await bench.load(2)
-    assert bench.vllm.calls == [*STEPS[1:], "resume_generation"], "it is paused already, and no request is aborted"
+    match then:
+        case "load":
+            await bench.load(2)
+            assert bench.vllm.calls == [*STEPS[1:], "resume_generation"], "paused already, and no request is aborted"
+        case "release":
+            await bench.engine.release()
+        case "fail":
+            bench.vllm.faults["reload_policy"] = ["before"]
+            with pytest.raises(EngineError, match="policy 1 serves on"):
+                await bench.load(2)
     reply = await bench.finish(request)
-    assert reply.weight_versions == [2] * 6 and len(bench.vllm.parts) == 1
+    assert reply.weight_versions == [2 if then == "load" else 1] * 6 and len(bench.vllm.parts) == 1
     assert held_for <= reply.held_seconds <= time.perf_counter() - began
     assert (await bench.finish(await bench.request("b"))).held_seconds == 0
     await bench.load(3)
@@ -164,62 +152,27 @@ async def test_what_an_engine_holds_is_answered_by_the_next_policy(bench: _Bench
     await bench.assert_serving(3)
 
 
-@pytest.mark.parametrize("load_fails", [False, True])
-async def test_what_an_engine_holds_is_answered_by_the_old_policy_after_a_release_or_a_failed_load(
-    bench: _Bench, load_fails: bool
-):
-    await bench.start()
-    await bench.engine.hold()
-    request = await bench.request("a", steps=2)
-    if load_fails:
-        bench.vllm.faults["reload_policy"] = ["before"]
-        with pytest.raises(EngineError, match="policy 1 serves on"):
-            await bench.load(2)
-    else:
-        await bench.engine.release()
-    assert (await bench.finish(request)).weight_versions == [1] * 6
-
-
 async def test_abort_continues_each_request_from_the_tokens_it_has(bench: _Bench):
     await bench.start("abort")
-    early = await bench.request("early", steps=2, seed=40)
+    early = await bench.request("early", max_tokens=8, steps=2, seed=40)
     late = await bench.request("late", steps=1)
     unstarted = await bench.request("unstarted")
     await bench.load(2)
+    await bench.step(2)
+    await bench.load(3)
     replies = [await bench.finish(request) for request in (early, late, unstarted)]
-    assert [reply.weight_versions for reply in replies] == [[1] * 3 + [2] * 3, [1] + [2] * 5, [2] * 6]
+    versions = [[1] * 3 + [2] * 2 + [3] * 3, [1] + [2] * 2 + [3] * 3, [2] * 2 + [3] * 4]
+    assert [reply.weight_versions for reply in replies] == versions
     for reply in replies:
-        assert reply.token_ids == list(range(102, 108))
+        assert reply.token_ids == list(range(102, 102 + len(reply.token_ids)))
         assert reply.logprobs == [-float(version) for version in reply.weight_versions]
         assert reply.finish_reason == "length"
-    parts = [(part.prompt, part.parameters.max_tokens, part.parameters.seed) for part in bench.vllm.parts]
+    parts = [(part.prompt[2:], part.parameters.max_tokens, part.parameters.seed) for part in bench.vllm.parts]
     assert parts == [
-        ([7, 8], 6, 40),
-        ([7, 8], 6, None),
-        ([7, 8], 6, None),
-        ([7, 8, 102, 103, 104], 3, 43),
-        ([7, 8, 102], 5, None),
-        ([7, 8], 6, None),
+        *(([], 8, 40), ([], 6, None), ([], 6, None)),
+        *(([102, 103, 104], 5, 43), ([102], 5, None), ([], 6, None)),
+        *(([102, 103, 104, 105, 106], 3, 45), ([102, 103, 104], 3, None), ([102, 103], 4, None)),
     ]
-
-
-async def test_a_request_is_continued_through_several_aborts(bench: _Bench):
-    await bench.start("abort")
-    request = await bench.request("a", max_tokens=8, steps=3)
-    for version in (2, 3):
-        await bench.load(version)
-        await bench.step(2)
-    assert (await bench.finish(request)).weight_versions == [1, 1, 1, 2, 2, 3, 3, 3]
-    assert [part.parameters.max_tokens for part in bench.vllm.parts] == [8, 5, 3]
-
-
-async def test_a_failed_abort_continues_the_requests_it_ended(bench: _Bench):
-    await bench.start("abort")
-    request = await bench.request("a", steps=2)
-    bench.vllm.faults = {"pause_scheduler_async": ["after"]}
-    with pytest.raises(EngineError, match="policy 1 serves on"):
-        await bench.load(2)
-    assert (await bench.finish(request)).weight_versions == [1] * 6
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
@@ -234,8 +187,9 @@ async def test_a_request_that_something_else_ended_is_an_error(bench: _Bench, mo
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
-async def test_a_fault_at_any_step_leaves_the_old_policy_serving(bench: _Bench, step: str, when: str):
-    await bench.start()
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_a_fault_at_any_step_leaves_the_old_policy_serving(bench: _Bench, mode: UpdateMode, step: str, when: str):
+    await bench.start(mode)
     request = await bench.request("a", steps=2)
     bench.vllm.faults = {step: [when]}
     with pytest.raises(EngineError, match=f"policy 2 .* policy 1 serves on: .*{step} was cut off") as error:
@@ -305,16 +259,6 @@ async def test_old_weights_that_come_back_later_make_the_engine_usable_again(ben
     await bench.assert_serving(1)
 
 
-async def test_a_load_that_did_nothing_is_an_error(bench: _Bench):
-    await bench.start()
-    bench.vllm.idle_reload = True
-    with pytest.raises(EngineUnusable, match="the engine's checksum is"):
-        await bench.load(2)
-    bench.vllm.idle_reload = False
-    await bench.load(2)
-    await bench.assert_serving(2)
-
-
 async def test_other_files_with_equal_weights_are_no_error(bench: _Bench):
     """A small update may round to nothing in the engine's precision."""
     await bench.start()
@@ -337,15 +281,6 @@ async def test_a_folder_loaded_before_must_give_the_checksum_it_gave_then(bench:
     assert reply.logprobs == [-2.0] * 6 and reply.weight_versions == [4] * 6
 
 
-async def test_a_folder_without_a_seal_is_refused_before_anything_is_paused(bench: _Bench):
-    await bench.start()
-    (bench.policy(2) / "digest.json").unlink()
-    with pytest.raises(EngineError, match="digest.json"):
-        await bench.load(2)
-    assert "pause_scheduler_async" not in bench.vllm.calls
-    await bench.assert_serving(1)
-
-
 async def test_a_cancelled_caller_does_not_stop_the_update_half_way(bench: _Bench):
     await bench.start()
     updating = asyncio.create_task(bench.load(2))
@@ -358,38 +293,11 @@ async def test_a_cancelled_caller_does_not_stop_the_update_half_way(bench: _Benc
     await bench.assert_serving(2)
 
 
-async def test_a_core_that_ends_during_an_update_fails_it_and_every_request(bench: _Bench):
-    await bench.start()
-    request = await bench.request("a", steps=2)
-    bench.vllm.never_answers = True
-    updating = asyncio.create_task(bench.load(2))
-    await _settle()
-    bench.vllm.die()
-    with pytest.raises(EngineUnusable, match="the engine core has ended"):
-        await updating
-    for waiting in (request, await bench.request("b")):
-        with pytest.raises(EngineError):
-            await waiting
-
-
-async def test_a_cancelled_request_is_ended_inside_vllm(bench: _Bench):
-    await bench.start()
-    request = await bench.request("a", steps=2)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0):
-            await request
-    assert not bench.vllm.requests
-
-
 async def test_whatever_vllm_raises_is_an_engine_error(bench: _Bench):
-    class ValidationError(Exception):  # vLLM's is not a ValueError either
-        pass
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise Exception("the prompt is too long")  # vLLM's ValidationError is no ValueError either
 
     await bench.start()
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise ValidationError("the prompt is too long")
-
     bench.vllm.generate = refuse  # type: ignore[method-assign]
-    with pytest.raises(EngineError, match="ValidationError: the prompt is too long"):
+    with pytest.raises(EngineError, match="Exception: the prompt is too long"):
         await (await bench.request("a"))

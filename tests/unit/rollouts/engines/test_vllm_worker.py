@@ -12,18 +12,11 @@ class _Worker:
     def __init__(self, weights: dict[str, str]) -> None:
         self._weights = weights
 
-    @answering
-    def load(self, folder: str) -> str:
-        """Weights of a folder."""
-        return self._weights[folder]
+    load = answering(lambda worker, folder: worker._weights[folder])
 
 
-def test_what_every_worker_returned():
-    workers = [_Worker({"policy": "first half"}), _Worker({"policy": "second half"})]
-    assert results([worker.load("policy") for worker in workers]) == ["first half", "second half"]
-
-
-def test_a_worker_that_fails_answers_too_and_is_named():
-    answers = [worker.load("policy") for worker in (_Worker({"policy": "first half"}), _Worker({}))]
+def test_every_worker_answers_and_one_that_fails_is_named():
+    first, second, broken = _Worker({"policy": "a"}), _Worker({"policy": "b"}), _Worker({})
+    assert results([worker.load("policy") for worker in (first, second)]) == ["a", "b"]
     with pytest.raises(EngineError, match="^worker 1 of 2: KeyError: 'policy'$"):
-        results(answers)
+        results([worker.load("policy") for worker in (first, broken)])

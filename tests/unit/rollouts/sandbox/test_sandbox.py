@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
-from rollouts.sandbox.sandbox import SandboxedProcess, SandboxUnavailable, require_sandbox, sandbox_report
+from rollouts.sandbox.sandbox import SandboxUnavailable, require_sandbox, run_script, sandbox_report
 
 ROOT = Path(__file__).parents[4]
 
 pytestmark = pytest.mark.skipif(bool(sandbox_report()), reason="; ".join(sandbox_report()))
 
 
-def _run(folder: Path, code: str, *, seconds: float = 20.0, memory_gb: float = 1.0) -> tuple[int | None, str]:
+def _run(folder: Path, code: str, *, seconds: float = 20.0) -> tuple[int | None, str]:
     """Exit status and output of a script."""
-    work = folder / "work"
-    work.mkdir(exist_ok=True)
-    (work / "solution.py").write_text(code)
-    with (folder / "stdout").open("wb") as stdout:
-        process = SandboxedProcess("script", work, seconds=seconds, memory_gb=memory_gb, stdout=stdout)
-        status = process.wait(time.monotonic() + seconds)
-    assert process.missing() == []
-    return status, (folder / "stdout").read_text()
+    deadline = time.monotonic() + seconds
+    return run_script(code, "", Path(tempfile.mkdtemp(dir=folder)), deadline=deadline, memory_gb=1.0)
 
 
 def _refused(folder: Path, statement: str) -> str:
-    """The name of the error that a statement ends with, `done` where it ends with none."""
-    attempt = (
-        f"try:\n    {statement}\n    print('done')\nexcept BaseException as error:\n    print(type(error).__name__)"
-    )
-    code = f"import ctypes, os, resource, signal, socket, subprocess, threading\n{attempt}\n"
-    status, printed = _run(folder, code)
+    """The name of the error that a statement ends with; `done` without one."""
+    attempt = f"try:\n    {statement}\n    print('done')\nexcept BaseException as error: print(type(error).__name__)"
+    status, printed = _run(folder, f"import os, resource, signal, socket, subprocess\n{attempt}\n")
     assert status == 0
     return printed.strip()
 
@@ -74,31 +65,16 @@ def test_what_is_none_of_its_business_is_refused(statement: str, tmp_path: Path)
 
 
 def test_calls_past_pythons_own_functions_are_refused_too(tmp_path: Path):
-    calls = {
-        "clone": "56, 17, 0, 0, 0, 0",
-        "socket": "41, 2, 1, 0",
-        "io_uring": "425, 8, 0",
-        "ptrace": "101, 0, 0, 0, 0",
-    }
-    if os.uname().machine == "aarch64":
-        calls = {"clone": "220, 17, 0, 0, 0, 0", "socket": "198, 2, 1, 0", "io_uring": "425, 8, 0"}
+    numbers = {"x86_64": (56, 41, 425, 101), "aarch64": (220, 198, 425, 117)}[os.uname().machine]
+    # clone, socket, io_uring_setup, ptrace
+    arguments = ("17, 0, 0, 0, 0", "2, 1, 0", "8, 0", "0, 0, 0, 0")
     code = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-    code += "".join(f"print('{name}', libc.syscall({call}), ctypes.get_errno())\n" for name, call in calls.items())
+    for number, given in zip(numbers, arguments, strict=True):
+        code += f"print({number}, libc.syscall({number}, {given}), ctypes.get_errno())\n"
     code += "print('outlive the parent', libc.prctl(1, 0, 0, 0, 0), ctypes.get_errno())\n"
     status, printed = _run(tmp_path, code)
     assert status == 0
     assert {line.rsplit(maxsplit=2)[1:] == ["-1", "1"] for line in printed.splitlines()} == {True}, printed
-
-
-def test_nothing_arrives_where_someone_listens(tmp_path: Path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.2)
-        port = server.getsockname()[1]
-        assert _refused(tmp_path, f"socket.create_connection(('127.0.0.1', {port}), 5)") == "PermissionError"
-        with pytest.raises(TimeoutError):
-            server.accept()
-        socket.create_connection(("127.0.0.1", port)).close()
-        server.accept()[0].close()  # so it does listen
 
 
 def test_files_of_others_can_neither_be_written_nor_read(tmp_path: Path):
@@ -128,11 +104,6 @@ def test_memory_files_and_descriptors_are_limited(tmp_path: Path):
 def test_a_process_that_does_not_end_is_killed(tmp_path: Path):
     status, _ = _run(tmp_path, "import signal\nsignal.signal(15, signal.SIG_IGN)\nwhile True: pass\n", seconds=2.0)
     assert status is None
-
-
-def test_a_fork_bomb_starts_no_process(tmp_path: Path):
-    bomb = "for _ in range(1000):\n    try:\n        os.fork()\n    except OSError:\n        pass\n"
-    assert _run(tmp_path, f"import os\n{bomb}print('x')\n") == (0, "x\n")
 
 
 def test_a_machine_without_landlock_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch):
