@@ -30,8 +30,7 @@ from tasks.prefect.announcements import announce
 from tasks.preflight import check_run
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
 from tasks.session import RunSession, training_session
-from tasks.steps import forget_results, next_batch, start_trainer, train_step, unsearched
-from tasks.watchdog import watched
+from tasks.steps import forget_results, next_batch, start_trainer, train_step, unsearched, watched
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -80,9 +79,7 @@ async def train_grpo(
     async with training_session(config) as session:
         async with listening(session, steps=config.steps):
             await resumed(session)  # one that was paused stays so, without an engine
-            telling_mlflow = asyncio.create_task(
-                track(session.mirror)
-            )  # it begins while the engines do: each takes seconds
+            telling_mlflow = asyncio.create_task(track(session.mirror))  # beside the start of the engines
             if await something_is_left(session, config):
                 await start(session, config)
             await train(session, config, telling_mlflow)

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from infra.environment import cache_folder
 from infra.user_code import load_object
@@ -29,7 +28,7 @@ logger = logging.getLogger("millrace.base_model")
 DEMONSTRATIONS = 50_000
 
 
-@task(name="base-model", retries=1, cache_policy=NO_CACHE, persist_result=False)
+@task(name="base-model", retries=1, persist_result=False)
 async def provide_base_model(session: RunSession, *, config: RunConfig) -> Policy:
     """Version 0 of the run. A model made or copied once is found again by every later run in the store."""
     log, made_from = session.log, [config.workflow, config.dataset, config.seed, config.warmup.model_dump()]
@@ -52,7 +51,7 @@ async def provide_base_model(session: RunSession, *, config: RunConfig) -> Polic
     return policy
 
 
-@task(name="reference-model", retries=1, cache_policy=NO_CACHE, persist_result=False)
+@task(name="reference-model", retries=1, persist_result=False)
 async def provide_reference(session: RunSession, *, model: str) -> None:
     """Put the model that `train.reference.model` names into the store, where the trainer looks for it."""
     await _stored(session, model)

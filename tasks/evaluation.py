@@ -12,16 +12,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from infra.environment import store_uri
 from infra.user_code import load_object
 from rollouts.production.evaluation import failure_of
 from settings.errors import InvalidInput, UserError
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
 from storage.log.run_log import RunLog
-from storage.log.runs import find_policy, open_run, run_config
-from storage.objects.opening import open_store
+from storage.log.runs import find_policy, run_config
 from tasks.prefect.announcements import announce
+from tasks.session import run_log
 
 logger = logging.getLogger("millrace.evaluation")
 
@@ -35,7 +34,7 @@ def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[s
 
     Raises `NotFound` for an unknown run, `InvalidInput` for a version it does not have, or not any more.
     """
-    log = open_run(open_store(store_uri(store)), run)
+    log = run_log(store=store, run=run)
     return run_config(log), find_policy(log, version).version
 
 

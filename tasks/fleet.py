@@ -71,8 +71,6 @@ class Fleet:
         self._numbered = (f"{names}-{number}" for number in itertools.count())
         self._has_workers = asyncio.Event()
         self._replacements_left = REPLACEMENTS
-        self.loaded_version = -1
-        """What the workers were last told to load, when another process publishes."""
         self._lookout = Lookout(log)
         self._failures = Failures()
 
@@ -216,7 +214,7 @@ class Fleet:
         """Swap the weights of every engine and move the alias `rollout`, by which engines elsewhere go."""
         updates = await self._broadcast(policy, trainer)
         if updates is None:
-            updates = await self._swap(policy)
+            updates = await self.swap(policy)
         if not updates:  # what takes the place of the dead starts with it, or hears of it by the alias
             self.log.append(Alias(name=ROLLOUT_ALIAS, version=policy.version, checksum=""))
         if carried_out := [update for update in updates if update is not None]:
@@ -233,11 +231,6 @@ class Fleet:
                 )
             )
 
-    async def load(self, policy: Policy) -> None:
-        """Serve what another process has published."""
-        await self._swap(policy)
-        self.loaded_version = policy.version
-
     def check_transfer(self) -> None:
         """Raise `InvalidInput` when policies are to be broadcast by NCCL and GPUs cannot be joined by it."""
         if self.config.engine.weight_transfer != "nccl":
@@ -248,12 +241,12 @@ class Fleet:
                 f"{self.cluster.num_gpus:g}. Use 'gloo', or leave it out"
             )
 
-    async def _swap(self, policy: Policy) -> list[WeightUpdate | None]:
-        """Under their running requests; what each living worker answers. The dead are replaced by `produce`."""
+    async def swap(self, policy: Policy) -> list[WeightUpdate | None]:
+        """Serve a policy from the store; what each living worker answers. `produce` replaces the dead."""
         return await _of_the_living(worker.call("publish", policy) for worker in self.workers.values())
 
     async def _broadcast(self, policy: Policy, trainer: TrainerHandle) -> list[WeightUpdate | None] | None:
-        """`_swap`, with the weights straight from the trainer. None when not all can take part at once."""
+        """`swap`, with the weights straight from the trainer. None when not all can take part at once."""
         workers, engine = list(self.workers.values()), self.config.engine
         if engine.weight_transfer == "store" or not workers:
             return None

@@ -10,7 +10,6 @@ import logging
 from typing import Any
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from infra.environment import prepare_environment, store_uri
 from storage.objects.opening import open_store
@@ -20,19 +19,11 @@ from storage.retention.rules import make_rules
 logger = logging.getLogger("millrace.maintain")
 
 
-@task(name="collect-garbage", retries=1, retry_delay_seconds=10, cache_policy=NO_CACHE, persist_result=False)
+@task(name="collect-garbage", retries=1, retry_delay_seconds=10, persist_result=False)
 async def collect_from_runs(
-    *,
-    runs: list[str],
-    store: str,
-    keep_last: int,
-    keep_every: int,
-    older_than: str,
-    max_size: str,
-    dry_run: bool,
-    ignore_readers: bool,
+    *, runs: list[str], store: str, dry_run: bool, ignore_readers: bool, **rules: Any
 ) -> dict[str, Any]:
-    """What was, or would be, freed per run.
+    """What was, or would be, freed per run by these rules, see `make_rules`.
 
     Raises `InvalidInput` for rules that cannot be read, `NotFound` for a run the store does not have.
     """
@@ -41,7 +32,7 @@ async def collect_from_runs(
         collect_garbage,
         open_store(store_uri(store)),
         runs,
-        make_rules(keep_last=keep_last, keep_every=keep_every, older_than=older_than, max_size=max_size),
+        make_rules(**rules),
         dry_run=dry_run,
         ignore_readers=ignore_readers,
     )

@@ -15,17 +15,15 @@ import socket
 import time
 from typing import Any
 
-from infra.environment import store_uri
 from infra.user_code import source_sha256
 from settings.errors import InvalidInput
 from storage.log.entries import Shard
 from storage.log.producers import check_name
 from storage.log.run_state import RunState
-from storage.log.runs import open_run, run_config
+from storage.log.runs import run_config
 from storage.objects.object_store import StoreError
-from storage.objects.opening import open_store
 from tasks.rollout import load_policy
-from tasks.session import RunSession
+from tasks.session import RunSession, run_log
 
 logger = logging.getLogger("millrace.producers")
 
@@ -37,7 +35,7 @@ SILENCE_SECONDS = 60.0
 
 def look_up_run(*, store: str, run: str) -> dict[str, Any]:
     """The configuration a run was started with. Raises `NotFound` for an unknown run."""
-    return run_config(open_run(open_store(store_uri(store)), run))
+    return run_config(run_log(store=store, run=run))
 
 
 def producer_name(name: str) -> str:
@@ -77,7 +75,7 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
     number), or when nothing was written for `patience` seconds. A driver that was killed and comes back
     within that time finds us here, and a store that cannot be reached for a while is tried again.
     """
-    seen, made = session.log.state.entries, 0
+    seen, made, loaded = session.log.state.entries, 0, -1
     heard, waiting = time.monotonic(), ""
     while True:
         try:
@@ -100,20 +98,22 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
             return f"the run has its {state.step} steps"
         if 0 < shards <= made:
             return f"{made} shards committed"
-        await _load_newest(session)
+        loaded = await _load_newest(session, loaded)
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _load_newest(session: RunSession) -> None:
-    """Serve what the alias `rollout` names, if that is newer than what was loaded last."""
+async def _load_newest(session: RunSession, loaded: int) -> int:
+    """Serve what the alias `rollout` names if it is newer than version `loaded`; returns the version served."""
     policy = session.fleet.served()
-    if policy is None or policy.version <= session.fleet.loaded_version:
-        return
+    if policy is None or policy.version <= loaded:
+        return loaded
     try:
         await load_policy(session, policy=policy)
     except (OSError, StoreError):
         if session.fleet.served(refresh=True) == policy:
             raise  # else it took so long that the next policy has come, and this one may be gone
+        return loaded
+    return policy.version
 
 
 def _is_over(state: RunState) -> bool:

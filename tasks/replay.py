@@ -6,22 +6,20 @@ In: a session, a plan, settings. Out: how each step came out.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
-from infra.environment import code_version, store_uri
+from infra.environment import code_version
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from storage.log.entries import to_json
 from storage.log.replay_plan import Replay, ReplayedStep, ReplayPlan, plan_replay
-from storage.log.runs import open_run, run_config
-from storage.objects.opening import open_store
-from tasks.session import RunSession
+from storage.log.runs import run_config
+from tasks.session import RunSession, run_log
 
 logger = logging.getLogger("millrace.replay")
 
@@ -34,14 +32,14 @@ def check_replay(
     Raises `storage.log.replay_plan.CannotReplay`, `InvalidInput` for a `save` that exists, `NotFound` for an
     unknown run, all before anything heavy starts.
     """
-    log = open_run(open_store(store_uri(store)), run)
+    log = run_log(store=store, run=run)
     if save and Path(save).exists():
         raise InvalidInput(f"{save} exists already; name a folder that does not, for the replayed policy")
     last = log.state.step if last is None else last
     return plan_replay(log.state, run=run, first=first, last=last, rewards=rewards), run_config(log)
 
 
-@task(name="start-replay", cache_policy=NO_CACHE, persist_result=False)
+@task(name="start-replay", persist_result=False)
 async def start_replay(
     session: RunSession, *, plan: ReplayPlan, recorded: RunConfig, changed: RunConfig, rewards: str
 ) -> int:
@@ -65,7 +63,7 @@ async def start_replay(
     return loaded
 
 
-@task(name="lead-up", task_run_name="lead-up-{step}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="lead-up", task_run_name="lead-up-{step}", persist_result=False)
 async def lead_up(session: RunSession, *, step: int, progress: str) -> bool:
     """Train a step before the span as it was recorded; False when the span cannot start from the recorded weights."""
     identical: bool = await session.trainer.call("lead_up", step)
@@ -79,7 +77,7 @@ async def lead_up(session: RunSession, *, step: int, progress: str) -> bool:
     return identical
 
 
-@task(name="retrain", task_run_name="retrain-{step}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="retrain", task_run_name="retrain-{step}", persist_result=False)
 async def retrain(session: RunSession, *, step: int, progress: str) -> ReplayedStep:
     """Train a step of the span and compare it with the record."""
     replayed: ReplayedStep = await session.trainer.call("retrain", step)
@@ -87,7 +85,7 @@ async def retrain(session: RunSession, *, step: int, progress: str) -> ReplayedS
     return replayed
 
 
-@task(name="save-replayed-policy", cache_policy=NO_CACHE, persist_result=False)
+@task(name="save-replayed-policy", persist_result=False)
 async def save_policy(session: RunSession, *, folder: str) -> None:
     """Write the newest replayed policy to a folder, in HF layout and sealed."""
     digest = await session.trainer.call("save_policy", str(Path(folder).resolve()))
@@ -117,16 +115,5 @@ def describe_replay(
         recorded_code=recorded_code,
         code=code_version(),
     )
-    return dict(_finite({**to_json(replay), "unchanged": replay.unchanged, "identical": replay.identical}))
-
-
-def _finite(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list():
-            return [_finite(item) for item in value]
-        case float() if not math.isfinite(value):
-            return None
-        case _:
-            return value
+    document = {**to_json(replay), "unchanged": replay.unchanged, "identical": replay.identical}
+    return dict(json.loads(json.dumps(document), parse_constant=lambda _: None))

@@ -9,7 +9,6 @@ import logging
 from typing import Any
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
 from infra.cluster import WorkerDied
@@ -21,7 +20,7 @@ from tasks.session import RunSession
 logger = logging.getLogger("millrace.rollout")
 
 
-@task(name="start-rollout-worker", task_run_name="start-{name}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="start-rollout-worker", task_run_name="start-{name}", persist_result=False)
 async def start_rollout_worker(session: RunSession, *, name: str, version: int | None = None) -> str:
     """Load a policy into the engine of a new worker; see `Fleet.start`."""
     return await session.fleet.start(name, version=version)
@@ -32,7 +31,6 @@ async def start_rollout_worker(session: RunSession, *, name: str, version: int |
     task_run_name="publish-{policy.version}",
     retries=3,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
-    cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def publish_policy(session: RunSession, *, policy: Policy) -> None:
@@ -46,15 +44,14 @@ async def publish_policy(session: RunSession, *, policy: Policy) -> None:
     task_run_name="load-{policy.version}",
     retries=3,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
-    cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def load_policy(session: RunSession, *, policy: Policy) -> None:
     """Swap the weights of every engine of this session; another process has published the policy."""
-    await session.fleet.load(policy)
+    await session.fleet.swap(policy)
 
 
-@task(name="collect", task_run_name="collect-{worker}-{number}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="collect", task_run_name="collect-{worker}-{number}", persist_result=False)
 async def collect_shard(session: RunSession, *, worker: str, number: int) -> dict[str, Any] | None:
     """One committed shard: its id, rows and tokens; None when nothing could run."""
     shard = await session.fleet.collect(worker)
@@ -104,7 +101,6 @@ async def replace(session: RunSession) -> str:
     task_run_name="evaluate-{version}",
     retries=2,
     retry_delay_seconds=exponential_backoff(backoff_factor=2),
-    cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def evaluate_policy(session: RunSession, *, version: int, settings: EvaluationSettings) -> Evaluation:

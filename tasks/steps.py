@@ -1,6 +1,6 @@
-"""The choice of the next batch, and the Prefect tasks around the trainer.
+"""The choice of the next batch, the Prefect tasks around the trainer, and the limit of every wait.
 
-In: a session. Out: the claim and the committed step.
+In: a session. Out: the claim and the committed step; or `Stalled` with the report of every worker.
 """
 
 from __future__ import annotations
@@ -8,29 +8,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable
 from typing import Any, TypeVar, cast
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from infra.cluster import WorkerDied
+from settings.errors import UserError
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
-from tasks.watchdog import Stalled
 from trainers.health import NonFinite
 
 logger = logging.getLogger("millrace.train")
 
 Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 
-@task(name="start-trainer", cache_policy=NO_CACHE, persist_result=False)
+class Stalled(UserError):
+    """Nothing has moved for too long; the message says what was waited for and where every worker stands."""
+
+
+async def watched(session: RunSession, waiting: Awaitable[Result], *, what: str, seconds: float) -> Result:
+    """Await `waiting`, but no longer than `seconds`. Raises `Stalled`."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await waiting
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Stalled(f"{what} has taken more than {seconds:g} s\n{await session.fleet.report()}") from None
+
+
+@task(name="start-trainer", persist_result=False)
 async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
     """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
     await session.trainer.start(config)
@@ -101,7 +117,6 @@ def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
     retries=2,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
     retry_condition_fn=_may_pass,
-    cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) -> Step | None:

@@ -37,19 +37,19 @@ class TrainerHandle:
     def __init__(self, log: RunLog, cluster: Cluster) -> None:
         self._log = log
         self._cluster = cluster
-        self._hosted: Hosted | HostedGroup | None = None
+        self._hosted: Hosted | HostedGroup
+        """Set by `open`."""
         self._warned_of_gap = False
         self._refusals = 0
 
     async def open(self, name: str, path: str, *, settings: TrainSettings, **arguments: Any) -> Any:
         """Host an object of `path` on `train.num_ranks` processes of `train.num_threads`, and open it there."""
         num_gpus = 0.0 if settings.device == "cpu" else self._cluster.gpus_per_worker
-        hosted = await self._cluster.host_group(name, path, num_ranks=settings.num_ranks, num_gpus=num_gpus)
+        self._hosted = await self._cluster.host_group(name, path, num_ranks=settings.num_ranks, num_gpus=num_gpus)
         if settings.num_threads:
-            await hosted.prepare({"OMP_NUM_THREADS": str(settings.num_threads)})
-        self._hosted = hosted
+            await self._hosted.prepare({"OMP_NUM_THREADS": str(settings.num_threads)})
         log = {"store_uri": self._log.store.uri, "run_id": self._log.run_id, "cache": str(cache_folder())}
-        return await hosted.call("open", **log, **arguments)
+        return await self.call("open", **log, **arguments)
 
     async def start(self, config: RunConfig) -> None:
         """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
@@ -65,12 +65,10 @@ class TrainerHandle:
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await a method of the trainer."""
-        assert self._hosted is not None, "there is no trainer yet"
         return await self._hosted.call(method, *arguments, **keywords)
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address of rank 0's node and a port that is free there."""
-        assert self._hosted is not None, "there is no trainer yet"
         return await self._hosted.rendezvous()
 
     async def step(self, claim: Claim, **round_facts: Any) -> Step | None:
@@ -93,9 +91,7 @@ class TrainerHandle:
             return None
         self._refusals = 0
         self._log.refresh()
-        gap = step.metrics.get(
-            "engine_gap", 0.0
-        )  # absent when no token was sampled by the very policy that was trained
+        gap = step.metrics.get("engine_gap", 0.0)  # absent if no token was sampled by the policy that was trained
         if gap > SUSPICIOUS_GAP and not self._warned_of_gap:
             self._warned_of_gap = True
             logger.warning(
