@@ -133,7 +133,7 @@ def make_model(workload: Workload, folder: Path) -> None:
     if workload is W:
         _random_model(folder)
         return
-    from settings.warmup import WarmupSettings
+    from settings.train import WarmupSettings
     from trainers.model.warmup import make_base_model
 
     demonstrations = Arithmetic().demonstrations(50_000, 0)

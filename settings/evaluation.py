@@ -1,4 +1,4 @@
-"""`[evaluation]`: held-out evaluation during training."""
+"""`[evaluation]` and `[traces]`: held-out evaluation during training, and what MLflow shows turn by turn."""
 
 from __future__ import annotations
 
@@ -31,3 +31,14 @@ class EvaluationSettings(Block):
     gate_gap: float | None = Field(default=None, ge=0)
     """Largest gap between engine and trainer, in nats per token, of the steps that led to a champion; unset:
     `train.max_gap`."""
+
+
+class TraceSettings(Block):
+    """Which attempts MLflow shows turn by turn, as traces; every attempt is in the shards."""
+
+    per_evaluation: int = Field(default=2, ge=0)
+    """Attempts per evaluation, from the lowest reward to the highest. 0: none."""
+    per_step: int = Field(default=2, ge=0)
+    """The same of a training step that is traced. 0: none."""
+    every: int = Field(default=10, ge=1)
+    """Steps from one that is traced to the next."""

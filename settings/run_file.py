@@ -8,35 +8,29 @@ from __future__ import annotations
 
 import copy
 import difflib
-import functools
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from settings.block import Block
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput, path_errors
-from settings.evaluation import EvaluationSettings
+from settings.evaluation import EvaluationSettings, TraceSettings
 from settings.presets import under_preset
 from settings.redaction import secret_settings
-from settings.reward import RewardSettings
-from settings.rollout import RolloutSettings
-from settings.sampling import SamplingSettings
-from settings.tracking import TraceSettings
-from settings.train import TrainSettings
-from settings.warmup import WarmupSettings
+from settings.rollout import RewardSettings, RolloutSettings, SamplingSettings
+from settings.train import TrainSettings, WarmupSettings
 
 
 class ConfigError(InvalidInput):
     """A run file that cannot be used; every line of the message names a key and what to do."""
 
 
-class Settings(BaseModel):
+class Settings(Block):
     """Everything but the common knobs, one table per part."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     """How tokens are drawn."""
@@ -239,36 +233,27 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
 
 def training_changes(old: RunConfig, new: RunConfig) -> dict[str, str]:
     """What `with_training_changes` changed, as `old → new` by dotted key."""
-    before, after = old.model_dump(), new.model_dump()
-    changes = {}
-    for key in {**_training_settings(old), **_training_settings(new)}:
-        values = [functools.reduce(_get, key.split("."), document) for document in (before, after)]
-        if all(value is not _MISSING for value in values) and values[0] != values[1]:
-            changes[key] = f"{values[0]} → {values[1]}"
-    return changes
-
-
-_MISSING = object()
-
-
-def _get(table: Any, name: str) -> Any:
-    return table.get(name, _MISSING) if isinstance(table, dict) else _MISSING
+    before, after = _training_settings(old), _training_settings(new)
+    return {
+        key: f"{value} → {after[key]}"
+        for key, value in before.items()
+        if key in after and value != after[key] and not (isinstance(value, dict) and isinstance(after[key], dict))
+    }
 
 
 _REPLAYABLE = ("learning_rate", "max_staleness")
 
 
 def _training_settings(config: RunConfig) -> dict[str, Any]:
-    """By dotted key; a block that is off stands under its own name."""
-    return {key: getattr(config, key) for key in _REPLAYABLE} | dict(_leaves("train", config.train.model_dump()))
+    """By dotted key, tables and what is in them."""
+    return {key: getattr(config, key) for key in _REPLAYABLE} | dict(_below("train", config.train.model_dump()))
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield key, value
-        return
-    for name, item in value.items():
-        yield from _leaves(f"{key}.{name}", item)
+def _below(key: str, table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        yield f"{key}.{name}", value
+        if isinstance(value, dict):
+            yield from _below(f"{key}.{name}", value)
 
 
 def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:

@@ -1,4 +1,4 @@
-"""`[train]`: advantages, loss and optimizer.
+"""`[train]` and `[warmup]`: advantages, loss and optimizer; and the tiny base model that a run makes without a `model`.
 
 rewards ─▶ advantage ─▶ loss (aggregation, importance) + kl + entropy ─▶ gradient ─▶ optimizer
 """
@@ -177,3 +177,20 @@ class TrainSettings(Block):
 
 def _per_reward(advantage: Advantage) -> bool:
     return isinstance(advantage, GrpoAdvantage) and advantage.per_reward
+
+
+class WarmupSettings(Block):
+    """The tiny base model made on the spot when no `model` is given."""
+
+    hidden_size: int = Field(default=128, ge=32, multiple_of=32)
+    """Width of the model: attention heads of 32."""
+    num_layers: int = Field(default=2, ge=1)
+    """Depth of the model."""
+    target_loss: float = Field(default=0.23, gt=0)
+    """Stop when the mean loss of the last 20 updates is below this (nats per token)."""
+    num_steps: int = Field(default=2000, ge=1)
+    """Stop after this many supervised updates in any case."""
+    batch_size: int = Field(default=128, ge=1)
+    """Demonstrations per update."""
+    learning_rate: float = Field(default=2e-3, gt=0)
+    """Peak learning rate of the supervised updates."""

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from settings.errors import InvalidInput
-from settings.reward import RewardSettings
+from settings.rollout import RewardSettings
 from storage.records import Trajectory
 
 OVERLONG = "overlong"

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput, UserError
+from settings.evaluation import TraceSettings
 from settings.redaction import without_secrets
-from settings.tracking import TraceSettings
 from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
 from storage.log.run_log import RunLog
 from storage.log.runs import run_config

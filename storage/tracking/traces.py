@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from settings.tracking import TraceSettings
+from settings.evaluation import TraceSettings
 from storage.log.entries import Evaluation, LogEntry, Step
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of

@@ -13,7 +13,7 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.rewards.scoring import RewardPool, RewardTimeout, score, score_all
 from rollouts.workflow import Score, Workflow, workflow_context
-from settings.reward import RewardSettings
+from settings.rollout import RewardSettings
 from storage.records import RolloutGroup, Sampling, Task
 from tests.builders import a_config
 from tests.unit.rollouts.reward_functions import for_ever, length, nothing

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollouts.rewards.reward_shaping import check_weights, overlong, scaled, shaped, weighted_sum
-from settings.reward import RewardSettings
+from settings.rollout import RewardSettings
 from storage.records import Trajectory
 from tests.builders import a_trajectory, a_turn
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from settings.tracking import TraceSettings
+from settings.evaluation import TraceSettings
 from storage.log.entries import Evaluation, Quarantine, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run

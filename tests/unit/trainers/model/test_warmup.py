@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from settings.warmup import WarmupSettings
+from settings.train import WarmupSettings
 from storage.objects.digests import verify_folder
 from storage.records import Message
 from trainers.model.model import load_model
