@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.placement import Placement, bundle, check_shares, gpu_share, gpus_of, node_resources, reserve
+from infra.placement import Placement, bundle, gpu_share, gpus_of, node_resources, reserve
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, failure_text_of_output
 from settings.redaction import without_secrets
@@ -75,13 +75,10 @@ class Hosted:
         import ray
 
         ray.kill(self._actor)
-        self._give_back()
+        self.give_back()
 
-    async def close(self) -> None:
-        """Let it end in its own way, if it still answers."""
-        await _close(self, self._placement)
-
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Free the place of a process that has ended."""
         if self._placement is not None:
             self._placement.give_back()
 
@@ -91,7 +88,7 @@ class Hosted:
         try:
             return await _result(asked, self.name)
         except RayActorError as error:
-            self._give_back()
+            self.give_back()
             raise WorkerDied(f"{self.name} died during {method}(); its log is {self.log_file}") from error
 
 
@@ -168,11 +165,11 @@ class HostedGroup:
         self._ended = reason
         for rank in self._ranks:
             rank.kill()
-        self._placement.give_back()
+        self.give_back()
 
-    async def close(self) -> None:
-        """Let all ranks end in their own way, if they still answer."""
-        await _close(self, self._placement)
+    def give_back(self) -> None:
+        """Free the places of all ranks."""
+        self._placement.give_back()
 
 
 class Cluster:
@@ -199,15 +196,12 @@ class Cluster:
         import ray
 
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {
-            "log_to_driver": False,
-            "logging_level": logging.ERROR,
-            "configure_logging": False,
-        }
         # Without an address Ray would join any cluster it finds on this machine, also one of another user.
-        options["address"] = address = os.environ.get("RAY_ADDRESS") or "local"
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
+        options |= {"log_to_driver": False, "configure_logging": False}
         if address == "local":
-            # A cluster of our own makes its own token; the warning that says so is of no use to anybody.
+            # A cluster of our own makes its own token, and warns of it.
             logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
             options |= {
                 "include_dashboard": False,
@@ -230,18 +224,10 @@ class Cluster:
             whole = bundle(num_gpus=num_gpus) if num_gpus else bundle(num_cpus=self._gpus_per_engine)
             placement = await reserve(name, [whole])
             options = placement.options(0)
-        hosted = self._start(name, path, log_name=name, options=options, placement=placement)
-        self._hosted.append(hosted)
-        return hosted
+        return self._start(name, path, options=options, placement=placement)
 
     async def host_group(
-        self,
-        name: str,
-        path: str,
-        *,
-        num_ranks: int,
-        num_gpus: float = 0,
-        lag_seconds: float = 10.0,
+        self, name: str, path: str, *, num_ranks: int, num_gpus: float = 0, lag_seconds: float = 10.0
     ) -> Hosted | HostedGroup:
         """The same object in `num_ranks` processes that torch.distributed joins, as torchrun would have started them.
 
@@ -255,44 +241,31 @@ class Cluster:
             if not num_gpus:  # it is lost with the driver in any case
                 here = ray.get_runtime_context().get_node_id()
                 options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=here, soft=True)
-            hosted = self._start(name, path, log_name=name, options=options)
-            self._hosted.append(hosted)
-            return hosted
+            return self._start(name, path, options=options)
         placement = await reserve(name, [bundle(num_gpus=num_gpus)] * num_ranks)
+        logs = [name, *(f"{name}-rank-{rank}" for rank in range(1, num_ranks))]
         ranks = [
-            self._start(
-                f"rank {rank} of {name}",
-                path,
-                log_name=f"{name}-rank-{rank}" if rank else name,
-                options=placement.options(rank),
-            )
-            for rank in range(num_ranks)
+            self._process(f"rank {rank} of {name}", path, log_name=log, options=placement.options(rank))
+            for rank, log in enumerate(logs)
         ]
         group = HostedGroup(name, ranks, placement, lag_seconds=lag_seconds)
         self._hosted.append(group)
         await group.introduce()
         return group
 
-    def _start(
-        self,
-        name: str,
-        path: str,
-        *,
-        log_name: str,
-        options: dict[str, Any],
-        placement: Placement | None = None,
+    def _start(self, name: str, path: str, *, options: dict[str, Any], placement: Placement | None = None) -> Hosted:
+        hosted = self._process(name, path, log_name=name, options=options, placement=placement)
+        self._hosted.append(hosted)
+        return hosted
+
+    def _process(
+        self, name: str, path: str, *, log_name: str, options: dict[str, Any], placement: Placement | None = None
     ) -> Hosted:
         import ray
 
         log_file = self._log_folder / f"{log_name}.log"
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
         return Hosted(name, actor_class.remote(path, str(log_file)), log_file, placement)
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raises `ValueError` where these nodes cannot hold what is to run on them: see `placement.check_shares`."""
-        check_shares(
-            self.nodes, num_workers=self._num_workers, gpus_per_engine=self._gpus_per_engine, num_ranks=num_ranks
-        )
 
     @property
     def num_gpus(self) -> float:
@@ -321,7 +294,7 @@ class Cluster:
         """Let what is hosted end in its own way. Raises the first error that is not the end of a process."""
         hosted, self._hosted = self._hosted, []
         # Side by side: on a node that is gone, what was to take the place of the dead never answers.
-        closed = await asyncio.gather(*(one.close() for one in hosted), return_exceptions=True)
+        closed = await asyncio.gather(*map(close, hosted), return_exceptions=True)
         for error in closed:
             if isinstance(error, BaseException):
                 raise error
@@ -353,12 +326,12 @@ async def _result(asked: Awaitable[Any], name: str) -> Any:
         raise raised from None
 
 
-async def _close(hosted: Hosted | HostedGroup, placement: Placement | None) -> None:
+async def close(hosted: Hosted | HostedGroup) -> None:
+    """Let it end in its own way, if it still answers."""
     try:
         async with asyncio.timeout(20):
             await hosted.call("close")
     except (WorkerDied, TimeoutError, AttributeError) as error:
         logger.warning("%s did not close: %s", hosted.name, str(error) or "no answer for 20 s")
     finally:
-        if placement is not None:
-            placement.give_back()
+        hosted.give_back()

@@ -20,13 +20,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput, failure_text, path_errors, place_of
+from settings.errors import OWN_PACKAGES, InvalidInput, failure_text, path_errors, place_of
 from storage.objects.digests import sha256_of_file, sha256_of_json
 
 PRODUCT = Path(__file__).resolve().parents[1]
 """The folder of our packages."""
-OURS = ("millrace", "cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
-"""Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
 MOVED = {"rollouts.verifiers_environments:VerifiersWorkflow": "millrace:VerifiersWorkflow"}
 """Import paths that recorded runs have in their configuration, and where the object is now."""
 
@@ -184,7 +182,7 @@ def own_packages_first() -> Iterator[None]:
 def _advice(module: str | None, folder: Path) -> str:
     """What to do about something that a module of ours does not have; empty for a module that is not ours."""
     package = (module or "").partition(".")[0]
-    if package not in OURS:
+    if package not in OWN_PACKAGES:
         return ""
     if theirs := _shadowed(package, folder):
         return _rename(theirs)
@@ -196,7 +194,7 @@ def _refuse_shadowed(folder: Path) -> None:
 
     Such an import raises nothing by itself, as one of a name in the package would.
     """
-    for package in OURS:
+    for package in OWN_PACKAGES:
         theirs, ours = _shadowed(package, folder), sys.modules.get(package)
         if theirs is None or ours is None:
             continue

@@ -71,6 +71,7 @@ def receive(
     if the sender does not join, or leaves, within `SECONDS`.
     """
     import torch
+    from safetensors.torch import _TYPES
 
     with _Group(broadcast, rank=rank) as group:
         header = group.store.get("header")
@@ -81,7 +82,7 @@ def receive(
             digest.update(buffer.cpu().numpy())
             for name, about, start, end in tensors:
                 # A copy: a layer may keep it until its last tensor arrives, and its bytes may be unaligned.
-                yield name, buffer[start:end].clone().view(_dtype(about["dtype"])).view(about["shape"])
+                yield name, buffer[start:end].clone().view(_TYPES[about["dtype"]]).view(about["shape"])
     if sha256_of_json({WEIGHTS_FILE: digest.hexdigest()}) != broadcast.weights_sha256:
         raise DigestMismatch(f"policy {broadcast.version} arrived by broadcast with other weights than the log's")
 
@@ -100,26 +101,6 @@ def _buckets(header: bytes, most_bytes: int) -> Iterator[tuple[int, list[tuple[s
         size = end - begin
     if tensors:
         yield size, tensors
-
-
-def _dtype(name: str) -> Any:
-    """The torch dtype of a safetensors name."""
-    import torch
-
-    return {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }[name]
 
 
 class _Group:

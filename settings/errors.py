@@ -24,7 +24,8 @@ MOST_CHARACTERS = 2000
 """Of the text of one failure, frames included."""
 _LONGEST_FRAME = 160  # characters
 _LONGEST_LINE = 300  # characters, without the place
-_OWN_FOLDERS = ("cli", "flows", "infra", "millrace", "rollouts", "settings", "storage", "tasks", "trainers")
+OWN_PACKAGES = ("millrace", "cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
+"""Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
 _FRAME = re.compile(r"^  at (?P<place>.+?:\d+) in .*$", re.MULTILINE)
 _PYTHON_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n    +(?! *[\^~])(.+))?', re.MULTILINE)
 
@@ -63,7 +64,8 @@ def failure_text(error: BaseException, message: str = "") -> str:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    head, *frames = re.split(r"\n(?=  at )", message or _head(error))
+    named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    head, *frames = re.split(r"\n(?=  at )", message or named)
     frames += _frames(error, users_only=True)
     return _limited(head, frames or _frames(error, users_only=False))
 
@@ -100,10 +102,6 @@ def in_one_line(text: str) -> str:
     first, place = text.partition("\n")[0], place_of(text)
     first = first if len(first) <= _LONGEST_LINE else f"{first[: _LONGEST_LINE - 1]}…"
     return f"{first} at {place}" if place else first
-
-
-def _head(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _frames(error: BaseException, *, users_only: bool) -> list[str]:
@@ -143,4 +141,4 @@ def _is_users(file: str) -> bool:
         return False
     path, root = Path(file).resolve(), Path(__file__).resolve().parents[1]
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return not any(path.is_relative_to(folder) for folder in (*installed, *(root / name for name in _OWN_FOLDERS)))
+    return not any(path.is_relative_to(folder) for folder in (*installed, *(root / name for name in OWN_PACKAGES)))

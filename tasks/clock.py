@@ -7,13 +7,56 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from infra.memory import PeakMemory
+import psutil
+
 from storage.log.entries import Shard
 from storage.tracking.system_metrics import SystemMetrics
 from trainers.timing import split_wait
+
+_EVERY_SECONDS = 2.0
+_SHARE_OF_A_CORE = 0.01
+"""Share of a core that measuring may use."""
+
+
+class PeakMemory:
+    """Peak memory of this process and its descendants, sampled in the background while the context is open.
+
+    In bytes, as proportional set size, so shared pages count once.
+    """
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+        self.peak_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pause = _EVERY_SECONDS
+        while not self._stop.wait(pause):
+            started = time.thread_time()
+            self.peak_bytes = max(self.peak_bytes, tree_bytes())
+            # The kernel visits every page of every process for this, on cores that have other work.
+            pause = max(_EVERY_SECONDS, (time.thread_time() - started) / _SHARE_OF_A_CORE)
+
+
+def tree_bytes() -> int:
+    """Memory of this process and all its descendants right now."""
+    total, this = 0, psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
+            total += process.memory_full_info().pss
+    return total
 
 
 class RoundClock:

@@ -39,8 +39,7 @@ def look_up_run(*, store: str, run: str) -> dict[str, Any]:
 
 
 def producer_name(name: str) -> str:
-    """What the workers of this process are called, by default as the machine. Raises `InvalidInput` for an unusable
-    name."""
+    """The name of this process's workers, by default the machine's. Raises `InvalidInput` for an unusable name."""
     chosen = name or socket.gethostname().split(".")[0]
     check_name(chosen)
     return chosen

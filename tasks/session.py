@@ -22,7 +22,7 @@ from typing import Any
 
 from infra.cluster import Cluster
 from infra.environment import code_version, home, prepare_environment, store_uri
-from infra.memory import PeakMemory
+from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from settings.run_file import RunConfig, default_values
@@ -31,7 +31,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
 from storage.retention.retention import reading
-from tasks.clock import RoundClock
+from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
 from tasks.mirror import TrackingMirror
 from tasks.prefect.outages import say_outages_once
@@ -139,5 +139,5 @@ async def _session(
     cluster = Cluster(log_folder=home() / "logs" / log.run_id, num_workers=shares, gpus_per_engine=gpus_per_engine)
     with PeakMemory() as memory:
         async with cluster:
-            cluster.check_ranks(num_ranks)
+            check_shares(cluster.nodes, num_workers=shares, gpus_per_engine=gpus_per_engine, num_ranks=num_ranks)
             yield RunSession(log, cluster, config, memory=memory, num_engines=max(1, num_engines), **options)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import millrace
-from infra.user_code import OURS, PRODUCT, load_object, own_command
+from infra.user_code import PRODUCT, load_object, own_command
+from settings.errors import OWN_PACKAGES
 
 ENVIRONMENT = """
 from millrace import Task, Workflow, exact, sandboxed
@@ -54,13 +55,13 @@ def _python(folder: Path, *arguments: str, path: Path | None = None) -> subproce
 
 
 def test_the_two_lists_of_our_packages_are_one():
-    assert ("millrace", *millrace._PACKAGES) == OURS
+    assert ("millrace", *millrace._PACKAGES) == OWN_PACKAGES
 
 
 def test_our_imports_find_ours_in_the_driver_in_reward_processes_and_in_sandboxes(tmp_path: Path):
     wrong = "raise RuntimeError('the wrong one')\n"
-    work = _write(tmp_path / "work", game=ENVIRONMENT, **{name: wrong for name in OURS[1:]})
-    path = _write(tmp_path / "path", **{f"{name}____init__": wrong for name in OURS[1:]})
+    work = _write(tmp_path / "work", game=ENVIRONMENT, **{name: wrong for name in OWN_PACKAGES[1:]})
+    path = _write(tmp_path / "path", **{f"{name}____init__": wrong for name in OWN_PACKAGES[1:]})
     start = own_command("builtins:str")[-1]
     done = _python(work, "-c", start + PLAY, path=path)
     assert done.stdout == "1 1.0 8\n", done.stderr
