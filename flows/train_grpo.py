@@ -142,18 +142,14 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         ending.create_task(track(session.mirror, finished=True))
 
 
-def is_due(step: int, config: RunConfig) -> bool:
-    """Evaluate before the first step, every `evaluation.every` steps, and after the last one."""
-    every = config.evaluation.every
-    return every > 0 and (step % every == 0 or step == config.steps)
-
-
 def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:
-    """Whether the live policy is to be evaluated, and has no score on the run's own split in the log."""
-    state, split = session.log.state, config.evaluation.split
-    return is_due(state.step, config) and (state.newest_version, split) not in {
-        (e.version, e.split) for e in state.evaluations
-    }
+    """Whether the live policy is to be evaluated, and has no score on the run's own split in the log.
+
+    That is before the first step, every `evaluation.every` steps, and after the last one.
+    """
+    state, every, split = session.log.state, config.evaluation.every, config.evaluation.split
+    is_due = every > 0 and (state.step % every == 0 or state.step == config.steps)
+    return is_due and (state.newest_version, split) not in {(e.version, e.split) for e in state.evaluations}
 
 
 async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:

@@ -93,9 +93,9 @@ class Hosted:
 
 
 class HostedGroup:
-    """The same object in several processes that compute as one: what one is asked, all are asked.
+    """The same object in several processes that compute as one: each call goes to all.
 
-    Ranks stay in step, or the group ends: if one failed and the others did not, they would wait for it for ever.
+    If one fails and the others do not, the group ends: they would wait for it for ever.
     """
 
     def __init__(self, name: str, ranks: Sequence[Hosted], placement: Placement, *, lag_seconds: float) -> None:
@@ -132,9 +132,9 @@ class HostedGroup:
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `method(*arguments, **keywords)` on every rank; returns what rank 0 does.
 
-        Raises what a rank raised, with a note that names the rank. An error with an attribute `rank` is there because
-        of that rank's error, which is the one that is raised. If the others do not fail too within `lag_seconds`, or a
-        process is gone (`WorkerDied`), all processes are killed, and later calls raise `WorkerDied`.
+        Raises what a rank raised, with a note that names the rank; an error with an attribute `rank` stands for that
+        rank's error. If the others do not fail too within `lag_seconds`, or a process is gone (`WorkerDied`), all
+        processes are killed, and later calls raise `WorkerDied`.
         """
         if self._ended:
             raise WorkerDied(f"{self.name} cannot do {method}() any more: {self._ended}")
@@ -175,16 +175,12 @@ class HostedGroup:
 class Cluster:
     """The Ray cluster of one session: joined at `RAY_ADDRESS`, else started in-process and stopped at the end.
 
-    On several nodes, workers that need no GPU are spread over them, all devices of an engine are reserved on one node,
-    those of all ranks together and closely packed, and a trainer alone without a GPU is beside the driver. What was on
-    a node that is lost raises `WorkerDied`, and what is hosted anew goes to the others.
+    Workers without a GPU are spread over the nodes. All devices of an engine are on one node, those of all ranks
+    closely packed, and a single rank without a GPU is beside the driver. A lost node's workers raise `WorkerDied`.
     """
 
     def __init__(self, *, log_folder: Path, num_workers: int = 1, gpus_per_engine: int = 1) -> None:
-        """Engines count `gpus_per_engine` times among the `num_workers` that hold a model, or a part of one.
-
-        Without GPUs an engine has that many of Ray's CPUs.
-        """
+        """An engine counts `gpus_per_engine` times among `num_workers`. Without GPUs it has that many of Ray's CPUs."""
         self._log_folder = log_folder
         self._num_workers = num_workers
         self._gpus_per_engine = gpus_per_engine
@@ -216,7 +212,7 @@ class Cluster:
     async def host(self, name: str, path: str, *, num_gpus: float = 0) -> Hosted:
         """A process of its own for an object of `path` (`package.module:Class`), which `call("open")` makes there.
 
-        If engines have several parts this waits until their devices are free, see `infra.placement.reserve`.
+        This waits until the devices of an engine of several parts are free.
         """
         placement = None
         options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": "DEFAULT" if num_gpus else "SPREAD"}
@@ -269,7 +265,6 @@ class Cluster:
 
     @property
     def num_gpus(self) -> float:
-        """GPUs of all nodes."""
         return gpus_of(self.nodes)
 
     @property

@@ -79,7 +79,7 @@ def mlflow_url(home: Path) -> str:
 def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, Service]:
     """Start what is not running yet, deploy `prefect.yaml`, and return all services.
 
-    Raises `ServiceFailed` if a service does not answer in time; all services are stopped then.
+    Raises `ServiceFailed` if a service does not answer in time, and stops all.
     """
     services = running_services(home)
     logs = home / "logs"

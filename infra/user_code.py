@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from settings.errors import OWN_PACKAGES, InvalidInput, failure_text, path_errors, place_of
@@ -30,11 +31,10 @@ MOVED = {"rollouts.verifiers_environments:VerifiersWorkflow": "millrace:Verifier
 
 
 def load_object(path: str) -> Any:
-    """Import what `path` names.
+    """Import what `path` names. A module may lie in the working directory, which is in `sys.path` from here on.
 
-    A module may lie in the working directory, which is first in `sys.path` from here on: a console script has it not.
-    Raises `InvalidInput` with the fix when the form is wrong, the module, the name or something that it imports is
-    missing, or the code does not parse; what else the code raises rises.
+    Raises `InvalidInput` with the fix if the form is wrong, the module, the name or something that it imports is
+    missing, or the code does not parse; other errors of the code rise.
     """
     module_path, _, name = MOVED.get(path, path).rpartition(":")
     is_file = module_path.endswith(".py")
@@ -79,36 +79,27 @@ def path_of(target: Any) -> str:
 
 
 def source_file(target: Any) -> Path:
-    """The file a function or class is written in. Raises `ValueError` where there is none."""
-    file = _source_file(target)
-    if file is None:
-        raise InvalidInput(f"{target!r} has no source file; define it in a module or a file")
-    return file
+    """The file a function or class is written in. Raises `InvalidInput` if there is none."""
+    with contextlib.suppress(TypeError):  # built into Python
+        if file := inspect.getsourcefile(target):
+            return Path(file).resolve()
+    raise InvalidInput(f"{target!r} has no source file; define it in a module or a file")
 
 
 def source_sha256(path: str) -> str:
-    """Digest of the code behind the import path of a workflow: its file, and those of the functions its module has.
+    """Digest of a workflow's code: its file, and those of the functions its module has, wherever they lie.
 
-    Functions of Python itself and of installed packages do not count: the lock names their versions. Equal code has
-    equal digests wherever it lies. Raises what `load_object` raises.
+    Functions of Python and of installed packages do not count: the lock names their versions. Raises as `load_object`.
     """
     target = load_object(path)
-    functions = [value for value in vars(sys.modules[target.__module__]).values() if inspect.isfunction(value)]
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-    files = {source_file(target)} | {
-        file
-        for function in functions
-        if (file := _source_file(function)) and not any(file.is_relative_to(folder) for folder in installed)
-    }
+    files = {source_file(target)}
+    for function in filter(inspect.isfunction, vars(sys.modules[target.__module__]).values()):
+        with contextlib.suppress(InvalidInput):  # a function made by `exec` has no file
+            file = source_file(function)
+            if not any(file.is_relative_to(folder) for folder in installed):
+                files.add(file)
     return sha256_of_json(sorted(sha256_of_file(file) for file in files))
-
-
-def _source_file(target: Any) -> Path | None:
-    try:
-        file = inspect.getsourcefile(target)
-    except TypeError:  # built into Python
-        return None
-    return Path(file).resolve() if file else None
 
 
 def _load_module(name: str) -> Any:
@@ -146,13 +137,8 @@ def _load_file(path: Path) -> Any:
 
 def _public_names(module: Any) -> str:
     """The classes and functions that a module itself defines."""
-    names = [
-        name
-        for name, value in vars(module).items()
-        if (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
-    ]
+    defined = {name: value for name, value in vars(module).items() if isinstance(value, type | FunctionType)}
+    names = [name for name, value in defined.items() if value.__module__ == module.__name__ and name[0] != "_"]
     return ", ".join(sorted(names)) or "no classes or functions"
 
 
@@ -190,10 +176,7 @@ def _advice(module: str | None, folder: Path) -> str:
 
 
 def _refuse_shadowed(folder: Path) -> None:
-    """Raises `InvalidInput` if user code has imported a package of ours while the user's own file has its name.
-
-    Such an import raises nothing by itself, as one of a name in the package would.
-    """
+    """Raise `InvalidInput` if user code has imported a package of ours while the user's own file has its name."""
     for package in OWN_PACKAGES:
         theirs, ours = _shadowed(package, folder), sys.modules.get(package)
         if theirs is None or ours is None:
@@ -209,12 +192,10 @@ def _rename(theirs: Path) -> str:
 
 
 def _shadowed(package: str, folder: Path) -> Path | None:
-    """The user's file or folder that would be imported if there were no package of ours: in `folder`, or on `sys.path`
-    before our own folder."""
-    path = itertools.takewhile(
-        lambda entry: entry != PRODUCT, [Path(entry).resolve() for entry in (str(folder), *sys.path)]
-    )
-    if (spec := PathFinder.find_spec(package, [str(entry) for entry in path])) is None:
+    """The user's file or folder that would be imported but for ours: in `folder`, or on `sys.path` before ours."""
+    path = [str(Path(entry).resolve()) for entry in (str(folder), *sys.path)]
+    path = list(itertools.takewhile(lambda entry: entry != str(PRODUCT), path))
+    if (spec := PathFinder.find_spec(package, path)) is None:
         return None
     if spec.submodule_search_locations is None:
         return Path(str(spec.origin))

@@ -58,8 +58,7 @@ class OwnFlowRun:
 
 async def _reply(request: Awaitable[Reply]) -> Reply | None:
     try:
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            return await request
+        return await asyncio.wait_for(request, _ANSWER_SECONDS)
     except Exception as error:  # noqa: BLE001 - whatever it is: the run does not need Prefect to go on
         logger.debug("Prefect did not answer: %r", error)
         return None

@@ -13,7 +13,7 @@ from prefect import task
 
 from infra.environment import prepare_environment, store_uri
 from storage.objects.opening import open_store
-from storage.retention.retention import RunReport, collect_garbage
+from storage.retention.retention import collect_garbage
 from storage.retention.rules import make_rules
 
 logger = logging.getLogger("millrace.maintain")
@@ -37,19 +37,15 @@ async def collect_from_runs(
         ignore_readers=ignore_readers,
     )
     for report in reports:
-        _say(report, dry_run)
+        counts = ", ".join(f"{count} × {kind}" for kind, (count, _) in report.by_kind().items()) or "nothing"
+        if report.problem:
+            logger.warning("%s: left alone: %s", report.run, report.problem)
+        elif report.readers and not report.removed:
+            names = ", ".join(f"{reader.what} (process {reader.pid} on {reader.host})" for reader in report.readers)
+            logger.warning("%s: in use by %s; nothing was removed", report.run, names)
+        else:
+            verb = "would remove" if dry_run else "removed"
+            logger.info("%s: %s %s, %d of %d bytes", report.run, verb, counts, report.freed_bytes, report.num_bytes)
+        for item in report.items:
+            logger.debug("%s: %s %s: %s", report.run, item.kind, item.name, item.reason)
     return {report.run: {"freed_bytes": report.freed_bytes, "removed": report.removed} for report in reports}
-
-
-def _say(report: RunReport, dry_run: bool) -> None:
-    counts = ", ".join(f"{count} × {kind}" for kind, (count, _) in report.by_kind().items()) or "nothing"
-    if report.problem:
-        logger.warning("%s: left alone: %s", report.run, report.problem)
-    elif report.readers and not report.removed:
-        names = ", ".join(f"{reader.what} (process {reader.pid} on {reader.host})" for reader in report.readers)
-        logger.warning("%s: in use by %s; nothing was removed", report.run, names)
-    else:
-        verb = "would remove" if dry_run else "removed"
-        logger.info("%s: %s %s, %d of %d bytes", report.run, verb, counts, report.freed_bytes, report.num_bytes)
-    for item in report.items:
-        logger.debug("%s: %s %s: %s", report.run, item.kind, item.name, item.reason)

@@ -25,7 +25,7 @@ from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardPool, set_reward_pool
 from rollouts.workflow import Score, Workflow, WorkflowContext, set_workflow_context
 from settings.errors import InvalidInput, failure_text, path_errors
-from settings.loss import CustomLoss, Loss
+from settings.loss import CustomLoss
 from settings.run_file import RunConfig
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
@@ -59,21 +59,16 @@ def check_run(config: RunConfig) -> Workflow:
         loaded.demonstrations(1, seed=0)
     if config.train.reference.model:
         check_model(config.train.reference.model)
-    check_loss(config.train.loss, with_reference=config.train.reference.kind != "none")
+    if isinstance(loss := config.train.loss, CustomLoss):
+        from trainers.objective.custom_loss import check_loss
+
+        check_loss(loss.path, loss.arguments, with_reference=config.train.reference.kind != "none")
     if not probe(open_store(store_uri(config.store))):
         raise StoreError(
             f"store {store_uri(config.store)} lets a second writer replace what the first one wrote; trainer, rollout "
             "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
         )
     return loaded
-
-
-def check_loss(loss: Loss, *, with_reference: bool) -> None:
-    """Raise `InvalidInput` for a custom loss that cannot be imported, or that fails on a trial of five tokens."""
-    if isinstance(loss, CustomLoss):
-        from trainers.objective import custom_loss
-
-        custom_loss.check_loss(loss.path, loss.arguments, with_reference=with_reference)
 
 
 def check_model(model: str) -> None:

@@ -48,8 +48,7 @@ def producer_name(name: str) -> str:
 async def wait_for_policy(session: RunSession, *, workflow: str, patience: float) -> bool:
     """Wait for the run's first policy. False if the run is over already.
 
-    Raises `InvalidInput` where there is none after `patience` seconds, and where the workflow's source is another one
-    here than at the run's driver: its rewards would be others.
+    Raises `InvalidInput` if there is none after `patience` seconds, or if the workflow's source is not the driver's.
     """
     deadline = time.monotonic() + patience
     while not (state := session.log.refresh()).sessions or state.live is None:
@@ -70,9 +69,8 @@ async def wait_for_policy(session: RunSession, *, workflow: str, patience: float
 async def follow(session: RunSession, *, shards: int, patience: float) -> str:
     """Keep this session's workers up to the run's log until there is no more to do; returns why.
 
-    That is once the run has as many steps as its newest session means to train, after `shards` shards of ours (0: any
-    number), or when nothing was written for `patience` seconds. A driver that was killed and comes back
-    within that time finds us here, and a store that cannot be reached for a while is tried again.
+    That is when the run has the steps of its newest session, after `shards` shards of ours (0: any number), or when
+    nothing was written for `patience` seconds: a killed driver, or a store out of reach, may come back until then.
     """
     seen, made, loaded = session.log.state.entries, 0, -1
     heard, waiting = time.monotonic(), ""

@@ -29,8 +29,7 @@ def check_replay(
 ) -> tuple[ReplayPlan, dict[str, Any]]:
     """What will be trained again, and the run's configuration.
 
-    Raises `storage.log.replay_plan.CannotReplay`, `InvalidInput` for a `save` that exists, `NotFound` for an
-    unknown run, all before anything heavy starts.
+    Raises `storage.log.replay_plan.CannotReplay`, `InvalidInput` for a `save` that exists, `NotFound` for a run.
     """
     log = run_log(store=store, run=run)
     if save and Path(save).exists():
@@ -45,8 +44,7 @@ async def start_replay(
 ) -> int:
     """Load the nearest saved state before the span; returns its step, 0 for the base policy.
 
-    Raises `storage.log.replay_plan.CannotReplay` when retention took what the plan needs before this session could hold
-    it off.
+    Raises `storage.log.replay_plan.CannotReplay` if retention took what the plan needs before this session began.
     """
     plan = plan_replay(session.log.refresh(), run=session.log.run_id, first=plan.first, last=plan.last, rewards=rewards)
     # Hosted as the trainer is: other threads, or ranks, would add up in another order.
@@ -69,11 +67,8 @@ async def lead_up(session: RunSession, *, step: int, progress: str) -> bool:
     identical: bool = await session.trainer.call("lead_up", step)
     logger.info("%s: step %d, as recorded", progress, step)
     if not identical:
-        logger.warning(
-            "step %d came out with other weights than recorded (other hardware, threads or code?); "
-            "the span starts from the recorded ones",
-            step,
-        )
+        other = f"step {step} came out with other weights than recorded (other hardware, threads or code?)"
+        logger.warning("%s; the span starts from the recorded ones", other)
     return identical
 
 
@@ -92,28 +87,16 @@ async def save_policy(session: RunSession, *, folder: str) -> None:
     logger.info("policy %s saved to %s", digest[:12], folder)
 
 
-def describe_replay(
-    session: RunSession,
-    *,
-    plan: ReplayPlan,
-    loaded: int,
-    steps: list[ReplayedStep],
-    changes: dict[str, str],
-    rewards: str,
-    start_identical: bool,
-) -> dict[str, Any]:
-    """A `storage.log.replay_plan.Replay` as plain JSON; NaN and infinity become null."""
+def describe_replay(session: RunSession, *, plan: ReplayPlan, loaded: int, **facts: Any) -> dict[str, Any]:
+    """A `storage.log.replay_plan.Replay` as plain JSON; NaN and infinity become None."""
     made_by = session.log.state.steps[plan.last - 1].session_id
     recorded_code = next((s.code_version for s in session.log.state.sessions if s.id == made_by), "unknown")
     replay = Replay(
         run=session.log.run_id,
         plan=dataclasses.replace(plan, resumed_from=loaded),  # a damaged state makes it an earlier one than planned
-        changes=changes,
-        rewards=rewards,
-        start_identical=start_identical,
-        steps=steps,
         recorded_code=recorded_code,
         code=code_version(),
+        **facts,
     )
     document = {**to_json(replay), "unchanged": replay.unchanged, "identical": replay.identical}
     return dict(json.loads(json.dumps(document), parse_constant=lambda _: None))

@@ -56,7 +56,7 @@ class RunSession:
         names: str = "rollout",
         outside: bool = False,
     ) -> None:
-        """`id` is that of the `Session` entry in the log; empty for a session that does not train. See `Fleet`."""
+        """`id` is that of the `Session` entry in the log, empty if it does not train; for the rest see `Fleet`."""
         self.id = id
         self.log = log
         self.fleet = Fleet(log, cluster, config=config, num_engines=num_engines, names=names, outside=outside)
@@ -94,7 +94,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
         if logs_are_json():
             log_driver(lambda: {"run": log.run_id, "session": entry.id, "step": log.state.step + 1}, sys.stderr)
         num_engines = config.rollout.num_workers + config.evaluation.own_engine
-        options = {"id": entry.id, "tracking": config.tracking, "num_engines": num_engines}
+        options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking, "num_engines": num_engines}
         async with _session(log, config, trains=True, **options) as session:
             yield session
 

@@ -11,7 +11,6 @@ from typing import Any
 from infra.cluster import Cluster, Hosted, HostedGroup
 from infra.environment import cache_folder
 from settings.errors import UserError
-from settings.run_file import RunConfig
 from settings.train import TrainSettings
 from storage.log.entries import Claim, Quarantine, Step
 from storage.log.run_log import RunLog
@@ -51,18 +50,6 @@ class TrainerHandle:
         log = {"store_uri": self._log.store.uri, "run_id": self._log.run_id, "cache": str(cache_folder())}
         return await self.call("open", **log, **arguments)
 
-    async def start(self, config: RunConfig) -> None:
-        """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
-        replayed = await self.open(
-            "trainer-0",
-            "trainers.worker:TrainerWorker",
-            settings=config.train,
-            config=config,
-            sends=config.engine.weight_transfer != "store",
-        )
-        if replayed:
-            logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
-
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await a method of the trainer."""
         return await self._hosted.call(method, *arguments, **keywords)
@@ -74,9 +61,8 @@ class TrainerHandle:
     async def step(self, claim: Claim, **round_facts: Any) -> Step | None:
         """One optimizer step on a claim.
 
-        None when a claimed shard is damaged or must not be trained: it is quarantined, its prompts run again, and the
-        next claim goes without it. Raises `EveryClaimRefused` when that has become of `REFUSALS` claims in a row,
-        `trainers.health.NonFinite`, and `WorkerDied`.
+        None if a claimed shard is damaged or must not be trained: it is quarantined, and its prompts run again. Raises
+        `EveryClaimRefused` after `REFUSALS` such claims in a row, `trainers.health.NonFinite`, and `WorkerDied`.
         """
         try:
             step: Step = await self.call("train_step", claim, **round_facts)
@@ -94,12 +80,8 @@ class TrainerHandle:
         gap = step.metrics.get("engine_gap", 0.0)  # absent if no token was sampled by the policy that was trained
         if gap > SUSPICIOUS_GAP and not self._warned_of_gap:
             self._warned_of_gap = True
-            logger.warning(
-                "step %d: engine and trainer differ by %.2f nats per token on the same policy; "
-                "the engine may hold other weights",
-                claim.step,
-                gap,
-            )
+            disagree = f"engine and trainer differ by {gap:.2f} nats per token on the same policy"
+            logger.warning("step %d: %s; the engine may hold other weights", claim.step, disagree)
         return step
 
     def _quarantine(self, reasons: dict[str, str]) -> None:
@@ -110,7 +92,6 @@ class TrainerHandle:
 
 
 def _give_up(claim: Claim, refused: RefusedShards) -> str:
-    """The sentence a run stops with."""
     count = f"step {claim.step}: {REFUSALS} claims in a row were refused, so collecting more is of no use"
     if not isinstance(refused, GapTooLarge):
         return f"{count}; the last one because of {refused}"

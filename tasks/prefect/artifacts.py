@@ -23,7 +23,6 @@ from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
-from storage.log.run_state import RunState
 
 logger = logging.getLogger("millrace.artifacts")
 
@@ -56,18 +55,19 @@ class RunPage:
         self._written_at, self._written_entries = now, state.entries
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                await self._write(state)
+                await self._write()
             self._warned = False
         except Exception as error:  # noqa: BLE001 - whatever it is: the run does not need its page
             if not self._warned:
                 logger.warning("Prefect does not take the run's page in; the log has all of it: %r", error)
             self._warned = True
 
-    async def _write(self, state: RunState) -> None:
-        log, mlflow, page = self._log, _mlflow_server(self._tracking), self._mlflow_run()
-        text = summary(state, run=log.run_id, steps=self._steps, store=log.store.uri, mlflow=mlflow, mlflow_run=page)
+    async def _write(self) -> None:
+        log, mlflow = self._log, _mlflow_server(self._tracking)
+        text = summary(log, steps=self._steps, mlflow=mlflow, mlflow_run=self._mlflow_run())
         await acreate_markdown_artifact(text, key=f"run-{artifact_key(log.run_id)}", description=f"run {log.run_id}")
-        progress, sentence = 100 * min(1.0, state.step / max(1, self._steps)), f"step {state.step} of {self._steps}"
+        step, steps = log.state.step, self._steps
+        progress, sentence = 100 * min(1.0, step / max(1, steps)), f"step {step} of {steps}"
         if self._progress_id is None:
             key = f"progress-{artifact_key(log.run_id)}"
             self._progress_id = await acreate_progress_artifact(progress, key=key, description=sentence)
@@ -80,9 +80,10 @@ def artifact_key(run: str) -> str:
     return re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
 
 
-def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str, mlflow_run: str) -> str:
+def summary(log: RunLog, *, steps: int, mlflow: str, mlflow_run: str) -> str:
     """A run as Markdown; `mlflow` is the address of a server, empty if none shows the run, and `mlflow_run` the
     run's page there, empty until MLflow has heard of the run."""
+    state, run = log.state, log.run_id
     champion, counters = state.aliases.get(CHAMPION), state.counters()
     scores = [e for e in state.evaluations if not e.failed]
     facts = {
@@ -92,7 +93,7 @@ def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str, m
         "held-out": ", ".join(f"{e.score:.3f} (policy {e.version})" for e in (scores[:1] + scores[-1:] * 2)[:2])
         or "not evaluated",
         "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
-        "store": f"`{_cell(store)}`",
+        "store": f"`{_cell(log.store.uri)}`",
         "MLflow": f"[policies]({mlflow}/#/models/{quote(run)})" if mlflow else "no server shows it: `millrace up`",
         "web page": f"`millrace report {run}` writes `reports/{run}.html` in the state folder",
     }

@@ -1,8 +1,7 @@
 """Prefect's flow runs from outside of them: cancel one, find those whose process is gone, limit those on GPUs.
 
-In: a Prefect server. Out: states and settings there. Called by commands, not by flows; `python -m
-tasks.prefect.flow_runs` sets up a server that has the deployments: the automations, and with `$MILLRACE_GPU_RUNS` the
-limit.
+In: a Prefect server. Out: states and settings there. Commands call this, not flows; `python -m
+tasks.prefect.flow_runs` gives a server with the deployments its automations, and its limit `$MILLRACE_GPU_RUNS`.
 """
 
 from __future__ import annotations
@@ -103,10 +102,9 @@ async def set_up_server() -> None:
 
 
 async def crash_lost_flow_runs() -> list[str]:
-    """Mark those Crashed whose process is gone; returns their names.
+    """Mark those Crashed whose process on this machine is gone; returns their names.
 
-    Looked at are processes that a worker has started: it must be one of this machine, as under `millrace up`, whose
-    server that no other machine can reach.
+    All workers must be of this machine, as under `millrace up`, whose server no other machine can reach.
     """
     unfinished = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
     wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)))
@@ -121,10 +119,7 @@ async def crash_lost_flow_runs() -> list[str]:
 
 
 def _is_lost(flow_run: FlowRun) -> bool:
-    """Whether it has run as a process and does not any more; a suspended one has none and needs none.
-
-    A container or a Kubernetes job has no number but a name.
-    """
+    """Whether it has run as a process and does not any more. A suspended one needs none; a container has a name."""
     pid = flow_run.infrastructure_pid or ""
     suspended = flow_run.state is not None and flow_run.state.state_details.pause_reschedule
     if suspended or not pid.isdecimal():

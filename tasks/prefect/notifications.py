@@ -45,8 +45,7 @@ starting it again continues it."""
 
 
 def check_destination(destination: str) -> None:
-    """Raise `InvalidInput` for what names neither an address nor a block. The message does not repeat it: it may hold a
-    token."""
+    """Raise `InvalidInput` for what names neither an address nor a block, without repeating it: it may hold a token."""
     from apprise import Apprise
 
     if "://" in destination:
@@ -64,10 +63,9 @@ def check_destination(destination: str) -> None:
 
 
 async def failure_automations(destination: str) -> list[AutomationCore]:
-    """The action that notifies `destination`, and the block for it if it is an address.
+    """The automations that notify `destination`; the block for an address is made here.
 
-    Raises `InvalidInput` for a destination that is malformed, or a block that the server does not have or that cannot
-    notify.
+    Raises `InvalidInput` for a malformed destination, or a block that the server lacks or that cannot notify.
     """
     check_destination(destination)
     block = await (_keep_address(destination) if "://" in destination else _find_block(destination))
@@ -102,10 +100,8 @@ async def failure_automations(destination: str) -> list[AutomationCore]:
 
 
 async def _keep_address(address: str) -> UUID:
-    """Prefect has a block type for Slack, and for others, but none for just any address. Slack's hands what is not
-    Slack's on to Apprise as it stands, and every server knows it."""
-    block = SlackWebhook(url=address, notify_type="failure")
-    return await block.asave(ADDRESS_BLOCK, overwrite=True)
+    """Every server has Slack's block type, which hands an address that is not Slack's on to Apprise as it stands."""
+    return await SlackWebhook(url=address, notify_type="failure").asave(ADDRESS_BLOCK, overwrite=True)
 
 
 async def _find_block(reference: str) -> UUID:

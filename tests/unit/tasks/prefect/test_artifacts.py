@@ -26,7 +26,7 @@ def _log(steps: int) -> RunLog:
 
 
 def _summary(log: RunLog, mlflow: str = "", mlflow_run: str = "") -> str:
-    return summary(log.state, run="run", steps=40, store="file:///s", mlflow=mlflow, mlflow_run=mlflow_run)
+    return summary(log, steps=40, mlflow=mlflow, mlflow_run=mlflow_run)
 
 
 def test_a_run_without_a_step_has_a_page() -> None:
