@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,17 +76,20 @@ def test_every_shard_that_is_named_is_quarantined_and_no_other(session: RunSessi
     assert session.log.state.quarantined == {"s2": "wrong tokenizer", "s-x": "too long"}
 
 
-def test_engine_and_trainer_that_always_disagree_stop_the_run_with_what_to_check(session: RunSession) -> None:
-    assert _take(session, _gap("s0"), _gap("s1")) == [None, None]
-    with pytest.raises(EveryClaimRefused, match=r"3 claims in a row .* disagree by 2.5 nats .* policy 0.* --verify"):
-        _take(session, _gap("s2"))
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [
+        (_gap, r"3 claims in a row .* disagree by 2.5 nats .* policy 0.* --verify"),
+        (lambda shard_id: RefusedShards({shard_id: "another tokenizer"}), "shard s2: another tokenizer"),
+    ],
+)
+def test_shards_that_are_always_refused_stop_the_run_with_what_to_check(
+    session: RunSession, refusal: Callable[[str], RefusedShards], words: str
+) -> None:
+    assert _take(session, refusal("s0"), refusal("s1")) == [None, None]
+    with pytest.raises(EveryClaimRefused, match=words):
+        _take(session, refusal("s2"))
     assert session.log.state.quarantined.keys() == {"s0", "s1", "s2"}
-
-
-def test_shards_that_are_always_unfit_stop_the_run_with_the_last_reason(session: RunSession) -> None:
-    errors = [RefusedShards({f"s{number}": "another tokenizer"}) for number in range(3)]
-    with pytest.raises(EveryClaimRefused, match="shard s2: another tokenizer"):
-        _take(session, *errors)
 
 
 def test_a_step_in_between_starts_the_count_again(session: RunSession) -> None:
@@ -100,12 +105,7 @@ def test_a_step_without_a_measured_gap_is_not_suspicious(session: RunSession) ->
     assert session.trainer._warned_of_gap
 
 
-class _State:
-    def __init__(self, error: Exception) -> None:
-        self.data = error
-
-
 def test_only_what_may_pass_is_tried_again() -> None:
     fatal = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are null")]
-    assert not any(steps._may_pass(None, None, _State(error)) for error in fatal)
-    assert steps._may_pass(None, None, _State(OSError("disk")))
+    assert not any(steps._may_pass(None, None, SimpleNamespace(data=error)) for error in fatal)
+    assert steps._may_pass(None, None, SimpleNamespace(data=OSError("disk")))
