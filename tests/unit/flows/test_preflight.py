@@ -9,7 +9,6 @@ import pytest
 
 from infra.user_code import load_object
 from settings.errors import InvalidInput
-from settings.loss import ClipLoss, CustomLoss
 from settings.run_file import RunConfig
 from storage.objects.object_store import LocalStore, StoreError
 from tasks import preflight
@@ -34,28 +33,12 @@ def test_a_store_without_conditional_writes_is_refused(tmp_path: Path, monkeypat
         preflight.check_run(_config(store="", tool_parser="hermes"))
 
 
-def test_a_good_store_and_workflow_pass(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_and_the_rest_passes(tmp_path: Path) -> None:
     preflight.check_run(_config(store=str(tmp_path), tool_parser="hermes"))
-
-
-def test_a_tool_parser_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vLLM has no such parser; did you mean 'hermes'"):
         preflight.check_run(_config(store=str(tmp_path), tool_parser="hermess"))
-
-
-def test_a_custom_loss_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def loss(inputs, beta):\n    return beta\n")
     with pytest.raises(ValueError, match=r"no_such_module:loss' cannot be imported"):
-        preflight.check_loss(CustomLoss(path="no_such_module:loss"), with_reference=False)
-    with pytest.raises(ValueError, match="missing a required argument: 'beta'"):
-        preflight.check_loss(CustomLoss(path=f"{file}:loss"), with_reference=False)
-    with pytest.raises(ValueError, match="returns float"):
-        preflight.check_loss(CustomLoss(path=f"{file}:loss", arguments={"beta": 1.0}), with_reference=False)
-
-
-def test_our_own_losses_need_no_trial() -> None:
-    preflight.check_loss(ClipLoss(), with_reference=True)
+        preflight.check_run(_config(store=str(tmp_path), loss={"kind": "custom", "path": "no_such_module:loss"}))
 
 
 WORKFLOW = """
