@@ -26,7 +26,7 @@ from tasks.base_model import provide_base_model, provide_reference
 from tasks.control import listening, resumed
 from tasks.evaluation import try_gate
 from tasks.mirror import track
-from tasks.prefect.announcements import announce
+from tasks.prefect.run_page import announce
 from tasks.preflight import check_run
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
 from tasks.session import RunSession, training_session

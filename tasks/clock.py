@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import psutil
 
@@ -65,34 +65,21 @@ class RoundClock:
     def __init__(self, memory: PeakMemory) -> None:
         self._memory = memory
         self._system = SystemMetrics()
-        self._publish_seconds = 0.0
-        self._waited_seconds = 0.0
-        self.round_started = time.time()
-        """Unix seconds."""
-
-    @contextlib.contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Time a publication."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._publish_seconds = time.perf_counter() - started
-
-    def waited(self, seconds: float) -> None:
-        """The round has waited so long for its batch."""
-        self._waited_seconds += seconds
+        self.next_round()
 
     async def metrics(self, shards: Sequence[Shard], *, num_producers: int) -> dict[str, float]:
         """Of the round that a step with these shards ends."""
         return {
-            **split_wait(self._waited_seconds, shards, num_producers=num_producers),
-            "publish_seconds": self._publish_seconds,
+            **split_wait(self.waited_seconds, shards, num_producers=num_producers),
+            "publish_seconds": self.publish_seconds,
             "peak_memory_bytes": float(self._memory.peak_bytes),
             **await asyncio.to_thread(self._system.sample),
         }
 
     def next_round(self) -> None:
         """The step is committed."""
-        self._publish_seconds = self._waited_seconds = 0.0
+        self.publish_seconds = 0.0
+        self.waited_seconds = 0.0
+        """How long the round has waited for its batch."""
         self.round_started = time.time()
+        """Unix seconds."""

@@ -26,8 +26,7 @@ from prefect.states import Paused, Running, State
 
 from storage.log.entries import Pause, Resume
 from tasks.fleet import ROLLOUT_ALIAS
-from tasks.prefect.announcements import announce
-from tasks.prefect.artifacts import RunPage
+from tasks.prefect.run_page import RunPage, announce
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.control")

@@ -19,7 +19,7 @@ from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
 from storage.log.run_log import RunLog
 from storage.log.runs import find_policy, run_config
-from tasks.prefect.announcements import announce
+from tasks.prefect.run_page import announce
 from tasks.session import run_log
 
 logger = logging.getLogger("millrace.evaluation")

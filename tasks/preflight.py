@@ -35,8 +35,8 @@ from storage.records import Message, Sampling, Task
 def check_run(config: RunConfig) -> Workflow:
     """Load the workflow and its data, look for the models, try a loss of the user's, write to the store.
 
-    Returns the workflow. Raises `InvalidInput`, or `storage.objects.object_store.StoreError`, for the first thing that
-    will not work, and what the workflow itself raises.
+    Returns the workflow. Raises `InvalidInput` or `StoreError` for the first thing that will not work, and what the
+    workflow itself raises.
     """
     workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
@@ -77,12 +77,10 @@ def check_model(model: str) -> None:
     with path_errors(f"model = {model!r}"):
         is_folder = folder.is_dir()
         missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
-        has_weights = any(folder.glob("*.safetensors"))
-    if is_folder and (missing or not has_weights):
-        raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}")
-    if is_folder:
-        return
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        missing += [] if missing or any(folder.glob("*.safetensors")) else ["safetensors weights"]
+    if is_folder and missing:
+        raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing)}")
+    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") != 1):
         raise InvalidInput(
             f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )
@@ -105,26 +103,22 @@ def local_folder(model: str) -> Path | None:
 def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 20) -> int:
     """Play `reference_reply` on the first tasks of each split; returns how many tasks were won, each with reward 1.
 
-    Tasks are passed over if `reference_reply` returns None, if a tool's server is not there, or if it calls tools and
-    the model, whose tokenizer reads such calls, is not on this machine. Raises `InvalidInput` if any other task is not
-    won.
+    Passed over are tasks without a reference, without a tool's server, or whose reference calls tools while the model,
+    whose tokenizer reads the calls, is not on this machine. Raises `InvalidInput` if any other task is not won.
     """
     if type(workflow).reference_reply is Workflow.reference_reply:
         return 0
     splits = dict.fromkeys(["train", config.evaluation.split])
     tasks = [(split, task) for split in splits for task in workflow.tasks(split)[:num_tasks]]
     outcomes = asyncio.run(_play_references(workflow, tasks, config))
-    problems = [
-        f"task {task.id!r} of split {split!r}: {outcome}"
-        for (split, task), outcome in zip(tasks, outcomes, strict=True)
-        if outcome
-    ]
-    if problems:
+    lost = [(split, task.id, why) for (split, task), why in zip(tasks, outcomes, strict=True) if why]
+    if lost:
+        split, task_id, why = lost[0]
         raise InvalidInput(
-            f"reference_reply does not win {len(problems)} of {len(tasks)} tasks. {problems[0]}\n"
-            "Mend the task's answer, its reward or reference_reply, which may return None if it does not know"
+            f"reference_reply does not win {len(lost)} of {len(tasks)} tasks. task {task_id!r} of split {split!r}: "
+            f"{why}\nMend the task's answer, its reward or reference_reply, which may return None if it does not know"
         )
-    return sum(outcome == "" for outcome in outcomes)
+    return outcomes.count("")
 
 
 async def _play_references(
@@ -132,16 +126,15 @@ async def _play_references(
 ) -> list[str | None]:
     """Why each task was not won: "" if it was, None if nothing can be said."""
     parser = _ReferenceParser(config.engine.tool_parser, model=config.model)
-    reward = config.reward
-    rewards = RewardPool(num_processes=reward.processes, timeout=reward.timeout, memory_gb=reward.memory_gb)
+    settings, limit = config.reward, config.rollout.attempt_timeout
+    rewards = RewardPool(num_processes=settings.processes, timeout=settings.timeout, memory_gb=settings.memory_gb)
 
     async def play(split: str, task: Task) -> str | None:
         set_workflow_context(WorkflowContext(is_eval=split != "train", task_id=task.id, attempt=0))
         set_reward_pool(rewards)
         chat, problem = _ReferenceChat(workflow, task, parser), ""
         try:
-            async with asyncio.timeout(config.rollout.attempt_timeout):
-                score = await workflow.run(task, chat)
+            score = await asyncio.wait_for(workflow.run(task, chat), limit)
             if not isinstance(score, Score):
                 problem = f"run returned {type(score).__name__}, not a Score"
             elif type(workflow).score_group is Workflow.score_group and not (score.reward or 0.0) >= CORRECT:

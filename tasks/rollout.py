@@ -6,6 +6,7 @@ In: a session. Out: small records; trajectories themselves go from the worker to
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from prefect import task
@@ -35,8 +36,9 @@ async def start_rollout_worker(session: RunSession, *, name: str, version: int |
 )
 async def publish_policy(session: RunSession, *, policy: Policy) -> None:
     """Swap the weights of every engine of this session and move the alias `rollout`, by which those elsewhere go."""
-    with session.clock.publishing():
-        await session.fleet.publish(policy, session.trainer)
+    started = time.perf_counter()
+    await session.fleet.publish(policy, session.trainer)
+    session.clock.publish_seconds = time.perf_counter() - started
 
 
 @task(
@@ -61,39 +63,26 @@ async def collect_shard(session: RunSession, *, worker: str, number: int) -> dic
 
 
 async def produce(session: RunSession, name: str) -> None:
-    """Collect shard after shard with one worker, and with another when it dies. Ends when it is cancelled, or when no
-    other may be started."""
-    while name and await _produce_until_death(session, name):
-        name = await replace(session)
+    """Collect shard after shard with one worker, and with a new one when it dies, perhaps while it starts.
 
-
-async def _produce_until_death(session: RunSession, name: str) -> bool:
-    """True when another worker may take the place of the dead one."""
-    number = session.log.state.entries
-    worker = session.fleet.workers[name]
-    try:
-        await worker.call("refresh")
-        while True:
-            await worker.call("wait_for_work")
-            await collect_shard(session, worker=name, number=number)
-            number += 1
-    except WorkerDied as death:
-        return await session.fleet.leave(name, death=death)
-
-
-async def replace(session: RunSession) -> str:
-    """A new worker takes the place of a dead one; one that dies meanwhile, on a node that is being lost perhaps, is
-    replaced too. Returns its name, empty when no other may be started; raises as `Fleet.leave`."""
+    Ends when it is cancelled, or when no other worker may be started; raises as `Fleet.leave`.
+    """
     fleet = session.fleet
     while True:
-        name = fleet.next_name()
         try:
-            await start_rollout_worker(session, name=name)
-            await fleet.join(name)
-            return name
+            if name not in fleet.workers:
+                await start_rollout_worker(session, name=name)
+                await fleet.join(name)
+            worker, number = fleet.workers[name], session.log.state.entries
+            await worker.call("refresh")
+            while True:
+                await worker.call("wait_for_work")
+                await collect_shard(session, worker=name, number=number)
+                number += 1
         except WorkerDied as death:
             if not await fleet.leave(name, death=death):
-                return ""
+                return
+            name = fleet.next_name()
 
 
 @task(

@@ -80,7 +80,7 @@ async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
             last_progress = time.monotonic()
         if claim is not None:
             if paced:
-                session.clock.waited(time.perf_counter() - started)
+                session.clock.waited_seconds += time.perf_counter() - started
                 return claim
             await fleet.wait_for_stragglers(version=claim.base_version)
             paced = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -53,25 +52,6 @@ def test_a_preset_has_the_conventions_of_its_system(
     assert (settings.advantage, settings.loss, settings.aggregation) == (advantage, loss, "token_mean")
     assert (settings.kl.estimator, settings.kl.place, settings.kl.clamp, settings.kl.weighted) == kl
     assert settings.critic.clip == (0.2 if preset == "trl" else 0.5)
-
-
-def test_trl_values_are_the_installed_trls() -> None:
-    trl = pytest.importorskip("trl")
-    theirs = {field.name: field.default for field in dataclasses.fields(trl.GRPOConfig)}
-    ours = _train(preset="trl")
-    assert ours.loss.kind == "clip"
-    assert theirs["loss_type"] == "dapo" and ours.aggregation == "token_mean"
-    assert theirs["epsilon_high"] is None and theirs["epsilon"] == ours.loss.clip_low == ours.loss.clip_high
-    assert theirs["delta"] is None and ours.loss.dual_clip is None
-    assert theirs["scale_rewards"] == "group"
-    assert theirs["multi_objective_aggregation"] == "sum_then_normalize"
-    assert ours.advantage.kind == "grpo" and ours.advantage.scale == "std" and not ours.advantage.per_reward
-    assert theirs["beta"] == ours.kl.coefficient
-    assert theirs["max_grad_norm"] == ours.max_grad_norm
-    sapo = _train(preset="trl", loss={"kind": "sapo"}).loss
-    assert sapo.kind == "sapo"
-    temperatures = (theirs["sapo_temperature_pos"], theirs["sapo_temperature_neg"])
-    assert temperatures == (sapo.tau_positive, sapo.tau_negative)
 
 
 @pytest.mark.parametrize("preset", _PRESETS)

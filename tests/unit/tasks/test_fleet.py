@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,42 +169,50 @@ def test_a_worker_that_dies_in_a_broadcast_leaves_the_others_to_it(broadcasting:
     assert _publish(broadcasting, _Party(), lost=lost, other=other).version == 1
 
 
+class _Over(Exception):
+    pass
+
+
 @pytest.fixture
-def started(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Names of the workers that are started from here on; the first `dying` are lost with their node."""
+def started(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the workers that are started from here on; the first `REPLACEMENTS` are lost with their node."""
+    names: list[str] = []
 
-    def start_with(*, dying: int) -> list[str]:
-        names: list[str] = []
+    async def start(session: RunSession, *, name: str) -> None:
+        names.append(name)
+        if len(names) <= REPLACEMENTS:
+            raise WorkerDied(f"{name} died during prepare()")
+        worker: Any = _Party(wait_for_work=_Over())
+        session.fleet.hosted[name] = worker
 
-        async def start(session: RunSession, *, name: str) -> str:
-            names.append(name)
-            if len(names) <= dying:
-                raise WorkerDied(f"{name} died during prepare()")
-            worker: Any = _Party()
-            session.fleet.hosted[name] = worker
-            return ""
-
-        monkeypatch.setattr(rollout, "start_rollout_worker", start)
-        return names
-
-    return start_with
+    monkeypatch.setattr(rollout, "start_rollout_worker", start)
+    return names
 
 
-def test_a_worker_that_dies_while_it_takes_the_place_of_another_is_replaced_too(session: RunSession, started) -> None:
-    names = started(dying=REPLACEMENTS)
-    made = asyncio.run(rollout.replace(session))
-    assert made == names[-1] and len(names) == REPLACEMENTS + 1 and list(session.fleet.workers) == [made]
+def _produce(session: RunSession) -> None:
+    asyncio.run(rollout.produce(session, "rollout-0"))
 
 
-def test_too_many_deaths_in_a_row_end_the_run_only_if_no_other_worker_is_there(session: RunSession, started) -> None:
-    started(dying=10)
+def test_a_worker_that_dies_while_it_takes_the_place_of_another_is_replaced_too(
+    session: RunSession, started: list[str]
+) -> None:
+    with pytest.raises(_Over):
+        _produce(session)
+    assert len(started) == REPLACEMENTS + 1 and list(session.fleet.workers) == [started[-1]]
+
+
+def test_too_many_deaths_in_a_row_end_the_run_only_if_no_other_worker_is_there(
+    session: RunSession, started: list[str]
+) -> None:
+    session.fleet._replacements_left = REPLACEMENTS - 1
     other: Any = _Party()
     session.fleet.workers = {"other": other}
-    assert asyncio.run(rollout.replace(session)) == ""
+    _produce(session)
     assert list(session.fleet.workers) == ["other"]
     session.fleet.workers = {}
+    started.clear()
     with pytest.raises(WorkerDied, match="during prepare"):
-        asyncio.run(rollout.replace(session))
+        _produce(session)
 
 
 def test_an_evaluation_waits_for_the_worker_that_takes_the_place_of_the_last_one(session: RunSession) -> None:

@@ -11,8 +11,8 @@ import pytest
 from storage.log.entries import Pause
 from storage.log.promotion import promote
 from storage.log.run_log import RunLog
-from tasks.prefect import artifacts
-from tasks.prefect.artifacts import RunPage, artifact_key, summary
+from tasks.prefect import run_page
+from tasks.prefect.run_page import RunPage, artifact_key, summary
 from tests.builders import a_log, a_shard, a_step, a_summary
 
 
@@ -70,10 +70,10 @@ def test_a_server_that_is_down_costs_one_warning_and_hears_of_it_later(
     async def nothing(*_: Any, **__: Any) -> int:
         return 1
 
-    monkeypatch.setattr(artifacts, "acreate_markdown_artifact", write)
-    monkeypatch.setattr(artifacts, "acreate_progress_artifact", nothing)
-    monkeypatch.setattr(artifacts, "FlowRunContext", type("_", (), {"get": staticmethod(object)}))
-    monkeypatch.setattr(artifacts, "LEAST_PAUSE", 0.0)
+    monkeypatch.setattr(run_page, "acreate_markdown_artifact", write)
+    monkeypatch.setattr(run_page, "acreate_progress_artifact", nothing)
+    monkeypatch.setattr(run_page, "FlowRunContext", type("_", (), {"get": staticmethod(object)}))
+    monkeypatch.setattr(run_page, "LEAST_PAUSE", 0.0)
     page = _page(log)
     asyncio.run(page.update())
     log.append(Pause(reason="lunch"))

@@ -1,7 +1,14 @@
-"""The run as a page in Prefect: a summary and a progress bar, kept up to date beside the loop.
+"""The run in Prefect, beyond the states of its flow run: a page beside the loop, and events that automations hang on.
 
 In: a log. Out: artifacts `run-<run>` (Markdown, a new version each time: its history is the run's) and
-`progress-<run>`. Everything in them is read from the log; a server that is down costs one warning.
+`progress-<run>`, and events on the resource `millrace.run.<run>`. All of it is in the log too: a server that is down
+holds nothing up, and costs one warning.
+
+| event | when |
+|---|---|
+| `millrace.alias.rollout` | the engines serve another policy |
+| `millrace.training.finished` | the last step is served and evaluated |
+| `millrace.gate.passed`, `millrace.gate.failed` | an evaluation made its policy the champion, or did not |
 """
 
 from __future__ import annotations
@@ -11,11 +18,13 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from typing import Any, Literal
 from urllib.parse import quote
 from uuid import UUID
 
 from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, aupdate_progress_artifact
 from prefect.context import FlowRunContext
+from prefect.events import emit_event
 
 from infra.environment import home, local_tracking_uri
 from infra.services import mlflow_url
@@ -30,6 +39,18 @@ LEAST_PAUSE = 10.0
 """Seconds between two versions: rounds may be short, and the server writes each of them down."""
 _ANSWER_SECONDS = 10.0
 _ROWS = 10
+
+
+Happening = Literal["alias.rollout", "training.finished", "gate.passed", "gate.failed"]
+
+
+def announce(log: RunLog, what: Happening, *, version: int, **details: Any) -> None:
+    """Tell Prefect, if this is a flow run: outside of one Prefect would start a server for the event."""
+    if FlowRunContext.get() is None:
+        return
+    resource = {"prefect.resource.id": f"millrace.run.{log.run_id}", "prefect.resource.name": log.run_id}
+    payload = {"run": log.run_id, "store": log.store.uri, "version": version, **details}
+    emit_event(event=f"millrace.{what}", resource=resource, payload=payload)
 
 
 class RunPage:
