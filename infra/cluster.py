@@ -93,10 +93,7 @@ class Hosted:
 
 
 class HostedGroup:
-    """The same object in several processes that compute as one: each call goes to all.
-
-    If one fails and the others do not, the group ends: they would wait for it for ever.
-    """
+    """The same object in several processes that compute as one. If one fails and the others do not, all end."""
 
     def __init__(self, name: str, ranks: Sequence[Hosted], placement: Placement, *, lag_seconds: float) -> None:
         self.name = name
@@ -210,10 +207,7 @@ class Cluster:
         return self
 
     async def host(self, name: str, path: str, *, num_gpus: float = 0) -> Hosted:
-        """A process of its own for an object of `path` (`package.module:Class`), which `call("open")` makes there.
-
-        This waits until the devices of an engine of several parts are free.
-        """
+        """A process for an object of `path`, which `call("open")` makes there. Waits for the devices of its parts."""
         placement = None
         options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": "DEFAULT" if num_gpus else "SPREAD"}
         if self._gpus_per_engine > 1:
@@ -225,7 +219,7 @@ class Cluster:
     async def host_group(
         self, name: str, path: str, *, num_ranks: int, num_gpus: float = 0, lag_seconds: float = 10.0
     ) -> Hosted | HostedGroup:
-        """The same object in `num_ranks` processes that torch.distributed joins, as torchrun would have started them.
+        """The same object in `num_ranks` processes, for torch.distributed as torchrun would have started them.
 
         `num_gpus` are for each; `lag_seconds` is how long after a rank has failed the others may take to fail too.
         """

@@ -28,8 +28,7 @@ from settings.errors import UserError
 
 POOL = "local"
 GPU_QUEUE = "gpu"
-"""Queue of the deployments that use GPUs. A run takes every visible GPU, so the queue runs one at a time on a machine
-with GPUs."""
+"""Queue of the deployments that use GPUs. A run takes every visible GPU, so the queue runs one at a time."""
 GPU_RUNS = "MILLRACE_GPU_RUNS"
 """Environment variable of `python -m tasks.prefect.flow_runs`: how many runs of the queue at a time."""
 NOTIFY = "MILLRACE_NOTIFY"
@@ -77,10 +76,7 @@ def mlflow_url(home: Path) -> str:
 
 
 def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, Service]:
-    """Start what is not running yet, deploy `prefect.yaml`, and return all services.
-
-    Raises `ServiceFailed` if a service does not answer in time, and stops all.
-    """
+    """Start what is not running yet and deploy `prefect.yaml`. Raises `ServiceFailed`, with all stopped again."""
     services = running_services(home)
     logs = home / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -141,10 +137,7 @@ def stop_services(home: Path, services: dict[str, Service] | None = None) -> lis
 
 
 def end_orphaned_servers(home: Path) -> list[int]:
-    """End the Prefect servers that Prefect started beside drivers which were killed; returns their process ids.
-
-    Workers and engines die with their driver; such a server does not.
-    """
+    """End the servers that Prefect started beside drivers which were killed; returns their process ids."""
     ended = []
     for process in psutil.process_iter():
         try:

@@ -45,10 +45,7 @@ class Broadcast:
 
 
 def send(file: Path, broadcast: Broadcast, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Send a safetensors file to all receivers; returns when they have it.
-
-    Raises torch's error if a receiver does not join, or leaves, within `SECONDS`.
-    """
+    """Send a safetensors file to all receivers, or raise torch's error if one is not there for `SECONDS`."""
     import torch
 
     with open(file, "rb") as weights:
@@ -67,8 +64,7 @@ def receive(
 ) -> Iterator[tuple[str, Any]]:
     """Names and tensors, on `device`.
 
-    Raises `storage.objects.digests.DigestMismatch` at the end if the digest differs from the log's, and torch's error
-    if the sender does not join, or leaves, within `SECONDS`.
+    Raises `DigestMismatch` at the end for another digest than the log's, and torch's error as `send`.
     """
     import torch
     from safetensors.torch import _TYPES

@@ -48,10 +48,7 @@ _PACKAGES = ("cli", "flows", "infra", "rollouts", "settings", "storage", "tasks"
 
 
 def _load_own_packages() -> None:
-    """Import our top-level packages, all of them empty, from our own folder.
-
-    Raises `ImportError` if a module of the user's has been imported under one of their names.
-    """
+    """Import our top-level packages, all of them empty. Raises `ImportError` if a user's module has one's name."""
     sys.path.insert(0, str(_FOLDER))
     try:
         packages = {name: importlib.import_module(name) for name in _PACKAGES}

@@ -1,7 +1,4 @@
-"""What every table of the run file has in common.
-
-The text under each field is its help, here and in the Prefect form.
-"""
+"""What every table of the run file has in common. The text under a field is its help, also in the Prefect form."""
 
 from __future__ import annotations
 

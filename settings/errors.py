@@ -44,10 +44,7 @@ class NotFound(UserError, FileNotFoundError):
 
 @contextlib.contextmanager
 def path_errors(what: str) -> Iterator[None]:
-    """Turn an error of the operating system about a path that the user named into an `InvalidInput`.
-
-    `what` begins the message: `run file my.toml`.
-    """
+    """Raise `InvalidInput`, beginning with `what`, for an `OSError` about a path that the user named."""
     try:
         yield
     except UserError:

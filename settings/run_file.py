@@ -169,10 +169,7 @@ class RunConfig(Settings):
 
 
 def load_run_file(run: Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> RunConfig:
-    """Read a run file, or take its content, and apply overrides, dotted keys as in `train.num_minibatches`.
-
-    Raises `ConfigError` whose message names the key, what is wrong, and the nearest known key.
-    """
+    """Read a run file, or take its content, and apply overrides by dotted key. Raises `ConfigError`."""
     document, source = (copy.deepcopy(run), "run") if isinstance(run, dict) else (_read(run), str(run))
     for key, value in (overrides or {}).items():
         _set(document, key, value, source=source)
@@ -211,9 +208,8 @@ def default_values() -> dict[str, Any]:
 def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """A run's configuration with other settings of the trainer, by dotted key as in `train.loss.clip_high`.
 
-    `train.loss` and `train.advantage` take a kind, with its defaults; `train.preset` changes the conventions of the
-    kinds there are, before any other key is set. Raises `ConfigError` for a key that does not exist, or that says how
-    trajectories were made, and for a bad value.
+    `train.loss` and `train.advantage` take a kind, with its defaults; `train.preset` comes before any other key. Raises
+    `ConfigError` for a key that does not exist or that says how trajectories were made, and for a bad value.
     """
     changeable = _training_settings(config)
     document = config.model_dump()
@@ -290,7 +286,7 @@ def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
     model: Any = RunConfig
     members: list[Any] = [RunConfig]
     for part in location:
-        by_kind = [m for m in members if m.model_fields.get("kind") is not None and part in get_args(_kind(m))]
+        by_kind = [m for m in members if "kind" in m.model_fields and m.model_fields["kind"].default == part]
         if len(members) > 1 and by_kind:
             members = by_kind  # pydantic names the kind on the way; users do not write it there
             continue
@@ -301,7 +297,3 @@ def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
         parts = get_args(annotation) or (annotation,)
         members = [m for m in parts if isinstance(m, type) and issubclass(m, BaseModel)]
     return ".".join(key), model
-
-
-def _kind(model: type[BaseModel]) -> Any:
-    return model.model_fields["kind"].annotation

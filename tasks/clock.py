@@ -23,10 +23,7 @@ _SHARE_OF_A_CORE = 0.01
 
 
 class PeakMemory:
-    """Peak memory of this process and its descendants, sampled in the background while the context is open.
-
-    In bytes, as proportional set size, so shared pages count once.
-    """
+    """Peak memory of this process and its descendants, in bytes of proportional set size; sampled in a thread."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()

@@ -30,10 +30,7 @@ class EvaluationFailed(UserError):
 
 
 def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[str, Any], int]:
-    """A run's configuration, and the policy version that is meant, by default the newest.
-
-    Raises `NotFound` for an unknown run, `InvalidInput` for a version it does not have, or not any more.
-    """
+    """A run's configuration, and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
     log = run_log(store=store, run=run)
     return run_config(log), find_policy(log, version).version
 
@@ -60,8 +57,7 @@ def raise_if_failed(evaluation: Evaluation) -> None:
 
 
 def try_gate(log: RunLog, evaluation: Evaluation, *, min_score: float | None, max_gap: float) -> list[str] | None:
-    """Make the policy the champion if its evaluation passes; returns what speaks against it, nothing when it passed,
-    and None when `min_score` is None: then there is no gate."""
+    """Make the policy the champion if its evaluation passes; returns what speaks against it, None without a gate."""
     if min_score is None:
         return None
     version = evaluation.version

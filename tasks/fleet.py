@@ -119,10 +119,7 @@ class Fleet:
             await self.workers[name].call("publish", served)
 
     async def leave(self, name: str, *, death: WorkerDied) -> bool:
-        """Take a dead worker out and free its prompts; returns whether another may take its place.
-
-        Raises `death` when no worker is left and too many have died in a row.
-        """
+        """Free a dead worker's prompts; returns whether another may start. Raises `death` when too many have died."""
         self.workers.pop(name, None)
         if not self.workers:
             self._has_workers.clear()
@@ -168,10 +165,7 @@ class Fleet:
         await _of_the_living(worker.call("wait_for_stragglers", version) for worker in self.workers.values())
 
     async def evaluate(self, *, version: int, settings: EvaluationSettings) -> Evaluation:
-        """The held-out score of a policy version, by the evaluator if there is one.
-
-        Else by a rollout worker, whose engine serves this version now: only a later publication waits for it.
-        """
+        """The held-out score of a policy version, by the evaluator, or by a worker whose engine serves this version."""
         evaluation: Evaluation
         if self.evaluator is not None:
             evaluation = await self.evaluator.call("evaluate_version", version, settings)

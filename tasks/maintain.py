@@ -23,10 +23,7 @@ logger = logging.getLogger("millrace.maintain")
 async def collect_from_runs(
     *, runs: list[str], store: str, dry_run: bool, ignore_readers: bool, **rules: Any
 ) -> dict[str, Any]:
-    """What was, or would be, freed per run by these rules, see `make_rules`.
-
-    Raises `InvalidInput` for rules that cannot be read, `NotFound` for a run the store does not have.
-    """
+    """What was, or would be, freed per run by rules as of `make_rules`. Raises `InvalidInput` and `NotFound`."""
     prepare_environment()
     reports = await asyncio.to_thread(
         collect_garbage,

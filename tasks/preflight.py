@@ -35,8 +35,7 @@ from storage.records import Message, Sampling, Task
 def check_run(config: RunConfig) -> Workflow:
     """Load the workflow and its data, look for the models, try a loss of the user's, write to the store.
 
-    Returns the workflow. Raises `InvalidInput` or `StoreError` for the first thing that will not work, and what the
-    workflow itself raises.
+    Raises `InvalidInput` or `StoreError` for the first thing that will not work, and what the workflow itself raises.
     """
     workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):

@@ -46,10 +46,7 @@ def producer_name(name: str) -> str:
 
 
 async def wait_for_policy(session: RunSession, *, workflow: str, patience: float) -> bool:
-    """Wait for the run's first policy. False if the run is over already.
-
-    Raises `InvalidInput` if there is none after `patience` seconds, or if the workflow's source is not the driver's.
-    """
+    """Wait for the run's first policy; False if the run is over. Raises `InvalidInput` for other workflow code."""
     deadline = time.monotonic() + patience
     while not (state := session.log.refresh()).sessions or state.live is None:
         if time.monotonic() > deadline:

@@ -27,10 +27,7 @@ logger = logging.getLogger("millrace.replay")
 def check_replay(
     *, store: str, run: str, first: int, last: int | None, rewards: str, save: str
 ) -> tuple[ReplayPlan, dict[str, Any]]:
-    """What will be trained again, and the run's configuration.
-
-    Raises `storage.log.replay_plan.CannotReplay`, `InvalidInput` for a `save` that exists, `NotFound` for a run.
-    """
+    """What will be trained again, and the run's configuration. Raises `CannotReplay`, `InvalidInput`, `NotFound`."""
     log = run_log(store=store, run=run)
     if save and Path(save).exists():
         raise InvalidInput(f"{save} exists already; name a folder that does not, for the replayed policy")
@@ -42,10 +39,8 @@ def check_replay(
 async def start_replay(
     session: RunSession, *, plan: ReplayPlan, recorded: RunConfig, changed: RunConfig, rewards: str
 ) -> int:
-    """Load the nearest saved state before the span; returns its step, 0 for the base policy.
-
-    Raises `storage.log.replay_plan.CannotReplay` if retention took what the plan needs before this session began.
-    """
+    """Load the nearest saved state before the span; returns its step, 0 for the base policy."""
+    # Once more: retention may have taken what the plan needs before this session began.
     plan = plan_replay(session.log.refresh(), run=session.log.run_id, first=plan.first, last=plan.last, rewards=rewards)
     # Hosted as the trainer is: other threads, or ranks, would add up in another order.
     loaded: int = await session.trainer.open(

@@ -93,8 +93,7 @@ async def produce(session: RunSession, name: str) -> None:
     persist_result=False,
 )
 async def evaluate_policy(session: RunSession, *, version: int, settings: EvaluationSettings) -> Evaluation:
-    """Held-out score of a policy version; see `Fleet.evaluate`. When the worker dies it is done by another one, once
-    there is one, on what that serves."""
+    """Held-out score of a policy version; see `Fleet.evaluate`. If the worker dies, the next one does it again."""
     evaluation = await session.fleet.evaluate(version=version, settings=settings)
     if problem := failure_of(evaluation):
         logger.warning(problem)

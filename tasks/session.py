@@ -74,8 +74,7 @@ def run_log(*, store: str, run: str) -> RunLog:
 async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and make room for its engines and the trainer.
 
-    Raises `storage.log.runs.RunExists`, `storage.log.runs.RunBusy`, `storage.objects.object_store.StoreError`, and
-    `InvalidInput` for too few GPUs, before anything heavy starts.
+    Raises `RunExists`, `RunBusy`, `StoreError`, and `InvalidInput` for too few GPUs, before anything heavy starts.
     """
     prepare_environment()
     say_outages_once(os.environ.get("PREFECT_API_URL", "its address in this process"))
@@ -105,8 +104,7 @@ async def reading_session(
 ) -> AsyncIterator[RunSession]:
     """Open an existing run beside the process that trains it, without a lock; retention waits until `what` is over.
 
-    There is room for one engine, or for a trainer if it `trains`. Raises `NotFound` for an unknown run, `InvalidInput`
-    for too few GPUs.
+    There is room for one engine, or for a trainer if it `trains`. Raises `NotFound` for an unknown run.
     """
     prepare_environment()
     log, num_engines = run_log(store=store, run=config.run), 0 if trains else 1
@@ -121,7 +119,7 @@ def producing_session(
     """Open an existing run to work for its driver, perhaps on another machine; only the store is shared.
 
     Retention does not wait for it: it reads policies that have the alias `rollout`. Its workers are called `name` and
-    something random, because no two that live may have one name. Raises `NotFound` for an unknown run.
+    something random, so that no two have one name. Raises `NotFound` for an unknown run.
     """
     prepare_environment()
     log = run_log(store=store, run=config.run)

@@ -63,9 +63,8 @@ async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
 async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
     """Wait until enough groups are committed, by producers here or elsewhere, and claim them.
 
-    With `rollout.pace` this waits for running groups that this step's policy would push over the bound, while their
-    engines are busy. Raises `storage.log.claims.NothingAccepted`, and `Stalled` if no group finished for
-    `rollout.stall_timeout` seconds.
+    With `rollout.pace`, first wait for running groups that this step would push over the bound. Raises
+    `NothingAccepted`, and `Stalled` if no group finished for `rollout.stall_timeout` seconds.
     """
     log, fleet, started = session.log, session.fleet, time.perf_counter()
     stall_timeout = config.rollout.stall_timeout

@@ -79,10 +79,7 @@ async def make_automation(automation: AutomationCore) -> None:
 
 
 async def limit_gpu_runs(num_runs: int) -> None:
-    """Let the server run so many flow runs of the GPU queue at a time; a limit that a user has set stays.
-
-    Raises `prefect.exceptions.ObjectNotFound` if nothing is deployed to that queue.
-    """
+    """Limit the flow runs of the GPU queue at a time, unless a user has. Raises `ObjectNotFound` without a queue."""
     async with get_client() as client:
         queue = await client.read_work_queue_by_name(GPU_QUEUE, work_pool_name=POOL)
         if queue.concurrency_limit is None:
@@ -90,10 +87,7 @@ async def limit_gpu_runs(num_runs: int) -> None:
 
 
 async def set_up_server() -> None:
-    """What a server needs beside the deployments.
-
-    Raises `InvalidInput` if `$MILLRACE_NOTIFY` names no usable destination.
-    """
+    """What a server needs beside the deployments. Raises `InvalidInput` for a bad `$MILLRACE_NOTIFY`."""
     destination = os.environ.get(NOTIFY, "")
     for automation in [crash_silent_flow_runs(), *(await failure_automations(destination) if destination else [])]:
         await make_automation(automation)
@@ -102,10 +96,7 @@ async def set_up_server() -> None:
 
 
 async def crash_lost_flow_runs() -> list[str]:
-    """Mark those Crashed whose process on this machine is gone; returns their names.
-
-    All workers must be of this machine, as under `millrace up`, whose server no other machine can reach.
-    """
+    """Mark those Crashed whose process is gone; returns their names. All workers must be of this machine."""
     unfinished = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
     wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)))
     names = []
