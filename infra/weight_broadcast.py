@@ -117,8 +117,6 @@ class _Group:
             self._group: Any = dist.ProcessGroupNCCL(self.store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(self.store, rank, size, timeout=patience)
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
 
     def __enter__(self) -> _Group:
         return self
@@ -135,7 +133,7 @@ class _Group:
 
     def broadcast(self, buffer: Any) -> None:
         """Send a buffer from rank 0 to all, and wait."""
-        self._group.broadcast([buffer], self._options).wait()
+        self._group.broadcast([buffer]).wait()
         if buffer.is_cuda:
             import torch
 

@@ -141,6 +141,11 @@ async def test_an_error_comes_with_the_users_frames_last(
         assert "ray/" not in error.__notes__[0] and "worker_process.py" not in error.__notes__[0], printed
 
 
+def _engines(cluster: Cluster) -> Cluster:
+    """The same one, for engines of two parts."""
+    return Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)
+
+
 def _places() -> dict[str, dict[str, Any]]:
     """What the cluster has reserved, or is to reserve."""
     from ray.util import placement_group_table
@@ -153,16 +158,14 @@ def _places() -> dict[str, dict[str, Any]]:
 async def test_devices_are_reserved_in_one_place_until_the_worker_ends(cluster: Cluster, parts: str, end: str) -> None:
     before = _places()
     if parts == "two ranks":
+        expected: Any = ("PACK", {0: {"CPU": 1.0}, 1: {"CPU": 1.0}})
         worker = await _group(cluster, 2, f"placed-{end}", lag_seconds=0.5)
     else:
-        engines = Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)  # the same one
-        worker = await engines.host(f"engine-{end}", _COUNTING)
+        expected = ("STRICT_PACK", {0: {"CPU": 2.0}})
+        worker = await _engines(cluster).host(f"engine-{end}", _COUNTING)
         await worker.call("open", start=10)
     [place] = [place for key, place in _places().items() if key not in before]
-    if parts == "two ranks":
-        assert place["bundles"] == {0: {"CPU": 1.0}, 1: {"CPU": 1.0}} and place["strategy"] == "PACK"
-    else:
-        assert place["bundles"] == {0: {"CPU": 2.0}} and place["strategy"] == "STRICT_PACK"
+    assert (place["strategy"], place["bundles"]) == expected
     assert await worker.call("add", 1) == 11 and place["state"] == "CREATED"
     if end == "close":
         await close(worker)
@@ -181,8 +184,7 @@ async def test_an_engine_that_waits_for_devices_says_what_it_waits_for_and_leave
     monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.2)
     caplog.set_level(logging.WARNING, "millrace.placement")
     before = _places()
-    engines = Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)
-    waiting = asyncio.create_task(engines.host("rollout-7", _COUNTING, num_gpus=2))
+    waiting = asyncio.create_task(_engines(cluster).host("rollout-7", _COUNTING, num_gpus=2))
     while not caplog.messages:
         await asyncio.sleep(0.05)
     waiting.cancel()
