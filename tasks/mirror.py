@@ -10,7 +10,6 @@ import asyncio
 import logging
 import subprocess
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -39,7 +38,6 @@ class TrackingMirror:
         self.run_page = ""
         """The run's page, from MLflow's address on, once MLflow has the run."""
         self._log = RunLog(log.store, log.run_id)  # its own: it is folded in a thread, under the lock
-        self._lock = threading.Lock()
         self._is_trainer = is_trainer
         self._told_at = 0.0
         self._is_away = False
@@ -64,7 +62,7 @@ class TrackingMirror:
                 logger.info("run %s is being trained: its own session tells MLflow", log.run_id)
                 return 0
             # Two that send the same entries at once would send them twice.
-            with self._lock, teller_lock(log):
+            with teller_lock(log):
                 log.refresh()
                 registry = Registry(log, tracking_uri=self.uri)
                 registrations = registry.sync(finished=finished or not self._is_trainer)

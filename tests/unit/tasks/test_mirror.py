@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import threading
 from collections.abc import Callable
@@ -76,45 +75,6 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
     assert not any(key.endswith(f"{0:020d}.json") for key in read)
 
 
-class _Lock:
-    """Tells when the second caller has come to the lock, which the first one holds."""
-
-    def __init__(self, lock: threading.Lock, first_is_inside: threading.Event) -> None:
-        self._lock, self._first_is_inside = lock, first_is_inside
-        self.second_came = threading.Event()
-
-    def __enter__(self) -> None:
-        if self._first_is_inside.is_set():
-            assert self._lock.locked()
-            self.second_came.set()
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-
-def test_two_calls_at_once_take_turns(told: TrackingMirror, registry: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, at_work, most = threading.Event(), 0, 0
-    lock = _Lock(told._lock, inside)
-
-    def sync(finished: bool) -> None:
-        nonlocal at_work, most
-        at_work += 1
-        most = max(most, at_work)
-        inside.set()
-        assert lock.second_came.wait(30)
-        at_work -= 1
-
-    registry.do = sync
-    monkeypatch.setattr(told, "_lock", lock)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(told._sync, False)
-        assert inside.wait(30)
-        second = pool.submit(told._sync, True)
-        assert first.result() == second.result() == 0
-    assert most == 1
-
-
 def test_an_outage_is_said_once_and_its_end_too(
     told: TrackingMirror, registry: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,8 +119,8 @@ def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(told: TrackingMirro
     assert sent == [True], "nobody trains it: the MLflow run ends as it was"
 
 
-def test_a_training_may_begin_while_somebody_else_tells_of_its_run(
-    told: TrackingMirror, registry: Any, monkeypatch: pytest.MonkeyPatch
+def test_two_that_tell_of_a_run_take_turns_and_its_training_may_begin_meanwhile(
+    told: TrackingMirror, registry: Any
 ) -> None:
     telling, begun = threading.Event(), threading.Event()
     sent: list[str] = []
@@ -172,7 +132,6 @@ def test_a_training_may_begin_while_somebody_else_tells_of_its_run(
         sent.append("evaluation" if finished else "trainer")
 
     registry.do = sync
-    monkeypatch.setattr(told, "_lock", contextlib.nullcontext())  # two sessions have two
     evaluation = copy.copy(told)
     evaluation._is_trainer = False
     with ThreadPoolExecutor(2) as pool:
