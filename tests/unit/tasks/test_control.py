@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from storage.log.entries import Pause, Resume
 from tasks import control, steps
 from tasks.control import Listener, listening, resumed
 from tasks.session import RunSession
-from tests.builders import a_config, a_session, a_shard, a_summary
+from tests.builders import a_config, a_shard, a_summary
 
 _CONFIG = a_config(batch_size=1, min_usable=1, pace=False, attempt_timeout=0.001, stall_timeout=0.001)
 
@@ -47,10 +46,8 @@ def server() -> Any:
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Any) -> RunSession:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+def session(session: RunSession, monkeypatch: pytest.MonkeyPatch, server: Any) -> RunSession:
     monkeypatch.setattr(control, "_LOOK_SECONDS", 0.01)
-    session = a_session()
     session.fleet.workers = {"rollout-0": server}
     return session
 

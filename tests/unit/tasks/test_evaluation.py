@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +15,8 @@ from tests.builders import a_log, a_shard, a_step, a_summary
 
 
 @pytest.fixture
-def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunLog:
+def log() -> RunLog:
     """A run of two steps."""
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
     log = a_log()
     for number in (1, 2):
         log.append(a_shard(f"s{number}", [a_summary(number)]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,13 +22,7 @@ from tasks.fleet import REPLACEMENTS, Fleet
 from tasks.rollout import evaluate_policy, publish_policy
 from tasks.session import RunSession
 from tasks.trainer import TrainerHandle
-from tests.builders import a_config, a_log, a_session, a_step
-
-
-@pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    return a_session()
+from tests.builders import a_config, a_log, a_step
 
 
 def _serves(session: RunSession) -> tuple[int, str]:

@@ -22,8 +22,7 @@ from tests.builders import a_log
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrackingMirror:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+def told() -> TrackingMirror:
     return TrackingMirror(a_log(), tracking="", is_trainer=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,7 @@ from storage.log.run_log import RunLog
 from tasks import steps
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
-from tests.builders import a_claim, a_config, a_session, a_shard, a_step, a_summary
+from tests.builders import a_claim, a_config, a_shard, a_step, a_summary
 from trainers.health import GapTooLarge, NonFinite
 from trainers.refusals import RefusedShards
 
@@ -36,12 +35,6 @@ class _Trainer:
         step.metrics.update(outcome)
         self._log.append(step)
         return step
-
-
-@pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    return a_session()
 
 
 def _take(session: RunSession, *outcomes: Any) -> list[Any]:
