@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -70,5 +70,8 @@ def test_a_receiver_that_does_not_come_ends_the_wait_on_both_sides(tmp_path: Pat
     monkeypatch.setattr(weight_broadcast, "SECONDS", 2.0)
     file, _, broadcast = _sealed(tmp_path / "p", num_receivers=2)
     with ThreadPoolExecutor() as pool:
-        sides = [pool.submit(lambda: list(receive(broadcast, rank=1))), pool.submit(send, file, broadcast)]
+        sides: list[Future[Any]] = [
+            pool.submit(lambda: list(receive(broadcast, rank=1))),
+            pool.submit(send, file, broadcast),
+        ]
         assert all(side.exception(timeout=60) is not None for side in sides)
