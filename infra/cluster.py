@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.placement import Placement, bundle, gpu_share, gpus_of, node_resources, reserve
+from infra.placement import Placement, bundle, gpu_share, node_resources, reserve
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, failure_text_of_output
 from settings.redaction import without_secrets
@@ -256,10 +256,6 @@ class Cluster:
         log_file = self._log_folder / f"{log_name}.log"
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
         return Hosted(name, actor_class.remote(path, str(log_file)), log_file, placement)
-
-    @property
-    def num_gpus(self) -> float:
-        return gpus_of(self.nodes)
 
     @property
     def gpus_per_worker(self) -> float:

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from infra.cluster import Cluster, Hosted, WorkerDied
 from infra.environment import cache_folder, code_version
+from infra.placement import gpus_of
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import WeightUpdate
 from rollouts.production.failures import Failures
@@ -92,17 +93,9 @@ class Fleet:
         if not num_gpus:  # engines divide the threads but one, which vLLM's front end and the trainer need
             threads = max(1, (int(os.environ["OMP_NUM_THREADS"]) - 1) // self._num_engines)
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
-        checksum: str = await hosted.call(
-            "open",
-            self.config,
-            store_uri=self.log.store.uri,
-            name=name,
-            cache=str(cache_folder()),
-            code_version=code_version(),
-            outside=self._outside,
-            version=version,
-        )
-        return checksum
+        paths = {"store_uri": self.log.store.uri, "cache": str(cache_folder())}
+        told = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
+        return str(await hosted.call("open", self.config, **paths, **told))
 
     async def take_part(self, names: Sequence[str]) -> None:
         """Started workers produce from now on, and divide what may be in flight among them."""
@@ -230,7 +223,7 @@ class Fleet:
         if self.config.engine.weight_transfer == "nccl" and not own_gpus:
             raise InvalidInput(
                 "engine.weight_transfer = 'nccl' needs a GPU of its own for the trainer and for each engine; there are "
-                f"{self.cluster.num_gpus:g}. Use 'gloo', or leave it out"
+                f"{gpus_of(self.cluster.nodes):g}. Use 'gloo', or leave it out"
             )
 
     async def swap(self, policy: Policy) -> list[WeightUpdate | None]:

@@ -28,9 +28,9 @@ from tasks.prefect.notifications import failure_automations
 ZOMBIES = "millrace: flow runs without a heartbeat"
 SILENT_SECONDS = 90
 """Three heartbeats."""
-_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 _BEAT = "prefect.flow-run.heartbeat"
 _OVER = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut", "Paused", "Suspended", "Scheduled", "AwaitingRetry")
+_GONE = "its process is gone; what was committed is safe, start it again"
 
 
 async def cancel_flow_run(flow_run_id: str, *, api_url: str) -> bool:
@@ -46,23 +46,18 @@ async def cancel_flow_run(flow_run_id: str, *, api_url: str) -> bool:
 
 def crash_silent_flow_runs() -> AutomationCore:
     """The server marks flow runs Crashed that stop beating: their process, or its machine, is gone."""
-    over = {f"prefect.flow-run.{state}" for state in _OVER}
     trigger = EventTrigger(
         after={_BEAT},
-        expect={_BEAT} | over,
+        expect={_BEAT, *(f"prefect.flow-run.{state}" for state in _OVER)},
         match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
         within=datetime.timedelta(seconds=SILENT_SECONDS),
     )
-    message = f"no heartbeat for {SILENT_SECONDS} s: its process is gone; what was committed is safe, start it again"
-    return AutomationCore(
-        name=ZOMBIES,
-        description="Millrace makes this automation on `millrace up`.",
-        trigger=trigger,
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
-    )
+    crash = ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {SILENT_SECONDS} s: {_GONE}")
+    description = "Millrace makes this automation on `millrace up`."
+    return AutomationCore(name=ZOMBIES, description=description, trigger=trigger, actions=[crash])
 
 
 async def make_automation(automation: AutomationCore) -> None:
@@ -103,8 +98,7 @@ async def crash_lost_flow_runs() -> list[str]:
     async with get_client() as client:
         for flow_run in await client.read_flow_runs(flow_run_filter=wanted, limit=200):
             if _is_lost(flow_run):
-                message = "its process is gone; what was committed is safe, start it again"
-                await client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+                await client.set_flow_run_state(flow_run.id, Crashed(message=_GONE), force=True)
                 names.append(flow_run.name)
     return names
 
@@ -118,7 +112,7 @@ def _is_lost(flow_run: FlowRun) -> bool:
     try:
         process = psutil.Process(int(pid))
         alive = process.status() != psutil.STATUS_ZOMBIE
-        return not (alive and process.environ().get(_FLOW_RUN) == str(flow_run.id))
+        return not (alive and process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run.id))
     except psutil.NoSuchProcess:
         return True
     except psutil.AccessDenied:

@@ -74,26 +74,6 @@ def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
     assert not any(key.endswith(f"{0:020d}.json") for key in read)
 
 
-def test_an_outage_is_said_once_and_its_end_too(
-    told: TrackingMirror, registry: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", logger="millrace.track")
-    is_down = [False, True, True, True, False, False, True]
-
-    def sync(finished: bool) -> None:
-        if is_down.pop(0):
-            raise RegistryUnavailable("connection refused")
-
-    registry.do = sync
-    for _ in range(7):
-        told._sync(False)
-    assert [(record.levelname, record.getMessage()[:19]) for record in caplog.records] == [
-        ("WARNING", "MLflow at sqlite://"),
-        ("INFO", "MLflow has everythi"),
-        ("WARNING", "MLflow at sqlite://"),
-    ]
-
-
 def test_the_report_is_attached_at_the_end_and_only_there_or_a_warning_says_why_not(
     told: TrackingMirror, registry: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
