@@ -54,10 +54,6 @@ def _python(folder: Path, *arguments: str, path: Path | None = None) -> subproce
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_the_two_lists_of_our_packages_are_one():
-    assert ("millrace", *millrace._PACKAGES) == OWN_PACKAGES
-
-
 def test_our_imports_find_ours_in_the_driver_in_reward_processes_and_in_sandboxes(tmp_path: Path):
     wrong = "raise RuntimeError('the wrong one')\n"
     work = _write(tmp_path / "work", game=ENVIRONMENT, **{name: wrong for name in OWN_PACKAGES[1:]})
@@ -70,6 +66,7 @@ def test_our_imports_find_ours_in_the_driver_in_reward_processes_and_in_sandboxe
 
 
 def test_a_script_that_imported_its_own_file_first_is_told(tmp_path: Path):
+    assert ("millrace", *millrace._PACKAGES) == OWN_PACKAGES
     done = _python(_write(tmp_path, settings="", script="import settings, millrace\n"), "script.py")
     assert f"ImportError: {tmp_path}/settings.py is imported as 'settings', a package of Millrace" in done.stderr
 
@@ -108,25 +105,24 @@ def test_a_workflow_in_a_file_that_is_shadowed_is_named_too(tmp_path: Path, monk
             load_object(path)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from rollouts.workflow import RolloutWorkflow",
-        "from rollouts.rewards import math_answer",
-        "import rollouts.tools",
-    ],
-)
+_MOVED = [
+    "from rollouts.workflow import RolloutWorkflow",
+    "from rollouts.rewards import exact",
+    "import rollouts.tools",
+]
+
+
+@pytest.mark.parametrize("code", _MOVED)
 def test_a_name_of_ours_that_has_moved_says_where_it_is(tmp_path: Path, code: str):
     (tmp_path / "rollouts").mkdir()  # of data, and no module of the user's
     file = _write(tmp_path, game=f"\n{code}\n") / "game.py"
-    with pytest.raises(
-        ValueError, match=rf"'rollouts\..*in {file}, line 2; import it from `millrace`, whose names docs"
-    ):
+    says = rf"'rollouts\..*in {file}, line 2; import it from `millrace`, whose names docs"
+    with pytest.raises(ValueError, match=says):
         load_object(f"{file}:Game")
 
 
-@pytest.mark.parametrize("path", ["rollouts.rewards:exact", "rollouts.tools:tool", "millrace:Workflows"])
-def test_an_import_path_of_ours_that_has_moved_says_where_it_is_or_loads_if_a_run_recorded_it(path: str):
-    with pytest.raises(ValueError, match="import it from `millrace`"):
-        load_object(path)
+def test_an_import_path_of_ours_that_has_moved_says_where_it_is_or_loads_if_a_run_recorded_it():
+    for path in ("rollouts.rewards:exact", "rollouts.tools:tool", "millrace:Workflows"):
+        with pytest.raises(ValueError, match="import it from `millrace`"):
+            load_object(path)
     assert load_object("rollouts.verifiers_environments:VerifiersWorkflow") is millrace.VerifiersWorkflow

@@ -91,19 +91,14 @@ def test_it_ends_after_as_many_shards_of_its_own_as_it_was_asked_for(monkeypatch
     assert run.worker.asked.count(("refresh",)) == 3, "its own shards are no news to it"
 
 
-def test_it_waits_for_a_driver_that_is_gone_and_says_so_and_then_ends(
+def test_it_waits_for_a_driver_or_a_store_that_is_gone_and_says_so_and_then_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = _Run(monkeypatch)
-    assert run.follow(patience=0.05).startswith("nothing new in its log for 0 s")
+    assert _Run(monkeypatch).follow(patience=0.05).startswith("nothing new in its log for 0 s")
     assert "waiting for its driver" in caplog.text
-
-
-def test_a_store_that_cannot_be_reached_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _Run(monkeypatch)
-    assert run.follow(OSError("no route to host"), OSError("no route to host"), _ours(0), shards=1)
-    ended = _Run(monkeypatch).follow(*[OSError("no route to host")] * 100_000, patience=0.05)
-    assert ended.endswith(": no route to host")
+    away = OSError("no route to host")
+    assert _Run(monkeypatch).follow(*[away] * 100_000, patience=0.05).endswith(": no route to host")
+    assert _Run(monkeypatch).follow(away, away, _ours(0), shards=1) == "1 shards committed"
 
 
 def test_a_policy_that_is_gone_because_the_next_one_has_come_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,19 +54,14 @@ def _gap(shard_id: str) -> GapTooLarge:
     return GapTooLarge({shard_id: 2.5}, 1.0)
 
 
-def test_a_shard_with_too_large_a_gap_is_quarantined_and_its_prompts_are_free_again(session: RunSession) -> None:
-    first, second = _take(session, _gap("s0"), {"engine_gap": 0.001})
+def test_shards_that_are_named_are_quarantined_and_their_prompts_are_free_again(session: RunSession) -> None:
+    session.log.append(a_shard("named", [a_summary(100)]))
+    first, second, third = _take(session, _gap("s1"), {"engine_gap": 0.001}, RefusedShards({"named": "too long"}))
     state = session.log.state
-    assert first is None and second.claim.step == state.step == 1
-    assert "2.5 nats per token, above train.max_gap = 1" in state.quarantined["s0"]
-    assert 0 not in state.positions and 1 in state.positions and state.retries[0] == 1
-
-
-def test_every_shard_that_is_named_is_quarantined_and_no_other(session: RunSession) -> None:
-    session.log.append(a_shard("other", [a_summary(100)]))
-    session.log.append(a_shard("s-x", [a_summary(101)]))
-    _take(session, RefusedShards({"s2": "wrong tokenizer", "s-x": "too long"}))
-    assert session.log.state.quarantined == {"s2": "wrong tokenizer", "s-x": "too long"}
+    assert first is third is None and second.claim.step == state.step == 1
+    assert "2.5 nats per token, above train.max_gap = 1" in state.quarantined["s1"]
+    assert state.quarantined.keys() == {"s1", "named"} and state.quarantined["named"] == "too long"
+    assert not {1, 100} & state.positions and 2 in state.positions and state.retries[1] == 1
 
 
 @pytest.mark.parametrize(
@@ -85,14 +80,9 @@ def test_shards_that_are_always_refused_stop_the_run_with_what_to_check(
     assert session.log.state.quarantined.keys() == {"s0", "s1", "s2"}
 
 
-def test_a_step_in_between_starts_the_count_again(session: RunSession) -> None:
-    fine = {"engine_gap": 0.0}
-    results = _take(session, _gap("s0"), _gap("s1"), fine, _gap("s3"), _gap("s4"), fine)
+def test_a_step_in_between_starts_the_count_again_and_one_without_a_gap_is_not_suspicious(session: RunSession) -> None:
+    results = _take(session, _gap("s0"), _gap("s1"), {"loss": 0.1}, _gap("s3"), _gap("s4"), {"engine_gap": 0.0})
     assert [result is None for result in results] == [True, True, False, True, True, False]
-
-
-def test_a_step_without_a_measured_gap_is_not_suspicious(session: RunSession) -> None:
-    _take(session, {"loss": 0.1})
     assert not session.trainer._warned_of_gap
     _take(session, {"engine_gap": 0.5})
     assert session.trainer._warned_of_gap
