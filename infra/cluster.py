@@ -1,8 +1,7 @@
 """Where workers run: Ray actors around plain classes, on this machine or on a cluster.
 
 In: import paths of plain classes with an async classmethod `open`. Out: `Hosted`, whose `call` awaits `open`, and then
-methods of what it made, over there; or `HostedGroup`, which is asked as one and computes as several ranks. Only this
-module, `infra.placement` and `infra.worker_process` know that Ray exists.
+methods of what it made; or `HostedGroup`, several ranks. Only this module, `placement` and `worker_process` know Ray.
 
     async with Cluster(log_folder=…) as cluster:
         worker = await cluster.host("rollout-0", "rollouts.production.worker:RolloutWorker")
@@ -106,20 +105,16 @@ class HostedGroup:
     async def introduce(self) -> None:
         """Tell every rank its number and where rank 0 listens. If one is gone the group ends and `WorkerDied` rises."""
         try:
-            address, port = await self._ranks[0].rendezvous()
-            shared = {
-                "WORLD_SIZE": str(len(self._ranks)),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "LOCAL_RANK": "0",  # among the GPUs that Ray lets a process see: its own
-            }
+            address, port = await self.rendezvous()
+            shared = {"WORLD_SIZE": str(len(self._ranks)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+            shared["LOCAL_RANK"] = "0"  # among the GPUs that Ray lets a process see: its own
             await asyncio.gather(*(rank.prepare({**shared, "RANK": str(n)}) for n, rank in enumerate(self._ranks)))
         except WorkerDied as death:
             self._end(str(death))
             raise
 
     async def prepare(self, environment: dict[str, str]) -> None:
-        """`Hosted.prepare` of every rank."""
+        """Set environment variables of every rank."""
         await asyncio.gather(*(rank.prepare(environment) for rank in self._ranks))
 
     async def rendezvous(self) -> tuple[str, int]:

@@ -69,12 +69,6 @@ def running_services(home: Path) -> dict[str, Service]:
     return {name: service for name, service in _recorded_services(home).items() if service.process() is not None}
 
 
-def mlflow_url(home: Path) -> str:
-    """Address of the MLflow server of this state folder; empty if none is running."""
-    server = running_services(home).get("mlflow")
-    return server.url if server is not None else ""
-
-
 def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, Service]:
     """Start what is not running yet and deploy `prefect.yaml`. Raises `ServiceFailed`, with all stopped again."""
     services = running_services(home)

@@ -103,16 +103,13 @@ def in_one_line(text: str) -> str:
 
 def _frames(error: BaseException, *, users_only: bool) -> list[str]:
     """Innermost first. An error that our code or a library raised because of another has that one's frames first."""
-    found = traceback.extract_tb(error.__traceback__)
-    own = [
-        _frame(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame in reversed(found)
-        if not users_only or _is_users(frame.filename)
-    ]
+    stack = traceback.extract_tb(error.__traceback__)
+    shown = [frame for frame in reversed(stack) if not users_only or _is_users(frame.filename)]
+    own = [_frame(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in shown]
     if error.__cause__ is None:
         return own
     because = _frames(error.__cause__, users_only=users_only)
-    raised_by_user = bool(found) and _is_users(found[-1].filename)
+    raised_by_user = bool(stack) and _is_users(stack[-1].filename)
     return list(dict.fromkeys([*own, *because] if raised_by_user else [*because, *own]))
 
 

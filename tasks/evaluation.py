@@ -4,7 +4,7 @@
                                             └▶ raise_if_failed
 
 In: a run, a version, a split; later the `Evaluation`. Out: the run's configuration, or one sentence with the fix; an
-alias in the log. The event may be turned into a notification (`tasks/prefect/notifications.py`).
+alias in the log. `tasks/prefect/notifications.py` may make a notification of the event.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
                 ├─ clock      where the time of a round went
                 └─ mirror     MLflow, told from the log
 
-In: the run's settings. Out: a session that the flow's tasks share. Nothing here outlives the process: what must survive
-is in the run's log.
+In: the run's settings. Out: a session that the flow's tasks share. What must outlive the process is in the run's log.
 """
 
 from __future__ import annotations

@@ -49,14 +49,8 @@ async def watched(session: RunSession, waiting: Awaitable[Result], *, what: str,
 @task(name="start-trainer", persist_result=False)
 async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
     """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
-    replayed = await session.trainer.open(
-        "trainer-0",
-        "trainers.worker:TrainerWorker",
-        settings=config.train,
-        config=config,
-        sends=config.engine.weight_transfer != "store",
-    )
-    if replayed:
+    path, sends = "trainers.worker:TrainerWorker", config.engine.weight_transfer != "store"
+    if replayed := await session.trainer.open("trainer-0", path, settings=config.train, config=config, sends=sends):
         logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
 
 

@@ -28,8 +28,6 @@ ADDRESS_BLOCK = "millrace-notify"
 """Prefect block that holds the address, encrypted."""
 GATE_FAILED = "millrace: a policy did not pass its gate"
 RUN_FAILED = "millrace: a flow run failed or crashed"
-_ONCE_WITHIN = datetime.timedelta(seconds=60)
-"""A crash may be reported twice."""
 
 _GATE_SUBJECT = "Millrace: policy {{ event.payload.version }} of run {{ event.payload.run }} did not pass its gate"
 _GATE_BODY = """\
@@ -83,19 +81,14 @@ async def failure_automations(destination: str) -> list[AutomationCore]:
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,
         threshold=1,
-        within=_ONCE_WITHIN,
+        within=datetime.timedelta(seconds=60),  # a crash may be reported twice
     )
+    tell_of_gate = SendNotification(block_document_id=block, subject=_GATE_SUBJECT, body=_GATE_BODY)
+    tell_of_run = SendNotification(block_document_id=block, subject=_RUN_SUBJECT, body=_RUN_BODY)
+    description = f"Millrace makes this automation where ${NOTIFY} is set."
     return [
-        AutomationCore(
-            name=name,
-            description=f"Millrace makes this automation where ${NOTIFY} is set.",
-            trigger=trigger,
-            actions=[SendNotification(block_document_id=block, subject=subject, body=body)],
-        )
-        for name, trigger, subject, body in (
-            (GATE_FAILED, gate, _GATE_SUBJECT, _GATE_BODY),
-            (RUN_FAILED, flow_run, _RUN_SUBJECT, _RUN_BODY),
-        )
+        AutomationCore(name=GATE_FAILED, description=description, trigger=gate, actions=[tell_of_gate]),
+        AutomationCore(name=RUN_FAILED, description=description, trigger=flow_run, actions=[tell_of_run]),
     ]
 
 

@@ -27,7 +27,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
 from infra.environment import home, local_tracking_uri
-from infra.services import mlflow_url
+from infra.services import running_services
 from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
@@ -139,5 +139,7 @@ def _cell(text: str) -> str:
 
 
 def _mlflow_server(tracking: str) -> str:
-    server = tracking if tracking.startswith("http") else mlflow_url(home()) if tracking == local_tracking_uri() else ""
-    return without_secrets(server).rstrip("/")
+    if tracking == local_tracking_uri():
+        service = running_services(home()).get("mlflow")
+        return "" if service is None else service.url
+    return without_secrets(tracking).rstrip("/") if tracking.startswith("http") else ""
