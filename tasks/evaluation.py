@@ -15,6 +15,7 @@ from typing import Any
 from infra.user_code import load_object
 from rollouts.production.evaluation import failure_of
 from settings.errors import InvalidInput, UserError
+from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
 from storage.log.run_log import RunLog
@@ -41,13 +42,11 @@ def check_split(*, workflow: str, dataset: str, split: str) -> None:
         raise InvalidInput(f"{workflow} has no tasks in split {split!r}; name another split")
 
 
-def warn_of_greedy_attempts(*, n_samples: int, temperature: float) -> None:
+def warn_of_greedy_attempts(settings: EvaluationSettings) -> None:
     """Warn that several attempts per problem tell no more than one at temperature 0."""
-    if n_samples > 1 and temperature == 0:
-        logger.warning(
-            "%d attempts per problem at temperature 0 are all alike unless the environment draws: set a temperature",
-            n_samples,
-        )
+    if settings.n_samples > 1 and settings.temperature == 0:
+        alike = f"{settings.n_samples} attempts per problem at temperature 0 are all alike unless the environment draws"
+        logger.warning("%s: set a temperature", alike)
 
 
 def raise_if_failed(evaluation: Evaluation) -> None:
