@@ -56,13 +56,13 @@ def load_object(path: str) -> Any:
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}" if error.filename else module_path
         raise InvalidInput(f"{path!r} cannot be imported: {error.msg} in {where}") from error
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             advice = _advice(module_path, Path()) or f"it has {_public_names(module)}"
             raise InvalidInput(f"{module_path} has no {name!r}; {advice}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def absolute_path(path: str) -> str:

@@ -94,8 +94,8 @@ class Fleet:
             threads = max(1, (int(os.environ["OMP_NUM_THREADS"]) - 1) // self._num_engines)
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
         paths = {"store_uri": self.log.store.uri, "cache": str(cache_folder())}
-        told = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
-        return str(await hosted.call("open", self.config, **paths, **told))
+        facts = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
+        return str(await hosted.call("open", self.config, **paths, **facts))
 
     async def take_part(self, names: Sequence[str]) -> None:
         """Started workers produce from now on, and divide what may be in flight among them."""

@@ -4,7 +4,7 @@
                 ├─ fleet      rollout workers, evaluator, what they serve
                 ├─ trainer    the trainer's processes
                 ├─ clock      where the time of a round went
-                └─ mirror     MLflow, told from the log
+                └─ mirror     MLflow, kept up to the log
 
 In: the run's settings. Out: a session that the flow's tasks share. What must outlive the process is in the run's log.
 """

@@ -44,12 +44,6 @@ def _file(folder: Path, text: str) -> Path:
     return path
 
 
-def test_only_the_workflow_must_be_set() -> None:
-    assert _config().n_samples == 8
-    with pytest.raises(ConfigError, match="workflow: must be set"):
-        make_config({}, source="run.toml")
-
-
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
@@ -70,7 +64,10 @@ def test_an_unknown_key_suggests_the_nearest_one_or_lists_those_there_are(keys: 
     assert _error(keys) == sentence
 
 
-def test_a_secret_in_a_run_file_is_refused_and_belongs_in_the_environment() -> None:
+def test_only_the_workflow_must_be_set_and_a_secret_belongs_in_the_environment() -> None:
+    assert _config().n_samples == 8
+    with pytest.raises(ConfigError, match="workflow: must be set"):
+        make_config({}, source="run.toml")
     with pytest.raises(ConfigError, match=r"engine\.vllm\.hf_token looks like a secret.*environment") as caught:
         _config("engine.vllm.hf_token = 'hf_abcdefgh'")
     assert "hf_abcdefgh" not in str(caught.value)
@@ -174,12 +171,9 @@ def test_the_error_of_a_file_or_an_override_names_the_file(
     assert str(raised.value) == message.format(file=path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_dotted_overrides_reach_into_tables_that_are_there_or_not_and_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no run file .*missing\.toml"):
         load_run_file(tmp_path / "missing.toml")
-
-
-def test_dotted_overrides_reach_into_tables_that_are_there_or_not(tmp_path: Path) -> None:
     path = _file(tmp_path, 'workflow = "a:B"\nsteps = 3\n[train]\nloss = "cispo"\n')
     overrides = {"steps": 5, "train.loss.clip_low": 0.1, "engine.vllm.dtype": "float32"}
     config = load_run_file(path, overrides)
@@ -211,15 +205,12 @@ def test_a_replay_under_a_preset_has_its_conventions_and_keeps_kinds_and_coeffic
     assert changed == _config(f"{common}; train.preset = '{preset}'; train.critic.clip = {changed.critic.clip}").train
 
 
-def test_what_a_replay_says_beside_a_preset_counts_more() -> None:
+def test_what_a_replay_says_beside_a_preset_counts_more_and_a_critic_goes_with_its_advantage() -> None:
     config = _config("train = {preset = 'trl', loss = 'cispo'}")
     changes = {"train.advantage.eps": 0.5, "train.loss": "clip", "train.preset": "verl"}
     changed = with_training_changes(config, changes).train
     assert changed.advantage == GrpoAdvantage(eps=0.5, singleton="reward")
     assert changed.loss == ClipLoss(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-
-
-def test_a_run_with_a_critic_is_replayed_without_one() -> None:
     config = _config("train = {advantage = 'gae', critic = {learning_rate = 1e-3}}")
     assert with_training_changes(config, {"train.advantage": "opo"}).train.critic == CriticSettings()
     assert with_training_changes(config, {"train.loss": "sapo"}).train.critic.learning_rate == 1e-3
@@ -242,13 +233,10 @@ def test_what_a_replay_cannot_change_is_an_error(key: str, value: Any, sentence:
     assert sentence in str(raised.value)
 
 
-def test_defaults_are_what_a_file_with_nothing_in_it_gives() -> None:
+def test_defaults_are_what_an_empty_file_gives_and_settings_are_the_tables_without_the_common_knobs() -> None:
     spelled_out = {**default_values(), "workflow": "examples.arithmetic:Arithmetic"}
     assert make_config(spelled_out, source="run.toml") == _config()
     assert default_values()["train"]["loss"]["kind"] == "clip"
-
-
-def test_settings_are_the_tables_without_the_common_knobs() -> None:
     config = _config("train.loss = 'sapo'; evaluation.every = 3")
     assert config.settings == Settings.model_validate({"train": {"loss": "sapo"}, "evaluation": {"every": 3}})
     assert make_config({"workflow": config.workflow, **config.settings.model_dump()}, source="run.toml") == config

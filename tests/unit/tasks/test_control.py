@@ -53,6 +53,7 @@ def session(session: RunSession, monkeypatch: pytest.MonkeyPatch, server: Any) -
 
 
 _AWAY: list[Any] = [1, "down", "pause", 1, "up", Paused, 2]
+_ALONE = "outside of a flow run the log alone is heard"
 _CASES: dict[str, tuple[list[Any], str, list[bool], int]] = {
     "a pause in the log is shown and told once": ([1, "pause", 3], "lunch", [True], 1),
     "and so is its end": ([1, "pause", 3, "resume", 3], "", [True, False], 2),
@@ -67,6 +68,7 @@ _CASES: dict[str, tuple[list[Any], str, list[bool], int]] = {
     "a pause that was taken in without an answer is no user's wish": (_AWAY, "lunch", [], 1),
     "nor is the resume": ([*_AWAY, "resume", "down", 1, "up", Running, 2], "", [], 2),
     "a state that is neither is no wish": ([1, Cancelling, 1], "", [], 0),
+    _ALONE: (["pause", 1, Running, 1], "lunch", [], 1),
 }
 
 
@@ -74,7 +76,7 @@ _CASES: dict[str, tuple[list[Any], str, list[bool], int]] = {
 def test_a_pause_and_its_end_are_carried_between_log_and_prefect(session: RunSession, server: Any, case: str) -> None:
     """Numbers are looks, in between are entries in the log, states set in Prefect, and a server that is away."""
     script, *expected = _CASES[case]
-    listener = Listener(session, server)
+    listener = Listener(session, None if case == _ALONE else server)
 
     async def play() -> None:
         for step in script:
@@ -91,12 +93,6 @@ def test_a_pause_and_its_end_are_carried_between_log_and_prefect(session: RunSes
     asyncio.run(play())
     assert [session.log.state.paused, server.shown, server.looked] == expected
     assert listener.suspended is None
-
-
-def test_without_prefect_the_log_alone_is_heard(session: RunSession, server: Any) -> None:
-    session.log.append(Pause(reason="lunch"))
-    asyncio.run(Listener(session, None).look())
-    assert server.looked == 1
 
 
 def test_a_suspended_flow_run_ends_with_what_prefect_understands(session: RunSession, server: Any) -> None:
