@@ -50,7 +50,7 @@ async def evaluate(
     wanted |= {"gate_score": gate_score, "gate_gap": gate_gap}
     config, version = plan_evaluation(run=run, store=store, version=version, wanted=wanted)
     settings = config.evaluation
-    warn_of_greedy_attempts(n_samples=settings.n_samples, temperature=settings.temperature)
+    warn_of_greedy_attempts(settings)
     async with reading_session(config, store=store, tracking=tracking, what="evaluate") as session:
         await start_rollout_worker(session, name="evaluator-0", version=version)
         session.fleet.evaluator = session.fleet.hosted["evaluator-0"]

@@ -38,14 +38,5 @@ async def maintain(
         dry_run: Only say what would be removed.
         ignore_readers: Remove even while a replay, rescore, export, index, report or lineage check reads the run.
     """
-    freed: dict[str, Any] = await collect_from_runs(
-        runs=runs,
-        store=store,
-        keep_last=keep_last,
-        keep_every=keep_every,
-        older_than=older_than,
-        max_size=max_size,
-        dry_run=dry_run,
-        ignore_readers=ignore_readers,
-    )
-    return freed
+    rules = {"keep_last": keep_last, "keep_every": keep_every, "older_than": older_than, "max_size": max_size}
+    return await collect_from_runs(runs=runs, store=store, dry_run=dry_run, ignore_readers=ignore_readers, **rules)

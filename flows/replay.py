@@ -62,13 +62,5 @@ async def replay(
             steps.append(await retrain(session, step=step, progress=progress(step)))
         if save:
             await save_policy(session, folder=save)
-        description: dict[str, Any] = describe_replay(
-            session,
-            plan=plan,
-            loaded=loaded,
-            steps=steps,
-            changes=training_changes(config, changed),
-            rewards=rewards,
-            start_identical=start_identical,
-        )
-        return description
+        facts = {"steps": steps, "changes": training_changes(config, changed), "start_identical": start_identical}
+        return describe_replay(session, plan=plan, loaded=loaded, rewards=rewards, **facts)

@@ -55,8 +55,7 @@ async def rollout(
 
 
 def plan_rollouts(*, run: str, store: str, name: str, shards: int, patience: float) -> RunConfig:
-    """The run's configuration. Raises `InvalidInput` or `NotFound` for what cannot work, before anything
-    starts."""
+    """The run's configuration. Raises `InvalidInput` or `NotFound` for what cannot work, before anything starts."""
     producer_name(name)
     if shards < 0 or patience <= 0:
         raise InvalidInput(f"shards = {shards} must not be negative, and patience = {patience:g} s be more than 0")

@@ -26,12 +26,11 @@ from tasks.base_model import provide_base_model, provide_reference
 from tasks.control import listening, resumed
 from tasks.evaluation import try_gate
 from tasks.mirror import track
-from tasks.prefect.announcements import announce
+from tasks.prefect.run_page import announce
 from tasks.preflight import check_run
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
 from tasks.session import RunSession, training_session
-from tasks.steps import forget_results, next_batch, start_trainer, train_step, unsearched
-from tasks.watchdog import watched
+from tasks.steps import forget_results, next_batch, start_trainer, train_step, unsearched, watched
 
 
 @flow(name="train-grpo", flow_run_name="{run}", persist_result=False)
@@ -80,9 +79,7 @@ async def train_grpo(
     async with training_session(config) as session:
         async with listening(session, steps=config.steps):
             await resumed(session)  # one that was paused stays so, without an engine
-            telling_mlflow = asyncio.create_task(
-                track(session.mirror)
-            )  # it begins while the engines do: each takes seconds
+            telling_mlflow = asyncio.create_task(track(session.mirror))  # beside the start of the engines
             if await something_is_left(session, config):
                 await start(session, config)
             await train(session, config, telling_mlflow)
@@ -145,18 +142,14 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         ending.create_task(track(session.mirror, finished=True))
 
 
-def is_due(step: int, config: RunConfig) -> bool:
-    """Evaluate before the first step, every `evaluation.every` steps, and after the last one."""
-    every = config.evaluation.every
-    return every > 0 and (step % every == 0 or step == config.steps)
-
-
 def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:
-    """Whether the live policy is to be evaluated, and has no score on the run's own split in the log."""
-    state, split = session.log.state, config.evaluation.split
-    return is_due(state.step, config) and (state.newest_version, split) not in {
-        (e.version, e.split) for e in state.evaluations
-    }
+    """Whether the live policy is to be evaluated, and has no score on the run's own split in the log.
+
+    That is before the first step, every `evaluation.every` steps, and after the last one.
+    """
+    state, every, split = session.log.state, config.evaluation.every, config.evaluation.split
+    is_due = every > 0 and (state.step % every == 0 or state.step == config.steps)
+    return is_due and (state.newest_version, split) not in {(e.version, e.split) for e in state.evaluations}
 
 
 async def evaluate_if_due(session: RunSession, config: RunConfig) -> None:

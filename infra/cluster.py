@@ -1,8 +1,7 @@
 """Where workers run: Ray actors around plain classes, on this machine or on a cluster.
 
 In: import paths of plain classes with an async classmethod `open`. Out: `Hosted`, whose `call` awaits `open`, and then
-methods of what it made, over there; or `HostedGroup`, which is asked as one and computes as several ranks. Only this
-module, `infra.placement` and `infra.worker_process` know that Ray exists.
+methods of what it made; or `HostedGroup`, several ranks. Only this module, `placement` and `worker_process` know Ray.
 
     async with Cluster(log_folder=…) as cluster:
         worker = await cluster.host("rollout-0", "rollouts.production.worker:RolloutWorker")
@@ -23,7 +22,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.placement import Placement, bundle, check_shares, gpu_share, gpus_of, node_resources, reserve
+from infra.placement import Placement, bundle, gpu_share, node_resources, reserve
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, failure_text_of_output
 from settings.redaction import without_secrets
@@ -75,13 +74,10 @@ class Hosted:
         import ray
 
         ray.kill(self._actor)
-        self._give_back()
+        self.give_back()
 
-    async def close(self) -> None:
-        """Let it end in its own way, if it still answers."""
-        await _close(self, self._placement)
-
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Free the place of a process that has ended."""
         if self._placement is not None:
             self._placement.give_back()
 
@@ -91,15 +87,12 @@ class Hosted:
         try:
             return await _result(asked, self.name)
         except RayActorError as error:
-            self._give_back()
+            self.give_back()
             raise WorkerDied(f"{self.name} died during {method}(); its log is {self.log_file}") from error
 
 
 class HostedGroup:
-    """The same object in several processes that compute as one: what one is asked, all are asked.
-
-    Ranks stay in step, or the group ends: if one failed and the others did not, they would wait for it for ever.
-    """
+    """The same object in several processes that compute as one. If one fails and the others do not, all end."""
 
     def __init__(self, name: str, ranks: Sequence[Hosted], placement: Placement, *, lag_seconds: float) -> None:
         self.name = name
@@ -112,20 +105,16 @@ class HostedGroup:
     async def introduce(self) -> None:
         """Tell every rank its number and where rank 0 listens. If one is gone the group ends and `WorkerDied` rises."""
         try:
-            address, port = await self._ranks[0].rendezvous()
-            shared = {
-                "WORLD_SIZE": str(len(self._ranks)),
-                "MASTER_ADDR": address,
-                "MASTER_PORT": str(port),
-                "LOCAL_RANK": "0",  # among the GPUs that Ray lets a process see: its own
-            }
+            address, port = await self.rendezvous()
+            shared = {"WORLD_SIZE": str(len(self._ranks)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+            shared["LOCAL_RANK"] = "0"  # among the GPUs that Ray lets a process see: its own
             await asyncio.gather(*(rank.prepare({**shared, "RANK": str(n)}) for n, rank in enumerate(self._ranks)))
         except WorkerDied as death:
             self._end(str(death))
             raise
 
     async def prepare(self, environment: dict[str, str]) -> None:
-        """`Hosted.prepare` of every rank."""
+        """Set environment variables of every rank."""
         await asyncio.gather(*(rank.prepare(environment) for rank in self._ranks))
 
     async def rendezvous(self) -> tuple[str, int]:
@@ -135,9 +124,9 @@ class HostedGroup:
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await `method(*arguments, **keywords)` on every rank; returns what rank 0 does.
 
-        Raises what a rank raised, with a note that names the rank. An error with an attribute `rank` is there because
-        of that rank's error, which is the one that is raised. If the others do not fail too within `lag_seconds`, or a
-        process is gone (`WorkerDied`), all processes are killed, and later calls raise `WorkerDied`.
+        Raises what a rank raised, with a note that names the rank; an error with an attribute `rank` stands for that
+        rank's error. If the others do not fail too within `lag_seconds`, or a process is gone (`WorkerDied`), all
+        processes are killed, and later calls raise `WorkerDied`.
         """
         if self._ended:
             raise WorkerDied(f"{self.name} cannot do {method}() any more: {self._ended}")
@@ -168,26 +157,22 @@ class HostedGroup:
         self._ended = reason
         for rank in self._ranks:
             rank.kill()
-        self._placement.give_back()
+        self.give_back()
 
-    async def close(self) -> None:
-        """Let all ranks end in their own way, if they still answer."""
-        await _close(self, self._placement)
+    def give_back(self) -> None:
+        """Free the places of all ranks."""
+        self._placement.give_back()
 
 
 class Cluster:
     """The Ray cluster of one session: joined at `RAY_ADDRESS`, else started in-process and stopped at the end.
 
-    On several nodes, workers that need no GPU are spread over them, all devices of an engine are reserved on one node,
-    those of all ranks together and closely packed, and a trainer alone without a GPU is beside the driver. What was on
-    a node that is lost raises `WorkerDied`, and what is hosted anew goes to the others.
+    Workers without a GPU are spread over the nodes. All devices of an engine are on one node, those of all ranks
+    closely packed, and a single rank without a GPU is beside the driver. A lost node's workers raise `WorkerDied`.
     """
 
     def __init__(self, *, log_folder: Path, num_workers: int = 1, gpus_per_engine: int = 1) -> None:
-        """Engines count `gpus_per_engine` times among the `num_workers` that hold a model, or a part of one.
-
-        Without GPUs an engine has that many of Ray's CPUs.
-        """
+        """An engine counts `gpus_per_engine` times among `num_workers`. Without GPUs it has that many of Ray's CPUs."""
         self._log_folder = log_folder
         self._num_workers = num_workers
         self._gpus_per_engine = gpus_per_engine
@@ -199,15 +184,12 @@ class Cluster:
         import ray
 
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        options: dict[str, Any] = {
-            "log_to_driver": False,
-            "logging_level": logging.ERROR,
-            "configure_logging": False,
-        }
         # Without an address Ray would join any cluster it finds on this machine, also one of another user.
-        options["address"] = address = os.environ.get("RAY_ADDRESS") or "local"
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
+        options |= {"log_to_driver": False, "configure_logging": False}
         if address == "local":
-            # A cluster of our own makes its own token; the warning that says so is of no use to anybody.
+            # A cluster of our own makes its own token, and warns of it.
             logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
             options |= {
                 "include_dashboard": False,
@@ -220,30 +202,19 @@ class Cluster:
         return self
 
     async def host(self, name: str, path: str, *, num_gpus: float = 0) -> Hosted:
-        """A process of its own for an object of `path` (`package.module:Class`), which `call("open")` makes there.
-
-        If engines have several parts this waits until their devices are free, see `infra.placement.reserve`.
-        """
+        """A process for an object of `path`, which `call("open")` makes there. Waits for the devices of its parts."""
         placement = None
         options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": "DEFAULT" if num_gpus else "SPREAD"}
         if self._gpus_per_engine > 1:
             whole = bundle(num_gpus=num_gpus) if num_gpus else bundle(num_cpus=self._gpus_per_engine)
             placement = await reserve(name, [whole])
             options = placement.options(0)
-        hosted = self._start(name, path, log_name=name, options=options, placement=placement)
-        self._hosted.append(hosted)
-        return hosted
+        return self._start(name, path, options=options, placement=placement)
 
     async def host_group(
-        self,
-        name: str,
-        path: str,
-        *,
-        num_ranks: int,
-        num_gpus: float = 0,
-        lag_seconds: float = 10.0,
+        self, name: str, path: str, *, num_ranks: int, num_gpus: float = 0, lag_seconds: float = 10.0
     ) -> Hosted | HostedGroup:
-        """The same object in `num_ranks` processes that torch.distributed joins, as torchrun would have started them.
+        """The same object in `num_ranks` processes, for torch.distributed as torchrun would have started them.
 
         `num_gpus` are for each; `lag_seconds` is how long after a rank has failed the others may take to fail too.
         """
@@ -255,49 +226,31 @@ class Cluster:
             if not num_gpus:  # it is lost with the driver in any case
                 here = ray.get_runtime_context().get_node_id()
                 options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=here, soft=True)
-            hosted = self._start(name, path, log_name=name, options=options)
-            self._hosted.append(hosted)
-            return hosted
+            return self._start(name, path, options=options)
         placement = await reserve(name, [bundle(num_gpus=num_gpus)] * num_ranks)
+        logs = [name, *(f"{name}-rank-{rank}" for rank in range(1, num_ranks))]
         ranks = [
-            self._start(
-                f"rank {rank} of {name}",
-                path,
-                log_name=f"{name}-rank-{rank}" if rank else name,
-                options=placement.options(rank),
-            )
-            for rank in range(num_ranks)
+            self._process(f"rank {rank} of {name}", path, log_name=log, options=placement.options(rank))
+            for rank, log in enumerate(logs)
         ]
         group = HostedGroup(name, ranks, placement, lag_seconds=lag_seconds)
         self._hosted.append(group)
         await group.introduce()
         return group
 
-    def _start(
-        self,
-        name: str,
-        path: str,
-        *,
-        log_name: str,
-        options: dict[str, Any],
-        placement: Placement | None = None,
+    def _start(self, name: str, path: str, *, options: dict[str, Any], placement: Placement | None = None) -> Hosted:
+        hosted = self._process(name, path, log_name=name, options=options, placement=placement)
+        self._hosted.append(hosted)
+        return hosted
+
+    def _process(
+        self, name: str, path: str, *, log_name: str, options: dict[str, Any], placement: Placement | None = None
     ) -> Hosted:
         import ray
 
         log_file = self._log_folder / f"{log_name}.log"
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
         return Hosted(name, actor_class.remote(path, str(log_file)), log_file, placement)
-
-    def check_ranks(self, num_ranks: int) -> None:
-        """Raises `ValueError` where these nodes cannot hold what is to run on them: see `placement.check_shares`."""
-        check_shares(
-            self.nodes, num_workers=self._num_workers, gpus_per_engine=self._gpus_per_engine, num_ranks=num_ranks
-        )
-
-    @property
-    def num_gpus(self) -> float:
-        """GPUs of all nodes."""
-        return gpus_of(self.nodes)
 
     @property
     def gpus_per_worker(self) -> float:
@@ -321,7 +274,7 @@ class Cluster:
         """Let what is hosted end in its own way. Raises the first error that is not the end of a process."""
         hosted, self._hosted = self._hosted, []
         # Side by side: on a node that is gone, what was to take the place of the dead never answers.
-        closed = await asyncio.gather(*(one.close() for one in hosted), return_exceptions=True)
+        closed = await asyncio.gather(*map(close, hosted), return_exceptions=True)
         for error in closed:
             if isinstance(error, BaseException):
                 raise error
@@ -353,12 +306,12 @@ async def _result(asked: Awaitable[Any], name: str) -> Any:
         raise raised from None
 
 
-async def _close(hosted: Hosted | HostedGroup, placement: Placement | None) -> None:
+async def close(hosted: Hosted | HostedGroup) -> None:
+    """Let it end in its own way, if it still answers."""
     try:
         async with asyncio.timeout(20):
             await hosted.call("close")
     except (WorkerDied, TimeoutError, AttributeError) as error:
         logger.warning("%s did not close: %s", hosted.name, str(error) or "no answer for 20 s")
     finally:
-        if placement is not None:
-            placement.give_back()
+        hosted.give_back()

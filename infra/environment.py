@@ -31,10 +31,7 @@ def home() -> Path:
 
 
 def store_uri(store: str) -> str:
-    """The run file's `store`, else `$MILLRACE_STORE`, else a folder in the state folder.
-
-    A path becomes absolute, because workers start elsewhere.
-    """
+    """The run file's `store`, else `$MILLRACE_STORE`, else a folder in the state folder; absolute, for workers."""
     store = store or os.environ.get("MILLRACE_STORE", "")
     if "://" in store:
         return store
@@ -71,10 +68,7 @@ def _git(*arguments: str) -> str:
 
 
 def prepare_environment() -> Path:
-    """Set the defaults, remove secrets from all log messages, and return the state folder.
-
-    Raises `ValueError` for an unknown `MILLRACE_LOG_FORMAT`.
-    """
+    """Set the defaults, redact logs, return the state folder. Raises `ValueError` for a bad `MILLRACE_LOG_FORMAT`."""
     folder = home()
     logs_are_json()
     redact_logs()

@@ -44,8 +44,7 @@ def gpu_share(nodes: Sequence[Mapping[str, float]], *, num_workers: int) -> floa
 def check_shares(
     nodes: Sequence[Mapping[str, float]], *, num_workers: int, gpus_per_engine: int, num_ranks: int
 ) -> None:
-    """Raises `ValueError` if ranks or the parts of an engine would share a GPU, which NCCL refuses, or if the nodes
-    cannot hold each engine with all its parts on one node."""
+    """Raise `InvalidInput` if ranks or parts of an engine would share a GPU, or if an engine fits on no node."""
     num_gpus, shared = gpus_of(nodes), 0 < gpu_share(nodes, num_workers=num_workers) < 1
     num_engines = (num_workers - num_ranks) // gpus_per_engine
     if gpus_per_engine > 1 and num_engines:
@@ -99,10 +98,7 @@ class Placement:
         return {"num_cpus": taken["CPU"], "num_gpus": taken.get("GPU", 0), "scheduling_strategy": inside}
 
     def give_back(self) -> None:
-        """Free the devices and kill a process that still uses them. A second call does nothing.
-
-        Otherwise a placement outlives its processes, and if its node is lost Ray reserves it again elsewhere.
-        """
+        """Free the devices, and kill a process that still uses them. A second call does nothing."""
         from ray.util.placement_group import remove_placement_group
 
         group, self._group = self._group, None
@@ -123,18 +119,13 @@ class Placement:
         device = "GPU" if "GPU" in self._bundles[0] else "CPU"
         each = f"{self._bundles[0][device]:g} {device}s"
         wanted = f"{each} of one node" if len(self._bundles) == 1 else f"{len(self._bundles)} times {each}"
-        nodes = ", ".join(
-            f"{had:g}" for had in sorted((node.get(device, 0) for node in node_resources()), reverse=True)
-        )
+        nodes = ", ".join(f"{had:g}" for had in sorted((n.get(device, 0) for n in node_resources()), reverse=True))
         free = ray.available_resources().get(device, 0)
         return f"{self.name} waits for {wanted}; the nodes of the cluster have {nodes}, and {free:g} are free in all"
 
 
 async def reserve(name: str, bundles: Sequence[dict[str, float]]) -> Placement:
-    """Reserve all bundles together: one bundle on one node, several on as few nodes as possible.
-
-    Waits without a limit: another run may end, or a lost node may come back.
-    """
+    """Reserve all bundles together, and wait without a limit: another run may end, or a lost node may come back."""
     placement = Placement(name, bundles)
     try:
         await placement.wait()

@@ -21,14 +21,14 @@ from pathlib import Path
 import httpx
 import psutil
 
+from infra.environment import local_tracking_uri
 from infra.ports import free_port
 from infra.user_code import PRODUCT
 from settings.errors import UserError
 
 POOL = "local"
 GPU_QUEUE = "gpu"
-"""Queue of the deployments that use GPUs. A run takes every visible GPU, so the queue runs one at a time on a machine
-with GPUs."""
+"""Queue of the deployments that use GPUs. A run takes every visible GPU, so the queue runs one at a time."""
 GPU_RUNS = "MILLRACE_GPU_RUNS"
 """Environment variable of `python -m tasks.prefect.flow_runs`: how many runs of the queue at a time."""
 NOTIFY = "MILLRACE_NOTIFY"
@@ -69,17 +69,8 @@ def running_services(home: Path) -> dict[str, Service]:
     return {name: service for name, service in _recorded_services(home).items() if service.process() is not None}
 
 
-def mlflow_url(home: Path) -> str:
-    """Address of the MLflow server of this state folder; empty if none is running."""
-    server = running_services(home).get("mlflow")
-    return server.url if server is not None else ""
-
-
-def start_services(home: Path, project: Path, *, tracking: str, announce: Callable[[str], None]) -> dict[str, Service]:
-    """Start what is not running yet, deploy `prefect.yaml`, and return all services.
-
-    Raises `ServiceFailed` if a service does not answer in time; all services are stopped then.
-    """
+def start_services(home: Path, *, announce: Callable[[str], None]) -> dict[str, Service]:
+    """Start what is not running yet and deploy `prefect.yaml`. Raises `ServiceFailed`, with all stopped again."""
     services = running_services(home)
     logs = home / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -98,8 +89,8 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             port = free_port(5000)
             services["mlflow"] = _start(
                 "mlflow",
-                ["-m", "mlflow", "server", "--backend-store-uri", tracking, "--host", "127.0.0.1", "--port", str(port)]
-                + ["--workers", "1", "--default-artifact-root", str(home / "mlartifacts")],
+                ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+                + ["--backend-store-uri", local_tracking_uri(), "--default-artifact-root", str(home / "mlartifacts")],
                 logs,
                 url=f"http://127.0.0.1:{port}",
                 extra={"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
@@ -108,10 +99,10 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
         api = {"PREFECT_API_URL": f"{services['prefect'].url}/api"}
         if deploying:
             announce("deploying prefect.yaml and starting a worker")
-            _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], project, logs, api)
-            _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], project, logs, api)
+            _run(["-m", "prefect", "work-pool", "create", POOL, "--type", "process", "--overwrite"], logs, api)
+            _run(["-m", "prefect", "--no-prompt", "deploy", "--all"], logs, api)
             limit = {GPU_RUNS: os.environ.get(GPU_RUNS, "1")} if num_gpus() else {}
-            _run(["-m", "tasks.prefect.flow_runs"], project, logs, {**api, **limit})
+            _run(["-m", "tasks.prefect.flow_runs"], logs, {**api, **limit})
             _end(services["prefect"])
             services["prefect"] = _start_prefect(services["prefect"].port, logs, evaluates_triggers=True)
             _wait_until_up(services["prefect"], "/api/health", logs)
@@ -122,20 +113,38 @@ def start_services(home: Path, project: Path, *, tracking: str, announce: Callab
             services["worker"] = _start("worker", worker, logs, extra={**api, **settings, "PYTHONPATH": path})
         _wait_until_up(services["mlflow"], "/health", logs)
     except BaseException:
-        _save(home, services)
-        stop_services(home)
+        stop_services(home, services)
         raise
-    _save(home, services)
+    temporary = home / "services.json.tmp"
+    temporary.write_text(json.dumps([asdict(service) for service in services.values()], indent=1))
+    os.replace(temporary, home / "services.json")
     return services
 
 
-def stop_services(home: Path) -> list[str]:
+def stop_services(home: Path, services: dict[str, Service] | None = None) -> list[str]:
     """Stop exactly what `start_services` started, children included; returns the names."""
-    services = running_services(home)
+    services = running_services(home) if services is None else services
     for service in services.values():
         _end(service)
     (home / "services.json").unlink(missing_ok=True)
     return list(services)
+
+
+def end_orphaned_servers(home: Path) -> list[int]:
+    """End the servers that Prefect started beside drivers which were killed; returns their process ids."""
+    ended = []
+    for process in psutil.process_iter():
+        try:
+            variables = process.environ()
+            ours = variables.get("PREFECT__SERVER_EPHEMERAL") and variables.get("PREFECT_HOME") == str(home / "prefect")
+            parent = process.parent() if ours else None
+            if not ours or (parent is not None and "python" in Path(parent.exe()).name):
+                continue
+            process.terminate()
+        except psutil.Error:
+            continue  # it ended meanwhile, or belongs to another user
+        ended.append(process.pid)
+    return ended
 
 
 def num_gpus() -> int:
@@ -204,12 +213,12 @@ def _start(
     return Service(name=name, pid=process.pid, started_at=psutil.Process(process.pid).create_time(), url=url)
 
 
-def _run(arguments: list[str], project: Path, logs: Path, extra: dict[str, str]) -> None:
-    """Run a Prefect command to its end."""
+def _run(arguments: list[str], logs: Path, extra: dict[str, str]) -> None:
+    """Run a Prefect command to its end, in the folder of prefect.yaml."""
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=project,
-        env={**os.environ, **extra, "PWD": str(project)},
+        cwd=PRODUCT,
+        env={**os.environ, **extra, "PWD": str(PRODUCT)},
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -231,9 +240,3 @@ def _wait_until_up(service: Service, path: str, logs: Path, *, timeout: float = 
                 return
         time.sleep(0.2)  # polling a port: nothing would wake us
     raise ServiceFailed(f"{service.name} did not answer within {timeout:.0f} s, see {logs / f'{service.name}.log'}")
-
-
-def _save(home: Path, services: dict[str, Service]) -> None:
-    temporary = home / "services.json.tmp"
-    temporary.write_text(json.dumps([asdict(service) for service in services.values()], indent=1))
-    os.replace(temporary, home / "services.json")

@@ -18,25 +18,23 @@ import traceback
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
-from settings.errors import InvalidInput, failure_text, path_errors, place_of
+from settings.errors import OWN_PACKAGES, InvalidInput, failure_text, path_errors, place_of
 from storage.objects.digests import sha256_of_file, sha256_of_json
 
 PRODUCT = Path(__file__).resolve().parents[1]
 """The folder of our packages."""
-OURS = ("millrace", "cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
-"""Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
 MOVED = {"rollouts.verifiers_environments:VerifiersWorkflow": "millrace:VerifiersWorkflow"}
 """Import paths that recorded runs have in their configuration, and where the object is now."""
 
 
 def load_object(path: str) -> Any:
-    """Import what `path` names.
+    """Import what `path` names. A module may lie in the working directory, which is in `sys.path` from here on.
 
-    A module may lie in the working directory, which is first in `sys.path` from here on: a console script has it not.
-    Raises `InvalidInput` with the fix when the form is wrong, the module, the name or something that it imports is
-    missing, or the code does not parse; what else the code raises rises.
+    Raises `InvalidInput` with the fix if the form is wrong, the module, the name or something that it imports is
+    missing, or the code does not parse; other errors of the code rise.
     """
     module_path, _, name = MOVED.get(path, path).rpartition(":")
     is_file = module_path.endswith(".py")
@@ -58,13 +56,13 @@ def load_object(path: str) -> Any:
     except SyntaxError as error:
         where = f"{error.filename}, line {error.lineno}" if error.filename else module_path
         raise InvalidInput(f"{path!r} cannot be imported: {error.msg} in {where}") from error
-    found: Any = module
+    target: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             advice = _advice(module_path, Path()) or f"it has {_public_names(module)}"
             raise InvalidInput(f"{module_path} has no {name!r}; {advice}")
-        found = getattr(found, part)
-    return found
+        target = getattr(target, part)
+    return target
 
 
 def absolute_path(path: str) -> str:
@@ -81,36 +79,27 @@ def path_of(target: Any) -> str:
 
 
 def source_file(target: Any) -> Path:
-    """The file a function or class is written in. Raises `ValueError` where there is none."""
-    file = _source_file(target)
-    if file is None:
-        raise InvalidInput(f"{target!r} has no source file; define it in a module or a file")
-    return file
+    """The file a function or class is written in. Raises `InvalidInput` if there is none."""
+    with contextlib.suppress(TypeError):  # built into Python
+        if file := inspect.getsourcefile(target):
+            return Path(file).resolve()
+    raise InvalidInput(f"{target!r} has no source file; define it in a module or a file")
 
 
 def source_sha256(path: str) -> str:
-    """Digest of the code behind the import path of a workflow: its file, and those of the functions its module has.
+    """Digest of a workflow's code: its file, and those of the functions its module has, wherever they lie.
 
-    Functions of Python itself and of installed packages do not count: the lock names their versions. Equal code has
-    equal digests wherever it lies. Raises what `load_object` raises.
+    Functions of Python and of installed packages do not count: the lock names their versions. Raises as `load_object`.
     """
     target = load_object(path)
-    functions = [value for value in vars(sys.modules[target.__module__]).values() if inspect.isfunction(value)]
     installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
-    files = {source_file(target)} | {
-        file
-        for function in functions
-        if (file := _source_file(function)) and not any(file.is_relative_to(folder) for folder in installed)
-    }
+    files = {source_file(target)}
+    for function in filter(inspect.isfunction, vars(sys.modules[target.__module__]).values()):
+        with contextlib.suppress(InvalidInput):  # a function made by `exec` has no file
+            file = source_file(function)
+            if not any(file.is_relative_to(folder) for folder in installed):
+                files.add(file)
     return sha256_of_json(sorted(sha256_of_file(file) for file in files))
-
-
-def _source_file(target: Any) -> Path | None:
-    try:
-        file = inspect.getsourcefile(target)
-    except TypeError:  # built into Python
-        return None
-    return Path(file).resolve() if file else None
 
 
 def _load_module(name: str) -> Any:
@@ -148,13 +137,8 @@ def _load_file(path: Path) -> Any:
 
 def _public_names(module: Any) -> str:
     """The classes and functions that a module itself defines."""
-    names = [
-        name
-        for name, value in vars(module).items()
-        if (inspect.isclass(value) or inspect.isfunction(value))
-        and value.__module__ == module.__name__
-        and not name.startswith("_")
-    ]
+    defined = {name: value for name, value in vars(module).items() if isinstance(value, type | FunctionType)}
+    names = [name for name, value in defined.items() if value.__module__ == module.__name__ and name[0] != "_"]
     return ", ".join(sorted(names)) or "no classes or functions"
 
 
@@ -184,7 +168,7 @@ def own_packages_first() -> Iterator[None]:
 def _advice(module: str | None, folder: Path) -> str:
     """What to do about something that a module of ours does not have; empty for a module that is not ours."""
     package = (module or "").partition(".")[0]
-    if package not in OURS:
+    if package not in OWN_PACKAGES:
         return ""
     if theirs := _shadowed(package, folder):
         return _rename(theirs)
@@ -192,11 +176,8 @@ def _advice(module: str | None, folder: Path) -> str:
 
 
 def _refuse_shadowed(folder: Path) -> None:
-    """Raises `InvalidInput` if user code has imported a package of ours while the user's own file has its name.
-
-    Such an import raises nothing by itself, as one of a name in the package would.
-    """
-    for package in OURS:
+    """Raise `InvalidInput` if user code has imported a package of ours while the user's own file has its name."""
+    for package in OWN_PACKAGES:
         theirs, ours = _shadowed(package, folder), sys.modules.get(package)
         if theirs is None or ours is None:
             continue
@@ -211,12 +192,10 @@ def _rename(theirs: Path) -> str:
 
 
 def _shadowed(package: str, folder: Path) -> Path | None:
-    """The user's file or folder that would be imported if there were no package of ours: in `folder`, or on `sys.path`
-    before our own folder."""
-    path = itertools.takewhile(
-        lambda entry: entry != PRODUCT, [Path(entry).resolve() for entry in (str(folder), *sys.path)]
-    )
-    if (spec := PathFinder.find_spec(package, [str(entry) for entry in path])) is None:
+    """The user's file or folder that would be imported but for ours: in `folder`, or on `sys.path` before ours."""
+    path = [str(Path(entry).resolve()) for entry in (str(folder), *sys.path)]
+    path = list(itertools.takewhile(lambda entry: entry != str(PRODUCT), path))
+    if (spec := PathFinder.find_spec(package, path)) is None:
         return None
     if spec.submodule_search_locations is None:
         return Path(str(spec.origin))

@@ -45,10 +45,7 @@ class Broadcast:
 
 
 def send(file: Path, broadcast: Broadcast, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Send a safetensors file to all receivers; returns when they have it.
-
-    Raises torch's error if a receiver does not join, or leaves, within `SECONDS`.
-    """
+    """Send a safetensors file to all receivers, or raise torch's error if one is not there for `SECONDS`."""
     import torch
 
     with open(file, "rb") as weights:
@@ -67,10 +64,10 @@ def receive(
 ) -> Iterator[tuple[str, Any]]:
     """Names and tensors, on `device`.
 
-    Raises `storage.objects.digests.DigestMismatch` at the end if the digest differs from the log's, and torch's error
-    if the sender does not join, or leaves, within `SECONDS`.
+    Raises `DigestMismatch` at the end for another digest than the log's, and torch's error as `send`.
     """
     import torch
+    from safetensors.torch import _TYPES
 
     with _Group(broadcast, rank=rank) as group:
         header = group.store.get("header")
@@ -81,7 +78,7 @@ def receive(
             digest.update(buffer.cpu().numpy())
             for name, about, start, end in tensors:
                 # A copy: a layer may keep it until its last tensor arrives, and its bytes may be unaligned.
-                yield name, buffer[start:end].clone().view(_dtype(about["dtype"])).view(about["shape"])
+                yield name, buffer[start:end].clone().view(_TYPES[about["dtype"]]).view(about["shape"])
     if sha256_of_json({WEIGHTS_FILE: digest.hexdigest()}) != broadcast.weights_sha256:
         raise DigestMismatch(f"policy {broadcast.version} arrived by broadcast with other weights than the log's")
 
@@ -102,26 +99,6 @@ def _buckets(header: bytes, most_bytes: int) -> Iterator[tuple[int, list[tuple[s
         yield size, tensors
 
 
-def _dtype(name: str) -> Any:
-    """The torch dtype of a safetensors name."""
-    import torch
-
-    return {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-        "F8_E4M3": torch.float8_e4m3fn,
-        "F8_E5M2": torch.float8_e5m2,
-        "I64": torch.int64,
-        "I32": torch.int32,
-        "I16": torch.int16,
-        "I8": torch.int8,
-        "U8": torch.uint8,
-        "BOOL": torch.bool,
-    }[name]
-
-
 class _Group:
     """The processes of one broadcast. Each broadcast has its own group, because its members may differ."""
 
@@ -140,8 +117,6 @@ class _Group:
             self._group: Any = dist.ProcessGroupNCCL(self.store, rank, size, options)
         else:
             self._group = dist.ProcessGroupGloo(self.store, rank, size, timeout=patience)
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
 
     def __enter__(self) -> _Group:
         return self
@@ -158,7 +133,7 @@ class _Group:
 
     def broadcast(self, buffer: Any) -> None:
         """Send a buffer from rank 0 to all, and wait."""
-        self._group.broadcast([buffer], self._options).wait()
+        self._group.broadcast([buffer]).wait()
         if buffer.is_cuda:
             import torch
 

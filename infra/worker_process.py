@@ -9,10 +9,10 @@ import asyncio
 import ctypes
 import faulthandler
 import gc
-import importlib
 import inspect
 import logging
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
@@ -55,8 +55,7 @@ class Host:
             if method == "close":
                 return None
             assert method == "open", f"{method}() before open()"
-            module, _, name = self._path.partition(":")
-            self._target = await getattr(importlib.import_module(module), name).open(*arguments, **keywords)
+            self._target = await pkgutil.resolve_name(self._path).open(*arguments, **keywords)
             # Libraries, engine and model stay until the end: the garbage collector need not visit them again and again,
             # nor run because of the objects of many concurrent attempts.
             gc.collect()
@@ -77,8 +76,7 @@ async def _log_stacks_when_stuck() -> None:
 def run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:
     _die_with_parent()
     _redirect_output(log_file)
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)(**arguments)
+    return pkgutil.resolve_name(path)(**arguments)
 
 
 def _die_with_parent() -> None:
@@ -99,14 +97,12 @@ def _redirect_output(log_file: str) -> None:
     """Redirect the output of this process and its future children to its log file."""
     Path(log_file).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        getattr(sys, name).flush()
+        os.dup2(descriptor, number)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
     redact_logs()
+    line = "%(asctime)s %(name)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=line, stream=sys.stderr)
     if logs_are_json():
         process = {"run": Path(log_file).parent.name, "worker": Path(log_file).stem}

@@ -6,10 +6,11 @@ Every process of ours imports this package first. From then on our own imports f
 the same names lie in the working directory or on PYTHONPATH.
 """
 
-# ruff: noqa: F401 - the imports below are for type checkers and editors
+# ruff: noqa: F401 - the imports below are the list of names, and for type checkers and editors
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from pathlib import Path
@@ -35,28 +36,9 @@ if TYPE_CHECKING:
     from storage.records import Message, RolloutGroup, Sampling, Task, ToolCall, Trajectory, Turn
     from trainers.objective.losses import LossInputs, LossOutput
 
-_NAMES = {
-    "cli.run.notebook": ("Run", "evaluate", "open_run", "replay", "train"),
-    "rollouts.chat.chat": ("Chat", "OutOfRoom", "Reply"),
-    "rollouts.chat.tool_parsing": ("CallRequest",),
-    "rollouts.chat.tools": ("Tool", "ToolUnavailable", "tool"),
-    "rollouts.engines.engine": ("EngineError",),
-    "rollouts.environments.agents": ("AgentFailed", "AgentWorkflow", "CommandWorkflow"),
-    "rollouts.environments.datasets": ("read_dataset", "read_rows"),
-    "rollouts.environments.environments": ("Environment", "EnvironmentWorkflow", "Observation"),
-    "rollouts.environments.verifiers_environments": ("VerifiersWorkflow",),
-    "rollouts.rewards.answers": ("exact", "final_answer", "gsm8k", "matches", "math_answer"),
-    "rollouts.rewards.code_reward": ("unit_tests",),
-    "rollouts.rewards.judge": ("RUBRIC", "Judge"),
-    "rollouts.rewards.scoring": ("RewardFailed", "RewardTimeout", "score", "score_all"),
-    "rollouts.sandbox.sandboxed_tools": ("run_python", "sandboxed"),
-    "rollouts.workflow": ("Score", "Workflow", "WorkflowContext", "WrongWorkflow", "workflow_context"),
-    "settings.errors": ("InvalidInput", "NotFound", "UserError"),
-    "storage.records": ("Message", "RolloutGroup", "Sampling", "Task", "ToolCall", "Trajectory", "Turn"),
-    "trainers.objective.losses": ("LossInputs", "LossOutput"),
-}
-"""Module → the names it holds, as imported above."""
-_HOME = {name: module for module, names in _NAMES.items() for name in names}
+_IMPORTS = next(node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If)).body
+_HOME = {name.name: node.module for node in _IMPORTS if isinstance(node, ast.ImportFrom) for name in node.names}
+"""Each name and its module, as imported above."""
 
 __all__ = sorted(_HOME)
 
@@ -65,10 +47,7 @@ _PACKAGES = ("cli", "flows", "infra", "rollouts", "settings", "storage", "tasks"
 
 
 def _load_own_packages() -> None:
-    """Import our top-level packages, all of them empty, from our own folder.
-
-    Raises `ImportError` if a module of the user's has been imported under one of their names.
-    """
+    """Import our top-level packages, all of them empty. Raises `ImportError` if a user's module has one's name."""
     sys.path.insert(0, str(_FOLDER))
     try:
         packages = {name: importlib.import_module(name) for name in _PACKAGES}
@@ -86,7 +65,7 @@ _load_own_packages()
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'millrace' has no attribute {name!r}; docs/api.md lists what it has")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(str(_HOME[name])), name)
     globals()[name] = value
     return value
 

@@ -24,7 +24,8 @@ MOST_CHARACTERS = 2000
 """Of the text of one failure, frames included."""
 _LONGEST_FRAME = 160  # characters
 _LONGEST_LINE = 300  # characters, without the place
-_OWN_FOLDERS = ("cli", "flows", "infra", "millrace", "rollouts", "settings", "storage", "tasks", "trainers")
+OWN_PACKAGES = ("millrace", "cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
+"""Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
 _FRAME = re.compile(r"^  at (?P<place>.+?:\d+) in .*$", re.MULTILINE)
 _PYTHON_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n    +(?! *[\^~])(.+))?', re.MULTILINE)
 
@@ -43,10 +44,7 @@ class NotFound(UserError, FileNotFoundError):
 
 @contextlib.contextmanager
 def path_errors(what: str) -> Iterator[None]:
-    """Turn an error of the operating system about a path that the user named into an `InvalidInput`.
-
-    `what` begins the message: `run file my.toml`.
-    """
+    """Raise `InvalidInput`, beginning with `what`, for an `OSError` about a path that the user named."""
     try:
         yield
     except UserError:
@@ -63,7 +61,8 @@ def failure_text(error: BaseException, message: str = "") -> str:
     """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    head, *frames = re.split(r"\n(?=  at )", message or _head(error))
+    named = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    head, *frames = re.split(r"\n(?=  at )", message or named)
     frames += _frames(error, users_only=True)
     return _limited(head, frames or _frames(error, users_only=False))
 
@@ -102,22 +101,15 @@ def in_one_line(text: str) -> str:
     return f"{first} at {place}" if place else first
 
 
-def _head(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 def _frames(error: BaseException, *, users_only: bool) -> list[str]:
     """Innermost first. An error that our code or a library raised because of another has that one's frames first."""
-    found = traceback.extract_tb(error.__traceback__)
-    own = [
-        _frame(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
-        for frame in reversed(found)
-        if not users_only or _is_users(frame.filename)
-    ]
+    stack = traceback.extract_tb(error.__traceback__)
+    shown = [frame for frame in reversed(stack) if not users_only or _is_users(frame.filename)]
+    own = [_frame(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in shown]
     if error.__cause__ is None:
         return own
     because = _frames(error.__cause__, users_only=users_only)
-    raised_by_user = bool(found) and _is_users(found[-1].filename)
+    raised_by_user = bool(stack) and _is_users(stack[-1].filename)
     return list(dict.fromkeys([*own, *because] if raised_by_user else [*because, *own]))
 
 
@@ -143,4 +135,4 @@ def _is_users(file: str) -> bool:
         return False
     path, root = Path(file).resolve(), Path(__file__).resolve().parents[1]
     installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    return not any(path.is_relative_to(folder) for folder in (*installed, *(root / name for name in _OWN_FOLDERS)))
+    return not any(path.is_relative_to(folder) for folder in (*installed, *(root / name for name in OWN_PACKAGES)))

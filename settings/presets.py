@@ -45,9 +45,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
 def with_preset(table: dict[str, Any]) -> dict[str, Any]:
     """`table` with its preset's conventions under what it says itself; `table` stays as it is.
 
-    A block without a `kind` is of the preset's first one; a block of a kind the preset says nothing about keeps our
-    defaults. Values that are no tables (settings built in Python) are whole already. A preset that does not exist is
-    left to the table's own check.
+    A block without a `kind` is of the preset's first one; other kinds keep our defaults. Values that are no tables
+    (settings built in Python) are whole already. The table itself checks that the preset exists.
     """
     preset = table.get("preset")
     filled = dict(table)
@@ -59,10 +58,7 @@ def with_preset(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def under_preset(table: dict[str, Any], preset: str) -> dict[str, Any]:
-    """A whole `table`, in which nothing is silent, with a preset's conventions in place of its own values.
-
-    Kinds stay, and so does what the preset has no convention for.
-    """
+    """A whole `table` with a preset's conventions in place of its own values; kinds stay."""
     changed = {**table, "preset": preset}
     for name, convention in _PRESETS.get(preset, {}).items():
         own = table[name]

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from settings.block import keys, nearest
+from settings.block import Block, keys, nearest
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
@@ -34,10 +34,8 @@ class ConfigError(InvalidInput):
     """A run file that cannot be used; every line of the message names a key and what to do."""
 
 
-class Settings(BaseModel):
+class Settings(Block):
     """Everything but the common knobs, one table per part."""
-
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     sampling: SamplingSettings = Field(default_factory=SamplingSettings)
     """How tokens are drawn."""
@@ -249,9 +247,8 @@ def default_values() -> dict[str, Any]:
 def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """A run's configuration with other settings of the trainer, by dotted key as in `train.loss.clip_high`.
 
-    `train.loss` and `train.advantage` take a kind, with its defaults; `train.preset` changes the conventions of the
-    kinds there are, before any other key is set. Raises `ConfigError` for a key that does not exist, or that says how
-    trajectories were made, and for a bad value.
+    `train.loss` and `train.advantage` take a kind, with its defaults; `train.preset` comes before any other key. Raises
+    `ConfigError` for a key that does not exist or that says how trajectories were made, and for a bad value.
     """
     changeable = _training_settings(config)
     document = config.model_dump()
@@ -271,36 +268,27 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
 
 def training_changes(old: RunConfig, new: RunConfig) -> dict[str, str]:
     """What `with_training_changes` changed, as `old → new` by dotted key."""
-    before, after = old.model_dump(), new.model_dump()
-    changes = {}
-    for key in {**_training_settings(old), **_training_settings(new)}:
-        values = [functools.reduce(_get, key.split("."), document) for document in (before, after)]
-        if all(value is not _MISSING for value in values) and values[0] != values[1]:
-            changes[key] = f"{values[0]} → {values[1]}"
-    return changes
-
-
-_MISSING = object()
-
-
-def _get(table: Any, name: str) -> Any:
-    return table.get(name, _MISSING) if isinstance(table, dict) else _MISSING
+    before, after = _training_settings(old), _training_settings(new)
+    return {
+        key: f"{value} → {after[key]}"
+        for key, value in before.items()
+        if key in after and value != after[key] and not (isinstance(value, dict) and isinstance(after[key], dict))
+    }
 
 
 _REPLAYABLE = ("learning_rate", "max_staleness")
 
 
 def _training_settings(config: RunConfig) -> dict[str, Any]:
-    """By dotted key; a block that is off stands under its own name."""
-    return {key: getattr(config, key) for key in _REPLAYABLE} | dict(_leaves("train", config.train.model_dump()))
+    """By dotted key, tables and what is in them."""
+    return {key: getattr(config, key) for key in _REPLAYABLE} | dict(_below("train", config.train.model_dump()))
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
-        yield key, value
-        return
-    for name, item in value.items():
-        yield from _leaves(f"{key}.{name}", item)
+def _below(key: str, table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        yield f"{key}.{name}", value
+        if isinstance(value, dict):
+            yield from _below(f"{key}.{name}", value)
 
 
 def _set(document: dict[str, Any], key: str, value: Any, *, source: str) -> None:
@@ -339,7 +327,7 @@ def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
     model: Any = RunConfig
     members: list[Any] = [RunConfig]
     for part in location:
-        by_kind = [m for m in members if m.model_fields.get("kind") is not None and part in get_args(_kind(m))]
+        by_kind = [m for m in members if "kind" in m.model_fields and m.model_fields["kind"].default == part]
         if len(members) > 1 and by_kind:
             members = by_kind  # pydantic names the kind on the way; users do not write it there
             continue
@@ -350,7 +338,3 @@ def _locate(location: Sequence[str | int]) -> tuple[str, Any]:
         parts = get_args(annotation) or (annotation,)
         members = [m for m in parts if isinstance(m, type) and issubclass(m, BaseModel)]
     return ".".join(key), model
-
-
-def _kind(model: type[BaseModel]) -> Any:
-    return model.model_fields["kind"].annotation

@@ -143,41 +143,37 @@ class TrainSettings(Block):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        problems = []
         if self.stale_policy == "correct" and self.decoupled is None:
             self.decoupled = DecoupledSettings()
-        if self.kl.coefficient and self.reference.kind == "none":
+        problems = []
+        advantage, kl, loss, reference = self.advantage, self.kl, self.loss, self.reference
+        if kl.coefficient and reference.kind == "none":
             problems.append('kl.coefficient needs a reference: set train.reference.kind = "base"')
-        if self.kl.weighted and self.kl.place == "reward":
+        if kl.weighted and kl.place == "reward":
             problems.append('kl.weighted is about a term of the loss; set kl.place = "loss" or leave it out')
-        advantage, in_reward = self.advantage, self.kl.coefficient > 0 and self.kl.place == "reward"
-        unused = self.loss.kind == "sft" or advantage.kind in ("distill", "pass_at_k") or _per_reward(advantage)
-        if in_reward and unused:
+        unused = advantage.kind in ("distill", "pass_at_k") or getattr(advantage, "per_reward", False)
+        if kl.coefficient and kl.place == "reward" and (unused or loss.kind == "sft"):
             problems.append('kl.place = "reward" does nothing for this loss and advantage; set kl.place = "loss"')
         silent = [CriticSettings(), *(CriticSettings(**convention) for convention in conventions_for("critic"))]
         if self.critic not in silent and advantage.kind != "gae":
             problems.append('train.critic is for advantage.kind = "gae"; leave it out')
-        if self.loss.kind == "sft" and advantage.kind in ("gae", "distill"):
+        if loss.kind == "sft" and advantage.kind in ("gae", "distill"):
             what = "a critic" if advantage.kind == "gae" else "a teacher"
             problems.append(f'loss.kind = "sft" has no use for {what}; leave train.advantage out, or train.loss')
-        if self.advantage.kind == "distill" and self.reference.kind != "model":
+        if advantage.kind == "distill" and reference.kind != "model":
             problems.append('advantage.kind = "distill" needs a teacher: set train.reference.kind = "model" and .model')
-        if (self.reference.kind == "model") != bool(self.reference.model):
+        if (reference.kind == "model") != bool(reference.model):
             problems.append('train.reference.model and train.reference.kind = "model" go together; set both or neither')
-        if self.reference.kind == "lora_off" and self.lora is None:
+        if reference.kind == "lora_off" and self.lora is None:
             problems.append('train.reference.kind = "lora_off" needs train.lora; without adapters use "base"')
-        if self.schedule != "constant" and self.decay_steps <= max(1, self.warmup_steps):
-            least = max(1, self.warmup_steps)  # a decay over a single step would train it with 0
+        least = max(1, self.warmup_steps)  # a decay over a single step would train it with 0
+        if self.schedule != "constant" and self.decay_steps <= least:
             problems.append(f'schedule = "{self.schedule}" needs decay_steps above {least}, the end of the warm-up')
         if self.schedule == "constant" and self.decay_steps:
             problems.append('decay_steps without a decay: set schedule = "linear" or "cosine"')
-        if self.decoupled is not None and self.loss.kind in ("sft", "sapo"):
+        if self.decoupled is not None and loss.kind in ("sft", "sapo"):
             what = 'train.decoupled and stale_policy = "correct"'
-            problems.append(f"loss.kind = {self.loss.kind!r} has no proximal policy; leave {what} out")
+            problems.append(f"loss.kind = {loss.kind!r} has no proximal policy; leave {what} out")
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-
-def _per_reward(advantage: Advantage) -> bool:
-    return isinstance(advantage, GrpoAdvantage) and advantage.per_reward

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from infra.environment import cache_folder
 from infra.user_code import load_object
@@ -29,14 +28,14 @@ logger = logging.getLogger("millrace.base_model")
 DEMONSTRATIONS = 50_000
 
 
-@task(name="base-model", retries=1, cache_policy=NO_CACHE, persist_result=False)
+@task(name="base-model", retries=1, persist_result=False)
 async def provide_base_model(session: RunSession, *, config: RunConfig) -> Policy:
     """Version 0 of the run. A model made or copied once is found again by every later run in the store."""
     log, made_from = session.log, [config.workflow, config.dataset, config.seed, config.warmup.model_dump()]
     if 0 in log.state.policies:
         return log.state.policies[0]
     if config.model:
-        key = await _stored(session, config.model)
+        key = await asyncio.to_thread(store_model, config.model, log.store)
     else:
         key = f"models/warmup-{sha256_of_json(made_from)[:12]}"
         if not log.store.exists(f"{key}/{DIGEST_FILE}"):
@@ -52,19 +51,10 @@ async def provide_base_model(session: RunSession, *, config: RunConfig) -> Polic
     return policy
 
 
-@task(name="reference-model", retries=1, cache_policy=NO_CACHE, persist_result=False)
+@task(name="reference-model", retries=1, persist_result=False)
 async def provide_reference(session: RunSession, *, model: str) -> None:
     """Put the model that `train.reference.model` names into the store, where the trainer looks for it."""
-    await _stored(session, model)
-
-
-async def _stored(session: RunSession, model: str) -> str:
-    """The key of a model's folder in the store; the model is put there now if it is missing."""
-    key, store = model_key(model), session.log.store
-    if not store.exists(f"{key}/{DIGEST_FILE}"):
-        logger.info("fetching model %s", model)
-        await asyncio.to_thread(store_model, model, store, key)
-    return key
+    await asyncio.to_thread(store_model, model, session.log.store)
 
 
 def make_model(*, store: str, key: str, config: RunConfig) -> None:
@@ -79,8 +69,11 @@ def make_model(*, store: str, key: str, config: RunConfig) -> None:
         open_store(store).put_folder(folder, key, last=DIGEST_FILE)
 
 
-def store_model(model: str, store: ObjectStore, key: str) -> None:
-    """Put a local model folder, or a hub model, into the store."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = fetch_model(model, Path(scratch) / "model")
-        store.put_folder(folder, key, last=DIGEST_FILE)
+def store_model(model: str, store: ObjectStore) -> str:
+    """The key of a model's folder in the store; a local folder, or a hub model, is put there now if it is missing."""
+    key = model_key(model)
+    if not store.exists(f"{key}/{DIGEST_FILE}"):
+        logger.info("fetching model %s", model)
+        with tempfile.TemporaryDirectory() as scratch:
+            store.put_folder(fetch_model(model, Path(scratch) / "model"), key, last=DIGEST_FILE)
+    return key

@@ -7,13 +7,53 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from infra.memory import PeakMemory
+import psutil
+
 from storage.log.entries import Shard
 from storage.tracking.metrics import SystemMetrics
 from trainers.timing import split_wait
+
+_EVERY_SECONDS = 2.0
+_SHARE_OF_A_CORE = 0.01
+"""Share of a core that measuring may use."""
+
+
+class PeakMemory:
+    """Peak memory of this process and its descendants, in bytes of proportional set size; sampled in a thread."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
+        self.peak_bytes = 0
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pause = _EVERY_SECONDS
+        while not self._stop.wait(pause):
+            started = time.thread_time()
+            self.peak_bytes = max(self.peak_bytes, tree_bytes())
+            # The kernel visits every page of every process for this, on cores that have other work.
+            pause = max(_EVERY_SECONDS, (time.thread_time() - started) / _SHARE_OF_A_CORE)
+
+
+def tree_bytes() -> int:
+    """Memory of this process and all its descendants right now."""
+    total, this = 0, psutil.Process()
+    for process in [this, *this.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile
+            total += process.memory_full_info().pss
+    return total
 
 
 class RoundClock:
@@ -22,34 +62,21 @@ class RoundClock:
     def __init__(self, memory: PeakMemory) -> None:
         self._memory = memory
         self._system = SystemMetrics()
-        self._publish_seconds = 0.0
-        self._waited_seconds = 0.0
-        self.round_started = time.time()
-        """Unix seconds."""
-
-    @contextlib.contextmanager
-    def publishing(self) -> Iterator[None]:
-        """Time a publication."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._publish_seconds = time.perf_counter() - started
-
-    def waited(self, seconds: float) -> None:
-        """The round has waited so long for its batch."""
-        self._waited_seconds += seconds
+        self.next_round()
 
     async def metrics(self, shards: Sequence[Shard], *, num_producers: int) -> dict[str, float]:
         """Of the round that a step with these shards ends."""
         return {
-            **split_wait(self._waited_seconds, shards, num_producers=num_producers),
-            "publish_seconds": self._publish_seconds,
+            **split_wait(self.waited_seconds, shards, num_producers=num_producers),
+            "publish_seconds": self.publish_seconds,
             "peak_memory_bytes": float(self._memory.peak_bytes),
             **await asyncio.to_thread(self._system.sample),
         }
 
     def next_round(self) -> None:
         """The step is committed."""
-        self._publish_seconds = self._waited_seconds = 0.0
+        self.publish_seconds = 0.0
+        self.waited_seconds = 0.0
+        """How long the round has waited for its batch."""
         self.round_started = time.time()
+        """Unix seconds."""

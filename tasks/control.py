@@ -14,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, TypeVar
 from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient, get_client
@@ -26,25 +26,16 @@ from prefect.states import Paused, Running, State
 
 from storage.log.entries import Pause, Resume
 from tasks.fleet import ROLLOUT_ALIAS
-from tasks.prefect.announcements import announce
-from tasks.prefect.artifacts import RunPage
+from tasks.prefect.run_page import RunPage, announce
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.control")
 
+Reply = TypeVar("Reply")
+
 _LOOK_SECONDS = 2.0
 _ANSWER_SECONDS = 5.0
 """Longest wait for Prefect's server: what stands in the log must not wait for a server that is down."""
-
-
-class Platform(Protocol):
-    """The platform that started this run and shows its state: Prefect."""
-
-    async def state(self) -> State[Any] | None:
-        """The flow run's state; None if the server does not answer."""
-
-    async def show(self, *, paused: bool) -> None:
-        """Make the flow run Paused, or Running; if the server does not take that in, the next look tries again."""
 
 
 class OwnFlowRun:
@@ -55,42 +46,42 @@ class OwnFlowRun:
         self._id = flow_run_id
 
     async def state(self) -> State[Any] | None:
-        try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                return (await self._client.read_flow_run(self._id)).state
-        except Exception as error:  # noqa: BLE001 - whatever it is: the run does not need Prefect to go on
-            logger.debug("Prefect does not say whether to pause: %r", error)
-            return None
+        """The flow run's state; None if the server does not answer."""
+        flow_run = await _reply(self._client.read_flow_run(self._id))
+        return None if flow_run is None else flow_run.state
 
     async def show(self, *, paused: bool) -> None:
-        try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                await self._client.set_flow_run_state(self._id, Paused() if paused else Running())
-        except Exception as error:  # noqa: BLE001 - as above
-            logger.debug("Prefect was not told, or did not say so: %r", error)
+        """Make the flow run Paused, or Running; if the server does not take that in, the next look tries again."""
+        await _reply(self._client.set_flow_run_state(self._id, Paused() if paused else Running()))
+
+
+async def _reply(request: Awaitable[Reply]) -> Reply | None:
+    try:
+        return await asyncio.wait_for(request, _ANSWER_SECONDS)
+    except Exception as error:  # noqa: BLE001 - whatever it is: the run does not need Prefect to go on
+        logger.debug("Prefect did not answer: %r", error)
+        return None
 
 
 class Listener:
     """Carries pauses between the log and Prefect, one look at both at a time."""
 
-    def __init__(self, session: RunSession, platform: Platform | None) -> None:
+    def __init__(self, session: RunSession, platform: OwnFlowRun | None) -> None:
         self._session = session
         self._platform = platform
         self._paused = False
-        """What workers and the person at the terminal were told last."""
+        """What the log said at the last look: a new state of Prefect's that says the same may be ours."""
         self._seen: UUID | None = None
         """The state of Prefect's that we saw last."""
-        self._logged = False
-        """Whether the log said paused when we last looked: a new state of Prefect's that says so too may be ours."""
         self._announced: int | None = None
-        """Policy version that Prefect has heard of."""
+        """Policy version that Prefect has heard of: of those served between two looks only the last."""
         self.suspended: State[Any] | None = None
         """Set once Prefect wants this process to end."""
 
     async def look(self) -> None:
         """Look at Prefect and at the log, and tell each what the other says."""
         log = self._session.log
-        state = await self._platform.state() if self._platform is not None else None
+        state = None if self._platform is None else await self._platform.state()
         if state is not None and state.type == StateType.PAUSED and state.state_details.pause_reschedule:
             self.suspended = state
             return
@@ -98,18 +89,20 @@ class Listener:
         if state is not None and shown is not None:
             # By its id, not by its kind: Prefect may have taken in what we showed, answered too late, and been
             # changed back by a user since.
-            if self._seen not in (None, state.id) and shown != self._logged:
+            if self._seen not in (None, state.id) and shown != self._paused:
                 log.append(Pause(reason="paused in Prefect") if shown else Resume(reason="resumed in Prefect"))
             self._seen = state.id
-        self._logged = paused = bool(log.refresh().paused)
-        if self._platform is not None and shown not in (None, paused):
-            await self._platform.show(paused=paused)
-        self._announce_policy()
-        if paused == self._paused:
+        before, self._paused = self._paused, bool(log.refresh().paused)
+        if self._platform is not None and shown not in (None, self._paused):
+            await self._platform.show(paused=self._paused)
+        served = log.state.aliases.get(ROLLOUT_ALIAS)
+        if served is not None and served.version != self._announced:
+            announce(log, "alias.rollout", version=served.version)
+            self._announced = served.version
+        if self._paused == before:
             return
-        self._paused = paused
         await self._session.fleet.refresh()
-        if paused:
+        if self._paused:
             logger.warning(
                 "paused at step %d (%s): what runs is finished, nothing new begins; "
                 "`millrace resume %s` lets the run go on",
@@ -120,19 +113,12 @@ class Listener:
         else:
             logger.info("resumed at step %d", log.state.step)
 
-    def _announce_policy(self) -> None:
-        """Rounds may be short: of what was served between two looks only the last is announced."""
-        served = self._session.log.state.aliases.get(ROLLOUT_ALIAS)
-        if served is not None and served.version != self._announced:
-            announce(self._session.log, "alias.rollout", version=served.version)
-            self._announced = served.version
-
 
 _PAUSED = {StateType.PAUSED: True, StateType.RUNNING: False}
 
 
 @contextlib.asynccontextmanager
-async def listening(session: RunSession, *, steps: int, platform: Platform | None = None) -> AsyncIterator[None]:
+async def listening(session: RunSession, *, steps: int, platform: OwnFlowRun | None = None) -> AsyncIterator[None]:
     """Hear of pauses, announce policies and keep the page of a run of so many steps while the body runs.
 
     `platform` is by default the flow run this is called in; outside of one only the log is heard.

@@ -4,7 +4,7 @@
                                             └▶ raise_if_failed
 
 In: a run, a version, a split; later the `Evaluation`. Out: the run's configuration, or one sentence with the fix; an
-alias in the log. The event may be turned into a notification (`tasks/prefect/notifications.py`).
+alias in the log. `tasks/prefect/notifications.py` may make a notification of the event.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from infra.environment import store_uri
 from infra.user_code import load_object
 from rollouts.production.evaluation import failure_of
 from settings.errors import InvalidInput, UserError
+from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
 from storage.log.run_log import RunLog
-from storage.log.runs import find_policy, open_run, run_config
-from storage.objects.opening import open_store
-from tasks.prefect.announcements import announce
+from storage.log.runs import find_policy, run_config
+from tasks.prefect.run_page import announce
+from tasks.session import run_log
 
 logger = logging.getLogger("millrace.evaluation")
 
@@ -31,11 +31,8 @@ class EvaluationFailed(UserError):
 
 
 def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[str, Any], int]:
-    """A run's configuration, and the policy version that is meant, by default the newest.
-
-    Raises `NotFound` for an unknown run, `InvalidInput` for a version it does not have, or not any more.
-    """
-    log = open_run(open_store(store_uri(store)), run)
+    """A run's configuration, and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
+    log = run_log(store=store, run=run)
     return run_config(log), find_policy(log, version).version
 
 
@@ -45,13 +42,11 @@ def check_split(*, workflow: str, dataset: str, split: str) -> None:
         raise InvalidInput(f"{workflow} has no tasks in split {split!r}; name another split")
 
 
-def warn_of_greedy_attempts(*, n_samples: int, temperature: float) -> None:
+def warn_of_greedy_attempts(settings: EvaluationSettings) -> None:
     """Warn that several attempts per problem tell no more than one at temperature 0."""
-    if n_samples > 1 and temperature == 0:
-        logger.warning(
-            "%d attempts per problem at temperature 0 are all alike unless the environment draws: set a temperature",
-            n_samples,
-        )
+    if settings.n_samples > 1 and settings.temperature == 0:
+        alike = f"{settings.n_samples} attempts per problem at temperature 0 are all alike unless the environment draws"
+        logger.warning("%s: set a temperature", alike)
 
 
 def raise_if_failed(evaluation: Evaluation) -> None:
@@ -61,8 +56,7 @@ def raise_if_failed(evaluation: Evaluation) -> None:
 
 
 def try_gate(log: RunLog, evaluation: Evaluation, *, min_score: float | None, max_gap: float) -> list[str] | None:
-    """Make the policy the champion if its evaluation passes; returns what speaks against it, nothing when it passed,
-    and None when `min_score` is None: then there is no gate."""
+    """Make the policy the champion if its evaluation passes; returns what speaks against it, None without a gate."""
     if min_score is None:
         return None
     version = evaluation.version

@@ -9,6 +9,7 @@ In: the run's log, its settings, and processes on a cluster. Out: workers in `Fl
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -18,6 +19,7 @@ from typing import TypeVar
 
 from infra.cluster import Cluster, Hosted, WorkerDied
 from infra.environment import cache_folder, code_version
+from infra.placement import gpus_of
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import WeightUpdate
 from rollouts.production.failures import Failures
@@ -71,8 +73,6 @@ class Fleet:
         self._numbered = (f"{names}-{number}" for number in itertools.count())
         self._has_workers = asyncio.Event()
         self._replacements_left = REPLACEMENTS
-        self.loaded_version = -1
-        """What the workers were last told to load, when another process publishes."""
         self._lookout = Lookout(log)
         self._failures = Failures()
 
@@ -85,26 +85,17 @@ class Fleet:
     async def start(self, name: str, *, version: int | None = None) -> str:
         """Load a policy, the live one by default, into a new worker's engine; returns the checksum of its weights.
 
-        The checksum is empty when the engine serves an older policy for now because the live one is damaged. Nothing is
-        produced before the worker joins.
+        Empty if the engine serves an older policy because the live one is damaged. It produces once it joins.
         """
         logger.info("starting the inference engine of %s", name)
-        cluster, path = self.cluster, "rollouts.production.worker:RolloutWorker"
-        self.hosted[name] = hosted = await cluster.host(name, path, num_gpus=cluster.gpus_per_engine)
-        if not cluster.num_gpus:  # engines divide the threads but one, which vLLM's front end and the trainer need
+        path, num_gpus = "rollouts.production.worker:RolloutWorker", self.cluster.gpus_per_engine
+        self.hosted[name] = hosted = await self.cluster.host(name, path, num_gpus=num_gpus)
+        if not num_gpus:  # engines divide the threads but one, which vLLM's front end and the trainer need
             threads = max(1, (int(os.environ["OMP_NUM_THREADS"]) - 1) // self._num_engines)
             await hosted.prepare({"OMP_NUM_THREADS": str(threads)})
-        checksum: str = await hosted.call(
-            "open",
-            self.config,
-            store_uri=self.log.store.uri,
-            name=name,
-            cache=str(cache_folder()),
-            code_version=code_version(),
-            outside=self._outside,
-            version=version,
-        )
-        return checksum
+        paths = {"store_uri": self.log.store.uri, "cache": str(cache_folder())}
+        facts = {"name": name, "code_version": code_version(), "outside": self._outside, "version": version}
+        return str(await hosted.call("open", self.config, **paths, **facts))
 
     async def take_part(self, names: Sequence[str]) -> None:
         """Started workers produce from now on, and divide what may be in flight among them."""
@@ -121,10 +112,7 @@ class Fleet:
             await self.workers[name].call("publish", served)
 
     async def leave(self, name: str, *, death: WorkerDied) -> bool:
-        """Take a dead worker out: its prompts are free for the others. True when another may be started in its place.
-
-        Raises `death` when no worker is left and too many have died in a row.
-        """
+        """Free a dead worker's prompts; returns whether another may start. Raises `death` when too many have died."""
         self.workers.pop(name, None)
         if not self.workers:
             self._has_workers.clear()
@@ -143,8 +131,9 @@ class Fleet:
         """Give the prompts of producers elsewhere to others after `rollout.lease_timeout` without a sign of life."""
         silent = self._lookout.silent(patience=self.config.rollout.lease_timeout)
         for name, seconds in silent.items():
-            logger.warning("%s: no sign of life for %.0f s; its prompts run elsewhere", name, seconds)
-            withdraw(self.log, name, reason=f"no sign of life for {seconds:.0f} s")
+            reason = f"no sign of life for {seconds:.0f} s"
+            logger.warning("%s: %s; its prompts run elsewhere", name, reason)
+            withdraw(self.log, name, reason=reason)
         if silent:
             await self.refresh()
 
@@ -165,18 +154,17 @@ class Fleet:
         await _of_the_living(worker.call("refresh") for name, worker in self.workers.items() if name != but)
 
     async def wait_for_stragglers(self, *, version: int) -> None:
-        """Let groups finish that the step on policy `version` would push over the bound, while their engines are
-        busy."""
+        """Let groups finish that the step on policy `version` would make too stale, while their engines are busy."""
         await _of_the_living(worker.call("wait_for_stragglers", version) for worker in self.workers.values())
 
     async def evaluate(self, *, version: int, settings: EvaluationSettings) -> Evaluation:
-        """The held-out score of a policy version, on the evaluator if there is one; else on a rollout worker's engine,
-        which serves this version now: a later publication waits for it, training does not."""
+        """The held-out score of a policy version, by the evaluator, or by a worker whose engine serves this version."""
+        evaluation: Evaluation
         if self.evaluator is not None:
-            evaluation: Evaluation = await self.evaluator.call("evaluate_version", version, settings)
-            return evaluation
-        await self._has_workers.wait()
-        evaluation = await next(iter(self.workers.values())).call("evaluate", settings)
+            evaluation = await self.evaluator.call("evaluate_version", version, settings)
+        else:
+            await self._has_workers.wait()
+            evaluation = await next(iter(self.workers.values())).call("evaluate", settings)
         return evaluation
 
     # ── What they serve ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,25 +176,22 @@ class Fleet:
         return None if alias is None else state.policies[alias.version]
 
     def newest_is_served(self) -> bool:
-        """Whether the alias `rollout` is on the live policy, and that one can be made from what the store has of it."""
-        live = self.log.state.live
-        if live is None or self.served() != live:
-            return False
-        return not PolicyReader(self.log, cache_folder()).damage_of(live)  # a trainer that starts makes it anew
+        """Whether the alias `rollout` is on the live policy, and the store has that one whole."""
+        live = self.log.state.live  # if it is damaged, a trainer that starts makes it anew
+        return live is not None and self.served() == live and not PolicyReader(self.log, cache_folder()).damage_of(live)
 
     def mark_served(self, checksums: Sequence[str]) -> None:
         """Put the alias `rollout` on the live policy; warn when an engine holds other weights under its version."""
         live = self.log.refresh().live
         assert live is not None, "the base policy comes first"
         recorded = self.log.state.aliases.get(ROLLOUT_ALIAS)
-        if not checksums:  # only producers elsewhere, which go by the alias
-            if recorded is None or recorded.version != live.version:
-                self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=""))
-            return
+        is_recorded = recorded is not None and recorded.version == live.version
+        if not checksums and not is_recorded:  # only producers elsewhere, which go by the alias
+            self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=""))
         serving = [checksum for checksum in checksums if checksum]
         if not serving:
             return  # each of them goes on to the live policy as soon as it can, or says why it cannot
-        expected = recorded.checksum if recorded is not None and recorded.version == live.version else ""
+        expected = recorded.checksum if recorded is not None and is_recorded else ""
         if set(serving) != {expected or serving[0]}:
             logger.warning("an engine's checksum of policy %d differs from another's", live.version)
         self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
@@ -214,9 +199,8 @@ class Fleet:
 
     async def publish(self, policy: Policy, trainer: TrainerHandle) -> None:
         """Swap the weights of every engine and move the alias `rollout`, by which engines elsewhere go."""
-        updates = await self._broadcast(policy, trainer)
-        if updates is None:
-            updates = await self._swap(policy)
+        if (updates := await self._broadcast(policy, trainer)) is None:
+            updates = await self.swap(policy)
         if not updates:  # what takes the place of the dead starts with it, or hears of it by the alias
             self.log.append(Alias(name=ROLLOUT_ALIAS, version=policy.version, checksum=""))
         if carried_out := [update for update in updates if update is not None]:
@@ -233,36 +217,26 @@ class Fleet:
                 )
             )
 
-    async def load(self, policy: Policy) -> None:
-        """Serve what another process has published."""
-        await self._swap(policy)
-        self.loaded_version = policy.version
-
     def check_transfer(self) -> None:
         """Raise `InvalidInput` when policies are to be broadcast by NCCL and GPUs cannot be joined by it."""
-        if self.config.engine.weight_transfer != "nccl":
-            return
-        if self.cluster.gpus_per_worker < 1 or self.config.train.device == "cpu":
+        own_gpus = self.cluster.gpus_per_worker >= 1 and self.config.train.device != "cpu"
+        if self.config.engine.weight_transfer == "nccl" and not own_gpus:
             raise InvalidInput(
                 "engine.weight_transfer = 'nccl' needs a GPU of its own for the trainer and for each engine; there are "
-                f"{self.cluster.num_gpus:g}. Use 'gloo', or leave it out"
+                f"{gpus_of(self.cluster.nodes):g}. Use 'gloo', or leave it out"
             )
 
-    async def _swap(self, policy: Policy) -> list[WeightUpdate | None]:
-        """Under their running requests; what each living worker answers. The dead are replaced by `produce`."""
+    async def swap(self, policy: Policy) -> list[WeightUpdate | None]:
+        """Serve a policy from the store; what each living worker answers. `produce` replaces the dead."""
         return await _of_the_living(worker.call("publish", policy) for worker in self.workers.values())
 
     async def _broadcast(self, policy: Policy, trainer: TrainerHandle) -> list[WeightUpdate | None] | None:
-        """`_swap`, with the weights straight from the trainer. None when not all can take part at once."""
+        """`swap`, with the weights straight from the trainer. None when not all can take part at once."""
         workers, engine = list(self.workers.values()), self.config.engine
         if engine.weight_transfer == "store" or not workers:
             return None
-        ready = asyncio.gather(
-            trainer.call("can_send", policy.version),
-            *(worker.call("can_receive") for worker in workers),
-            return_exceptions=True,
-        )
-        if any(answer is not True for answer in await ready):
+        ready = [trainer.call("can_send", policy.version), *(worker.call("can_receive") for worker in workers)]
+        if any(answer is not True for answer in await asyncio.gather(*ready, return_exceptions=True)):
             return None
         try:
             host, port = await trainer.rendezvous()
@@ -321,8 +295,7 @@ async def _of_the_living(calls: Iterable[Awaitable[Result]]) -> list[Result]:
 
 async def _report(worker: Hosted) -> str:
     try:
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            return f"{worker.name}: {await worker.call('report')}"
+        return f"{worker.name}: {await asyncio.wait_for(worker.call('report'), _ANSWER_SECONDS)}"
     except TimeoutError:
         return f"{worker.name} does not answer: see the stacks in its log, {worker.log_file}"
     except WorkerDied as death:
@@ -330,9 +303,6 @@ async def _report(worker: Hosted) -> str:
 
 
 async def _progress(worker: Hosted) -> int:
-    try:
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            finished: int = await worker.call("progress")
-            return finished
-    except (TimeoutError, WorkerDied):
-        return 0
+    with contextlib.suppress(TimeoutError, WorkerDied):
+        return int(await asyncio.wait_for(worker.call("progress"), _ANSWER_SECONDS))
+    return 0

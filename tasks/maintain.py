@@ -10,55 +10,39 @@ import logging
 from typing import Any
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from infra.environment import prepare_environment, store_uri
 from storage.objects.opening import open_store
-from storage.retention.retention import RunReport, collect_garbage
+from storage.retention.retention import collect_garbage
 from storage.retention.rules import make_rules
 
 logger = logging.getLogger("millrace.maintain")
 
 
-@task(name="collect-garbage", retries=1, retry_delay_seconds=10, cache_policy=NO_CACHE, persist_result=False)
+@task(name="collect-garbage", retries=1, retry_delay_seconds=10, persist_result=False)
 async def collect_from_runs(
-    *,
-    runs: list[str],
-    store: str,
-    keep_last: int,
-    keep_every: int,
-    older_than: str,
-    max_size: str,
-    dry_run: bool,
-    ignore_readers: bool,
+    *, runs: list[str], store: str, dry_run: bool, ignore_readers: bool, **rules: Any
 ) -> dict[str, Any]:
-    """What was, or would be, freed per run.
-
-    Raises `InvalidInput` for rules that cannot be read, `NotFound` for a run the store does not have.
-    """
+    """What was, or would be, freed per run by rules as of `make_rules`. Raises `InvalidInput` and `NotFound`."""
     prepare_environment()
     reports = await asyncio.to_thread(
         collect_garbage,
         open_store(store_uri(store)),
         runs,
-        make_rules(keep_last=keep_last, keep_every=keep_every, older_than=older_than, max_size=max_size),
+        make_rules(**rules),
         dry_run=dry_run,
         ignore_readers=ignore_readers,
     )
     for report in reports:
-        _say(report, dry_run)
+        counts = ", ".join(f"{count} × {kind}" for kind, (count, _) in report.by_kind().items()) or "nothing"
+        if report.problem:
+            logger.warning("%s: left alone: %s", report.run, report.problem)
+        elif report.readers and not report.removed:
+            names = ", ".join(f"{reader.what} (process {reader.pid} on {reader.host})" for reader in report.readers)
+            logger.warning("%s: in use by %s; nothing was removed", report.run, names)
+        else:
+            verb = "would remove" if dry_run else "removed"
+            logger.info("%s: %s %s, %d of %d bytes", report.run, verb, counts, report.freed_bytes, report.num_bytes)
+        for item in report.items:
+            logger.debug("%s: %s %s: %s", report.run, item.kind, item.name, item.reason)
     return {report.run: {"freed_bytes": report.freed_bytes, "removed": report.removed} for report in reports}
-
-
-def _say(report: RunReport, dry_run: bool) -> None:
-    counts = ", ".join(f"{count} × {kind}" for kind, (count, _) in report.by_kind().items()) or "nothing"
-    if report.problem:
-        logger.warning("%s: left alone: %s", report.run, report.problem)
-    elif report.readers and not report.removed:
-        names = ", ".join(f"{reader.what} (process {reader.pid} on {reader.host})" for reader in report.readers)
-        logger.warning("%s: in use by %s; nothing was removed", report.run, names)
-    else:
-        verb = "would remove" if dry_run else "removed"
-        logger.info("%s: %s %s, %d of %d bytes", report.run, verb, counts, report.freed_bytes, report.num_bytes)
-    for item in report.items:
-        logger.debug("%s: %s %s: %s", report.run, item.kind, item.name, item.reason)

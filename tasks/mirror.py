@@ -10,12 +10,10 @@ import asyncio
 import logging
 import subprocess
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
 from infra.environment import tracking_uri
 from infra.user_code import own_command
@@ -40,7 +38,6 @@ class TrackingMirror:
         self.run_page = ""
         """The run's page, from MLflow's address on, once MLflow has the run."""
         self._log = RunLog(log.store, log.run_id)  # its own: it is folded in a thread, under the lock
-        self._lock = threading.Lock()
         self._is_trainer = is_trainer
         self._told_at = 0.0
         self._is_away = False
@@ -65,7 +62,7 @@ class TrackingMirror:
                 logger.info("run %s is being trained: its own session tells MLflow", log.run_id)
                 return 0
             # Two that send the same entries at once would send them twice.
-            with self._lock, teller_lock(log):
+            with teller_lock(log):
                 log.refresh()
                 registry = Registry(log, tracking_uri=self.uri)
                 registrations = registry.sync(finished=finished or not self._is_trainer)
@@ -79,16 +76,15 @@ class TrackingMirror:
                 without_secrets(self.uri),
                 without_secrets(str(error)),
             )
-            self._is_away = True
-            return 0
         except Exception:  # whatever it is: a view of the run must not end its training
             logger.exception("what is new could not be told to MLflow; the log keeps it for later")
-            self._is_away = True
-            return 0
-        if self._is_away:
-            logger.info("MLflow has everything again that it missed")
-        self._is_away = False
-        return len(registrations)
+        else:
+            if self._is_away:
+                logger.info("MLflow has everything again that it missed")
+            self._is_away = False
+            return len(registrations)
+        self._is_away = True
+        return 0
 
     async def _attach_report(self) -> None:
         """The run as a web page beside the MLflow run. A command of its own makes it, with memory of its own."""
@@ -115,7 +111,7 @@ class TrackingMirror:
                     await making.wait()
 
 
-@task(name="track", cache_policy=NO_CACHE, persist_result=False)
+@task(name="track", persist_result=False)
 async def track(mirror: TrackingMirror, *, finished: bool = False) -> int:
     """Log new metrics, versions, lineage, aliases and traces; at the end the report too. An outage is a warning."""
     return await mirror.tell(finished=finished)

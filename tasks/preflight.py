@@ -14,7 +14,7 @@ from rollouts.chat.tool_parsing import check_tool_parser
 from rollouts.production.engine_choice import check_engine_arguments, local_folder, num_positions
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, path_errors
-from settings.loss import CustomLoss, Loss
+from settings.loss import CustomLoss
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
 from storage.objects.object_store import StoreError
@@ -25,8 +25,7 @@ from tasks.trial import check_tasks, play_tasks
 def check_run(config: RunConfig) -> Workflow:
     """Load the workflow and its data, look for the models, try a loss of the user's, write to the store.
 
-    Returns the workflow. Raises `InvalidInput`, or `storage.objects.object_store.StoreError`, for the first thing that
-    will not work, and what the workflow itself raises.
+    Raises `InvalidInput` or `StoreError` for the first thing that will not work, and what the workflow itself raises.
     """
     workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
@@ -54,7 +53,10 @@ def check_run(config: RunConfig) -> Workflow:
     check_engine_arguments(config.engine)
     if config.train.reference.model:
         check_model(config.train.reference.model)
-    check_loss(config.train.loss, with_reference=config.train.reference.kind != "none")
+    if isinstance(loss := config.train.loss, CustomLoss):
+        from trainers.objective.custom_loss import check_loss
+
+        check_loss(loss.path, loss.arguments, with_reference=config.train.reference.kind != "none")
     if not probe(open_store(store_uri(config.store))):
         raise StoreError(
             f"store {store_uri(config.store)} lets a second writer replace what the first one wrote; trainer, rollout "
@@ -77,14 +79,6 @@ def _play_once(name: str, workflow: Workflow, config: RunConfig) -> None:
     if name not in _played:
         play_tasks(workflow, config)
         _played.add(name)
-
-
-def check_loss(loss: Loss, *, with_reference: bool) -> None:
-    """Raise `InvalidInput` for a custom loss that cannot be imported, or that fails on a trial of five tokens."""
-    if isinstance(loss, CustomLoss):
-        from trainers.objective import custom_loss
-
-        custom_loss.check_loss(loss.path, loss.arguments, with_reference=with_reference)
 
 
 def check_lengths(config: RunConfig) -> None:
@@ -121,12 +115,10 @@ def check_model(model: str) -> None:
     with path_errors(f"model = {model!r}"):
         is_folder = folder.is_dir()
         missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
-        has_weights = any(folder.glob("*.safetensors"))
-    if is_folder and (missing or not has_weights):
-        raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing) or 'safetensors weights'}")
-    if is_folder:
-        return
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        missing += [] if missing or any(folder.glob("*.safetensors")) else ["safetensors weights"]
+    if is_folder and missing:
+        raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing)}")
+    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") != 1):
         raise InvalidInput(
             f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )

@@ -15,17 +15,15 @@ import socket
 import time
 from typing import Any
 
-from infra.environment import store_uri
 from infra.user_code import source_sha256
 from settings.errors import InvalidInput
 from storage.log.entries import Shard
 from storage.log.producers import check_name
 from storage.log.run_state import RunState
-from storage.log.runs import open_run, run_config
+from storage.log.runs import run_config
 from storage.objects.object_store import StoreError
-from storage.objects.opening import open_store
 from tasks.rollout import load_policy
-from tasks.session import RunSession
+from tasks.session import RunSession, run_log
 
 logger = logging.getLogger("millrace.producers")
 
@@ -37,23 +35,18 @@ SILENCE_SECONDS = 60.0
 
 def look_up_run(*, store: str, run: str) -> dict[str, Any]:
     """The configuration a run was started with. Raises `NotFound` for an unknown run."""
-    return run_config(open_run(open_store(store_uri(store)), run))
+    return run_config(run_log(store=store, run=run))
 
 
 def producer_name(name: str) -> str:
-    """What the workers of this process are called, by default as the machine. Raises `InvalidInput` for an unusable
-    name."""
+    """The name of this process's workers, by default the machine's. Raises `InvalidInput` for an unusable name."""
     chosen = name or socket.gethostname().split(".")[0]
     check_name(chosen)
     return chosen
 
 
 async def wait_for_policy(session: RunSession, *, workflow: str, patience: float) -> bool:
-    """Wait for the run's first policy. False if the run is over already.
-
-    Raises `InvalidInput` where there is none after `patience` seconds, and where the workflow's source is another one
-    here than at the run's driver: its rewards would be others.
-    """
+    """Wait for the run's first policy; False if the run is over. Raises `InvalidInput` for other workflow code."""
     deadline = time.monotonic() + patience
     while not (state := session.log.refresh()).sessions or state.live is None:
         if time.monotonic() > deadline:
@@ -73,11 +66,10 @@ async def wait_for_policy(session: RunSession, *, workflow: str, patience: float
 async def follow(session: RunSession, *, shards: int, patience: float) -> str:
     """Keep this session's workers up to the run's log until there is no more to do; returns why.
 
-    That is once the run has as many steps as its newest session means to train, after `shards` shards of ours (0: any
-    number), or when nothing was written for `patience` seconds. A driver that was killed and comes back
-    within that time finds us here, and a store that cannot be reached for a while is tried again.
+    That is when the run has the steps of its newest session, after `shards` shards of ours (0: any number), or when
+    nothing was written for `patience` seconds: a killed driver, or a store out of reach, may come back until then.
     """
-    seen, made = session.log.state.entries, 0
+    seen, made, loaded = session.log.state.entries, 0, -1
     heard, waiting = time.monotonic(), ""
     while True:
         try:
@@ -100,20 +92,22 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
             return f"the run has its {state.step} steps"
         if 0 < shards <= made:
             return f"{made} shards committed"
-        await _load_newest(session)
+        loaded = await _load_newest(session, loaded)
         await asyncio.sleep(LOOK_SECONDS)
 
 
-async def _load_newest(session: RunSession) -> None:
-    """Serve what the alias `rollout` names, if that is newer than what was loaded last."""
+async def _load_newest(session: RunSession, loaded: int) -> int:
+    """Serve what the alias `rollout` names if it is newer than version `loaded`; returns the version served."""
     policy = session.fleet.served()
-    if policy is None or policy.version <= session.fleet.loaded_version:
-        return
+    if policy is None or policy.version <= loaded:
+        return loaded
     try:
         await load_policy(session, policy=policy)
     except (OSError, StoreError):
         if session.fleet.served(refresh=True) == policy:
             raise  # else it took so long that the next policy has come, and this one may be gone
+        return loaded
+    return policy.version
 
 
 def _is_over(state: RunState) -> bool:

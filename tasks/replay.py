@@ -6,22 +6,20 @@ In: a session, a plan, settings. Out: how each step came out.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 
-from infra.environment import code_version, store_uri
+from infra.environment import code_version
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from storage.log.entries import to_json
 from storage.log.replay_plan import Replay, ReplayedStep, ReplayPlan, plan_replay
-from storage.log.runs import open_run, run_config
-from storage.objects.opening import open_store
-from tasks.session import RunSession
+from storage.log.runs import run_config
+from tasks.session import RunSession, run_log
 
 logger = logging.getLogger("millrace.replay")
 
@@ -29,27 +27,20 @@ logger = logging.getLogger("millrace.replay")
 def check_replay(
     *, store: str, run: str, first: int, last: int | None, rewards: str, save: str
 ) -> tuple[ReplayPlan, dict[str, Any]]:
-    """What will be trained again, and the run's configuration.
-
-    Raises `storage.log.replay_plan.CannotReplay`, `InvalidInput` for a `save` that exists, `NotFound` for an
-    unknown run, all before anything heavy starts.
-    """
-    log = open_run(open_store(store_uri(store)), run)
+    """What will be trained again, and the run's configuration. Raises `CannotReplay`, `InvalidInput`, `NotFound`."""
+    log = run_log(store=store, run=run)
     if save and Path(save).exists():
         raise InvalidInput(f"{save} exists already; name a folder that does not, for the replayed policy")
     last = log.state.step if last is None else last
     return plan_replay(log.state, run=run, first=first, last=last, rewards=rewards), run_config(log)
 
 
-@task(name="start-replay", cache_policy=NO_CACHE, persist_result=False)
+@task(name="start-replay", persist_result=False)
 async def start_replay(
     session: RunSession, *, plan: ReplayPlan, recorded: RunConfig, changed: RunConfig, rewards: str
 ) -> int:
-    """Load the nearest saved state before the span; returns its step, 0 for the base policy.
-
-    Raises `storage.log.replay_plan.CannotReplay` when retention took what the plan needs before this session could hold
-    it off.
-    """
+    """Load the nearest saved state before the span; returns its step, 0 for the base policy."""
+    # Once more: retention may have taken what the plan needs before this session began.
     plan = plan_replay(session.log.refresh(), run=session.log.run_id, first=plan.first, last=plan.last, rewards=rewards)
     # Hosted as the trainer is: other threads, or ranks, would add up in another order.
     loaded: int = await session.trainer.open(
@@ -65,21 +56,18 @@ async def start_replay(
     return loaded
 
 
-@task(name="lead-up", task_run_name="lead-up-{step}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="lead-up", task_run_name="lead-up-{step}", persist_result=False)
 async def lead_up(session: RunSession, *, step: int, progress: str) -> bool:
     """Train a step before the span as it was recorded; False when the span cannot start from the recorded weights."""
     identical: bool = await session.trainer.call("lead_up", step)
     logger.info("%s: step %d, as recorded", progress, step)
     if not identical:
-        logger.warning(
-            "step %d came out with other weights than recorded (other hardware, threads or code?); "
-            "the span starts from the recorded ones",
-            step,
-        )
+        other = f"step {step} came out with other weights than recorded (other hardware, threads or code?)"
+        logger.warning("%s; the span starts from the recorded ones", other)
     return identical
 
 
-@task(name="retrain", task_run_name="retrain-{step}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="retrain", task_run_name="retrain-{step}", persist_result=False)
 async def retrain(session: RunSession, *, step: int, progress: str) -> ReplayedStep:
     """Train a step of the span and compare it with the record."""
     replayed: ReplayedStep = await session.trainer.call("retrain", step)
@@ -87,46 +75,23 @@ async def retrain(session: RunSession, *, step: int, progress: str) -> ReplayedS
     return replayed
 
 
-@task(name="save-replayed-policy", cache_policy=NO_CACHE, persist_result=False)
+@task(name="save-replayed-policy", persist_result=False)
 async def save_policy(session: RunSession, *, folder: str) -> None:
     """Write the newest replayed policy to a folder, in HF layout and sealed."""
     digest = await session.trainer.call("save_policy", str(Path(folder).resolve()))
     logger.info("policy %s saved to %s", digest[:12], folder)
 
 
-def describe_replay(
-    session: RunSession,
-    *,
-    plan: ReplayPlan,
-    loaded: int,
-    steps: list[ReplayedStep],
-    changes: dict[str, str],
-    rewards: str,
-    start_identical: bool,
-) -> dict[str, Any]:
-    """A `storage.log.replay_plan.Replay` as plain JSON; NaN and infinity become null."""
+def describe_replay(session: RunSession, *, plan: ReplayPlan, loaded: int, **facts: Any) -> dict[str, Any]:
+    """A `storage.log.replay_plan.Replay` as plain JSON; NaN and infinity become None."""
     made_by = session.log.state.steps[plan.last - 1].session_id
     recorded_code = next((s.code_version for s in session.log.state.sessions if s.id == made_by), "unknown")
     replay = Replay(
         run=session.log.run_id,
         plan=dataclasses.replace(plan, resumed_from=loaded),  # a damaged state makes it an earlier one than planned
-        changes=changes,
-        rewards=rewards,
-        start_identical=start_identical,
-        steps=steps,
         recorded_code=recorded_code,
         code=code_version(),
+        **facts,
     )
-    return dict(_finite({**to_json(replay), "unchanged": replay.unchanged, "identical": replay.identical}))
-
-
-def _finite(value: Any) -> Any:
-    match value:
-        case dict():
-            return {key: _finite(item) for key, item in value.items()}
-        case list():
-            return [_finite(item) for item in value]
-        case float() if not math.isfinite(value):
-            return None
-        case _:
-            return value
+    document = {**to_json(replay), "unchanged": replay.unchanged, "identical": replay.identical}
+    return dict(json.loads(json.dumps(document), parse_constant=lambda _: None))

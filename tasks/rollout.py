@@ -6,10 +6,10 @@ In: a session. Out: small records; trajectories themselves go from the worker to
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.tasks import exponential_backoff
 
 from infra.cluster import WorkerDied
@@ -21,7 +21,7 @@ from tasks.session import RunSession
 logger = logging.getLogger("millrace.rollout")
 
 
-@task(name="start-rollout-worker", task_run_name="start-{name}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="start-rollout-worker", task_run_name="start-{name}", persist_result=False)
 async def start_rollout_worker(session: RunSession, *, name: str, version: int | None = None) -> str:
     """Load a policy into the engine of a new worker; see `Fleet.start`."""
     return await session.fleet.start(name, version=version)
@@ -32,13 +32,13 @@ async def start_rollout_worker(session: RunSession, *, name: str, version: int |
     task_run_name="publish-{policy.version}",
     retries=3,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
-    cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def publish_policy(session: RunSession, *, policy: Policy) -> None:
     """Swap the weights of every engine of this session and move the alias `rollout`, by which those elsewhere go."""
-    with session.clock.publishing():
-        await session.fleet.publish(policy, session.trainer)
+    started = time.perf_counter()
+    await session.fleet.publish(policy, session.trainer)
+    session.clock.publish_seconds = time.perf_counter() - started
 
 
 @task(
@@ -46,15 +46,14 @@ async def publish_policy(session: RunSession, *, policy: Policy) -> None:
     task_run_name="load-{policy.version}",
     retries=3,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
-    cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def load_policy(session: RunSession, *, policy: Policy) -> None:
     """Swap the weights of every engine of this session; another process has published the policy."""
-    await session.fleet.load(policy)
+    await session.fleet.swap(policy)
 
 
-@task(name="collect", task_run_name="collect-{worker}-{number}", cache_policy=NO_CACHE, persist_result=False)
+@task(name="collect", task_run_name="collect-{worker}-{number}", persist_result=False)
 async def collect_shard(session: RunSession, *, worker: str, number: int) -> dict[str, Any] | None:
     """One committed shard: its id, rows and tokens; None when nothing could run."""
     shard = await session.fleet.collect(worker)
@@ -64,39 +63,26 @@ async def collect_shard(session: RunSession, *, worker: str, number: int) -> dic
 
 
 async def produce(session: RunSession, name: str) -> None:
-    """Collect shard after shard with one worker, and with another when it dies. Ends when it is cancelled, or when no
-    other may be started."""
-    while name and await _produce_until_death(session, name):
-        name = await replace(session)
+    """Collect shard after shard with one worker, and with a new one when it dies, perhaps while it starts.
 
-
-async def _produce_until_death(session: RunSession, name: str) -> bool:
-    """True when another worker may take the place of the dead one."""
-    number = session.log.state.entries
-    worker = session.fleet.workers[name]
-    try:
-        await worker.call("refresh")
-        while True:
-            await worker.call("wait_for_work")
-            await collect_shard(session, worker=name, number=number)
-            number += 1
-    except WorkerDied as death:
-        return await session.fleet.leave(name, death=death)
-
-
-async def replace(session: RunSession) -> str:
-    """A new worker takes the place of a dead one; one that dies meanwhile, on a node that is being lost perhaps, is
-    replaced too. Returns its name, empty when no other may be started; raises as `Fleet.leave`."""
+    Ends when it is cancelled, or when no other worker may be started; raises as `Fleet.leave`.
+    """
     fleet = session.fleet
     while True:
-        name = fleet.next_name()
         try:
-            await start_rollout_worker(session, name=name)
-            await fleet.join(name)
-            return name
+            if name not in fleet.workers:
+                await start_rollout_worker(session, name=name)
+                await fleet.join(name)
+            worker, number = fleet.workers[name], session.log.state.entries
+            await worker.call("refresh")
+            while True:
+                await worker.call("wait_for_work")
+                await collect_shard(session, worker=name, number=number)
+                number += 1
         except WorkerDied as death:
             if not await fleet.leave(name, death=death):
-                return ""
+                return
+            name = fleet.next_name()
 
 
 @task(
@@ -104,12 +90,10 @@ async def replace(session: RunSession) -> str:
     task_run_name="evaluate-{version}",
     retries=2,
     retry_delay_seconds=exponential_backoff(backoff_factor=2),
-    cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def evaluate_policy(session: RunSession, *, version: int, settings: EvaluationSettings) -> Evaluation:
-    """Held-out score of a policy version; see `Fleet.evaluate`. When the worker dies it is done by another one, once
-    there is one, on what that serves."""
+    """Held-out score of a policy version; see `Fleet.evaluate`. If the worker dies, the next one does it again."""
     evaluation = await session.fleet.evaluate(version=version, settings=settings)
     if problem := failure_of(evaluation):
         logger.warning(problem)

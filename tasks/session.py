@@ -4,10 +4,9 @@
                 ├─ fleet      rollout workers, evaluator, what they serve
                 ├─ trainer    the trainer's processes
                 ├─ clock      where the time of a round went
-                └─ mirror     MLflow, told from the log
+                └─ mirror     MLflow, kept up to the log
 
-In: the run's settings. Out: a session that the flow's tasks share. Nothing here outlives the process: what must survive
-is in the run's log.
+In: the run's settings. Out: a session that the flow's tasks share. What must outlive the process is in the run's log.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ import os
 import sys
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any
 
 from infra.cluster import Cluster
 from infra.environment import code_version, home, prepare_environment, store_uri
-from infra.memory import PeakMemory
+from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from settings.run_file import RunConfig, default_values
@@ -30,7 +30,7 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
 from storage.retention.retention import reading
-from tasks.clock import RoundClock
+from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
 from tasks.mirror import TrackingMirror
 from tasks.prefect.outages import say_outages_once
@@ -43,29 +43,43 @@ class RunSession:
     """What the tasks of one flow run share. A plain object on purpose: Prefect would walk into a dataclass."""
 
     def __init__(
-        self, *, id: str, log: RunLog, fleet: Fleet, trainer: TrainerHandle, clock: RoundClock, mirror: TrackingMirror
+        self,
+        log: RunLog,
+        cluster: Cluster,
+        config: RunConfig,
+        *,
+        memory: PeakMemory,
+        id: str = "",
+        tracking: str = "",
+        num_engines: int = 1,
+        names: str = "rollout",
+        outside: bool = False,
     ) -> None:
+        """`id` is that of the `Session` entry in the log, empty if it does not train; for the rest see `Fleet`."""
         self.id = id
-        """Of the `Session` entry in the log; empty for one that does not train."""
         self.log = log
-        self.fleet = fleet
-        self.trainer = trainer
-        self.clock = clock
-        self.mirror = mirror
+        self.fleet = Fleet(log, cluster, config=config, num_engines=num_engines, names=names, outside=outside)
+        self.trainer = TrainerHandle(log, cluster)
+        self.clock = RoundClock(memory)
+        self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
+
+
+def run_log(*, store: str, run: str) -> RunLog:
+    """The log of an existing run. Raises `NotFound` for an unknown run."""
+    return open_run(open_store(store_uri(store)), run)
 
 
 @contextlib.asynccontextmanager
 async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
     """Create or reopen a run, take its trainer lock, and make room for its engines and the trainer.
 
-    Raises `storage.log.runs.RunExists`, `storage.log.runs.RunBusy`, `storage.objects.object_store.StoreError`, and
-    `InvalidInput` for too few GPUs, before anything heavy starts.
+    Raises `RunExists`, `RunBusy`, `StoreError`, and `InvalidInput` for too few GPUs, before anything heavy starts.
     """
     prepare_environment()
     say_outages_once(os.environ.get("PREFECT_API_URL", "its address in this process"))
     store = open_store(store_uri(config.store))
     log = create_run(store, config.run, config.model_dump(mode="json"), defaults=default_values())
-    with trainer_lock(log), PeakMemory() as memory:
+    with trainer_lock(log):
         entry = Session(
             id=uuid.uuid4().hex[:12],
             code_version=code_version(),
@@ -78,9 +92,8 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
         if logs_are_json():
             log_driver(lambda: {"run": log.run_id, "session": entry.id, "step": log.state.step + 1}, sys.stderr)
         num_engines = config.rollout.num_workers + config.evaluation.own_engine
-        async with _session(
-            log, config, memory=memory, id=entry.id, tracking=config.tracking, num_engines=num_engines
-        ) as session:
+        options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking, "num_engines": num_engines}
+        async with _session(log, config, trains=True, **options) as session:
             yield session
 
 
@@ -88,64 +101,40 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
 async def reading_session(
     config: RunConfig, *, store: str, what: str, tracking: str = "", trains: bool = False
 ) -> AsyncIterator[RunSession]:
-    """Open an existing run beside whatever trains it; nothing is locked, and retention waits for `what` to be over.
+    """Open an existing run beside the process that trains it, without a lock; retention waits until `what` is over.
 
-    There is room for one engine, or for a trainer if it `trains`. Raises `NotFound` for an unknown run, `InvalidInput`
-    for too few GPUs.
+    There is room for one engine, or for a trainer if it `trains`. Raises `NotFound` for an unknown run.
     """
     prepare_environment()
-    log = open_run(open_store(store_uri(store)), config.run)
-    with reading(log, what), PeakMemory() as memory:
-        num_engines = 0 if trains else 1
-        async with _session(
-            log, config, memory=memory, tracking=tracking, num_engines=num_engines, trains=trains
-        ) as session:
+    log, num_engines = run_log(store=store, run=config.run), 0 if trains else 1
+    with reading(log, what):
+        async with _session(log, config, trains=trains, tracking=tracking, num_engines=num_engines) as session:
             yield session
 
 
-@contextlib.asynccontextmanager
-async def producing_session(config: RunConfig, *, store: str, name: str) -> AsyncIterator[RunSession]:
+def producing_session(
+    config: RunConfig, *, store: str, name: str
+) -> contextlib.AbstractAsyncContextManager[RunSession]:
     """Open an existing run to work for its driver, perhaps on another machine; only the store is shared.
 
     Retention does not wait for it: it reads policies that have the alias `rollout`. Its workers are called `name` and
-    something random, because no two that live may have one name. Raises `NotFound` for an unknown run.
+    something random, so that no two have one name. Raises `NotFound` for an unknown run.
     """
     prepare_environment()
-    log = open_run(open_store(store_uri(store)), config.run)
-    names = f"{name}-{uuid.uuid4().hex[:6]}"
-    with PeakMemory() as memory:
-        async with _session(
-            log, config, memory=memory, num_engines=1, trains=False, names=names, outside=True
-        ) as session:
-            yield session
+    log = run_log(store=store, run=config.run)
+    return _session(log, config, trains=False, names=f"{name}-{uuid.uuid4().hex[:6]}", outside=True)
 
 
 @contextlib.asynccontextmanager
 async def _session(
-    log: RunLog,
-    config: RunConfig,
-    *,
-    memory: PeakMemory,
-    num_engines: int,
-    id: str = "",
-    tracking: str = "",
-    trains: bool = True,
-    names: str = "rollout",
-    outside: bool = False,
+    log: RunLog, config: RunConfig, *, trains: bool, num_engines: int = 1, **options: Any
 ) -> AsyncIterator[RunSession]:
     """Processes with GPUs are the engines, and the trainer's ranks unless they compute on the CPU."""
     num_ranks = config.train.num_ranks if trains and config.train.device != "cpu" else 0
     gpus_per_engine = config.engine.num_gpus if num_engines else 1
     shares = max(1, num_engines * gpus_per_engine + num_ranks)
-    folder = home() / "logs" / log.run_id
-    async with Cluster(log_folder=folder, num_workers=shares, gpus_per_engine=gpus_per_engine) as cluster:
-        cluster.check_ranks(num_ranks)
-        fleet = Fleet(log, cluster, config=config, num_engines=max(1, num_engines), names=names, outside=outside)
-        yield RunSession(
-            id=id,
-            log=log,
-            fleet=fleet,
-            trainer=TrainerHandle(log, cluster),
-            clock=RoundClock(memory),
-            mirror=TrackingMirror(log, tracking=tracking, is_trainer=bool(id)),
-        )
+    cluster = Cluster(log_folder=home() / "logs" / log.run_id, num_workers=shares, gpus_per_engine=gpus_per_engine)
+    with PeakMemory() as memory:
+        async with cluster:
+            check_shares(cluster.nodes, num_workers=shares, gpus_per_engine=gpus_per_engine, num_ranks=num_ranks)
+            yield RunSession(log, cluster, config, memory=memory, num_engines=max(1, num_engines), **options)

@@ -1,47 +1,64 @@
-"""The choice of the next batch, and the Prefect tasks around the trainer.
+"""The choice of the next batch, the Prefect tasks around the trainer, and the limit of every wait.
 
-In: a session. Out: the claim and the committed step.
+In: a session. Out: the claim and the committed step; or `Stalled` with the report of every worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Awaitable
 from typing import Any, TypeVar, cast
 
 from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 from prefect.tasks import exponential_backoff
 from prefect.utilities.annotations import quote
 
 from infra.cluster import WorkerDied
+from settings.errors import UserError
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
-from tasks.watchdog import Stalled
 from trainers.health import NonFinite
 
 logger = logging.getLogger("millrace.train")
 
-Argument = TypeVar("Argument")
+Result = TypeVar("Result")
 
 
-@task(name="start-trainer", cache_policy=NO_CACHE, persist_result=False)
+class Stalled(UserError):
+    """Nothing has moved for too long; the message says what was waited for and where every worker stands."""
+
+
+async def watched(session: RunSession, waiting: Awaitable[Result], *, what: str, seconds: float) -> Result:
+    """Await `waiting`, but no longer than `seconds`. Raises `Stalled`."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await waiting
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Stalled(f"{what} has taken more than {seconds:g} s\n{await session.fleet.report()}") from None
+
+
+@task(name="start-trainer", persist_result=False)
 async def start_trainer(session: RunSession, *, config: RunConfig) -> None:
     """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
-    await session.trainer.start(config)
+    path, sends = "trainers.worker:TrainerWorker", config.engine.weight_transfer != "store"
+    if replayed := await session.trainer.open("trainer-0", path, settings=config.train, config=config, sends=sends):
+        logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
 
 
 async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
     """Wait until enough groups are committed, by producers here or elsewhere, and claim them.
 
-    With `rollout.pace`, groups that are running and that this step's policy would push over the bound are waited for,
-    as long as their engines have other work too. Raises `storage.log.claims.NothingAccepted`, and `Stalled` after
-    `rollout.stall_timeout` seconds in which no group finished.
+    With `rollout.pace`, first wait for running groups that this step would push over the bound. Raises
+    `NothingAccepted`, and `Stalled` if no group finished for `rollout.stall_timeout` seconds.
     """
     log, fleet, started = session.log, session.fleet, time.perf_counter()
     stall_timeout = config.rollout.stall_timeout
@@ -56,7 +73,7 @@ async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
             last_progress = time.monotonic()
         if claim is not None:
             if paced:
-                session.clock.waited(time.perf_counter() - started)
+                session.clock.waited_seconds += time.perf_counter() - started
                 return claim
             await fleet.wait_for_stragglers(version=claim.base_version)
             paced = True
@@ -70,22 +87,18 @@ async def next_batch(session: RunSession, *, config: RunConfig) -> Claim:
                 f"no progress for {waited:.0f} s: {state.pending_accepted} of {config.batch_size} groups are ready for "
                 f"step {state.step + 1}\n{await fleet.report()}"
             )
-        try:
-            # Our own producer sets the event; a producer on another machine is seen by the next look at the log.
-            async with asyncio.timeout(1.0):
-                await fleet.arrivals.wait()
-        except TimeoutError:
-            continue
+        # Our own producer sets the event; the next look at the log sees a producer on another machine.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(fleet.arrivals.wait(), timeout=1.0)
 
 
-def unsearched(argument: Argument) -> Argument:
+def unsearched(claim: Claim) -> Claim:
     """A task's argument as it is: Prefect looks for futures in every field of a record, and a claim has many."""
-    return cast(Argument, quote(argument))
+    return cast(Claim, quote(claim))
 
 
 def forget_results() -> None:
-    """Let Prefect forget which task returned what: it keeps a state for each result of a flow, however long that runs,
-    to draw which task used it. Our tasks meet in the log."""
+    """Let Prefect forget which task returned what: it keeps a state for each, to draw which task used it."""
     if context := FlowRunContext.get():
         context.run_results.clear()
 
@@ -101,22 +114,20 @@ def _may_pass(task: Any, task_run: Any, state: Any) -> bool:
     retries=2,
     retry_delay_seconds=exponential_backoff(backoff_factor=1),
     retry_condition_fn=_may_pass,
-    cache_policy=NO_CACHE,
     persist_result=False,
 )
 async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) -> Step | None:
     """One optimizer step on a claim: new policy in the store, step in the log; see `TrainerHandle.step`.
 
-    When the trainer dies another one is started, and Prefect's retry gives it the claim; it finds the step in the log
-    if the dead one had committed it.
+    If the trainer dies another one starts. Prefect's retry gives it the claim, unless the dead one committed the step.
     """
     shards = session.log.state.shards
     groups = [*claim.trained, *claim.stale, *claim.filtered, *claim.failed, *claim.cancelled]
     claimed = [shards[shard_id] for shard_id in dict.fromkeys(group.shard_id for group in groups)]
     metrics = await session.clock.metrics(claimed, num_producers=len(session.fleet.workers))
-    started = session.clock.round_started
+    facts = {"round_started": session.clock.round_started, "extra_metrics": metrics, "session_id": session.id}
     try:
-        step = await session.trainer.step(claim, round_started=started, extra_metrics=metrics, session_id=session.id)
+        step = await session.trainer.step(claim, **facts)
     except WorkerDied as death:
         logger.warning("%s; another trainer takes its place", death)
         await start_trainer(session, config=config)

@@ -11,7 +11,6 @@ from typing import Any
 from infra.cluster import Cluster, Hosted, HostedGroup
 from infra.environment import cache_folder
 from settings.errors import UserError
-from settings.run_file import RunConfig
 from settings.train import TrainSettings
 from storage.log.entries import Claim, Quarantine, Step
 from storage.log.run_log import RunLog
@@ -37,48 +36,33 @@ class TrainerHandle:
     def __init__(self, log: RunLog, cluster: Cluster) -> None:
         self._log = log
         self._cluster = cluster
-        self._hosted: Hosted | HostedGroup | None = None
+        self._hosted: Hosted | HostedGroup
+        """Set by `open`."""
         self._warned_of_gap = False
         self._refusals = 0
 
     async def open(self, name: str, path: str, *, settings: TrainSettings, **arguments: Any) -> Any:
         """Host an object of `path` on `train.num_ranks` processes of `train.num_threads`, and open it there."""
         num_gpus = 0.0 if settings.device == "cpu" else self._cluster.gpus_per_worker
-        hosted = await self._cluster.host_group(name, path, num_ranks=settings.num_ranks, num_gpus=num_gpus)
+        self._hosted = await self._cluster.host_group(name, path, num_ranks=settings.num_ranks, num_gpus=num_gpus)
         if settings.num_threads:
-            await hosted.prepare({"OMP_NUM_THREADS": str(settings.num_threads)})
-        self._hosted = hosted
+            await self._hosted.prepare({"OMP_NUM_THREADS": str(settings.num_threads)})
         log = {"store_uri": self._log.store.uri, "run_id": self._log.run_id, "cache": str(cache_folder())}
-        return await hosted.call("open", **log, **arguments)
-
-    async def start(self, config: RunConfig) -> None:
-        """Load the policy and resume the optimizer, re-training recorded steps if no state was saved since."""
-        replayed = await self.open(
-            "trainer-0",
-            "trainers.worker:TrainerWorker",
-            settings=config.train,
-            config=config,
-            sends=config.engine.weight_transfer != "store",
-        )
-        if replayed:
-            logger.info("re-trained %d recorded steps from their shards to restore the optimizer", replayed)
+        return await self.call("open", **log, **arguments)
 
     async def call(self, method: str, *arguments: Any, **keywords: Any) -> Any:
         """Await a method of the trainer."""
-        assert self._hosted is not None, "there is no trainer yet"
         return await self._hosted.call(method, *arguments, **keywords)
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address of rank 0's node and a port that is free there."""
-        assert self._hosted is not None, "there is no trainer yet"
         return await self._hosted.rendezvous()
 
     async def step(self, claim: Claim, **round_facts: Any) -> Step | None:
         """One optimizer step on a claim.
 
-        None when a claimed shard is damaged or must not be trained: it is quarantined, its prompts run again, and the
-        next claim goes without it. Raises `EveryClaimRefused` when that has become of `REFUSALS` claims in a row,
-        `trainers.health.NonFinite`, and `WorkerDied`.
+        None if a claimed shard is damaged or must not be trained: it is quarantined, and its prompts run again. Raises
+        `EveryClaimRefused` after `REFUSALS` such claims in a row, `trainers.health.NonFinite`, and `WorkerDied`.
         """
         try:
             step: Step = await self.call("train_step", claim, **round_facts)
@@ -93,17 +77,11 @@ class TrainerHandle:
             return None
         self._refusals = 0
         self._log.refresh()
-        gap = step.metrics.get(
-            "engine_gap", 0.0
-        )  # absent when no token was sampled by the very policy that was trained
+        gap = step.metrics.get("engine_gap", 0.0)  # absent if no token was sampled by the policy that was trained
         if gap > SUSPICIOUS_GAP and not self._warned_of_gap:
             self._warned_of_gap = True
-            logger.warning(
-                "step %d: engine and trainer differ by %.2f nats per token on the same policy; "
-                "the engine may hold other weights",
-                claim.step,
-                gap,
-            )
+            disagree = f"engine and trainer differ by {gap:.2f} nats per token on the same policy"
+            logger.warning("step %d: %s; the engine may hold other weights", claim.step, disagree)
         return step
 
     def _quarantine(self, reasons: dict[str, str]) -> None:
@@ -114,7 +92,6 @@ class TrainerHandle:
 
 
 def _give_up(claim: Claim, refused: RefusedShards) -> str:
-    """The sentence a run stops with."""
     count = f"step {claim.step}: {REFUSALS} claims in a row were refused, so collecting more is of no use"
     if not isinstance(refused, GapTooLarge):
         return f"{count}; the last one because of {refused}"

@@ -29,11 +29,7 @@ from storage.objects.object_store import LocalStore, StoredFile
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance, summarise
 from storage.shards.shards import commit_shard
-from tasks.clock import RoundClock
-from tasks.fleet import Fleet
-from tasks.mirror import TrackingMirror
 from tasks.session import RunSession
-from tasks.trainer import TrainerHandle
 
 
 def a_config(**values: Any) -> RunConfig:
@@ -58,14 +54,7 @@ def a_session(log: RunLog | None = None, *, id: str = "s", cluster: Any = None, 
     """A session without processes, on a log in memory; `values` as in `a_config`."""
     log = a_log() if log is None else log
     memory: Any = SimpleNamespace(peak_bytes=0)
-    return RunSession(
-        id=id,
-        log=log,
-        fleet=Fleet(log, cluster, config=a_config(**values)),
-        trainer=TrainerHandle(log, cluster),
-        clock=RoundClock(memory),
-        mirror=TrackingMirror(log, tracking="", is_trainer=bool(id)),
-    )
+    return RunSession(log, cluster, a_config(**values), memory=memory, id=id)
 
 
 class FreePrompts:

@@ -6,15 +6,12 @@ In: the state folder. Out: two URLs, a worker, and the deployments of prefect.ya
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import typer
 from rich.console import Console
 
-from infra.environment import home, local_tracking_uri
+from infra.environment import home
 from settings.errors import path_errors
-
-PROJECT = Path(__file__).resolve().parents[2]
 
 
 def up() -> None:
@@ -34,7 +31,7 @@ def up() -> None:
     with path_errors(f"MILLRACE_HOME {home()}"):
         home().mkdir(parents=True, exist_ok=True)
     with console.status("starting") as status:
-        services = start_services(home(), PROJECT, tracking=local_tracking_uri(), announce=status.update)
+        services = start_services(home(), announce=status.update)
         api = f"{services['prefect'].url}/api"
         status.update("looking for flow runs whose process is gone")
         with temporary_settings({PREFECT_API_URL: api}):  # no flow run without a process stays Running

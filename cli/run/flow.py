@@ -19,8 +19,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from infra.environment import home
-from infra.orphans import end_orphaned_servers
-from infra.services import ServiceFailed, running_services
+from infra.services import ServiceFailed, end_orphaned_servers, running_services
 from infra.structured_logs import log_driver, logs_are_json
 from settings.errors import UserError, path_errors
 from settings.redaction import without_secrets

@@ -1,8 +1,7 @@
 """Prefect's flow runs from outside of them: cancel one, find those whose process is gone, limit those on GPUs.
 
-In: a Prefect server. Out: states and settings there. Called by commands, not by flows; `python -m
-tasks.prefect.flow_runs` sets up a server that has the deployments: the automations, and with `$MILLRACE_GPU_RUNS` the
-limit.
+In: a Prefect server. Out: states and settings there. Commands call this, not flows; `python -m
+tasks.prefect.flow_runs` gives a server with the deployments its automations, and its limit `$MILLRACE_GPU_RUNS`.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from tasks.prefect.notifications import failure_automations
 ZOMBIES = "millrace: flow runs without a heartbeat"
 SILENT_SECONDS = 90
 """Three heartbeats."""
-_FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 _BEAT = "prefect.flow-run.heartbeat"
 _OVER = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut", "Paused", "Suspended", "Scheduled", "AwaitingRetry")
+_GONE = "its process is gone; what was committed is safe, start it again"
 
 
 async def cancel_flow_run(flow_run_id: str, *, api_url: str) -> bool:
@@ -47,23 +46,18 @@ async def cancel_flow_run(flow_run_id: str, *, api_url: str) -> bool:
 
 def crash_silent_flow_runs() -> AutomationCore:
     """The server marks flow runs Crashed that stop beating: their process, or its machine, is gone."""
-    over = {f"prefect.flow-run.{state}" for state in _OVER}
     trigger = EventTrigger(
         after={_BEAT},
-        expect={_BEAT} | over,
+        expect={_BEAT, *(f"prefect.flow-run.{state}" for state in _OVER)},
         match=ResourceSpecification({"prefect.resource.id": "prefect.flow-run.*"}),
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
         within=datetime.timedelta(seconds=SILENT_SECONDS),
     )
-    message = f"no heartbeat for {SILENT_SECONDS} s: its process is gone; what was committed is safe, start it again"
-    return AutomationCore(
-        name=ZOMBIES,
-        description="Millrace makes this automation on `millrace up`.",
-        trigger=trigger,
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
-    )
+    crash = ChangeFlowRunState(state=StateType.CRASHED, message=f"no heartbeat for {SILENT_SECONDS} s: {_GONE}")
+    description = "Millrace makes this automation on `millrace up`."
+    return AutomationCore(name=ZOMBIES, description=description, trigger=trigger, actions=[crash])
 
 
 async def make_automation(automation: AutomationCore) -> None:
@@ -80,10 +74,7 @@ async def make_automation(automation: AutomationCore) -> None:
 
 
 async def limit_gpu_runs(num_runs: int) -> None:
-    """Let the server run so many flow runs of the GPU queue at a time; a limit that a user has set stays.
-
-    Raises `prefect.exceptions.ObjectNotFound` if nothing is deployed to that queue.
-    """
+    """Limit the flow runs of the GPU queue at a time, unless a user has. Raises `ObjectNotFound` without a queue."""
     async with get_client() as client:
         queue = await client.read_work_queue_by_name(GPU_QUEUE, work_pool_name=POOL)
         if queue.concurrency_limit is None:
@@ -91,10 +82,7 @@ async def limit_gpu_runs(num_runs: int) -> None:
 
 
 async def set_up_server() -> None:
-    """What a server needs beside the deployments.
-
-    Raises `InvalidInput` if `$MILLRACE_NOTIFY` names no usable destination.
-    """
+    """What a server needs beside the deployments. Raises `InvalidInput` for a bad `$MILLRACE_NOTIFY`."""
     destination = os.environ.get(NOTIFY, "")
     for automation in [crash_silent_flow_runs(), *(await failure_automations(destination) if destination else [])]:
         await make_automation(automation)
@@ -103,28 +91,20 @@ async def set_up_server() -> None:
 
 
 async def crash_lost_flow_runs() -> list[str]:
-    """Mark those Crashed whose process is gone; returns their names.
-
-    Looked at are processes that a worker has started: it must be one of this machine, as under `millrace up`, whose
-    server that no other machine can reach.
-    """
+    """Mark those Crashed whose process is gone; returns their names. All workers must be of this machine."""
     unfinished = [StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
     wanted = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)))
     names = []
     async with get_client() as client:
         for flow_run in await client.read_flow_runs(flow_run_filter=wanted, limit=200):
             if _is_lost(flow_run):
-                message = "its process is gone; what was committed is safe, start it again"
-                await client.set_flow_run_state(flow_run.id, Crashed(message=message), force=True)
+                await client.set_flow_run_state(flow_run.id, Crashed(message=_GONE), force=True)
                 names.append(flow_run.name)
     return names
 
 
 def _is_lost(flow_run: FlowRun) -> bool:
-    """Whether it has run as a process and does not any more; a suspended one has none and needs none.
-
-    A container or a Kubernetes job has no number but a name.
-    """
+    """Whether it has run as a process and does not any more. A suspended one needs none; a container has a name."""
     pid = flow_run.infrastructure_pid or ""
     suspended = flow_run.state is not None and flow_run.state.state_details.pause_reschedule
     if suspended or not pid.isdecimal():
@@ -132,7 +112,7 @@ def _is_lost(flow_run: FlowRun) -> bool:
     try:
         process = psutil.Process(int(pid))
         alive = process.status() != psutil.STATUS_ZOMBIE
-        return not (alive and process.environ().get(_FLOW_RUN) == str(flow_run.id))
+        return not (alive and process.environ().get("PREFECT__FLOW_RUN_ID") == str(flow_run.id))
     except psutil.NoSuchProcess:
         return True
     except psutil.AccessDenied:

@@ -28,8 +28,6 @@ ADDRESS_BLOCK = "millrace-notify"
 """Prefect block that holds the address, encrypted."""
 GATE_FAILED = "millrace: a policy did not pass its gate"
 RUN_FAILED = "millrace: a flow run failed or crashed"
-_ONCE_WITHIN = datetime.timedelta(seconds=60)
-"""A crash may be reported twice."""
 
 _GATE_SUBJECT = "Millrace: policy {{ event.payload.version }} of run {{ event.payload.run }} did not pass its gate"
 _GATE_BODY = """\
@@ -45,8 +43,7 @@ starting it again continues it."""
 
 
 def check_destination(destination: str) -> None:
-    """Raise `InvalidInput` for what names neither an address nor a block. The message does not repeat it: it may hold a
-    token."""
+    """Raise `InvalidInput` for what names neither an address nor a block, without repeating it: it may hold a token."""
     from apprise import Apprise
 
     if "://" in destination:
@@ -64,10 +61,9 @@ def check_destination(destination: str) -> None:
 
 
 async def failure_automations(destination: str) -> list[AutomationCore]:
-    """The action that notifies `destination`, and the block for it if it is an address.
+    """The automations that notify `destination`; the block for an address is made here.
 
-    Raises `InvalidInput` for a destination that is malformed, or a block that the server does not have or that cannot
-    notify.
+    Raises `InvalidInput` for a malformed destination, or a block that the server lacks or that cannot notify.
     """
     check_destination(destination)
     block = await (_keep_address(destination) if "://" in destination else _find_block(destination))
@@ -85,27 +81,20 @@ async def failure_automations(destination: str) -> list[AutomationCore]:
         for_each={"prefect.resource.id"},
         posture=Posture.Reactive,
         threshold=1,
-        within=_ONCE_WITHIN,
+        within=datetime.timedelta(seconds=60),  # a crash may be reported twice
     )
+    tell_of_gate = SendNotification(block_document_id=block, subject=_GATE_SUBJECT, body=_GATE_BODY)
+    tell_of_run = SendNotification(block_document_id=block, subject=_RUN_SUBJECT, body=_RUN_BODY)
+    description = f"Millrace makes this automation where ${NOTIFY} is set."
     return [
-        AutomationCore(
-            name=name,
-            description=f"Millrace makes this automation where ${NOTIFY} is set.",
-            trigger=trigger,
-            actions=[SendNotification(block_document_id=block, subject=subject, body=body)],
-        )
-        for name, trigger, subject, body in (
-            (GATE_FAILED, gate, _GATE_SUBJECT, _GATE_BODY),
-            (RUN_FAILED, flow_run, _RUN_SUBJECT, _RUN_BODY),
-        )
+        AutomationCore(name=GATE_FAILED, description=description, trigger=gate, actions=[tell_of_gate]),
+        AutomationCore(name=RUN_FAILED, description=description, trigger=flow_run, actions=[tell_of_run]),
     ]
 
 
 async def _keep_address(address: str) -> UUID:
-    """Prefect has a block type for Slack, and for others, but none for just any address. Slack's hands what is not
-    Slack's on to Apprise as it stands, and every server knows it."""
-    block = SlackWebhook(url=address, notify_type="failure")
-    return await block.asave(ADDRESS_BLOCK, overwrite=True)
+    """Every server has Slack's block type, which hands an address that is not Slack's on to Apprise as it stands."""
+    return await SlackWebhook(url=address, notify_type="failure").asave(ADDRESS_BLOCK, overwrite=True)
 
 
 async def _find_block(reference: str) -> UUID:

@@ -1,7 +1,7 @@
-"""What is said while Prefect's or MLflow's server is away: one sentence, not one per message that did not get there.
+"""One sentence per outage of Prefect's or MLflow's server, instead of one per message that did not get there.
 
-In: nothing. Out: filters on the libraries' own loggers. Nothing is lost with them: Prefect's client keeps its events
-and sends them once the server answers again, and MLflow is brought up to the run's log by a later call.
+In: nothing. Out: filters on the libraries' own loggers. Prefect's client sends its events once the server answers
+again, and a later call brings MLflow up to the run's log.
 """
 
 from __future__ import annotations

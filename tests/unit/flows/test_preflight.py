@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
-from infra.user_code import load_object
+from rollouts.chat.chat import Chat
 from rollouts.production.engine_choice import fitted_to_model, num_positions
+from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput
-from settings.loss import ClipLoss, CustomLoss
 from settings.run_file import RunConfig, load_run_file
 from storage.objects.object_store import LocalStore, StoreError
+from storage.records import Task
 from tasks import preflight, trial
 from tests.builders import a_config
 from tests.unit.trainers.builders import tiny_model
@@ -36,13 +37,12 @@ def test_a_store_without_conditional_writes_is_refused(tmp_path: Path, monkeypat
         preflight.check_run(_config(store="", tool_parser="hermes"))
 
 
-def test_a_good_store_and_workflow_pass(tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_and_the_rest_passes(tmp_path: Path) -> None:
     preflight.check_run(_config(store=str(tmp_path), tool_parser="hermes"))
-
-
-def test_a_tool_parser_that_does_not_exist_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="vLLM has no such parser; did you mean 'hermes'"):
         preflight.check_run(_config(store=str(tmp_path), tool_parser="hermess"))
+    with pytest.raises(ValueError, match=r"no_such_module:loss' cannot be imported"):
+        preflight.check_run(_config(store=str(tmp_path), loss={"kind": "custom", "path": "no_such_module:loss"}))
 
 
 def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_path: Path) -> None:
@@ -63,115 +63,89 @@ def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_p
         )
 
 
-def test_a_custom_loss_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text("def loss(inputs, beta):\n    return beta\n")
-    with pytest.raises(ValueError, match=r"no_such_module:loss' cannot be imported"):
-        preflight.check_loss(CustomLoss(path="no_such_module:loss"), with_reference=False)
-    with pytest.raises(ValueError, match="missing a required argument: 'beta'"):
-        preflight.check_loss(CustomLoss(path=f"{file}:loss"), with_reference=False)
-    with pytest.raises(ValueError, match="returns float"):
-        preflight.check_loss(CustomLoss(path=f"{file}:loss", arguments={"beta": 1.0}), with_reference=False)
+class _Echo(Workflow):
+    reward: float | None = 1.0
+    reference: str | None = "7"
 
-
-def test_our_own_losses_need_no_trial() -> None:
-    preflight.check_loss(ClipLoss(), with_reference=True)
-
-
-WORKFLOW = """
-from rollouts.workflow import Score, Workflow
-from storage.records import Task
-
-class Echo(Workflow):
-    reward = 1.0
-    reference = "7"
-
-    def tasks(self, split):
+    def tasks(self, split: str) -> list[Task]:
         return [Task(id=f"{split}-{number}", prompt="Say 7.", answer="7") for number in range(30)]
 
-    async def run(self, task, chat):
+    async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return Score(reward=self.reward if reply == task.answer else 0.0)
 
-    def reference_reply(self, task, messages):
+    def reference_reply(self, task: Task, messages: Any) -> str | None:
         return self.reference
 
-class Silent(Echo):
+
+class _Silent(_Echo):
     reference_reply = Workflow.reference_reply
 
-class Unknowing(Echo):
-    reference = None
 
-class Wrong(Echo):
-    reference = "8"
-
-class Half(Echo):
-    reward = 0.5
-
-class Null(Echo):
-    reward = None
-
-class Broken(Echo):
-    async def run(self, task, chat):
+class _Broken(_Echo):
+    async def run(self, task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         return Score(reward=float(task.id))
 
-class Ranked(Null):
-    async def score_group(self, task, attempts):
+
+class _Ranked(_Echo):
+    reward = None
+
+    async def score_group(self, task: Task, attempts: Any) -> list[Score]:
         return [Score(reward=1.0) for _ in attempts]
 
-class TwoTurns(Echo):
-    async def run(self, task, chat):
-        replies = [await chat.ask(task.prompt), await chat.ask("Again.")]
+
+class _TwoTurns(_Echo):
+    async def run(self, task: Task, chat: Chat) -> Score:
+        assert [await chat.ask(task.prompt), await chat.ask("Again.")] == ["7", "sept: grün 🙂"]
         assert [message.content for message in chat.messages] == ["Say 7.", "7", "Again.", "sept: grün 🙂"]
         return Score(reward=1.0)
 
-    def reference_reply(self, task, messages):
+    def reference_reply(self, task: Task, messages: Any) -> str:
         return {"Say 7.": "7", "Again.": "sept: grün 🙂"}[messages[-1].content]
 
-class Nothing(Workflow):
+
+class _Nothing(Workflow):
     pass
-"""
 
 
-@pytest.fixture
-def workflows(tmp_path: Path) -> Path:
-    file = tmp_path / "workflows.py"
-    file.write_text(WORKFLOW)
-    return file
+def _won(workflow: type[Workflow], **fields: Any) -> int:
+    played = workflow(None)
+    vars(played).update(fields)
+    return trial.check_references(played, a_config())
 
 
-def _won(file: Path, name: str, **values: Any) -> int:
-    config = a_config(workflow=f"{file}:{name}", **values)
-    return trial.check_references(load_object(config.workflow)(None), config)
-
-
-@pytest.mark.parametrize(
-    ("name", "won"), [("Echo", 40), ("TwoTurns", 40), ("Ranked", 40), ("Silent", 0), ("Unknowing", 0)]
-)
-def test_twenty_tasks_of_each_split_are_won_by_their_reference(workflows: Path, name: str, won: int) -> None:
-    assert _won(workflows, name) == won
+def test_twenty_tasks_of_each_split_are_won_by_their_reference() -> None:
+    assert [_won(workflow) for workflow in (_Echo, _TwoTurns, _Ranked)] == [40, 40, 40]
+    assert _won(_Silent) == _won(_Echo, reference=None) == 0
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("workflow", "fields", "words"),
     [
-        ("Wrong", "its reward is 0.0, and an attempt that wins has 1"),
-        ("Half", "its reward is 0.5"),
-        ("Null", "its reward is None"),
-        ("Broken", "ValueError: could not convert string to float: 'train-0'\n  at {file}:37 in run: return Score"),
+        (_Echo, {"reference": "8"}, "its reward is 0.0, and an attempt that wins has 1"),
+        (_Echo, {"reward": 0.5}, "its reward is 0.5"),
+        (_Echo, {"reward": None}, "its reward is None"),
+        (
+            _Broken,
+            {},
+            "ValueError: could not convert string to float: 'train-0'\n  at {file}:{line} in run: return Score",
+        ),
     ],
 )
-def test_a_reference_that_does_not_win_is_refused_with_the_task(workflows: Path, name: str, words: str) -> None:
+def test_a_reference_that_does_not_win_is_refused_with_the_task(
+    workflow: type[Workflow], fields: dict[str, Any], words: str
+) -> None:
     with pytest.raises(InvalidInput) as caught:
-        _won(workflows, name)
+        _won(workflow, **fields)
     message = str(caught.value)
     start = "reference_reply does not win 40 of 40 tasks. task 'train-0' of split 'train': "
-    assert message.startswith(start + words.format(file=workflows)), message
+    file, line = Path(__file__).relative_to(Path.cwd()), _Broken.run.__code__.co_firstlineno + 2
+    assert message.startswith(start + words.format(file=file, line=line)), message
     assert "Mend the task's answer, its reward or reference_reply" in message
 
 
-def test_a_workflow_without_its_methods_is_refused_by_name(workflows: Path, tmp_path: Path) -> None:
-    for name, missing in (("Nothing", "tasks"), ("Echo", "demonstrations")):
-        with pytest.raises(InvalidInput, match=rf"{name} has no {missing}\(\); write it"):
-            preflight.check_run(a_config(workflow=f"{workflows}:{name}", store=str(tmp_path)))
+@pytest.mark.parametrize(("name", "missing"), [("_Nothing", "tasks"), ("_Echo", "demonstrations")])
+def test_a_workflow_without_its_methods_is_refused_by_name(tmp_path: Path, name: str, missing: str) -> None:
+    with pytest.raises(InvalidInput, match=rf"{name} has no {missing}\(\); write it"):
+        preflight.check_run(a_config(workflow=f"{__name__}:{name}", store=str(tmp_path)))

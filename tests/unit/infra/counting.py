@@ -82,7 +82,7 @@ class Counting:
 
     def environment(self) -> dict[str, str]:
         """What torch.distributed reads."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
         return {name: os.environ[name] for name in names if name in os.environ}
 
     def meet(self) -> tuple[int, int]:
@@ -94,17 +94,6 @@ class Counting:
         total = torch.tensor([self._rank + 1])
         dist.all_reduce(total)
         return int(total), dist.get_world_size()
-
-    def threads(self) -> list[str]:
-        """What each rank's process is told to compute with."""
-        import torch.distributed as dist
-
-        counts = [os.environ["OMP_NUM_THREADS"]]
-        if "RANK" in os.environ:
-            dist.init_process_group("gloo")
-            counts *= dist.get_world_size()
-            dist.all_gather_object(counts, os.environ["OMP_NUM_THREADS"])
-        return counts
 
     def fail(self) -> None:
         """The same failure on every rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import traceback
@@ -14,7 +15,8 @@ import psutil
 import pytest
 
 from infra import placement
-from infra.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, WorkerDied
+from infra.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, WorkerDied, close
+from infra.placement import check_shares
 from settings.errors import InvalidInput
 from tests.unit.infra.counting import USERS_CODE
 
@@ -44,23 +46,21 @@ async def _group(cluster: Cluster, num_ranks: int, name: str, **options: float) 
 async def test_one_rank_is_an_ordinary_worker_without_rendezvous(cluster: Cluster) -> None:
     hosted = await _group(cluster, 1, "single")
     assert isinstance(hosted, Hosted)
-    assert await hosted.call("add", 2, times=3) == 16 and await hosted.call("environment") == {}
+    assert await hosted.call("add", 2, times=3) == 16 and "RANK" not in await hosted.call("environment")
+    await hosted.prepare({"OMP_NUM_THREADS": "3"})
+    assert (await hosted.call("environment"))["OMP_NUM_THREADS"] == "3"
 
 
 async def test_a_call_runs_on_every_rank_and_returns_the_first_ones_result(cluster: Cluster) -> None:
     group = await _group(cluster, 3, "trio")
-    environment = await group.call("environment")
-    assert environment["RANK"] == environment["LOCAL_RANK"] == "0" and environment["WORLD_SIZE"] == "3"
+    await group.prepare({"OMP_NUM_THREADS": "3"})
+    environments = [await rank.call("environment") for rank in group._ranks]
+    assert [environment["RANK"] for environment in environments] == ["0", "1", "2"]
+    same = {name: {environment[name] for environment in environments} for name in environments[0]}
+    assert (same["LOCAL_RANK"], same["WORLD_SIZE"], same["OMP_NUM_THREADS"]) == ({"0"}, {"3"}, {"3"})
     assert await group.call("meet") == (1 + 2 + 3, 3)
     assert [await group.call("add", 1), await group.call("add", 1)] == [11, 12]
     assert [rank.log_file.name for rank in group._ranks] == ["trio.log", "trio-rank-1.log", "trio-rank-2.log"]
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-async def test_ranks_compute_with_the_threads_they_are_told(cluster: Cluster, num_ranks: int) -> None:
-    group = await _group(cluster, num_ranks, "told")
-    await group.prepare({"OMP_NUM_THREADS": "3"})
-    assert await group.call("threads") == ["3"] * num_ranks
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,14 @@ async def test_ranks_that_wait_for_one_that_failed_or_was_killed_are_killed(
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_an_object_that_cannot_be_opened_says_why(cluster: Cluster) -> None:
+async def test_an_object_that_cannot_be_opened_says_why_and_an_engine_of_one_part_needs_no_place(
+    cluster: Cluster,
+) -> None:
+    before = _places()
     hosted = await cluster.host("unbuildable", _COUNTING)
     with pytest.raises(TypeError, match="begin"):
         await hosted.call("open", begin=10)
+    assert _places().keys() == before.keys()
 
 
 @pytest.mark.parametrize(
@@ -137,6 +141,11 @@ async def test_an_error_comes_with_the_users_frames_last(
         assert "ray/" not in error.__notes__[0] and "worker_process.py" not in error.__notes__[0], printed
 
 
+def _engines(cluster: Cluster) -> Cluster:
+    """The same one, for engines of two parts."""
+    return Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)
+
+
 def _places() -> dict[str, dict[str, Any]]:
     """What the cluster has reserved, or is to reserve."""
     from ray.util import placement_group_table
@@ -149,19 +158,17 @@ def _places() -> dict[str, dict[str, Any]]:
 async def test_devices_are_reserved_in_one_place_until_the_worker_ends(cluster: Cluster, parts: str, end: str) -> None:
     before = _places()
     if parts == "two ranks":
+        expected: Any = ("PACK", {0: {"CPU": 1.0}, 1: {"CPU": 1.0}})
         worker = await _group(cluster, 2, f"placed-{end}", lag_seconds=0.5)
     else:
-        engines = Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)  # the same one
-        worker = await engines.host(f"engine-{end}", _COUNTING)
+        expected = ("STRICT_PACK", {0: {"CPU": 2.0}})
+        worker = await _engines(cluster).host(f"engine-{end}", _COUNTING)
         await worker.call("open", start=10)
     [place] = [place for key, place in _places().items() if key not in before]
-    if parts == "two ranks":
-        assert place["bundles"] == {0: {"CPU": 1.0}, 1: {"CPU": 1.0}} and place["strategy"] == "PACK"
-    else:
-        assert place["bundles"] == {0: {"CPU": 2.0}} and place["strategy"] == "STRICT_PACK"
+    assert (place["strategy"], place["bundles"]) == expected
     assert await worker.call("add", 1) == 11 and place["state"] == "CREATED"
     if end == "close":
-        await worker.close()
+        await close(worker)
     elif end == "kill" and isinstance(worker, Hosted):
         worker.kill()
     else:
@@ -171,21 +178,13 @@ async def test_devices_are_reserved_in_one_place_until_the_worker_ends(cluster: 
         await asyncio.sleep(0.05)
 
 
-async def test_an_engine_of_one_part_needs_no_place(cluster: Cluster) -> None:
-    before = _places()
-    single = await cluster.host("single-engine", _COUNTING)
-    await single.call("open", start=10)
-    assert _places().keys() == before.keys()
-
-
 async def test_an_engine_that_waits_for_devices_says_what_it_waits_for_and_leaves_nothing_behind(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(placement, "_LOOK_SECONDS", 0.2)
     caplog.set_level(logging.WARNING, "millrace.placement")
     before = _places()
-    engines = Cluster(log_folder=cluster._log_folder, gpus_per_engine=2)
-    waiting = asyncio.create_task(engines.host("rollout-7", _COUNTING, num_gpus=2))
+    waiting = asyncio.create_task(_engines(cluster).host("rollout-7", _COUNTING, num_gpus=2))
     while not caplog.messages:
         await asyncio.sleep(0.05)
     waiting.cancel()
@@ -198,11 +197,9 @@ async def test_an_engine_that_waits_for_devices_says_what_it_waits_for_and_leave
     )
 
 
-def _idle_cluster(gpus: list[int], *, num_workers: int, gpus_per_engine: int) -> Cluster:
-    """A cluster of nodes with so many GPUs and 64 CPUs each, of which nothing is started."""
-    cluster = Cluster(log_folder=Path("unused"), num_workers=num_workers, gpus_per_engine=gpus_per_engine)
-    cluster.nodes = [{"CPU": 64.0, **({"GPU": float(number)} if number else {})} for number in gpus]
-    return cluster
+def _nodes(gpus: list[int]) -> list[dict[str, float]]:
+    """With so many GPUs and 64 CPUs each."""
+    return [{"CPU": 64.0, **({"GPU": float(number)} if number else {})} for number in gpus]
 
 
 _TOO_LARGE = "× pipeline_parallel_size.*, all of one node, and no node has more than"
@@ -238,12 +235,8 @@ _TOO_LARGE = "× pipeline_parallel_size.*, all of one node, and no node has more
 def test_what_the_nodes_cannot_hold_is_refused(
     gpus: list[int], num_workers: int, gpus_per_engine: int, num_ranks: int, refused: str
 ) -> None:
-    cluster = _idle_cluster(gpus, num_workers=num_workers, gpus_per_engine=gpus_per_engine)
-    if not refused:
-        cluster.check_ranks(num_ranks)
-        return
-    with pytest.raises(ValueError, match=refused):
-        cluster.check_ranks(num_ranks)
+    with pytest.raises(ValueError, match=refused) if refused else contextlib.nullcontext():
+        check_shares(_nodes(gpus), num_workers=num_workers, gpus_per_engine=gpus_per_engine, num_ranks=num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -253,24 +246,22 @@ def test_what_the_nodes_cannot_hold_is_refused(
 def test_an_engine_has_as_many_gpus_as_it_has_parts(
     gpus_per_engine: int, num_workers: int, num_gpus: int, expected: float
 ) -> None:
-    cluster = _idle_cluster([num_gpus], num_workers=num_workers, gpus_per_engine=gpus_per_engine)
-    cluster.check_ranks(1)
+    cluster = Cluster(log_folder=Path("unused"), num_workers=num_workers, gpus_per_engine=gpus_per_engine)
+    cluster.nodes = _nodes([num_gpus])
     assert cluster.gpus_per_engine == expected
 
 
-@pytest.mark.parametrize("address", [None, ""])
 async def test_without_an_address_no_cluster_that_happens_to_run_here_is_joined(
-    address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import ray
 
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    if address is not None:
-        monkeypatch.setenv("RAY_ADDRESS", address)
     asked: list[str] = []
     monkeypatch.setattr(ray, "init", lambda **options: asked.append(options["address"]))
     monkeypatch.setattr(ray, "nodes", list)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    async with Cluster(log_folder=tmp_path):
-        pass
-    assert asked == ["local"]
+    for prepare in (lambda: monkeypatch.delenv("RAY_ADDRESS", False), lambda: monkeypatch.setenv("RAY_ADDRESS", "")):
+        prepare()
+        async with Cluster(log_folder=tmp_path):
+            pass
+    assert asked == ["local", "local"]

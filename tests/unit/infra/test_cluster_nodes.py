@@ -44,7 +44,6 @@ async def _two_engines_on_two_gpus(log_folder: Path) -> None:
     node = cluster.add_node(**_SMALL, num_gpus=2)
     os.environ["RAY_ADDRESS"] = cluster.address
     async with ours.Cluster(log_folder=log_folder, num_workers=2, gpus_per_engine=2) as fleet:
-        fleet.check_ranks(0)
 
         async def host(name: str) -> Any:
             hosted = await fleet.host(name, _COUNTING, num_gpus=fleet.gpus_per_engine)

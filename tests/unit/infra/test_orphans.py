@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from infra.orphans import end_orphaned_servers
+from infra.services import end_orphaned_servers
 
 WAITS = "import sys; print('here', flush=True); sys.stdin.read()"
 

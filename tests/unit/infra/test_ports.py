@@ -37,20 +37,18 @@ def preferred() -> int:
     return 20_000 + secrets.randbelow(10_000)
 
 
-def test_the_preferred_port_is_taken_unless_somebody_listens_there(preferred: int) -> None:
+def test_the_preferred_port_is_given_unless_a_server_listens_there_or_another_process_was_given_it(
+    preferred: int,
+) -> None:
     with socket.create_server(("127.0.0.1", preferred)):
         assert free_port(preferred) != preferred and somebody_listens(preferred)
-    assert free_port(preferred) == preferred and not somebody_listens(preferred)
-
-
-def test_of_two_that_start_together_only_one_is_given_the_preferred_port(preferred: int) -> None:
-    """As two services on one machine, each of which listens ten seconds later."""
+    # As two services on one machine, each of which listens ten seconds later.
     code = f"from infra.ports import free_port; print(free_port({preferred}), flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdin is not None and other.stdout is not None
         assert int(other.stdout.readline()) == preferred != free_port(preferred)
         other.stdin.close()
-    assert free_port(preferred) == preferred, "it has ended and listens no more"
+    assert free_port(preferred) == preferred and not somebody_listens(preferred), "it has ended"
 
 
 def test_only_the_latest_ports_are_kept() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import millrace
-from infra.user_code import OURS, PRODUCT, load_object, own_command
+from infra.user_code import PRODUCT, load_object, own_command
+from settings.errors import OWN_PACKAGES
 
 ENVIRONMENT = """
 from millrace import Task, Workflow, exact, sandboxed
@@ -53,14 +54,10 @@ def _python(folder: Path, *arguments: str, path: Path | None = None) -> subproce
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
-def test_the_two_lists_of_our_packages_are_one():
-    assert ("millrace", *millrace._PACKAGES) == OURS
-
-
 def test_our_imports_find_ours_in_the_driver_in_reward_processes_and_in_sandboxes(tmp_path: Path):
     wrong = "raise RuntimeError('the wrong one')\n"
-    work = _write(tmp_path / "work", game=ENVIRONMENT, **{name: wrong for name in OURS[1:]})
-    path = _write(tmp_path / "path", **{f"{name}____init__": wrong for name in OURS[1:]})
+    work = _write(tmp_path / "work", game=ENVIRONMENT, **{name: wrong for name in OWN_PACKAGES[1:]})
+    path = _write(tmp_path / "path", **{f"{name}____init__": wrong for name in OWN_PACKAGES[1:]})
     start = own_command("builtins:str")[-1]
     done = _python(work, "-c", start + PLAY, path=path)
     assert done.stdout == "1 1.0 8\n", done.stderr
@@ -69,6 +66,7 @@ def test_our_imports_find_ours_in_the_driver_in_reward_processes_and_in_sandboxe
 
 
 def test_a_script_that_imported_its_own_file_first_is_told(tmp_path: Path):
+    assert ("millrace", *millrace._PACKAGES) == OWN_PACKAGES
     done = _python(_write(tmp_path, settings="", script="import settings, millrace\n"), "script.py")
     assert f"ImportError: {tmp_path}/settings.py is imported as 'settings', a package of Millrace" in done.stderr
 
@@ -94,44 +92,37 @@ def test_a_file_of_theirs_that_is_shadowed_is_named_with_the_rename(
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ValueError) as raised:
         load_object("game.py:Game" if by_file else "game:Game")
-    assert f"{tmp_path}/{theirs} has the name of a package of Millrace, which is found first: rename it" in str(
-        raised.value
-    )
+    named = f"{tmp_path}/{theirs} has the name of a package of Millrace, which is found first: rename it"
+    assert named in str(raised.value)
 
 
 def test_a_workflow_in_a_file_that_is_shadowed_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(_write(tmp_path, tasks="class Game: ...\n", flows____init__="", flows__game="class Game: ...\n"))
     monkeypatch.syspath_prepend(tmp_path)
     for path, theirs in (("tasks:Game", "tasks.py"), ("flows.game:Game", "flows")):
-        with pytest.raises(
-            ValueError, match=f"{theirs} has the name of a package of Millrace.* rename it, to my_{theirs}"
-        ):
+        named = f"{theirs} has the name of a package of Millrace.* rename it, to my_{theirs}"
+        with pytest.raises(ValueError, match=named):
             load_object(path)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "from rollouts.workflow import RolloutWorkflow",
-        "from rollouts.rewards import math_answer",
-        "import rollouts.tools",
-    ],
-)
+_MOVED = [
+    "from rollouts.workflow import RolloutWorkflow",
+    "from rollouts.rewards import exact",
+    "import rollouts.tools",
+]
+
+
+@pytest.mark.parametrize("code", _MOVED)
 def test_a_name_of_ours_that_has_moved_says_where_it_is(tmp_path: Path, code: str):
     (tmp_path / "rollouts").mkdir()  # of data, and no module of the user's
     file = _write(tmp_path, game=f"\n{code}\n") / "game.py"
-    with pytest.raises(
-        ValueError, match=rf"'rollouts\..*in {file}, line 2; import it from `millrace`, whose names docs"
-    ):
+    says = rf"'rollouts\..*in {file}, line 2; import it from `millrace`, whose names docs"
+    with pytest.raises(ValueError, match=says):
         load_object(f"{file}:Game")
 
 
-@pytest.mark.parametrize("path", ["rollouts.rewards:exact", "rollouts.tools:tool", "millrace:Workflows"])
-def test_an_import_path_of_ours_that_has_moved_says_where_it_is(path: str):
-    with pytest.raises(ValueError, match="import it from `millrace`"):
-        load_object(path)
-
-
-def test_the_paths_that_recorded_runs_hold_still_load():
+def test_an_import_path_of_ours_that_has_moved_says_where_it_is_or_loads_if_a_run_recorded_it():
+    for path in ("rollouts.rewards:exact", "rollouts.tools:tool", "millrace:Workflows"):
+        with pytest.raises(ValueError, match="import it from `millrace`"):
+            load_object(path)
     assert load_object("rollouts.verifiers_environments:VerifiersWorkflow") is millrace.VerifiersWorkflow
-    assert load_object("millrace:VerifiersWorkflow") is millrace.VerifiersWorkflow

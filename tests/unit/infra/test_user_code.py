@@ -45,34 +45,32 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "game.py"
 
 
-def test_a_module_a_file_and_a_nested_name_load(file: Path):
+def test_a_module_a_file_and_a_nested_name_load_each_file_once(file: Path, tmp_path: Path):
     assert load_object("rollouts.workflow:Workflow") is Workflow
     assert load_object(f"{file}:Game.Board").size == 9
-
-
-def test_a_file_is_loaded_once(file: Path):
     assert load_object(f"{file}:Game") is load_object(f"{file}:Game")
-
-
-def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "game.py").write_text("class Game:\n    pass\n")
     assert load_object(f"{file}:Game") is not load_object(f"{tmp_path}/other/game.py:Game")
 
 
-def test_another_process_finds_the_same_object_by_its_path(file: Path):
+def test_another_process_finds_the_same_object_by_its_path(file: Path, monkeypatch: pytest.MonkeyPatch):
     reward = load_object(f"{file}:reward")
     assert path_of(reward) == f"{file}:reward"
     assert path_of(exact) == "rollouts.rewards.answers:exact"
     code = f"from infra.user_code import load_object; print(load_object({path_of(reward)!r})('x'))"
-    done = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=True)
-    assert done.stdout == "1.0\n"
-
-
-def test_a_relative_file_becomes_absolute_and_a_module_stays(monkeypatch: pytest.MonkeyPatch, file: Path):
+    assert _python("/", "-c", code) == "1.0"
     monkeypatch.chdir(file.parent)
     assert absolute_path("game.py:Game") == f"{file}:Game"
     assert absolute_path("rollouts.workflow:Workflow") == "rollouts.workflow:Workflow"
+
+
+def _python(folder: Path | str, *arguments: str, path: str = "") -> str:
+    """What a fresh Python process in a folder prints."""
+    environment = {"PYTHONPATH": f"{path}:{Path(__file__).parents[3]}", "PATH": ""}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("path", ["", "rollouts.workflow", "rollouts.workflow:", ":Name", ".py", ".sibling:Name"])
@@ -87,8 +85,18 @@ def test_a_missing_module_or_file_is_named_with_the_likely_reason(path: str):
         load_object(path)
 
 
-def test_a_missing_name_lists_what_there_is(file: Path):
-    with pytest.raises(ValueError, match="has no 'Chess'; it has Game, reward$"):
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (FILE, "has no 'Chess'; it has Game, reward$"),
+        ("BOARD = 1\ndef reward(:\n", r"cannot be imported: .* in {file}, line 2$"),
+        ("BOARD = 1\n\n  x = 1\n", r"cannot be imported: .* in {file}, line 3$"),
+        ("import no_such_library\n", "No module named 'no_such_library'"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_one_sentence(file: Path, code: str, message: str):
+    file.write_text(code)
+    with pytest.raises(ValueError, match=message.format(file=file)):
         load_object(f"{file}:Chess")
 
 
@@ -97,19 +105,8 @@ def test_a_module_in_the_working_directory_loads_in_a_console_script_and_in_rewa
     (tmp_path / "bin").mkdir()
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "my_rewards.py").write_text("def double(number):\n    return 2.0 * number\n")
-    script = tmp_path / "bin" / "script.py"
-    script.write_text(SCRIPT)
-    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""}
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True)
-    assert done.stdout == "2.0 4.0\n", done.stderr
-
-
-@pytest.mark.parametrize("code", ["def reward(:\n", "\n  x = 1\n"])
-def test_code_that_does_not_parse_is_one_sentence_with_its_line(file: Path, code: str):
-    file.write_text("BOARD = 1\n" + code)
-    with pytest.raises(ValueError, match=rf"cannot be imported: .* in {file}, line [23]$"):
-        load_object(f"{file}:Game")
+    (tmp_path / "bin" / "script.py").write_text(SCRIPT)
+    assert _python(tmp_path / "work", str(tmp_path / "bin" / "script.py")) == "2.0 4.0"
 
 
 def test_an_error_in_the_users_file_is_raised_as_it_is_every_time(file: Path):
@@ -119,12 +116,6 @@ def test_an_error_in_the_users_file_is_raised_as_it_is_every_time(file: Path):
             load_object(f"{file}:Game")
     file.write_text(FILE)
     assert load_object(f"{file}:Game.Board").size == 9
-
-
-def test_a_library_the_users_file_lacks_is_named(file: Path):
-    file.write_text("import no_such_library\n")
-    with pytest.raises(ValueError, match="No module named 'no_such_library'"):
-        load_object(f"{file}:Game")
 
 
 WORKFLOW = """
@@ -141,13 +132,10 @@ class Game:
 """
 
 
-def _digest(folder: Path, file: str = "game.py") -> str:
+def _digest(folder: Path) -> str:
     """The digest as a fresh process computes it: here modules stay loaded."""
-    code = f"from infra.user_code import source_sha256; print(source_sha256({str(folder / file) + ':Game'!r}))"
-    environment = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[3]}", "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    code = f"from infra.user_code import source_sha256; print(source_sha256({str(folder / 'game.py') + ':Game'!r}))"
+    return _python(folder, "-c", code, path=str(folder))
 
 
 def _game(folder: Path) -> Path:

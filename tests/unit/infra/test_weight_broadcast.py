@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ def _policy(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _broadcast(digest: str, *, num_receivers: int) -> Broadcast:
-    policy = Policy(version=3, path="policies/3", weights_sha256=digest, parent=2)
-    return a_broadcast(policy, num_receivers=num_receivers)
+def _sealed(folder: Path, *, num_receivers: int) -> tuple[Path, dict[str, torch.Tensor], Broadcast]:
+    """A file, what is in it, and its broadcast."""
+    tensors = _policy(folder)
+    policy = Policy(version=3, path="policies/3", weights_sha256=seal_folder(folder), parent=2)
+    return folder / WEIGHTS_FILE, tensors, a_broadcast(policy, num_receivers=num_receivers)
 
 
 def _exchange(file: Path, broadcast: Broadcast, **settings: Any) -> list[dict[str, torch.Tensor]]:
@@ -51,27 +53,25 @@ def _exchange(file: Path, broadcast: Broadcast, **settings: Any) -> list[dict[st
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 2**20], ids=["a tensor each", "a few", "all in one"])
 def test_every_receiver_gets_every_tensor_bit_for_bit(tmp_path: Path, bucket_bytes: int):
-    tensors = _policy(tmp_path / "p")
-    broadcast = _broadcast(seal_folder(tmp_path / "p"), num_receivers=2)
-    for got in _exchange(tmp_path / "p" / WEIGHTS_FILE, broadcast, bucket_bytes=bucket_bytes):
+    file, tensors, broadcast = _sealed(tmp_path / "p", num_receivers=2)
+    for got in _exchange(file, broadcast, bucket_bytes=bucket_bytes):
         assert got.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor)
 
 
 def test_other_bytes_than_the_log_s_are_refused(tmp_path: Path):
-    _policy(tmp_path / "p")
-    broadcast = _broadcast(seal_folder(tmp_path / "p"), num_receivers=1)
-    wrong = dataclasses.replace(broadcast, weights_sha256="0" * 64)
+    file, _, broadcast = _sealed(tmp_path / "p", num_receivers=1)
     with pytest.raises(DigestMismatch, match="policy 3 arrived by broadcast with other weights"):
-        _exchange(tmp_path / "p" / WEIGHTS_FILE, wrong)
+        _exchange(file, dataclasses.replace(broadcast, weights_sha256="0" * 64))
 
 
 def test_a_receiver_that_does_not_come_ends_the_wait_on_both_sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(weight_broadcast, "SECONDS", 2.0)
-    _policy(tmp_path / "p")
-    broadcast = _broadcast(seal_folder(tmp_path / "p"), num_receivers=2)
+    file, _, broadcast = _sealed(tmp_path / "p", num_receivers=2)
     with ThreadPoolExecutor() as pool:
-        taking = pool.submit(lambda: list(receive(broadcast, rank=1)))
-        sending = pool.submit(send, tmp_path / "p" / WEIGHTS_FILE, broadcast)
-        assert sending.exception(timeout=60) is not None and taking.exception(timeout=60) is not None
+        sides: list[Future[Any]] = [
+            pool.submit(lambda: list(receive(broadcast, rank=1))),
+            pool.submit(send, file, broadcast),
+        ]
+        assert all(side.exception(timeout=60) is not None for side in sides)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,17 +11,11 @@ import millrace
 from tests import api_page
 
 
-def test_type_checkers_see_the_names_that_are_there():
-    tree = ast.parse(Path(millrace.__file__).read_text())
-    guarded = next(node for node in tree.body if isinstance(node, ast.If)).body
-    imports = [node for node in guarded if isinstance(node, ast.ImportFrom)]
-    seen = {node.module: tuple(alias.name for alias in node.names) for node in imports}
-    assert seen == millrace._NAMES
-
-
 def test_every_name_is_what_its_module_has():
     values = {name: getattr(millrace, name) for name in dir(millrace)}
-    assert values == {name: getattr(sys.modules[millrace._HOME[name]], name) for name in millrace.__all__}
+    assert len(values) > 50 and values == {
+        name: getattr(sys.modules[millrace._HOME[name]], name) for name in millrace.__all__
+    }
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error():

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +22,7 @@ from tasks.fleet import REPLACEMENTS, Fleet
 from tasks.rollout import evaluate_policy, publish_policy
 from tasks.session import RunSession
 from tasks.trainer import TrainerHandle
-from tests.builders import a_config, a_log, a_session, a_shard, a_step, a_summary
-
-
-@pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    return a_session()
+from tests.builders import a_config, a_log, a_step
 
 
 def _serves(session: RunSession) -> tuple[int, str]:
@@ -38,13 +30,47 @@ def _serves(session: RunSession) -> tuple[int, str]:
     return alias.version, alias.checksum
 
 
-def test_without_an_engine_the_alias_moves_when_the_policy_is_in_the_store(session: RunSession) -> None:
+class _Party:
+    """A trainer or a worker that notes what it is asked; it raises an answer that is an error."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers = {"can_send": True, "can_receive": True, **answers}
+        self.asked: list[tuple[str, tuple[Any, ...]]] = []
+
+    async def rendezvous(self) -> tuple[str, int]:
+        return "10.0.0.1", 4711
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        self.asked.append((method, arguments))
+        update = WeightUpdate(checksum="sum", mode="keep", cache_cleared=True, paused_seconds=0.1, transfer="gloo")
+        answer = self.answers.get(method, update)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _trained(session: RunSession, **fields: Any) -> Policy:
+    """The policy of one step more."""
+    step = a_step(session.log.state, trained=[])
+    session.log.append(dataclasses.replace(step, policy=dataclasses.replace(step.policy, **fields)))
+    return session.log.state.steps[-1].policy
+
+
+def _publish(session: RunSession, trainer: _Party | None = None, /, **workers: Any) -> Any:
+    """Publish a new policy to these workers; returns the alias `rollout`."""
+    session.trainer, session.fleet.workers = trainer or session.trainer, workers  # type: ignore[assignment]
+    asyncio.run(publish_policy.fn(session, policy=_trained(session)))
+    return session.log.state.aliases["rollout"]
+
+
+@pytest.mark.parametrize("workers", [{}, {"rollout-0": _Party(publish=WorkerDied("died during publish()"))}])
+def test_without_a_living_engine_the_alias_moves_when_the_policy_is_in_the_store(
+    session: RunSession, workers: dict[str, _Party]
+) -> None:
+    """Producers elsewhere go by it, and workers that take the place of the dead."""
     session.fleet.mark_served([])
     assert _serves(session) == (0, "")
-    session.log.append(a_shard("s0", [a_summary(0)]))
-    step = a_step(session.log.state, trained=["0.task0"])
-    session.log.append(step)
-    asyncio.run(publish_policy.fn(session, policy=step.policy))
+    _publish(session, **workers)
     assert _serves(session) == (1, "")
 
 
@@ -54,39 +80,19 @@ def test_the_newest_policy_is_served_when_the_alias_is_on_it_and_its_files_make_
     assert not session.fleet.newest_is_served()
     session.fleet.mark_served([])
     assert session.fleet.newest_is_served()
-    session.log.append(a_shard("s0", [a_summary(0)]))
-    step = a_step(session.log.state, trained=["0.task0"])
-    delta = dataclasses.replace(step, policy=dataclasses.replace(step.policy, anchor=0))
-    session.log.append(delta)
+    delta = _trained(session, anchor=0)
     assert not session.fleet.newest_is_served()
-    asyncio.run(publish_policy.fn(session, policy=delta.policy))
-    found = iter([DamagedDelta("a value too few"), None])
+    asyncio.run(publish_policy.fn(session, policy=delta))
+    damages = iter([DamagedDelta("a value too few"), None])
 
     def fetch(reader: PolicyReader, policy: Policy) -> None:
-        assert policy == delta.policy
-        if (error := next(found)) is not None:
+        assert policy == delta
+        if (error := next(damages)) is not None:
             raise error
 
     monkeypatch.setattr(PolicyReader, "fetch", fetch)
     assert not session.fleet.newest_is_served()
     assert session.fleet.newest_is_served()
-
-
-class _Dead:
-    """A worker that has died, and whose producer does not know it yet."""
-
-    async def call(self, method: str, *_: Any) -> None:
-        raise WorkerDied(f"died during {method}()")
-
-
-def test_a_policy_published_to_the_dead_alone_reaches_who_takes_their_place(session: RunSession) -> None:
-    session.fleet.mark_served(["sum"])
-    session.fleet.workers["rollout-0"] = _Dead()  # type: ignore[assignment]
-    session.log.append(a_shard("s0", [a_summary(0)]))
-    step = a_step(session.log.state, trained=["0.task0"])
-    session.log.append(step)
-    asyncio.run(publish_policy.fn(session, policy=step.policy))
-    assert _serves(session) == (1, "")
 
 
 def test_an_engine_that_is_there_again_is_compared_with_engines_only(
@@ -116,45 +122,21 @@ def test_prompts_of_a_producer_that_is_silent_are_free_and_those_of_another_one_
     assert log.state.free_positions(2) == [0, 1]
 
 
-class _Party:
-    """A trainer or a worker that takes part in broadcasts, and notes what it was asked."""
-
-    def __init__(self, **answers: Any) -> None:
-        self.answers = {"can_send": True, "can_receive": True, **answers}
-        self.asked: list[tuple[str, tuple[Any, ...]]] = []
-
-    async def rendezvous(self) -> tuple[str, int]:
-        return "10.0.0.1", 4711
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        self.asked.append((method, arguments))
-        update = WeightUpdate(checksum="sum", mode="keep", cache_cleared=True, paused_seconds=0.1, transfer="gloo")
-        answer = self.answers.get(method, update)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+@pytest.fixture
+def broadcasting(session: RunSession) -> RunSession:
+    """By gloo, to engines of two parts each."""
+    session.fleet.config = a_config(engine={"weight_transfer": "gloo", "vllm": {"tensor_parallel_size": 2}})
+    return session
 
 
-def _broadcasting(session: RunSession, trainer: _Party, **workers: _Party) -> Any:
-    """Publish a policy to these workers, of engines with two parts each."""
-    log: Any = session.log
-    engine = {"weight_transfer": "gloo", "vllm": {"tensor_parallel_size": 2}}
-    session.fleet.config = a_config(engine=engine)
-    session.trainer, session.fleet.workers = trainer, workers  # type: ignore[assignment]
-    step = a_step(log.state, trained=[])
-    log.append(step)
-    asyncio.run(publish_policy.fn(session, policy=step.policy))
-    return log.state.aliases["rollout"]
-
-
-def test_a_policy_is_broadcast_to_every_part_of_every_engine(session: RunSession) -> None:
+def test_a_policy_is_broadcast_to_every_part_of_every_engine(broadcasting: RunSession) -> None:
     trainer, workers = _Party(), {name: _Party() for name in ("a", "b")}
-    assert _broadcasting(session, trainer, **workers).version == 1
+    alias = _publish(broadcasting, trainer, **workers)
+    assert (alias.version, alias.transfer) == (1, "gloo")
     (_, (sent,)) = trainer.asked[-1]
     assert (sent.host, sent.port, sent.num_receivers, sent.version) == ("10.0.0.1", 4711, 4, 1)
     received = [party.asked[-1][1][1] for party in workers.values()]
     assert [each.first_rank for each in received] == [1, 3]
-    assert session.log.entries[-1].body.transfer == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -167,73 +149,70 @@ def test_a_policy_is_broadcast_to_every_part_of_every_engine(session: RunSession
     ids=["it has other weights", "it is dead", "a worker evaluates"],
 )
 def test_where_not_everybody_can_take_part_the_store_is_read(
-    session: RunSession, trainer: _Party, worker: _Party
+    broadcasting: RunSession, trainer: _Party, worker: _Party
 ) -> None:
     other = _Party()
-    _broadcasting(session, trainer, other=other, worker=worker)
+    _publish(broadcasting, trainer, other=other, worker=worker)
     assert [party.asked[-1][0] for party in (other, worker)] == ["publish", "publish"]
     assert "send_policy" not in [method for method, _ in trainer.asked]
 
 
-def test_a_worker_that_dies_in_a_broadcast_leaves_the_others_to_it(session: RunSession) -> None:
+def test_a_worker_that_dies_in_a_broadcast_leaves_the_others_to_it(broadcasting: RunSession) -> None:
     lost, other = _Party(receive=WorkerDied("gone")), _Party()
-    assert _broadcasting(session, _Party(), lost=lost, other=other).version == 1
+    assert _publish(broadcasting, _Party(), lost=lost, other=other).version == 1
 
 
-class _Worker:
-    """Does whatever it is asked to."""
-
-    async def call(self, method: str, *_: Any) -> None:
-        return None
+class _Over(Exception):
+    pass
 
 
 @pytest.fixture
-def started(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    """Names of the workers that are started from here on; the first `dying` are lost with their node."""
+def started(session: RunSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the workers that are started from here on; the first `REPLACEMENTS` are lost with their node."""
+    names: list[str] = []
 
-    def start_with(*, dying: int) -> list[str]:
-        names: list[str] = []
+    async def start(session: RunSession, *, name: str) -> None:
+        names.append(name)
+        if len(names) <= REPLACEMENTS:
+            raise WorkerDied(f"{name} died during prepare()")
+        worker: Any = _Party(wait_for_work=_Over())
+        session.fleet.hosted[name] = worker
 
-        async def start(session: RunSession, *, name: str) -> str:
-            names.append(name)
-            if len(names) <= dying:
-                raise WorkerDied(f"{name} died during prepare()")
-            worker: Any = _Worker()
-            session.fleet.hosted[name] = worker
-            return ""
-
-        monkeypatch.setattr(rollout, "start_rollout_worker", start)
-        return names
-
-    return start_with
+    monkeypatch.setattr(rollout, "start_rollout_worker", start)
+    return names
 
 
-def test_a_worker_that_dies_while_it_takes_the_place_of_another_is_replaced_too(session: RunSession, started) -> None:
-    names = started(dying=REPLACEMENTS)
-    made = asyncio.run(rollout.replace(session))
-    assert made == names[-1] and len(names) == REPLACEMENTS + 1 and list(session.fleet.workers) == [made]
+def _produce(session: RunSession) -> None:
+    asyncio.run(rollout.produce(session, "rollout-0"))
 
 
-def test_too_many_deaths_in_a_row_end_the_run_only_if_no_other_worker_is_there(session: RunSession, started) -> None:
-    started(dying=10)
-    other: Any = _Worker()
+def test_a_worker_that_dies_while_it_takes_the_place_of_another_is_replaced_too(
+    session: RunSession, started: list[str]
+) -> None:
+    with pytest.raises(_Over):
+        _produce(session)
+    assert len(started) == REPLACEMENTS + 1 and list(session.fleet.workers) == [started[-1]]
+
+
+def test_too_many_deaths_in_a_row_end_the_run_only_if_no_other_worker_is_there(
+    session: RunSession, started: list[str]
+) -> None:
+    session.fleet._replacements_left = REPLACEMENTS - 1
+    other: Any = _Party()
     session.fleet.workers = {"other": other}
-    assert asyncio.run(rollout.replace(session)) == ""
+    _produce(session)
     assert list(session.fleet.workers) == ["other"]
     session.fleet.workers = {}
+    started.clear()
     with pytest.raises(WorkerDied, match="during prepare"):
-        asyncio.run(rollout.replace(session))
+        _produce(session)
 
 
 def test_an_evaluation_waits_for_the_worker_that_takes_the_place_of_the_last_one(session: RunSession) -> None:
-    class Evaluates(_Worker):
-        async def call(self, method: str, *_: Any, **__: Any) -> Any:
-            return evaluation if method == "evaluate" else None
-
     evaluation = Evaluation(version=0, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id="e", seconds=1.0)
 
     async def script() -> None:
-        worker: Any = Evaluates()
+        worker: Any = _Party(evaluate=evaluation)
         session.fleet.hosted |= {"rollout-0": worker, "rollout-1": worker}
         await session.fleet.take_part(["rollout-0"])
         assert await session.fleet.leave("rollout-0", death=WorkerDied("rollout-0 died"))
@@ -248,18 +227,15 @@ def test_an_evaluation_waits_for_the_worker_that_takes_the_place_of_the_last_one
 class _Cluster:
     """Hosts nothing, and remembers what processes were told."""
 
-    gpus_per_engine = gpus_per_worker = 0.0
-
-    def __init__(self, num_gpus: float) -> None:
-        self.num_gpus = num_gpus
+    def __init__(self, num_gpus: float = 0) -> None:
+        self.gpus_per_engine = self.gpus_per_worker = num_gpus
         self.environments: list[dict[str, str]] = []
         self.opened: list[dict[str, Any]] = []
 
     async def host(self, *_: Any, **__: Any) -> _Cluster:
         return self
 
-    async def host_group(self, *_: Any, **__: Any) -> _Cluster:
-        return self
+    host_group = host
 
     async def prepare(self, environment: dict[str, str]) -> None:
         self.environments.append(environment)
@@ -271,37 +247,23 @@ class _Cluster:
 
 
 @pytest.mark.parametrize(
-    ("num_engines", "num_gpus", "environments"),
-    [
-        (1, 0, [{"OMP_NUM_THREADS": "7"}]),
-        (2, 0, [{"OMP_NUM_THREADS": "3"}]),
-        (3, 0, [{"OMP_NUM_THREADS": "2"}]),
-        (16, 0, [{"OMP_NUM_THREADS": "1"}]),
-        (2, 2, []),
-    ],
+    ("num_engines", "num_gpus", "threads"), [(1, 0, "7"), (2, 0, "3"), (3, 0, "2"), (16, 0, "1"), (2, 1, "")]
 )
-def test_engines_on_cpus_divide_the_threads(
-    num_engines: int, num_gpus: float, environments: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+def test_engines_on_cpus_divide_the_threads_and_name_the_code_of_their_own_machine(
+    num_engines: int, num_gpus: float, threads: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     cluster: Any = _Cluster(num_gpus)
-    log = a_log()
-    fleet = Fleet(log, cluster, config=a_config(), num_engines=num_engines)
+    fleet = Fleet(a_log(), cluster, config=a_config(), num_engines=num_engines)
     assert asyncio.run(fleet.start("rollout-0")) == "sum"
-    assert cluster.environments == environments and fleet.hosted == {"rollout-0": cluster}
-
-
-def test_a_worker_names_the_code_of_its_own_machine_and_not_the_drivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    cluster: Any = _Cluster(0)
-    log = a_log()
-    asyncio.run(Fleet(log, cluster, config=a_config()).start("rollout-0"))
-    assert cluster.opened[0]["code_version"] == code_version() != log.state.sessions[-1].code_version
+    assert cluster.environments == ([{"OMP_NUM_THREADS": threads}] if threads else [])
+    assert fleet.hosted == {"rollout-0": cluster}
+    assert cluster.opened[0]["code_version"] == code_version() != fleet.log.state.sessions[-1].code_version
 
 
 @pytest.mark.parametrize(("num_threads", "environments"), [(0, []), (1, [{"OMP_NUM_THREADS": "1"}])])
 def test_the_trainer_has_the_threads_that_it_is_given(num_threads: int, environments: list[dict[str, str]]) -> None:
-    cluster: Any = _Cluster(0)
+    cluster: Any = _Cluster()
     trainer = TrainerHandle(a_log(), cluster)
     asyncio.run(trainer.open("trainer-0", "module:Worker", settings=TrainSettings(num_threads=num_threads)))
     assert cluster.environments == environments

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from storage.log.entries import Alias, Session
+from storage.log.entries import Alias, Session, Shard
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from tasks import producers
@@ -18,26 +19,26 @@ from tests.builders import a_log, a_session, a_shard, a_step, a_summary
 
 
 class _Worker:
-    """Remembers what it was asked; `fails` is raised by every `publish`."""
+    """Remembers what it was asked; cannot find version `lost`."""
 
-    def __init__(self, fails: Exception | None = None) -> None:
+    def __init__(self, lost: int = -1) -> None:
         self.asked: list[Any] = []
-        self._fails = fails
+        self._lost = lost
 
     async def call(self, method: str, *arguments: Any) -> None:
         self.asked.append((method, *(policy.version for policy in arguments)))
-        if self._fails:
-            raise self._fails
+        if self.asked[-1] == ("publish", self._lost):
+            raise FileNotFoundError("weights")
 
 
 class _Run:
     """A run and a session that produces for it; one more event happens at every look at the log."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, worker: _Worker | None = None) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, lost: int = -1) -> None:
         monkeypatch.setattr(producers, "LOOK_SECONDS", 0)
         monkeypatch.setattr(producers, "load_policy", load_policy.fn)
         self.log = a_log()
-        self.worker: Any = worker or _Worker()
+        self.worker: Any = _Worker(lost)
         log = RunLog(self.log.store, "run")
         log.refresh()
         self.session = a_session(log, id="")
@@ -63,6 +64,10 @@ def _until(steps: int) -> Session:
     return Session(id=uuid.uuid4().hex, code_version="", steps=steps)
 
 
+def _ours(number: int) -> Shard:
+    return replace(a_shard(f"s{number}", [a_summary(number)]), producer="elsewhere-0")
+
+
 def _alias(version: int) -> Alias:
     return Alias(name="rollout", version=version, checksum="")
 
@@ -82,51 +87,30 @@ def test_it_loads_what_has_the_alias_and_ends_with_the_runs_last_step(monkeypatc
 def test_it_ends_after_as_many_shards_of_its_own_as_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     run = _Run(monkeypatch)
     others = [a_shard(f"s{number}", [a_summary(number)]) for number in range(3)]
-    ours = [_of("elsewhere-0", 10), _of("elsewhere-0", 11)]
-    assert run.follow(*others, *ours, shards=2) == "2 shards committed"
+    assert run.follow(*others, _ours(10), _ours(11), shards=2) == "2 shards committed"
     assert run.worker.asked.count(("refresh",)) == 3, "its own shards are no news to it"
 
 
-def _of(producer: str, number: int) -> Any:
-    shard = a_shard(f"s{number}", [a_summary(number)])
-    return type(shard)(**{**vars(shard), "producer": producer})
-
-
-def test_it_waits_for_a_driver_that_is_gone_and_says_so_and_then_ends(
+def test_it_waits_for_a_driver_or_a_store_that_is_gone_and_says_so_and_then_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = _Run(monkeypatch)
-    assert run.follow(patience=0.05).startswith("nothing new in its log for 0 s")
+    assert _Run(monkeypatch).follow(patience=0.05).startswith("nothing new in its log for 0 s")
     assert "waiting for its driver" in caplog.text
-
-
-def test_a_store_that_cannot_be_reached_for_a_while_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _Run(monkeypatch)
-    assert run.follow(OSError("no route to host"), OSError("no route to host"), _of("elsewhere-0", 0), shards=1)
-    ended = _Run(monkeypatch).follow(*[OSError("no route to host")] * 100_000, patience=0.05)
-    assert ended.endswith(": no route to host")
+    away = OSError("no route to host")
+    assert _Run(monkeypatch).follow(*[away] * 100_000, patience=0.05).endswith(": no route to host")
+    assert _Run(monkeypatch).follow(away, away, _ours(0), shards=1) == "1 shards committed"
 
 
 def test_a_policy_that_is_gone_because_the_next_one_has_come_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = _Run(monkeypatch, worker=_Worker(FileNotFoundError("weights")))
+    run = _Run(monkeypatch, lost=0)
     with pytest.raises(FileNotFoundError, match="weights"):
         run.follow(_alias(0))
-    run = _Run(monkeypatch, worker=_Worker(FileNotFoundError("weights")))
+    run = _Run(monkeypatch, lost=0)
     run.log.append(a_shard("s0", [a_summary(0)]))
     run.log.append(a_step(run.log.state, trained=["0.task0"]))
     # Its second look, after the failure, finds the next policy; the third one that the run is over.
-    run.worker.call = _fail_first(run.worker)
     assert run.follow(_alias(0), _alias(1), None, _until(1)) == "the run has its 1 steps"
     assert ("publish", 1) in run.worker.asked
-
-
-def _fail_first(worker: _Worker) -> Any:
-    async def call(method: str, *arguments: Any) -> None:
-        worker.asked.append((method, *(policy.version for policy in arguments)))
-        if worker.asked[-1] == ("publish", 0):
-            raise FileNotFoundError("weights")
-
-    return call
 
 
 def test_a_run_that_is_over_needs_no_engine_and_one_without_a_policy_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

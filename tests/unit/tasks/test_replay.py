@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,7 @@ from tasks.replay import start_replay
 from tests.builders import a_log, a_session, a_shard, a_step, a_summary
 
 
-def test_what_retention_took_since_the_first_look_is_found_before_a_worker_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
+def test_what_retention_took_since_the_first_look_is_found_before_a_worker_starts() -> None:
     log = a_log()
     log.append(a_shard("s0", [a_summary(0)]))
     log.append(a_step(log.state, trained=["0.task0"]))

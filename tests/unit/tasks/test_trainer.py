@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from storage.log.run_log import RunLog
 from tasks import steps
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
-from tests.builders import a_claim, a_config, a_session, a_shard, a_step, a_summary
+from tests.builders import a_claim, a_config, a_shard, a_step, a_summary
 from trainers.health import GapTooLarge, NonFinite
 from trainers.refusals import RefusedShards
 
@@ -36,12 +37,6 @@ class _Trainer:
         return step
 
 
-@pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSession:
-    monkeypatch.setenv("MILLRACE_HOME", str(tmp_path))
-    return a_session()
-
-
 def _take(session: RunSession, *outcomes: Any) -> list[Any]:
     """One fresh shard and claim per outcome; returns what became of each step."""
     trainer: Any = _Trainer(session.log, list(outcomes))
@@ -59,53 +54,41 @@ def _gap(shard_id: str) -> GapTooLarge:
     return GapTooLarge({shard_id: 2.5}, 1.0)
 
 
-def test_a_shard_with_too_large_a_gap_is_quarantined_and_its_prompts_are_free_again(session: RunSession) -> None:
-    first, second = _take(session, _gap("s0"), {"engine_gap": 0.001})
+def test_shards_that_are_named_are_quarantined_and_their_prompts_are_free_again(session: RunSession) -> None:
+    session.log.append(a_shard("named", [a_summary(100)]))
+    first, second, third = _take(session, _gap("s1"), {"engine_gap": 0.001}, RefusedShards({"named": "too long"}))
     state = session.log.state
-    assert first is None and second.claim.step == state.step == 1
-    assert "2.5 nats per token, above train.max_gap = 1" in state.quarantined["s0"]
-    assert 0 not in state.positions and 1 in state.positions and state.retries[0] == 1
+    assert first is third is None and second.claim.step == state.step == 1
+    assert "2.5 nats per token, above train.max_gap = 1" in state.quarantined["s1"]
+    assert state.quarantined.keys() == {"s1", "named"} and state.quarantined["named"] == "too long"
+    assert not {1, 100} & state.positions and 2 in state.positions and state.retries[1] == 1
 
 
-def test_every_shard_that_is_named_is_quarantined_and_no_other(session: RunSession) -> None:
-    session.log.append(a_shard("other", [a_summary(100)]))
-    session.log.append(a_shard("s-x", [a_summary(101)]))
-    _take(session, RefusedShards({"s2": "wrong tokenizer", "s-x": "too long"}))
-    assert session.log.state.quarantined == {"s2": "wrong tokenizer", "s-x": "too long"}
-
-
-def test_engine_and_trainer_that_always_disagree_stop_the_run_with_what_to_check(session: RunSession) -> None:
-    assert _take(session, _gap("s0"), _gap("s1")) == [None, None]
-    with pytest.raises(EveryClaimRefused, match=r"3 claims in a row .* disagree by 2.5 nats .* policy 0.* --verify"):
-        _take(session, _gap("s2"))
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [
+        (_gap, r"3 claims in a row .* disagree by 2.5 nats .* policy 0.* --verify"),
+        (lambda shard_id: RefusedShards({shard_id: "another tokenizer"}), "shard s2: another tokenizer"),
+    ],
+)
+def test_shards_that_are_always_refused_stop_the_run_with_what_to_check(
+    session: RunSession, refusal: Callable[[str], RefusedShards], words: str
+) -> None:
+    assert _take(session, refusal("s0"), refusal("s1")) == [None, None]
+    with pytest.raises(EveryClaimRefused, match=words):
+        _take(session, refusal("s2"))
     assert session.log.state.quarantined.keys() == {"s0", "s1", "s2"}
 
 
-def test_shards_that_are_always_unfit_stop_the_run_with_the_last_reason(session: RunSession) -> None:
-    errors = [RefusedShards({f"s{number}": "another tokenizer"}) for number in range(3)]
-    with pytest.raises(EveryClaimRefused, match="shard s2: another tokenizer"):
-        _take(session, *errors)
-
-
-def test_a_step_in_between_starts_the_count_again(session: RunSession) -> None:
-    fine = {"engine_gap": 0.0}
-    results = _take(session, _gap("s0"), _gap("s1"), fine, _gap("s3"), _gap("s4"), fine)
+def test_a_step_in_between_starts_the_count_again_and_one_without_a_gap_is_not_suspicious(session: RunSession) -> None:
+    results = _take(session, _gap("s0"), _gap("s1"), {"loss": 0.1}, _gap("s3"), _gap("s4"), {"engine_gap": 0.0})
     assert [result is None for result in results] == [True, True, False, True, True, False]
-
-
-def test_a_step_without_a_measured_gap_is_not_suspicious(session: RunSession) -> None:
-    _take(session, {"loss": 0.1})
     assert not session.trainer._warned_of_gap
     _take(session, {"engine_gap": 0.5})
     assert session.trainer._warned_of_gap
 
 
-class _State:
-    def __init__(self, error: Exception) -> None:
-        self.data = error
-
-
 def test_only_what_may_pass_is_tried_again() -> None:
     fatal = [NonFinite("the loss", ["r"]), EveryClaimRefused("x"), ValueError("all rewards are null")]
-    assert not any(steps._may_pass(None, None, _State(error)) for error in fatal)
-    assert steps._may_pass(None, None, _State(OSError("disk")))
+    assert not any(steps._may_pass(None, None, SimpleNamespace(data=error)) for error in fatal)
+    assert steps._may_pass(None, None, SimpleNamespace(data=OSError("disk")))

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
@@ -19,42 +18,27 @@ def _flow_run(flow_run_id: uuid.UUID, pid: str | None, state: State | None = Non
     return FlowRun(id=flow_run_id, flow_id=uuid.uuid4(), infrastructure_pid=pid, state=state or Running())
 
 
-@pytest.fixture
-def process() -> Iterator[tuple[uuid.UUID, subprocess.Popen[bytes]]]:
-    """A process that a worker might have started."""
+def test_a_flow_run_is_lost_when_its_process_is_gone_or_is_another_one() -> None:
     flow_run = uuid.uuid4()
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", "print(flush=True); input()"],
         env={**os.environ, "PREFECT__FLOW_RUN_ID": str(flow_run)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield flow_run, process
-    process.kill()
-    process.communicate()
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert not _is_lost(_flow_run(flow_run, str(process.pid)))
+        assert _is_lost(_flow_run(uuid.uuid4(), str(process.pid))), "the number is inherited"
+        process.kill()
+        assert process.wait() and _is_lost(_flow_run(flow_run, str(process.pid)))
 
 
-def test_a_process_that_runs_is_not_lost_and_one_that_was_killed_is(
-    process: tuple[uuid.UUID, subprocess.Popen[bytes]],
-) -> None:
-    flow_run, running = process
-    assert not _is_lost(_flow_run(flow_run, str(running.pid)))
-    running.kill()
-    assert running.wait() and _is_lost(_flow_run(flow_run, str(running.pid)))
-
-
-def test_a_process_that_inherited_the_number_is_another_one(
-    process: tuple[uuid.UUID, subprocess.Popen[bytes]],
-) -> None:
-    assert _is_lost(_flow_run(uuid.uuid4(), str(process[1].pid)))
-
-
-@pytest.mark.parametrize("name", [None, "", "machine:3fa1b2", "millrace:millrace-run-x7"])
-def test_what_did_not_start_as_a_process_here_is_left_alone(name: str | None) -> None:
-    assert not _is_lost(_flow_run(uuid.uuid4(), name))
-
-
-def test_a_suspended_flow_run_has_no_process_and_needs_none() -> None:
-    assert not _is_lost(_flow_run(uuid.uuid4(), "999999999", Suspended()))
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [
+        *((name, Running()) for name in (None, "", "machine:3fa1b2", "millrace:millrace-run-x7")),
+        ("999999999", Suspended()),
+    ],
+)
+def test_what_did_not_start_as_a_process_here_or_needs_none_is_left_alone(name: str | None, state: State) -> None:
+    assert not _is_lost(_flow_run(uuid.uuid4(), name, state))

@@ -11,8 +11,8 @@ import pytest
 from storage.log.entries import Pause
 from storage.log.promotion import promote
 from storage.log.run_log import RunLog
-from tasks.prefect import artifacts
-from tasks.prefect.artifacts import RunPage, artifact_key, summary
+from tasks.prefect import run_page
+from tasks.prefect.run_page import RunPage, artifact_key, summary
 from tests.builders import a_log, a_shard, a_step, a_summary
 
 
@@ -26,18 +26,14 @@ def _log(steps: int) -> RunLog:
 
 
 def _summary(log: RunLog, mlflow: str = "", mlflow_run: str = "") -> str:
-    return summary(log.state, run="run", steps=40, store="file:///s", mlflow=mlflow, mlflow_run=mlflow_run)
-
-
-def test_a_run_without_a_step_has_a_page() -> None:
-    assert "| step | 0 of 40 |" in _summary(a_log()) and "tokens/s" not in _summary(a_log())
+    return summary(log, steps=40, mlflow=mlflow, mlflow_run=mlflow_run)
 
 
 def test_the_page_shows_the_newest_steps_first_and_not_all_of_them() -> None:
+    assert "| step | 0 of 40 |" in _summary(a_log()) and "tokens/s" not in _summary(a_log())
     rows = [line for line in _summary(_log(12)).splitlines() if line.startswith(("| 1", "| 2"))]
-    assert (
-        rows[0] == "| 12 | 0.12 |  |  |  | 1.5 |" and rows[1].startswith("| 11 ") and "| 2 |" not in _summary(_log(12))
-    )
+    assert rows[0] == "| 12 | 0.12 |  |  |  | 1.5 |" and rows[1].startswith("| 11 ")
+    assert not any(row.startswith("| 2 |") for row in rows)
 
 
 def test_the_page_says_what_a_person_looks_for() -> None:
@@ -57,10 +53,6 @@ def test_the_page_links_the_run_in_mlflow_and_its_report_once_they_can_be_there(
     assert "/runs/" not in _summary(log, mlflow="http://host") and "/runs/" not in _summary(log, mlflow_run=page)
 
 
-def test_keys_are_what_prefect_takes() -> None:
-    assert artifact_key("My_run.2-b") == "my-run-2-b"
-
-
 def _page(log: RunLog) -> RunPage:
     return RunPage(log, steps=40, tracking="http://mlflow", mlflow_run=lambda: "")
 
@@ -78,10 +70,10 @@ def test_a_server_that_is_down_costs_one_warning_and_hears_of_it_later(
     async def nothing(*_: Any, **__: Any) -> int:
         return 1
 
-    monkeypatch.setattr(artifacts, "acreate_markdown_artifact", write)
-    monkeypatch.setattr(artifacts, "acreate_progress_artifact", nothing)
-    monkeypatch.setattr(artifacts, "FlowRunContext", type("_", (), {"get": staticmethod(object)}))
-    monkeypatch.setattr(artifacts, "LEAST_PAUSE", 0.0)
+    monkeypatch.setattr(run_page, "acreate_markdown_artifact", write)
+    monkeypatch.setattr(run_page, "acreate_progress_artifact", nothing)
+    monkeypatch.setattr(run_page, "FlowRunContext", type("_", (), {"get": staticmethod(object)}))
+    monkeypatch.setattr(run_page, "LEAST_PAUSE", 0.0)
     page = _page(log)
     asyncio.run(page.update())
     log.append(Pause(reason="lunch"))
@@ -92,5 +84,6 @@ def test_a_server_that_is_down_costs_one_warning_and_hears_of_it_later(
     assert len(written) == 1 and "lunch" in written[0]
 
 
-def test_nothing_is_written_outside_of_a_flow_run() -> None:
+def test_nothing_is_written_outside_of_a_flow_run_and_keys_are_what_prefect_takes() -> None:
     asyncio.run(_page(_log(1)).update(finished=True))
+    assert artifact_key("My_run.2-b") == "my-run-2-b"

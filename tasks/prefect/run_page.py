@@ -1,7 +1,14 @@
-"""The run as a page in Prefect: a summary and a progress bar, kept up to date beside the loop.
+"""The run in Prefect, beyond the states of its flow run: a page beside the loop, and events that automations hang on.
 
 In: a log. Out: artifacts `run-<run>` (Markdown, a new version each time: its history is the run's) and
-`progress-<run>`. Everything in them is read from the log; a server that is down costs one warning.
+`progress-<run>`, and events on the resource `millrace.run.<run>`. All of it is in the log too: a server that is down
+holds nothing up, and costs one warning.
+
+| event | when |
+|---|---|
+| `millrace.alias.rollout` | the engines serve another policy |
+| `millrace.training.finished` | the last step is served and evaluated |
+| `millrace.gate.passed`, `millrace.gate.failed` | an evaluation made its policy the champion, or did not |
 """
 
 from __future__ import annotations
@@ -11,19 +18,20 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from typing import Any, Literal
 from urllib.parse import quote
 from uuid import UUID
 
 from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifact, aupdate_progress_artifact
 from prefect.context import FlowRunContext
+from prefect.events import emit_event
 
 from infra.environment import home, local_tracking_uri
-from infra.services import mlflow_url
+from infra.services import running_services
 from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
-from storage.log.run_state import RunState
 
 logger = logging.getLogger("millrace.artifacts")
 
@@ -31,6 +39,18 @@ LEAST_PAUSE = 10.0
 """Seconds between two versions: rounds may be short, and the server writes each of them down."""
 _ANSWER_SECONDS = 10.0
 _ROWS = 10
+
+
+Happening = Literal["alias.rollout", "training.finished", "gate.passed", "gate.failed"]
+
+
+def announce(log: RunLog, what: Happening, *, version: int, **details: Any) -> None:
+    """Tell Prefect, if this is a flow run: outside of one Prefect would start a server for the event."""
+    if FlowRunContext.get() is None:
+        return
+    resource = {"prefect.resource.id": f"millrace.run.{log.run_id}", "prefect.resource.name": log.run_id}
+    payload = {"run": log.run_id, "store": log.store.uri, "version": version, **details}
+    emit_event(event=f"millrace.{what}", resource=resource, payload=payload)
 
 
 class RunPage:
@@ -56,18 +76,19 @@ class RunPage:
         self._written_at, self._written_entries = now, state.entries
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
-                await self._write(state)
+                await self._write()
             self._warned = False
         except Exception as error:  # noqa: BLE001 - whatever it is: the run does not need its page
             if not self._warned:
                 logger.warning("Prefect does not take the run's page in; the log has all of it: %r", error)
             self._warned = True
 
-    async def _write(self, state: RunState) -> None:
-        log, mlflow, page = self._log, _mlflow_server(self._tracking), self._mlflow_run()
-        text = summary(state, run=log.run_id, steps=self._steps, store=log.store.uri, mlflow=mlflow, mlflow_run=page)
+    async def _write(self) -> None:
+        log, mlflow = self._log, _mlflow_server(self._tracking)
+        text = summary(log, steps=self._steps, mlflow=mlflow, mlflow_run=self._mlflow_run())
         await acreate_markdown_artifact(text, key=f"run-{artifact_key(log.run_id)}", description=f"run {log.run_id}")
-        progress, sentence = 100 * min(1.0, state.step / max(1, self._steps)), f"step {state.step} of {self._steps}"
+        step, steps = log.state.step, self._steps
+        progress, sentence = 100 * min(1.0, step / max(1, steps)), f"step {step} of {steps}"
         if self._progress_id is None:
             key = f"progress-{artifact_key(log.run_id)}"
             self._progress_id = await acreate_progress_artifact(progress, key=key, description=sentence)
@@ -80,9 +101,10 @@ def artifact_key(run: str) -> str:
     return re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
 
 
-def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str, mlflow_run: str) -> str:
+def summary(log: RunLog, *, steps: int, mlflow: str, mlflow_run: str) -> str:
     """A run as Markdown; `mlflow` is the address of a server, empty if none shows the run, and `mlflow_run` the
     run's page there, empty until MLflow has heard of the run."""
+    state, run = log.state, log.run_id
     champion, counters = state.aliases.get(CHAMPION), state.counters()
     scores = [e for e in state.evaluations if not e.failed]
     facts = {
@@ -92,7 +114,7 @@ def summary(state: RunState, *, run: str, steps: int, store: str, mlflow: str, m
         "held-out": ", ".join(f"{e.score:.3f} (policy {e.version})" for e in (scores[:1] + scores[-1:] * 2)[:2])
         or "not evaluated",
         "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
-        "store": f"`{_cell(store)}`",
+        "store": f"`{_cell(log.store.uri)}`",
         "MLflow": f"[policies]({mlflow}/#/models/{quote(run)})" if mlflow else "no server shows it: `millrace up`",
         "web page": f"`millrace report {run}` writes `reports/{run}.html` in the state folder",
     }
@@ -117,5 +139,7 @@ def _cell(text: str) -> str:
 
 
 def _mlflow_server(tracking: str) -> str:
-    server = tracking if tracking.startswith("http") else mlflow_url(home()) if tracking == local_tracking_uri() else ""
-    return without_secrets(server).rstrip("/")
+    if tracking == local_tracking_uri():
+        service = running_services(home()).get("mlflow")
+        return "" if service is None else service.url
+    return without_secrets(tracking).rstrip("/") if tracking.startswith("http") else ""
