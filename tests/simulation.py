@@ -11,11 +11,11 @@ sample tokens all along, each under the policy that is loaded at its moment. Hou
 from __future__ import annotations
 
 import asyncio
-import functools
+import dataclasses
 import math
 import selectors
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -23,15 +23,16 @@ import numpy as np
 
 from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
-from rollouts.production.prompts import Prompt, PromptOrder
-from rollouts.production.quota import Quota
+from rollouts.production.leases import Leases
+from rollouts.production.prompts import PromptOrder
 from settings.rollout import Fallback
 from settings.train import StalePolicy
-from storage.log.claims import next_claim, num_counted
-from storage.log.entries import Claim, Lease, claimed_groups
-from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
+from storage.log.claims import next_claim
+from storage.log.entries import Claim, claimed_groups
+from storage.log.producers import Presence
+from storage.records import RolloutGroup, Task, Trajectory
 from storage.shards.codec import summarise
-from tests.builders import a_config, a_log, a_shard, a_step, wait_for_work
+from tests.builders import a_config, a_group, a_log, a_shard, a_step, a_trajectory, a_turn, wait_for_work
 from trainers.data.staleness import lag_of_tokens, tokens_to_train
 
 T = TypeVar("T")
@@ -67,6 +68,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """At once, in this thread: another one would live in real time."""
+        done = self.create_future()
+        done.set_result(func(*args))
+        return done
 
 
 def run_in_virtual_time(script: Coroutine[Any, Any, T]) -> T:
@@ -167,15 +174,7 @@ class _SimulatedPlayer:
         """What the filter says of a group, also of one that never gets so far."""
 
     async def group(
-        self,
-        task: Task,
-        *,
-        group_id: str,
-        position: int,
-        epoch: int,
-        n_samples: int,
-        sampling: Sampling,
-        is_eval: bool,
+        self, task: Task, *, group_id: str, position: int, epoch: int, n_samples: int, **_: Any
     ) -> RolloutGroup:
         # The same prompt is the same work in every scenario.
         draw = np.random.default_rng([self._scenario.seed, position])
@@ -187,33 +186,16 @@ class _SimulatedPlayer:
             await asyncio.sleep(float(durations.max()))
         finally:
             self.meter.change(-1)
-        return RolloutGroup(
-            id=group_id,
-            task=task,
-            position=position,
-            epoch=epoch,
-            expected=n_samples,
-            trajectories=[
-                self._attempt(attempt, started=started, seconds=float(seconds))
-                for attempt, seconds in enumerate(durations)
-            ],
-            accepted=accepted,
-            reject_reason="" if accepted else "uniform reward 1",
-        )
+        attempts = [self._attempt(n, started=started, seconds=float(durations[n])) for n in range(n_samples)]
+        group = a_group(position, group_id=group_id, trajectories=attempts, accepted=accepted)
+        return dataclasses.replace(group, task=task, epoch=epoch)
 
     def _attempt(self, attempt: int, *, started: float, seconds: float) -> Trajectory:
         num_tokens = max(1, round(seconds / self._scenario.seconds_per_token))
         times = started + seconds * np.arange(num_tokens) / num_tokens
         at = np.searchsorted([time for time, _ in self.swaps], times, side="right") - 1
-        turn = Turn(
-            context_ids=[2],
-            sampled_ids=[5] * num_tokens,
-            logprobs=[-0.5] * num_tokens,
-            weight_versions=[self.swaps[i][1] for i in at],
-            finish_reason="stop",
-        )
-        said = [Message(role="user", content="")]
-        return Trajectory(attempt=attempt, turns=[turn], messages=said, status="ok", reward=float(attempt % 2))
+        turn = a_turn([5] * num_tokens, versions=[self.swaps[i][1] for i in at])
+        return a_trajectory(float(attempt % 2), attempt=attempt, turns=[turn])
 
 
 @dataclass(kw_only=True)
@@ -242,42 +224,30 @@ class _Simulation:
         self._scenario = scenario
         self._log = a_log()
         self._player = _SimulatedPlayer(scenario)
-        self._prompts = PromptOrder([Task(id=f"task{n}", prompt="") for n in range(NUM_TASKS)], seed=0)
         self._arrived = asyncio.Event()
         self._version = 0
         self._account = _Account()
         self._readings: list[tuple[float, float, float]] = []
         margin = scenario.steps // 10
         self._first, self._last = max(1, margin), scenario.steps - margin
-        self._config = a_config(
-            n_samples=scenario.n_samples,
-            batch_size=scenario.batch_size,
-            max_staleness=scenario.max_staleness,
-            stale_policy=scenario.stale_policy,
-            steps=scenario.steps,
-            steps_per_update=scenario.steps_per_update,
-            dynamic_batch=scenario.dynamic_batch,
-            on_nothing_accepted=scenario.on_nothing_accepted,
-            max_concurrent=scenario.max_concurrent,
-            min_usable=1,
-            retries=0,
-            shard_bytes=10**9,
-            shard_seconds=scenario.shard_seconds,
-        )
-        names = [f"rollout-{number}" for number in range(scenario.num_workers)]
-        self._quotas = {name: Quota(self._config) for name in names}
-        self._executors = {
-            name: Executor(
-                player=cast(Player, self._player),
-                lease=functools.partial(self._lease, name),
-                quota=self._quotas[name],
-                config=self._config,
-            )
-            for name in names
-        }
+        settings = ("n_samples", "batch_size", "max_staleness", "stale_policy", "steps", "steps_per_update")
+        settings += ("dynamic_batch", "on_nothing_accepted", "max_concurrent", "shard_seconds")
+        values = {name: getattr(scenario, name) for name in settings}
+        self._config = a_config(**values, min_usable=1, retries=0, shard_bytes=10**9)
+        prompts = PromptOrder([Task(id=f"task{n}", prompt="") for n in range(NUM_TASKS)], seed=0)
+        lock, player = asyncio.Lock(), cast(Player, self._player)
+        self._leases, self._executors = [], []
+        for number in range(scenario.num_workers):
+            presence = Presence(self._log, f"rollout-{number}", outside=False, lease_timeout=60.0)
+            leases = Leases(self._log, lock, config=self._config, presence=presence, prompts=prompts)
+            executor = Executor(player=player, lease=leases.take, quota=leases.quota, config=self._config)
+            self._leases.append(leases)
+            self._executors.append(executor)
 
     async def run(self) -> Outcome:
-        producing = [asyncio.create_task(self._produce(executor)) for executor in self._executors.values()]
+        for leases in self._leases:
+            await leases.presence.join()
+        producing = [asyncio.create_task(self._produce(executor)) for executor in self._executors]
         training = asyncio.create_task(self._train())
         await asyncio.wait([*producing, training], return_when=asyncio.FIRST_COMPLETED)
         for producer in producing:
@@ -285,30 +255,13 @@ class _Simulation:
                 producer.result()
             producer.cancel()
         outcome = training.result()
-        for executor in self._executors.values():
+        for executor in self._executors:
             await executor.close()
         return outcome
 
-    async def _lease(self, name: str) -> Sequence[Prompt]:
-        self._rebase()
-        state, wanted = self._log.state, self._quotas[name].wanted
-        if not wanted:
-            return []
-        lease = Lease(holder=name, positions=state.free_positions(wanted), number=state.num_leases)
-        self._log.append(lease)
-        return [self._prompts.at(position) for position in lease.positions]
-
     def _rebase(self) -> None:
-        state = self._log.state
-        committed = state.step * self._scenario.batch_size + num_counted(state, self._config)
-        for name, executor in self._executors.items():
-            elsewhere = sum(holder != name for holder in state.leased.values())
-            self._quotas[name].rebase(
-                version=self._version,
-                committed=committed,
-                elsewhere=elsewhere,
-                num_producers=self._scenario.num_workers,
-            )
+        for leases, executor in zip(self._leases, self._executors, strict=True):
+            leases.rebase(self._version)
             executor.admit()
 
     async def _produce(self, executor: Executor) -> None:
@@ -357,7 +310,7 @@ class _Simulation:
             if paced:
                 return claim
             since, paced = loop.time(), True
-            for executor in self._executors.values():
+            for executor in self._executors:
                 if await executor.wait_for_stragglers(claim.base_version):
                     self._commit(executor, executor.hand_out())
             self._account.held_seconds += loop.time() - since
