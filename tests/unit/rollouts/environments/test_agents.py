@@ -156,12 +156,11 @@ def test_a_return_value_that_is_no_reward_is_a_mistake_in_the_workflow(text_toke
         play(Agent(_wordy), text_tokens, an_engine(text_tokens))
 
 
-class Failing(ScriptedEngine):
-    async def generate(self, *arguments: Any, **keywords: Any) -> Any:
-        raise EngineError("out of memory")
-
-
 def test_an_agent_that_gives_up_on_a_dead_engine_is_not_to_blame(text_tokens: ChatTokens):
+    class Failing(ScriptedEngine):
+        async def generate(self, *arguments: Any, **keywords: Any) -> Any:
+            raise EngineError("out of memory")
+
     for trajectory in play(Agent(_ask_once), text_tokens, an_engine(text_tokens, engine=Failing)).trajectories:
         assert (trajectory.status, trajectory.error) == ("engine_error", "out of memory")
 
@@ -223,11 +222,6 @@ class Printing(Program):
         return Score(reward=float(output.strip() == task.answer))
 
 
-def test_what_a_program_prints_may_be_scored(text_tokens: ChatTokens):
-    group = play(Printing(ASKS_TWICE + "print(said)", TASK.prompt), text_tokens, an_engine(text_tokens, "50", "51"))
-    assert [(t.status, t.reward) for t in group.usable] == [("ok", 1.0)] * 2
-
-
 @pytest.mark.parametrize(
     ("source", "error"),
     [
@@ -257,12 +251,16 @@ lock.flush()
 """
 
 
-@pytest.mark.parametrize(("then", "status"), [("child.wait()", "timeout"), ("print('51')", "ok")])
-def test_nothing_of_a_program_outlives_its_attempt(text_tokens: ChatTokens, tmp_path: Path, then: str, status: str):
+@pytest.mark.parametrize(
+    ("then", "status", "reward"), [("child.wait()", "timeout", None), ("print('51')", "ok", 1.0), ("", "ok", 0.0)]
+)
+def test_what_a_program_prints_is_scored_and_nothing_of_it_outlives_its_attempt(
+    text_tokens: ChatTokens, tmp_path: Path, then: str, status: str, reward: float | None
+):
     """The lock is held by the program and its child, and free when both are gone."""
     program = Printing(HOLDS_A_LOCK + then, tmp_path / "lock")
     [one] = play(program, text_tokens, an_engine(text_tokens), n_samples=1, attempt_timeout=5.0).trajectories
-    assert one.status == status
+    assert (one.status, one.reward) == (status, reward)
     with open(tmp_path / "lock") as lock:
         assert lock.read() == "held"
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for them; the test's own timeout would end it
