@@ -106,6 +106,7 @@ class Player:
         if not usable:
             return trajectories
         set_reward_pool(self.rewards)
+        changed: dict[int, Trajectory] = {}
         try:
             async with asyncio.timeout(self._limits.attempt_timeout):
                 scores = await self.workflow.score_group(task, usable)
@@ -113,26 +114,20 @@ class Player:
             self._stop_if_told(exception, task)
             status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
             error = failure_text(exception, f"score_group: {type(exception).__name__}: {exception}")
-            return [
-                dataclasses.replace(trajectory, status=status, reward=None, error=error)
-                if trajectory.usable
-                else trajectory
-                for trajectory in trajectories
-            ]
-        if scores is None:
-            return trajectories
-        name = type(self.workflow).__name__
-        if len(scores) != len(usable) or not all(isinstance(score, Score) for score in scores):
-            raise WrongWorkflow(
-                f"{name}.score_group returned {len(scores)} scores for {len(usable)} attempts; return one Score each"
-            )
-        scored = {
-            trajectory.attempt: dataclasses.replace(
-                trajectory, reward=score.reward, reward_parts={**trajectory.reward_parts, **score.parts}
-            )
-            for trajectory, score in zip(usable, scores, strict=True)
-        }
-        return [scored.get(trajectory.attempt, trajectory) for trajectory in trajectories]
+            for trajectory in usable:
+                changed[trajectory.attempt] = dataclasses.replace(trajectory, status=status, reward=None, error=error)
+        else:
+            if scores is None:
+                return trajectories
+            if len(scores) != len(usable) or not all(isinstance(score, Score) for score in scores):
+                raise WrongWorkflow(
+                    f"{type(self.workflow).__name__}.score_group returned {len(scores)} scores for {len(usable)} "
+                    "attempts; return one Score each"
+                )
+            for trajectory, score in zip(usable, scores, strict=True):
+                parts = {**trajectory.reward_parts, **score.parts}
+                changed[trajectory.attempt] = dataclasses.replace(trajectory, reward=score.reward, reward_parts=parts)
+        return [changed.get(trajectory.attempt, trajectory) for trajectory in trajectories]
 
     async def _attempt(self, task: Task, group_id: str, attempt: int, sampling: Sampling, is_eval: bool) -> Trajectory:
         set_workflow_context(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
@@ -200,3 +195,9 @@ def _end_of(chat: Chat) -> Status:
     if chat.max_turns_reached:
         return "max_turns"
     return "truncated" if chat.cut_off else "ok"
+
+
+def token_bytes(group: RolloutGroup) -> int:
+    """About what its tokens take in a shard: int32 id, float32 logprob, int32 version and bool mask of each."""
+    turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
+    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)

@@ -1,7 +1,4 @@
-"""The engine a run file asks for.
-
-In: the settings of the run. Out: an `Engine`, not started yet.
-"""
+"""The engine that a run file asks for."""
 
 from __future__ import annotations
 
@@ -12,15 +9,8 @@ from rollouts.engines.engine import Engine
 from settings.engine import EngineSettings
 
 
-def make_engine(
-    settings: EngineSettings,
-    model: Path,
-    *,
-    seed: int,
-    version: int,
-    lora_rank: int = 0,
-) -> Engine:
-    """The engine a run file asks for, about to serve policy `version`; with `lora_rank`, adapters of `model`."""
+def make_engine(settings: EngineSettings, model: Path, *, seed: int, version: int, lora_rank: int = 0) -> Engine:
+    """An engine, not started, that is to serve policy `version`; with `lora_rank`, adapters of `model`."""
     match settings.kind:
         case "vllm":
             from rollouts.engines.vllm_engine import VllmEngine

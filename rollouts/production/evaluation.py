@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from fractions import Fraction
 
-from rollouts.production.attempts import Player
+from rollouts.production.attempts import Player, token_bytes
 from settings.errors import InvalidInput, UserError, in_one_line
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, piece_id
@@ -112,8 +112,8 @@ async def evaluate_tasks(
 ) -> Evaluation:
     """Attempt every task `settings.n_samples` times on the engine's current weights, policy `version`.
 
-    At most `settings.max_concurrent` groups are being attempted, and fewer than `GROUPS_PER_SHARD` finished ones wait
-    to be committed. Raises `MixedVersions`, `InvalidInput` without a task, and what is wrong with the workflow itself.
+    Fewer than `GROUPS_PER_SHARD` finished groups wait to be committed. Raises `MixedVersions`, `InvalidInput` without a
+    task, and what is wrong with the workflow itself.
     """
     started = flushed_at = time.time()
     waiting = iter(tasks)
@@ -136,7 +136,7 @@ async def evaluate_tasks(
         async with recording:
             tally.add(group)
             piece.append(group)
-            piece_bytes += _token_bytes(group)
+            piece_bytes += token_bytes(group)
             if len(piece) >= GROUPS_PER_SHARD or piece_bytes >= shard_bytes:
                 await flush()
 
@@ -182,7 +182,7 @@ async def evaluate_tasks(
 
 
 def failure_of(evaluation: Evaluation) -> str:
-    """A sentence if every attempt failed; empty if the score says something about the policy."""
+    """A sentence if every attempt failed, otherwise ""."""
     if not evaluation.failed:
         return ""
     counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
@@ -201,9 +201,3 @@ def _check_version(group: RolloutGroup, version: int) -> None:
             f"the evaluation of policy {version} was given up: group {group.id!r} has tokens of policies {versions}: "
             "the engine changed its weights meanwhile; evaluate again"
         )
-
-
-def _token_bytes(group: RolloutGroup) -> int:
-    """About what the tokens take in a shard: int32 id, float32 logprob, int32 version, bool mask."""
-    turns = [turn for attempt in group.trajectories for turn in attempt.turns]
-    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)

@@ -612,7 +612,7 @@ async def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_pro
         assert (await _collect(worker)).head_version == 0
         publishing = asyncio.create_task(worker.publish(run.train()))
         assert not worker.can_receive()
-        while not worker._served.pin._waiters:  # it has come so far that it would publish
+        while not worker.served.pin._waiters:  # it has come so far that it would publish
             await asyncio.sleep(0)
         assert not publishing.done()
         Gated.let_through.set()
@@ -675,15 +675,15 @@ async def test_a_damaged_delta_leaves_the_engine_where_the_bound_lets_it_and_is_
         if not max_staleness:
             with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
                 await worker.publish(broken)
-            assert worker._served.version == 1
+            assert worker.served.version == 1
             return
         assert await worker.publish(broken) is None
-        assert worker._served.version == 1 and "policy 1 serves on instead of 2: policy 2 cannot be made" in caplog.text
+        assert worker.served.version == 1 and "policy 1 serves on instead of 2: policy 2 cannot be made" in caplog.text
         shard = await _collect(worker)
         assert shard.tail_version == 1, "never under the number of what was not loaded"
         run.store.put_folder(run.folder / "made" / "2", broken.path, last=DIGEST_FILE)
         await _collect(worker)  # tried again
-        assert worker._served.version == 2
+        assert worker.served.version == 2
 
 
 async def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(
@@ -698,9 +698,9 @@ async def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(
 
     async with run.worker() as worker:
         assert worker.opened == "", "no checksum of the live policy"
-        assert worker._served.version == 1 and "starting with policy 1 instead of 2" in caplog.text
+        assert worker.served.version == 1 and "starting with policy 1 instead of 2" in caplog.text
         with pytest.raises(DamagedDelta):
             await worker.wait_for_work()
         run.store.put_folder(run.folder / "made" / "2", live.path, last=DIGEST_FILE)
         shard = await _collect(worker)
-        assert (shard.head_version, worker._served.version) == (2, 2)
+        assert (shard.head_version, worker.served.version) == (2, 2)
