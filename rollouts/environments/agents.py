@@ -52,8 +52,15 @@ class AgentWorkflow(Workflow):
                 if session.fault is not None:  # the agent gave up because of it, but saw only an HTTP status
                     raise session.fault from error
                 raise
+            if isinstance(returned, (int, float)):
+                returned = Score(reward=PostedReward(reward=float(returned)).reward)
             if returned is not None:
-                session.post_reward(_as_score(returned, name=type(self).__name__))
+                if not isinstance(returned, Score):
+                    raise WrongWorkflow(
+                        f"{type(self).__name__}.run_agent returned {type(returned).__name__}; return a Score, a "
+                        "number, or None if the agent posts its reward"
+                    )
+                session.post_reward(returned)
             if session.reward is None:
                 raise session.fault or AgentFailed(
                     "the agent ended without a reward: return one from run_agent, or post one to "
@@ -142,14 +149,3 @@ async def _last_errors(program: Program) -> str:
     while piece := await program.stderr.read(2**16):
         last = (last + piece)[-_KEPT_ERRORS:]
     return last.decode(errors="replace")
-
-
-def _as_score(returned: object, *, name: str) -> Score:
-    if isinstance(returned, Score):
-        return returned
-    if not isinstance(returned, (int, float)):
-        raise WrongWorkflow(
-            f"{name}.run_agent returned {type(returned).__name__}; return a Score, a number, or None if the agent "
-            "posts its reward"
-        )
-    return Score(reward=PostedReward(reward=float(returned)).reward)

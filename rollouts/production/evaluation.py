@@ -129,30 +129,25 @@ async def evaluate_tasks(
         await commit(piece_id(shard_id, num_shards), groups, seconds)
         num_shards += 1
 
-    async def record(group: RolloutGroup) -> None:
-        """The player that fills a piece commits it; the others play on, and wait here once they have finished."""
-        nonlocal piece_bytes
-        _check_version(group, version)
-        async with recording:
-            tally.add(group)
-            piece.append(group)
-            piece_bytes += token_bytes(group)
-            if len(piece) >= GROUPS_PER_SHARD or piece_bytes >= shard_bytes:
-                await flush()
-
     async def play() -> None:
+        nonlocal piece_bytes
         for task in waiting:  # all players share it: a free one takes the next task
-            await record(
-                await player.group(
-                    task,
-                    group_id=f"eval{version}.{task.id}",
-                    position=-1,
-                    epoch=0,
-                    n_samples=settings.n_samples,
-                    sampling=sampling,
-                    is_eval=True,
-                )
+            group = await player.group(
+                task,
+                group_id=f"eval{version}.{task.id}",
+                position=-1,
+                epoch=0,
+                n_samples=settings.n_samples,
+                sampling=sampling,
+                is_eval=True,
             )
+            _check_version(group, version)
+            async with recording:  # a player that fills a piece commits it; the others play on until they have finished
+                tally.add(group)
+                piece.append(group)
+                piece_bytes += token_bytes(group)
+                if len(piece) >= GROUPS_PER_SHARD or piece_bytes >= shard_bytes:
+                    await flush()
 
     try:
         async with asyncio.TaskGroup() as players:

@@ -25,10 +25,9 @@ from infra.user_code import load_object
 from infra.weight_broadcast import Broadcast
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ToolParser
-from rollouts.engines.engine import WeightUpdate
+from rollouts.engines.engine import Engine, WeightUpdate
 from rollouts.engines.served_policy import ServedPolicy
 from rollouts.production.attempts import Player
-from rollouts.production.engine_choice import make_engine
 from rollouts.production.evaluation import evaluate_tasks
 from rollouts.production.executor import Executor
 from rollouts.production.head_start import HeadStart
@@ -37,6 +36,7 @@ from rollouts.production.prompts import PromptOrder
 from rollouts.production.shard_writer import ShardWriter
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Workflow
+from settings.engine import EngineSettings
 from settings.evaluation import EvaluationSettings
 from settings.run_file import RunConfig
 from storage.log.entries import Evaluation, Policy, Shard
@@ -115,7 +115,7 @@ class RolloutWorker:
         workflow: Workflow = load_object(config.workflow)(config.dataset or None)
         lora_rank = 0 if lora is None else lora.rank
         # Before transformers is imported here: vLLM's core imports it beside us.
-        engine = make_engine(config.engine, model, seed=config.seed, version=policy.version, lora_rank=lora_rank)
+        engine = _make_engine(config.engine, model, seed=config.seed, version=policy.version, lora_rank=lora_rank)
         tokens = ChatTokens.load(model)
         checksum = await engine.start(folder, policy.version)
         served.serve(engine, policy.version)
@@ -324,3 +324,28 @@ class RolloutWorker:
         state = self.log.state
         logged = state.groups.get(group.id)
         return group.position in state.positions or (logged is not None and logged.position == group.position)
+
+
+def _make_engine(settings: EngineSettings, model: Path, *, seed: int, version: int, lora_rank: int) -> Engine:
+    """An engine, not started, that is to serve policy `version`; with `lora_rank`, adapters of `model`."""
+    match settings.kind:
+        case "vllm":
+            from rollouts.engines.vllm_engine import VllmEngine
+
+            return VllmEngine(
+                max_model_len=settings.max_model_len,
+                seed=seed + version,  # an engine that starts again must not draw the same numbers again
+                update_mode=settings.update_mode,
+                clear_cache_on_reload=settings.clear_cache_on_reload,
+                arguments=settings.vllm,
+                lora_rank=lora_rank,
+                base_folder=model if lora_rank else None,
+                ends_process=True,
+            )
+        case "scripted":
+            from rollouts.engines.scripted_engine import ScriptedEngine, random_reply
+
+            tokens = ChatTokens.load(model)
+            alphabet = tokens.alphabet()
+            reply = random_reply(seed=seed, alphabet=alphabet, end_id=tokens.end_id, longest=3)
+            return ScriptedEngine(reply, num_choices=len(alphabet))
