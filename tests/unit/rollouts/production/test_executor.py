@@ -17,7 +17,6 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
 from rollouts.production.failures import FailsAlike
-from rollouts.production.prompts import PromptOrder
 from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
@@ -469,13 +468,6 @@ async def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens:
         finished = await executor.close()
         assert len(finished) == executor.num_finished and all(int(group.task.prompt) % 2 == 0 for group in finished)
         assert executor.in_flight() == []
-
-
-async def test_a_debug_batch_returns_every_group_whatever_a_filter_says(tokens: ChatTokens):
-    async with _executing(tokens, _only_attempt(0, KeyError("board")), max_concurrent=2) as executor:
-        order = PromptOrder([Task(id=f"t{index}", prompt="1") for index in range(3)], seed=0)
-        groups = await executor.rollout_batch([order.at(position) for position in range(3)])
-    assert len(groups) == 3 and not any(group.accepted for group in groups)
 
 
 async def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens: ChatTokens) -> None:

@@ -97,14 +97,6 @@ def test_an_endless_loop_costs_what_comes_after_it():
     assert unit_tests(_reply(script), PAIRS, 3.0) == 0.5
 
 
-def test_a_fork_bomb_and_the_network_are_refused():
-    assert unit_tests(_reply("import os\nwhile True: os.fork()"), ASSERTS) == 0.0
-    code = "import socket\ndef add(a, b):\n    socket.create_connection(('127.0.0.1', 80))\n    return a + b"
-    assert unit_tests(_reply(code), ASSERTS) == 0.0
-    asks = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    print('refused')"
-    assert unit_tests(_reply(asks), '[{"input": "", "output": "refused"}]') == 1.0
-
-
 def test_nothing_is_left_behind(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = set(psutil.Process().children(recursive=True))
