@@ -88,7 +88,6 @@ class VerifiersWorkflow(Workflow):
         return [Task(id=name, prompt=row.data.prompt_text) for name, row in named.items()]
 
     async def run(self, task: Task, chat: Chat) -> Score:
-        """Play one episode."""
         if self._serving is None or self._serving.task.done():
             self._serving = _Serving(self._env)
         interception = await asyncio.shield(self._serving.ready)
@@ -116,7 +115,6 @@ class VerifiersWorkflow(Workflow):
         return Score(reward=trace.reward if has_reward else None, parts={**trace.metrics, **rewards})
 
     async def close(self) -> None:
-        """Stop the environment's servers."""
         if self._serving is not None:
             await self._serving.close()
 

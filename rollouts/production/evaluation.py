@@ -26,7 +26,6 @@ from storage.shards.codec import summarise
 CORRECT = 1.0
 """An attempt with at least this reward is correct, for pass@k."""
 GROUPS_PER_SHARD = 256
-"""Finished groups are committed when there are so many, or `shard_bytes` of tokens."""
 LONGEST_ERROR = 500  # characters
 
 Commit = Callable[[str, list[RolloutGroup], float], Awaitable[object]]

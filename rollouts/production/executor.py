@@ -175,7 +175,6 @@ class Executor:
         return self.hand_out()
 
     def report(self) -> str:
-        """The state of the executor in a sentence."""
         accepted = sum(group.accepted for group in self._finished)
         sentence = (
             f"policy {self._version}: {accepted} of {self._config.batch_size} accepted and not committed, "

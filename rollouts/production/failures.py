@@ -34,8 +34,6 @@ class _Kind:
 
 
 class Failures:
-    """What has failed so far, and how often."""
-
     def __init__(self) -> None:
         self._kinds: dict[str, _Kind] = {}
 

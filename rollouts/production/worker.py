@@ -191,7 +191,6 @@ class RolloutWorker:
             await self._commit_groups(self._executor.hand_out(), seconds=0.0)
 
     def progress(self) -> int:
-        """Groups finished so far."""
         return self._executor.num_finished
 
     def report(self) -> str:
@@ -240,7 +239,6 @@ class RolloutWorker:
         return not self.served.pin.locked()
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
-        """See `ServedPolicy.receive`."""
         return await self._admit_after(self.served.receive(policy, broadcast))
 
     async def publish(self, policy: Policy) -> WeightUpdate | None:

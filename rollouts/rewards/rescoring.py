@@ -149,7 +149,6 @@ class Rescoring:
 
     @property
     def num_attempts(self) -> int:
-        """Number of attempts in the chosen shards."""
         return sum(group.usable for _, shard in self._shards for group in shard.groups)
 
     async def run(self, *, num_processes: int, timeout: float, on_attempts: Callable[[int], None]) -> Rescored:

@@ -24,7 +24,6 @@ from settings.evaluation import EvaluationSettings
 from storage.log.entries import Join, Lease, Pause, Policy, Quarantine, Resume, Session, Shard, Step
 from storage.log.producers import withdraw
 from storage.log.run_state import Conflict
-from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, check_adapters
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
@@ -498,22 +497,6 @@ async def test_a_data_set_that_changed_under_the_run_is_an_error_and_no_endless_
         await run.collect()
 
 
-async def test_evaluation_stores_its_trajectories_and_logs_a_score(run: _Run):
-    settings = EvaluationSettings(split="test", num_tasks=10, n_samples=2, temperature=0.0)
-    async with run.worker() as worker:
-        evaluation = await worker.evaluate(settings)
-    state = run.log.refresh()
-    assert state.evaluations == [evaluation]
-    # Of four attempts two fail and count as 0, the others earn 0 and 1.
-    assert (evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0.25, 2, 2)
-    assert (evaluation.version, evaluation.split) == (0, "test")
-    shard = state.shards[evaluation.shard_id]
-    table = read_shard(run.log, shard)
-    assert shard.is_eval and set(table["is_eval"].to_pylist()) == {True}
-    assert table["sampling"].to_pylist()[0]["temperature"] == 0.0
-    assert not any(group_id.startswith("eval") for group_id in state.groups)
-
-
 class Gated(Digits):
     """Held-out attempts wait until they are let through."""
 
@@ -573,33 +556,24 @@ async def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_pro
         assert (await _collect(worker)).head_version == 1
 
 
-async def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
+async def test_a_worker_on_an_older_version_stores_an_evaluations_trajectories_and_logs_its_score(run: _Run):
     await run.collect()
     run.train()
-
+    settings = EvaluationSettings(split="test", num_tasks=10, n_samples=2, temperature=0.0)
     async with run.worker(version=0) as worker:
-        evaluation = await worker.evaluate(_HELD_OUT)
-    assert evaluation.version == 0
-    assert all(group.id.startswith("eval0.") for group in run.log.refresh().shards[evaluation.shard_id].groups)
+        evaluation = await worker.evaluate(settings)
+    state = run.log.refresh()
+    assert state.evaluations == [evaluation]
+    # Of four attempts two fail and count as 0, the others earn 0 and 1.
+    assert (evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0.25, 2, 2)
+    assert (evaluation.version, evaluation.split) == (0, "test")
+    shard = state.shards[evaluation.shard_id]
+    table = read_shard(run.log, shard)
+    assert shard.is_eval and set(table["is_eval"].to_pylist()) == {True}
+    assert table["sampling"].to_pylist()[0]["temperature"] == 0.0
+    assert not any(group_id.startswith("eval") for group_id in state.groups)
     with pytest.raises(ValueError, match="no policy version 7; it has 0 to 1"):
         await run.collect(version=7)
-
-
-async def test_the_arithmetic_example_is_scored_by_a_real_reward_process(run: _Run):
-    shard = await run.collect(workflow="examples.arithmetic:Arithmetic")
-    assert all(group.usable == 2 and not group.failures for group in shard.groups)
-    rows = read_shard(run.log, shard).to_pylist()
-    assert {name for row in rows for name, _ in row["reward_parts"]} == {"exact"}
-    assert all(row["messages"][0]["content"].endswith("=") for row in rows)
-
-
-async def test_the_same_seed_makes_the_same_tokens(tmp_path: Path, tokenizer_folder: Path):
-    made = []
-    for name in ("one", "two"):
-        run = _Run(tmp_path / name, tokenizer_folder)
-        table = read_shard(open_run(run.store, "run"), await run.collect())
-        made.append(sorted(zip(table["group_id"].to_pylist(), table["input_ids"].to_pylist(), strict=True)))
-    assert made[0] == made[1]
 
 
 async def test_a_policy_stored_as_a_delta_is_served(run: _Run):

@@ -70,16 +70,6 @@ def test_the_whole_sum():
     assert result.reward_parts == {"correct": 1.0, "format": 0.5, "style": None, "overlong": -0.8 * 0.75}
 
 
-def test_an_evaluation_is_weighted_and_nothing_else():
-    attempt = _attempt(lengths=(100,), correct=1.0, format=0.5)
-    settings = {"weights": {"format": 2.0}, "bias": -0.5, "scale": 4.0, "clip": 1.0, "overlong_tokens": 20}
-    assert _shaped(attempt, is_eval=True, **settings) == dataclasses.replace(attempt, reward=2.0)
-
-
-def test_the_penalty_is_a_part_where_it_is_active_even_if_it_is_nothing():
-    assert _shaped(_attempt(lengths=(80,), correct=1.5), overlong_tokens=20).reward_parts["overlong"] == 0.0
-
-
 def test_a_part_that_is_called_like_the_penalty_is_an_error():
     with pytest.raises(ValueError, match="'overlong'.*rename"):
         _shaped(_attempt(overlong=0.5), overlong_tokens=20)
