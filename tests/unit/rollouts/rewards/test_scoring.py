@@ -24,30 +24,7 @@ from infra.user_code import load_object
 from rollouts.rewards.answers import math_answer
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, score, score_all, set_reward_pool
 from rollouts.workflow import Score
-from tests.unit.rollouts.reward_functions import (
-    burning,
-    closing,
-    dying,
-    dying_later,
-    endless_answer,
-    failing,
-    for_ever,
-    leaving,
-    length,
-    many_children,
-    meeting,
-    memory_hog,
-    noisy,
-    nothing,
-    parts,
-    process_id,
-    regex_bomb,
-    shouting,
-    shouting_later,
-    slow,
-    with_children,
-    wrong_type,
-)
+from tests.unit.rollouts import reward_functions as rewards
 
 FOUR = Score(reward=4.0, parts={"length": 4.0})
 
@@ -68,7 +45,12 @@ async def _scores(*calls: tuple[Any, ...], num_processes: int = 1) -> list[Score
 
 async def test_a_number_is_the_reward_and_its_only_part_and_named_parts_are_summed():
     text = 'ü"\n\\🙂' * 100_000
-    calls = [(length, "four"), (parts, ""), (length, text), (noisy, "")]  # what a reward prints is no answer
+    calls = [
+        (rewards.length, "four"),
+        (rewards.parts, ""),
+        (rewards.length, text),
+        (rewards.noisy, ""),
+    ]  # what a reward prints is no answer
     assert await _scores(*calls) == [
         FOUR,
         Score(reward=0.75, parts={"right": 1.0, "format": -0.25, "style": None, "speed": None}),
@@ -78,9 +60,11 @@ async def test_a_number_is_the_reward_and_its_only_part_and_named_parts_are_summ
 
 
 async def test_not_applicable_is_null_and_a_value_of_the_wrong_type_a_failure():
-    for scored in await _scores(*((nothing, kind) for kind in ("none", "nan", "empty", "no parts"))):
+    for scored in await _scores(*((rewards.nothing, kind) for kind in ("none", "nan", "empty", "no parts"))):
         assert isinstance(scored, Score) and scored.reward is None
-    for failed in await _scores(*((wrong_type, kind) for kind in ("list", "text", "object", "part", "infinity"))):
+    for failed in await _scores(
+        *((rewards.wrong_type, kind) for kind in ("list", "text", "object", "part", "infinity"))
+    ):
         assert isinstance(failed, RewardFailed) and "wrong_type" in str(failed)
 
 
@@ -90,21 +74,21 @@ async def test_a_started_pool_has_its_processes_before_the_first_call_uses_them_
         await pool.start()
         await pool.start()  # there are as many as there shall be
         started = [child for child in psutil.Process().children() if child.pid not in before]
-        scores = await asyncio.gather(*(pool.score(process_id, "") for _ in range(8)))
+        scores = await asyncio.gather(*(pool.score(rewards.process_id, "") for _ in range(8)))
         assert len(started) == 2 and {score.reward for score in scores} <= {child.pid for child in started}
     assert not any(child.is_running() for child in started)
 
 
 async def test_a_reward_that_raises_says_what_and_where_and_the_process_goes_on():
-    before, failed, after = await _scores((process_id, ""), (failing, "x"), (process_id, ""))
+    before, failed, after = await _scores((rewards.process_id, ""), (rewards.failing, "x"), (rewards.process_id, ""))
     assert isinstance(failed, RewardFailed)
-    place = r"\n  at tests/unit/rollouts/reward_functions.py:\d+ in failing: raise KeyError\(reply\)$"
+    place = r"\n  at tests/unit/rollouts/reward_functions.py:\d+ in rewards.failing: raise KeyError\(reply\)$"
     assert re.search(f"reward_functions:failing: KeyError: 'x'{place}", str(failed))
     assert before == after
 
 
 async def test_answers_go_to_the_questions_they_belong_to_and_who_kills_its_process_fails_alone():
-    died, *scored = await _scores((dying, ""), *[(length, "x" * n) for n in range(30)], num_processes=2)
+    died, *scored = await _scores((rewards.dying, ""), *[(rewards.length, "x" * n) for n in range(30)], num_processes=2)
     assert isinstance(died, RewardFailed) and "its process died" in str(died)
     assert [s.reward for s in scored if isinstance(s, Score)] == list(range(30))
 
@@ -112,9 +96,9 @@ async def test_answers_go_to_the_questions_they_belong_to_and_who_kills_its_proc
 async def test_among_quick_calls_that_share_a_message_each_fails_or_is_cancelled_alone():
     async with _pool(timeout=2.0) as pool:
         for _ in range(5):
-            await pool.score(length, "")  # the pool learns that they are quick
-        calls = [(length, "x" * n) for n in range(60)]
-        calls[10], calls[25], calls[40] = (dying, ""), (for_ever, ""), (process_id, "")
+            await pool.score(rewards.length, "")  # the pool learns that they are quick
+        calls = [(rewards.length, "x" * n) for n in range(60)]
+        calls[10], calls[25], calls[40] = (rewards.dying, ""), (rewards.for_ever, ""), (rewards.process_id, "")
         waiting = [asyncio.create_task(pool.score(*call)) for call in calls]
         await asyncio.sleep(0)
         waiting[50].cancel()
@@ -143,11 +127,11 @@ async def test_several_rewards_are_named_and_their_sum_is_the_reward():
     async with _pool(2):
         scored = await score_all(
             {
-                **{"long": (length, "four"), "split": (parts, ""), "none": (nothing, "nan")},
+                **{"long": (rewards.length, "four"), "split": (rewards.parts, ""), "none": (rewards.nothing, "nan")},
                 **{"style": judge(0.5), "silent": judge(None), "turns": -1},
             }
         )
-        unscored = await score_all({"one": (nothing, "none"), "other": None})
+        unscored = await score_all({"one": (rewards.nothing, "none"), "other": None})
     assert scored.reward == 4.0 + (1.0 - 0.25) + 0.5 - 1
     assert scored.parts == {
         **{"long": 4.0, "split.right": 1.0, "split.format": -0.25, "split.style": None, "split.speed": None},
@@ -158,47 +142,49 @@ async def test_several_rewards_are_named_and_their_sum_is_the_reward():
 
 async def test_several_rewards_run_at_the_same_time(tmp_path: Path):
     async with _pool(3):
-        scored = await score_all({str(n): (meeting, str(tmp_path), 3) for n in range(3)})
+        scored = await score_all({str(n): (rewards.meeting, str(tmp_path), 3) for n in range(3)})
     assert list(scored.parts.values()) == [3.0] * 3
 
 
 async def test_one_reward_that_fails_fails_the_attempt_and_breaks_no_other():
     async with _pool(3) as pool:
         with pytest.raises(RewardFailed, match="failing: KeyError: 'x'"):
-            await score_all({"right": (length, "four"), "broken": (failing, "x"), "slow": (slow, 0.2)})
+            await score_all(
+                {"right": (rewards.length, "four"), "broken": (rewards.failing, "x"), "slow": (rewards.slow, 0.2)}
+            )
         assert (pool.num_killed, pool.num_died) == (0, 0)
-        assert await pool.score(length, "four") == FOUR
+        assert await pool.score(rewards.length, "four") == FOUR
 
 
 async def test_a_timeout_that_counts_as_zero_is_a_part_like_any_other():
     async with _pool(timeout=2.0, on_timeout="zero") as pool:
-        several = await score_all({"right": (length, "four"), "endless": (for_ever, "")})
+        several = await score_all({"right": (rewards.length, "four"), "endless": (rewards.for_ever, "")})
         assert pool.num_timeouts == 1 and pool.num_killed == 1
         assert several == Score(reward=4.0, parts={"right": 4.0, "endless": 0.0})
-        assert await score(for_ever, "") == Score(reward=0.0, parts={"for_ever": 0.0})
+        assert await score(rewards.for_ever, "") == Score(reward=0.0, parts={"for_ever": 0.0})
 
 
 @pytest.mark.parametrize("policy", ["exclude", "fail"])
 async def test_what_became_of_the_children_is_counted(policy: str):
     async with _pool(timeout=2.0, on_timeout=policy) as pool:
         with pytest.raises(RewardFailed):
-            await pool.score(dying, "")
+            await pool.score(rewards.dying, "")
         with pytest.raises(RewardTimeout, match="for_ever took more than 2 s and was killed"):
-            await score_all({"right": (length, "four"), "endless": (for_ever, "")})
-        assert await pool.score(length, "four") == FOUR  # by a child that has started
-        waiting = asyncio.create_task(pool.score(slow, 0.5))
+            await score_all({"right": (rewards.length, "four"), "endless": (rewards.for_ever, "")})
+        assert await pool.score(rewards.length, "four") == FOUR  # by a child that has started
+        waiting = asyncio.create_task(pool.score(rewards.slow, 0.5))
         await asyncio.sleep(0.05)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert await pool.score(length, "four") == FOUR  # not what was cancelled
+        assert await pool.score(rewards.length, "four") == FOUR  # not what was cancelled
         assert (pool.num_timeouts, pool.num_killed, pool.num_died) == (1, 2, 1)
 
 
 async def test_a_reward_that_computes_does_not_hold_up_the_event_loop():
     async with _pool() as pool:
-        await pool.score(length, "")
-        scoring, turns = asyncio.create_task(pool.score(burning, 2.0)), 0
+        await pool.score(rewards.length, "")
+        scoring, turns = asyncio.create_task(pool.score(rewards.burning, 2.0)), 0
         while not scoring.done():
             await asyncio.sleep(0.005)
             turns += 1
@@ -212,20 +198,20 @@ async def test_a_reward_that_computes_does_not_hold_up_the_event_loop():
 async def _then_next(*call: Any, timeout: float = 30.0, **options: Any) -> tuple[Score | BaseException, bool]:
     """What a call comes to, and whether its process is still used; the next call on the same pool is checked here."""
     async with _pool(timeout=timeout, **options) as pool:
-        before = await pool.score(process_id, "")
+        before = await pool.score(rewards.process_id, "")
         [result] = await asyncio.gather(pool.score(*call), return_exceptions=True)
-        assert await pool.score(length, "four") == FOUR
-        return result, await pool.score(process_id, "") == before
+        assert await pool.score(rewards.length, "four") == FOUR
+        return result, await pool.score(rewards.process_id, "") == before
 
 
 @pytest.mark.parametrize(
     ("call", "options", "error", "words"),
     [
-        ((regex_bomb, ""), {"timeout": 2.0}, RewardTimeout, ""),  # it is in the middle of C code
+        ((rewards.regex_bomb, ""), {"timeout": 2.0}, RewardTimeout, ""),  # it is in the middle of C code
         ((math_answer, "$9^{9^{9^{9}}}$", "81"), {"timeout": 8.0}, RewardTimeout, "math_answer"),
-        ((memory_hog, ""), {"memory_gb": 0.5}, RewardFailed, "reward.memory_gb"),
-        ((shouting, ""), {}, RewardFailed, "no answer"),
-        ((endless_answer, ""), {}, RewardFailed, ""),
+        ((rewards.memory_hog, ""), {"memory_gb": 0.5}, RewardFailed, "reward.memory_gb"),
+        ((rewards.shouting, ""), {}, RewardFailed, "no answer"),
+        ((rewards.endless_answer, ""), {}, RewardFailed, ""),
     ],
 )
 async def test_what_never_ends_or_speaks_out_of_turn_has_failed_and_its_process_is_not_used_again(
@@ -236,34 +222,34 @@ async def test_what_never_ends_or_speaks_out_of_turn_has_failed_and_its_process_
 
 
 async def test_a_process_that_leaves_python_or_closes_its_streams_is_used_again():
-    result, same = await _then_next(leaving, "")
+    result, same = await _then_next(rewards.leaving, "")
     assert isinstance(result, RewardFailed) and "SystemExit" in str(result) and same
-    result, same = await _then_next(closing, "")
+    result, same = await _then_next(rewards.closing, "")
     assert isinstance(result, Score) and result.reward == 1.0 and same
 
 
-@pytest.mark.parametrize("reward", [shouting_later, dying_later])
+@pytest.mark.parametrize("reward", [rewards.shouting_later, rewards.dying_later])
 async def test_what_a_reward_leaves_behind_spoils_no_later_call(reward: Callable[..., Any]):
     async with _pool() as pool:
         process = psutil.Process(int((await pool.score(reward, "")).reward or 0))
-        if reward is dying_later:
+        if reward is rewards.dying_later:
             await asyncio.to_thread(psutil.wait_procs, [process], 10)
         else:
             await asyncio.to_thread(_wait_for, lambda: process.num_threads() == 1)
-        assert await pool.score(length, "four") == FOUR
+        assert await pool.score(rewards.length, "four") == FOUR
         assert pool.num_died == 1
 
 
 @pytest.mark.parametrize(("then", "error"), [("for ever", RewardTimeout), ("die", RewardFailed)])
 async def test_processes_that_a_reward_started_die_with_it(then: str, error: type[Exception], tmp_path: Path):
-    result, same = await _then_next(with_children, str(tmp_path / "ids"), then, timeout=5.0)
+    result, same = await _then_next(rewards.with_children, str(tmp_path / "ids"), then, timeout=5.0)
     assert isinstance(result, error) and not same
     for process in (tmp_path / "ids").read_text().split():
         _wait_for(lambda process=process: _is_gone(int(process)))
 
 
 async def test_a_burst_of_processes_dies_as_a_whole(tmp_path: Path):
-    result, same = await _then_next(many_children, str(tmp_path / "forks"), timeout=3.0)
+    result, same = await _then_next(rewards.many_children, str(tmp_path / "forks"), timeout=3.0)
     assert isinstance(result, RewardTimeout) and not same
     assert (tmp_path / "forks").read_text() == "+" * 50
     _wait_for(lambda: not [p for p in psutil.process_iter() if _has_open(p, tmp_path / "forks")])
