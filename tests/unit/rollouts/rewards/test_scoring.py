@@ -45,12 +45,8 @@ async def _scores(*calls: tuple[Any, ...], num_processes: int = 1) -> list[Score
 
 async def test_a_number_is_the_reward_and_its_only_part_and_named_parts_are_summed():
     text = 'ü"\n\\🙂' * 100_000
-    calls = [
-        (rewards.length, "four"),
-        (rewards.parts, ""),
-        (rewards.length, text),
-        (rewards.noisy, ""),
-    ]  # what a reward prints is no answer
+    calls = [(rewards.length, "four"), (rewards.parts, ""), (rewards.length, text)]
+    calls.append((rewards.noisy, ""))  # what a reward prints is no answer
     assert await _scores(*calls) == [
         FOUR,
         Score(reward=0.75, parts={"right": 1.0, "format": -0.25, "style": None, "speed": None}),
@@ -62,9 +58,8 @@ async def test_a_number_is_the_reward_and_its_only_part_and_named_parts_are_summ
 async def test_not_applicable_is_null_and_a_value_of_the_wrong_type_a_failure():
     for scored in await _scores(*((rewards.nothing, kind) for kind in ("none", "nan", "empty", "no parts"))):
         assert isinstance(scored, Score) and scored.reward is None
-    for failed in await _scores(
-        *((rewards.wrong_type, kind) for kind in ("list", "text", "object", "part", "infinity"))
-    ):
+    kinds = ("list", "text", "object", "part", "infinity")
+    for failed in await _scores(*((rewards.wrong_type, kind) for kind in kinds)):
         assert isinstance(failed, RewardFailed) and "wrong_type" in str(failed)
 
 
@@ -82,7 +77,7 @@ async def test_a_started_pool_has_its_processes_before_the_first_call_uses_them_
 async def test_a_reward_that_raises_says_what_and_where_and_the_process_goes_on():
     before, failed, after = await _scores((rewards.process_id, ""), (rewards.failing, "x"), (rewards.process_id, ""))
     assert isinstance(failed, RewardFailed)
-    place = r"\n  at tests/unit/rollouts/reward_functions.py:\d+ in rewards.failing: raise KeyError\(reply\)$"
+    place = r"\n  at tests/unit/rollouts/reward_functions.py:\d+ in failing: raise KeyError\(reply\)$"
     assert re.search(f"reward_functions:failing: KeyError: 'x'{place}", str(failed))
     assert before == after
 
@@ -149,9 +144,7 @@ async def test_several_rewards_run_at_the_same_time(tmp_path: Path):
 async def test_one_reward_that_fails_fails_the_attempt_and_breaks_no_other():
     async with _pool(3) as pool:
         with pytest.raises(RewardFailed, match="failing: KeyError: 'x'"):
-            await score_all(
-                {"right": (rewards.length, "four"), "broken": (rewards.failing, "x"), "slow": (rewards.slow, 0.2)}
-            )
+            await score_all({"broken": (rewards.failing, "x"), "slow": (rewards.slow, 0.2)})
         assert (pool.num_killed, pool.num_died) == (0, 0)
         assert await pool.score(rewards.length, "four") == FOUR
 
