@@ -93,12 +93,6 @@ class RewardPool:
         self._seconds = math.inf
         """Mean of recent calls; the newest counts for a fifth. Infinite if it is unknown, as after an error."""
         self._request_ids = itertools.count()
-        self.num_timeouts = 0
-        """Calls that passed the deadline, also if they are worth 0."""
-        self.num_killed = 0
-        """Children killed past the deadline, or because their attempt was cancelled in the middle of a call."""
-        self.num_died = 0
-        """Children that ended by themselves, or wrote something that is no reply."""
 
     async def start(self) -> None:
         """Start all children now, so that the first calls do not wait for Python to start."""
@@ -127,7 +121,6 @@ class RewardPool:
             reply = await call.reply
         except asyncio.CancelledError:
             if call.child is not None:
-                self.num_killed += 1
                 _kill(call.child)
             raise
         except RewardTimeout:
@@ -198,8 +191,6 @@ class RewardPool:
             async with asyncio.timeout(self._timeout):
                 line = await child.stdout.readline()
         except TimeoutError:
-            self.num_timeouts += 1
-            self.num_killed += 1
             call.fail(RewardTimeout(f"{call.name} took more than {self._timeout:g} s and was killed"))
             return None
         except ValueError:  # longer than any reply may be
@@ -210,9 +201,6 @@ class RewardPool:
             reply = json.loads(line)
             if isinstance(reply, dict) and reply.keys() & {"value", "error"} and reply.get("id") == call.request_id:
                 return reply
-        if call.reply.done():  # its caller was cancelled, which has killed the child
-            return None
-        self.num_died += 1
         if was_used and not call.is_second_try:  # an earlier call left something behind; no fault of this function
             call.is_second_try = True
         else:
