@@ -173,7 +173,7 @@ class Fleet:
         """The held-out score of a policy version, on the evaluator if there is one; else on a rollout worker's engine,
         which serves this version now: a later publication waits for it, training does not."""
         if self.evaluator is not None:
-            evaluation: Evaluation = await self.evaluator.call("evaluate_version", version, settings)
+            evaluation: Evaluation = await self.evaluator.call("evaluate", settings, version)
             return evaluation
         await self._has_workers.wait()
         evaluation = await next(iter(self.workers.values())).call("evaluate", settings)

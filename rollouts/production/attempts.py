@@ -146,7 +146,8 @@ class Player:
                     f"{type(self.workflow).__name__}.run returned {type(returned).__name__}; one call plays one "
                     "attempt and returns one Score. Grouping is `n_samples` in the run file"
                 )
-            score, status = returned, _end_of(chat)
+            score = returned
+            status = "max_turns" if chat.max_turns_reached else "truncated" if chat.cut_off else "ok"
         except WrongWorkflow:
             raise
         except (TimeoutError, RewardTimeout) as exception:
@@ -181,13 +182,6 @@ class Player:
     def _stop_if_told(self, exception: Exception, task: Task) -> None:
         if isinstance(exception, RewardTimeout) and self.rewards.on_timeout == "fail":
             raise RewardTimeout(f"{exception}, at task {task.id!r}; reward.on_timeout is `fail`") from exception
-
-
-def _end_of(chat: Chat) -> Status:
-    """How an attempt ended that was played to its end."""
-    if chat.max_turns_reached:
-        return "max_turns"
-    return "truncated" if chat.cut_off else "ok"
 
 
 def token_bytes(group: RolloutGroup) -> int:

@@ -87,15 +87,14 @@ class Tally:
     @property
     def pass_at(self) -> dict[str, float]:
         """Mean pass@k over problems for k = 1, 2, 4, … up to the attempts per problem."""
-        ks = [2**power for power in range(self._n_samples.bit_length())]
-        return {str(k): self._mean_pass_at(k) for k in ks}
-
-    def _mean_pass_at(self, k: int) -> float:
-        chances = [
-            count * pass_at_k(num_attempts=self._n_samples, num_correct=num_correct, k=k)
-            for num_correct, count in self._num_correct.items()
-        ]
-        return math.fsum(chances) / self.num_tasks
+        means = {}
+        for k in [2**power for power in range(self._n_samples.bit_length())]:
+            chances = [
+                count * pass_at_k(num_attempts=self._n_samples, num_correct=num_correct, k=k)
+                for num_correct, count in self._num_correct.items()
+            ]
+            means[str(k)] = math.fsum(chances) / self.num_tasks
+        return means
 
 
 async def evaluate_tasks(

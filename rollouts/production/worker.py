@@ -260,49 +260,39 @@ class RolloutWorker:
             await self.refresh()
         return update
 
-    async def evaluate(self, settings: EvaluationSettings) -> Evaluation:
-        """Score held-out tasks with the loaded version only, store the trajectories and log the result.
+    async def evaluate(self, settings: EvaluationSettings, version: int | None = None) -> Evaluation:
+        """Score held-out tasks with one policy version only, store the trajectories and log the result.
 
-        A publication waits until it is over. Raises `rollouts.production.evaluation.MixedVersions`, `InvalidInput` for
-        an empty split.
+        It is the version that is loaded; a worker that only evaluates may load another `version` first. Publications
+        and further calls wait until it is over. Raises `rollouts.production.evaluation.MixedVersions`, and
+        `InvalidInput` for an empty split or a version the run does not have, or not any more.
         """
         async with self.served.pin:
-            return await self._evaluate(settings)
-
-    async def evaluate_version(self, version: int, settings: EvaluationSettings) -> Evaluation:
-        """`evaluate` one policy version, which is loaded first: for a worker that only evaluates.
-
-        Calls run one after another. Raises `InvalidInput` for a version the run does not have, or not any more.
-        """
-        async with self.served.pin:
-            await self.served.load(version)
-            return await self._evaluate(settings)
-
-    async def _evaluate(self, settings: EvaluationSettings) -> Evaluation:
-        async with self.lock:
-            await self._head_start.call_back()
-        version = self.served.version
-        sampling = dataclasses.replace(self._executor.sampling, temperature=settings.temperature)
-
-        async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
+            if version is not None:
+                await self.served.load(version)
             async with self.lock:
-                await asyncio.to_thread(
-                    self.shards.write, shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True
-                )
+                await self._head_start.call_back()
+            sampling = dataclasses.replace(self._executor.sampling, temperature=settings.temperature)
 
-        evaluation = await evaluate_tasks(
-            itertools.islice(self.player.workflow.tasks(settings.split), settings.num_tasks),
-            player=self.player,
-            version=version,
-            settings=settings,
-            sampling=sampling,
-            shard_id=f"eval{version}-{self.shards.producer}-{uuid.uuid4().hex[:8]}",
-            shard_bytes=self.config.rollout.shard_bytes,
-            commit=commit,
-        )
-        async with self.lock:
-            await asyncio.to_thread(self.log.append, evaluation)
-        return evaluation
+            async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
+                async with self.lock:
+                    await asyncio.to_thread(
+                        self.shards.write, shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True
+                    )
+
+            evaluation = await evaluate_tasks(
+                itertools.islice(self.player.workflow.tasks(settings.split), settings.num_tasks),
+                player=self.player,
+                version=self.served.version,
+                settings=settings,
+                sampling=sampling,
+                shard_id=f"eval{self.served.version}-{self.shards.producer}-{uuid.uuid4().hex[:8]}",
+                shard_bytes=self.config.rollout.shard_bytes,
+                commit=commit,
+            )
+            async with self.lock:
+                await asyncio.to_thread(self.log.append, evaluation)
+            return evaluation
 
     async def close(self) -> None:
         """Stop producing, release the engine and the reward processes, commit what has finished."""

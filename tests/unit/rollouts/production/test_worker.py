@@ -518,8 +518,8 @@ async def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile
         Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
         async with run.worker("evaluator-0", produce=False, workflow=f"{__name__}:Gated") as evaluator:
             await _collect(producer)
-            evaluating = asyncio.create_task(evaluator.evaluate_version(0, _HELD_OUT))
-            next_one = asyncio.create_task(evaluator.evaluate_version(1, _HELD_OUT))
+            evaluating = asyncio.create_task(evaluator.evaluate(_HELD_OUT, 0))
+            next_one = asyncio.create_task(evaluator.evaluate(_HELD_OUT, 1))
             await Gated.started.wait()
             for version in (1, 2):
                 await producer.publish(run.train())
@@ -527,10 +527,10 @@ async def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile
                 assert (shard.head_version, shard.tail_version) == (version, version)
             assert not evaluating.done() and not run.log.refresh().evaluations
             Gated.let_through.set()
-            found = [await evaluating, await next_one, await evaluator.evaluate_version(0, _HELD_OUT)]
+            found = [await evaluating, await next_one, await evaluator.evaluate(_HELD_OUT, 0)]
             assert [evaluation.version for evaluation in found] == [0, 1, 0]
             with pytest.raises(ValueError, match="no policy version 9; it has 0 to 2"):
-                await evaluator.evaluate_version(9, _HELD_OUT)
+                await evaluator.evaluate(_HELD_OUT, 9)
     state = run.log.refresh()
     assert len(state.evaluations) == 3 and state.counters()["submitted"] == 9
     for evaluation in state.evaluations:
