@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any
 
 from rollouts.production.attempts import Player, token_bytes
-from rollouts.production.failures import FailsAlike, FirstBatch
+from rollouts.production.failures import FirstBatch
 from rollouts.production.prompts import Prompt
 from rollouts.production.quota import Quota
 from settings.errors import in_one_line
@@ -273,10 +273,7 @@ class Executor:
             self._oldest_finished = _now()
         self._finished += passed
         self._finished_bytes += sum(map(token_bytes, passed))
-        try:
-            self._first_batch.stop_if_full(self._config.batch_size)
-        except FailsAlike as error:
-            self._failure = error
+        self._failure = self._first_batch.failure(self._config.batch_size) or self._failure
         return passed
 
     def _cancelled(self, prompt: Prompt, reason: str) -> RolloutGroup:

@@ -77,13 +77,14 @@ class FirstBatch:
         self._held.append(group)
         return []
 
-    def stop_if_full(self, batch_size: int) -> None:
-        """Raise `FailsAlike` once so many prompts have failed, and at least `FEWEST_PROMPTS`."""
-        if not self._is_over and len(self._positions) >= max(batch_size, FEWEST_PROMPTS):
-            raise FailsAlike(
-                f"all attempts at the first {len(self._positions)} prompts failed in one way:\n{self._text}\n"
-                "Mend the workflow, then start this run again: it attempts the same prompts"
-            )
+    def failure(self, batch_size: int) -> FailsAlike | None:
+        """Why the run stops, once so many prompts have failed, and at least `FEWEST_PROMPTS`."""
+        if self._is_over or len(self._positions) < max(batch_size, FEWEST_PROMPTS):
+            return None
+        return FailsAlike(
+            f"all attempts at the first {len(self._positions)} prompts failed in one way:\n{self._text}\n"
+            "Mend the workflow, then start this run again: it attempts the same prompts"
+        )
 
     def _fails_alike(self, attempt: Trajectory) -> bool:
         in_user_code = attempt.status in ("env_error", "reward_error")
