@@ -11,27 +11,27 @@ sample tokens all along, each under the policy that is loaded at its moment. Hou
 from __future__ import annotations
 
 import asyncio
-import functools
+import dataclasses
 import math
 import selectors
-from collections import Counter
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
-from rollouts.production.prompts import Prompt, PromptOrder
-from rollouts.production.quota import Quota
+from rollouts.production.leases import Leases
+from rollouts.production.prompts import PromptOrder
 from settings.rollout import Fallback
 from settings.train import StalePolicy
-from storage.log.claims import next_claim, num_counted
-from storage.log.entries import Claim, Lease, claimed_groups
-from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
+from storage.log.claims import next_claim
+from storage.log.entries import Claim, claimed_groups
+from storage.log.producers import Presence
+from storage.records import RolloutGroup, Task, Trajectory
 from storage.shards.codec import summarise
-from tests.builders import a_config, a_log, a_shard, a_step, wait_for_work
+from tests.builders import a_config, a_group, a_log, a_shard, a_step, a_trajectory, a_turn, wait_for_work
 from trainers.data.staleness import lag_of_tokens, tokens_to_train
 
 T = TypeVar("T")
@@ -67,6 +67,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual.now
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
+        """At once, in this thread: another one would live in real time."""
+        done = self.create_future()
+        done.set_result(func(*args))
+        return done
 
 
 def run_in_virtual_time(script: Coroutine[Any, Any, T]) -> T:
@@ -138,98 +144,50 @@ class Outcome:
     """Mean time per step for which a claim was held back."""
 
 
-@dataclass(kw_only=True)
-class _Meter:
-    """Running groups, integrated over time."""
-
-    running: int = 0
-    since: float = 0.0
-    area: float = 0.0
-    empty: float = 0.0
-
-    def change(self, by: int) -> None:
-        now = asyncio.get_running_loop().time()
-        self.area += self.running * (now - self.since)
-        self.empty += (self.running == 0) * (now - self.since)
-        self.since = now
-        self.running += by
-
-
 class _SimulatedPlayer:
     """Stands in for `rollouts.production.attempts.Player`: a group lasts as long as its longest attempt."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
-        self.meter = _Meter()
+        self._num_running, self._since = 0, 0.0
+        self.area = self.empty = 0.0
+        """Running groups, and the absence of any, integrated over time."""
         self.swaps: list[tuple[float, int]] = [(-1.0, 0)]
         """When which version was loaded."""
         self.accepted: dict[str, bool] = {}
         """What the filter says of a group, also of one that never gets so far."""
 
+    def count(self, change: int = 0) -> None:
+        """So many more groups run from now on."""
+        now = asyncio.get_running_loop().time()
+        self.area += self._num_running * (now - self._since)
+        self.empty += (self._num_running == 0) * (now - self._since)
+        self._since = now
+        self._num_running += change
+
     async def group(
-        self,
-        task: Task,
-        *,
-        group_id: str,
-        position: int,
-        epoch: int,
-        n_samples: int,
-        sampling: Sampling,
-        is_eval: bool,
+        self, task: Task, *, group_id: str, position: int, epoch: int, n_samples: int, **_: Any
     ) -> RolloutGroup:
         # The same prompt is the same work in every scenario.
         draw = np.random.default_rng([self._scenario.seed, position])
         durations = draw.lognormal(math.log(self._scenario.median_seconds), self._scenario.sigma, n_samples)
         self.accepted[group_id] = accepted = bool(draw.random() >= self._scenario.rejected)
         started = asyncio.get_running_loop().time()
-        self.meter.change(+1)
+        self.count(+1)
         try:
             await asyncio.sleep(float(durations.max()))
         finally:
-            self.meter.change(-1)
-        return RolloutGroup(
-            id=group_id,
-            task=task,
-            position=position,
-            epoch=epoch,
-            expected=n_samples,
-            trajectories=[
-                self._attempt(attempt, started=started, seconds=float(seconds))
-                for attempt, seconds in enumerate(durations)
-            ],
-            accepted=accepted,
-            reject_reason="" if accepted else "uniform reward 1",
-        )
+            self.count(-1)
+        attempts = [self._attempt(n, started=started, seconds=float(durations[n])) for n in range(n_samples)]
+        group = a_group(position, group_id=group_id, trajectories=attempts, accepted=accepted)
+        return dataclasses.replace(group, task=task, epoch=epoch)
 
     def _attempt(self, attempt: int, *, started: float, seconds: float) -> Trajectory:
         num_tokens = max(1, round(seconds / self._scenario.seconds_per_token))
         times = started + seconds * np.arange(num_tokens) / num_tokens
         at = np.searchsorted([time for time, _ in self.swaps], times, side="right") - 1
-        turn = Turn(
-            context_ids=[2],
-            sampled_ids=[5] * num_tokens,
-            logprobs=[-0.5] * num_tokens,
-            weight_versions=[self.swaps[i][1] for i in at],
-            finish_reason="stop",
-        )
-        said = [Message(role="user", content="")]
-        return Trajectory(attempt=attempt, turns=[turn], messages=said, status="ok", reward=float(attempt % 2))
-
-
-@dataclass(kw_only=True)
-class _Account:
-    """What was trained, as the trainer's own rule has it."""
-
-    versions: dict[str, np.ndarray] = field(default_factory=dict)
-    """Of the tokens of every accepted group."""
-    trained_tokens: Counter[str] = field(default_factory=Counter)
-    """By group."""
-    sampled: int = 0
-    trained: int = 0
-    over: int = 0
-    lag_sum: float = 0.0
-    lag_max: int = 0
-    held_seconds: float = 0.0
+        turn = a_turn([5] * num_tokens, versions=[self.swaps[i][1] for i in at])
+        return a_trajectory(float(attempt % 2), attempt=attempt, turns=[turn])
 
 
 def simulate(scenario: Scenario) -> Outcome:
@@ -242,42 +200,35 @@ class _Simulation:
         self._scenario = scenario
         self._log = a_log()
         self._player = _SimulatedPlayer(scenario)
-        self._prompts = PromptOrder([Task(id=f"task{n}", prompt="") for n in range(NUM_TASKS)], seed=0)
         self._arrived = asyncio.Event()
         self._version = 0
-        self._account = _Account()
+        self._held_seconds = 0.0
+        # By group: the versions of its tokens if it was accepted; if it was claimed, their lags and which are trained.
+        self._versions: dict[str, np.ndarray] = {}
+        self._lags: dict[str, np.ndarray] = {}
+        self._trained: dict[str, np.ndarray] = {}
         self._readings: list[tuple[float, float, float]] = []
         margin = scenario.steps // 10
         self._first, self._last = max(1, margin), scenario.steps - margin
-        self._config = a_config(
-            n_samples=scenario.n_samples,
-            batch_size=scenario.batch_size,
-            max_staleness=scenario.max_staleness,
-            stale_policy=scenario.stale_policy,
-            steps=scenario.steps,
-            steps_per_update=scenario.steps_per_update,
-            dynamic_batch=scenario.dynamic_batch,
-            on_nothing_accepted=scenario.on_nothing_accepted,
-            max_concurrent=scenario.max_concurrent,
-            min_usable=1,
-            retries=0,
-            shard_bytes=10**9,
-            shard_seconds=scenario.shard_seconds,
-        )
-        names = [f"rollout-{number}" for number in range(scenario.num_workers)]
-        self._quotas = {name: Quota(self._config) for name in names}
-        self._executors = {
-            name: Executor(
-                player=cast(Player, self._player),
-                lease=functools.partial(self._lease, name),
-                quota=self._quotas[name],
-                config=self._config,
-            )
-            for name in names
-        }
+        settings = ("n_samples", "batch_size", "max_staleness", "stale_policy", "steps", "steps_per_update")
+        settings += ("dynamic_batch", "on_nothing_accepted", "max_concurrent", "shard_seconds")
+        values = {name: getattr(scenario, name) for name in settings}
+        self._config = a_config(**values, min_usable=1, retries=0, shard_bytes=10**9)
+        prompts = PromptOrder([Task(id=f"task{n}", prompt="") for n in range(NUM_TASKS)], seed=0)
+        lock, player = asyncio.Lock(), cast(Player, self._player)
+        self._leases: list[Leases] = []
+        self._executors: list[Executor] = []
+        for number in range(scenario.num_workers):
+            presence = Presence(self._log, f"rollout-{number}", outside=False, lease_timeout=60.0)
+            leases = Leases(self._log, lock, config=self._config, presence=presence, prompts=prompts)
+            executor = Executor(player=player, lease=leases.take, quota=leases.quota, config=self._config)
+            self._leases.append(leases)
+            self._executors.append(executor)
 
     async def run(self) -> Outcome:
-        producing = [asyncio.create_task(self._produce(executor)) for executor in self._executors.values()]
+        for leases in self._leases:
+            await leases.presence.join()
+        producing = [asyncio.create_task(self._produce(executor)) for executor in self._executors]
         training = asyncio.create_task(self._train())
         await asyncio.wait([*producing, training], return_when=asyncio.FIRST_COMPLETED)
         for producer in producing:
@@ -285,30 +236,13 @@ class _Simulation:
                 producer.result()
             producer.cancel()
         outcome = training.result()
-        for executor in self._executors.values():
+        for executor in self._executors:
             await executor.close()
         return outcome
 
-    async def _lease(self, name: str) -> Sequence[Prompt]:
-        self._rebase()
-        state, wanted = self._log.state, self._quotas[name].wanted
-        if not wanted:
-            return []
-        lease = Lease(holder=name, positions=state.free_positions(wanted), number=state.num_leases)
-        self._log.append(lease)
-        return [self._prompts.at(position) for position in lease.positions]
-
     def _rebase(self) -> None:
-        state = self._log.state
-        committed = state.step * self._scenario.batch_size + num_counted(state, self._config)
-        for name, executor in self._executors.items():
-            elsewhere = sum(holder != name for holder in state.leased.values())
-            self._quotas[name].rebase(
-                version=self._version,
-                committed=committed,
-                elsewhere=elsewhere,
-                num_producers=self._scenario.num_workers,
-            )
+        for leases, executor in zip(self._leases, self._executors, strict=True):
+            leases.rebase(self._version)
             executor.admit()
 
     async def _produce(self, executor: Executor) -> None:
@@ -325,7 +259,7 @@ class _Simulation:
         for group in groups:
             if group.accepted:
                 turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
-                self._account.versions[group.id] = np.concatenate([turn.weight_versions for turn in turns])
+                self._versions[group.id] = np.concatenate([turn.weight_versions for turn in turns])
         self._arrived.set()
 
     async def _train(self) -> Outcome:
@@ -333,8 +267,8 @@ class _Simulation:
         while self._log.state.step < scenario.steps:
             claim = await self._next_claim()
             if claim.step in (self._first, self._last):
-                self._player.meter.change(0)
-                self._readings.append((loop.time(), self._player.meter.area, self._player.meter.empty))
+                self._player.count()
+                self._readings.append((loop.time(), self._player.area, self._player.empty))
             self._count(claim)
             await asyncio.sleep(scenario.train_seconds)
             self._log.append(a_step(self._log.state, claim))
@@ -357,40 +291,37 @@ class _Simulation:
             if paced:
                 return claim
             since, paced = loop.time(), True
-            for executor in self._executors.values():
+            for executor in self._executors:
                 if await executor.wait_for_stragglers(claim.base_version):
                     self._commit(executor, executor.hand_out())
-            self._account.held_seconds += loop.time() - since
+            self._held_seconds += loop.time() - since
 
     def _count(self, claim: Claim) -> None:
         """What the trainer would do with the claim, by its own rule."""
-        scenario, account = self._scenario, self._account
+        scenario = self._scenario
         for group in claim.trained:
-            versions_T = account.versions[group.group_id]
+            versions_T = self._versions[group.group_id]
             sampled_T = np.ones(len(versions_T), dtype=bool)
             lag_T = lag_of_tokens(
                 versions_T, sampled_T, base_version=claim.base_version, steps_per_update=scenario.steps_per_update
             )
-            trained_T = tokens_to_train(
+            self._lags[group.group_id] = lag_T
+            self._trained[group.group_id] = tokens_to_train(
                 lag_T, sampled_T, max_staleness=scenario.max_staleness, stale_policy=scenario.stale_policy
             )
-            account.trained_tokens[group.group_id] = int(trained_T.sum())
-            account.sampled += len(versions_T)
-            account.trained += int(trained_T.sum())
-            account.over += int((lag_T[trained_T] > math.ceil(scenario.max_staleness)).sum())
-            account.lag_sum += float(lag_T.sum())
-            account.lag_max = max(account.lag_max, int(lag_T.max()))
 
     def _outcome(self) -> Outcome:
-        scenario, account, state = self._scenario, self._account, self._log.state
+        scenario, state = self._scenario, self._log.state
         seconds, area, empty = np.subtract(self._readings[1], self._readings[0]).tolist()
         done = {g: outcome for g, outcome in state.outcomes.items() if self._first < state.step_of[g] <= self._last}
         accepted = [group_id for group_id in done if self._player.accepted[group_id]]
         # A cancelled one had no end in sight.
-        lengths = np.array([len(account.versions[g]) if g in account.versions else math.inf for g in accepted])
+        lengths = np.array([len(self._versions[g]) if g in self._versions else math.inf for g in accepted])
         is_trained = np.array([done[g] == "trained" for g in accepted], dtype=float)
         finished = np.isfinite(lengths)
-        share = np.array([account.trained_tokens[g] for g in accepted]) / lengths
+        share = np.array([self._trained[g].sum() if g in self._trained else 0 for g in accepted]) / lengths
+        lag_T = np.concatenate([np.zeros(0), *self._lags.values()])
+        trained_T = np.concatenate([np.zeros(0, dtype=bool), *self._trained.values()])
         return Outcome(
             scenario=scenario,
             utilisation=area / seconds / scenario.max_concurrent,
@@ -398,15 +329,15 @@ class _Simulation:
             steps_per_hour=3600 * (self._last - self._first) / seconds,
             outcomes=state.counters(),
             drop_rate=float(1 - is_trained.mean()) if accepted else 0.0,
-            masked=1 - account.trained / max(1, account.sampled),
-            over_bound=account.over / max(1, account.trained),
+            masked=1 - float(trained_T.sum()) / max(1, len(lag_T)),
+            over_bound=float((lag_T[trained_T] > math.ceil(scenario.max_staleness)).sum()) / max(1, trained_T.sum()),
             length_bias=_largest_deviation(lengths, is_trained),
             token_bias=_largest_deviation(lengths[finished], share[finished]),
-            lag_mean=account.lag_sum / max(1, account.sampled),
-            lag_max=account.lag_max,
+            lag_mean=float(lag_T.sum()) / max(1, len(lag_T)),
+            lag_max=int(lag_T.max(initial=0)),
             batches=[len(step.claim.trained) for step in state.steps],
             attempts=[len(claimed_groups(step)) for step in state.steps],
-            held_seconds=account.held_seconds / scenario.steps,
+            held_seconds=self._held_seconds / scenario.steps,
         )
 
 

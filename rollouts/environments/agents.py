@@ -43,7 +43,6 @@ class AgentWorkflow(Workflow):
         raise NotImplementedError
 
     async def run(self, task: Task, chat: Chat) -> Score:
-        """Open a session for the attempt, let the agent play, and take its reward."""
         endpoint = agent_endpoint()
         async with endpoint.session(chat) as session:
             try:
@@ -76,7 +75,6 @@ class CommandWorkflow(AgentWorkflow):
         raise NotImplementedError
 
     async def close(self) -> None:
-        """End the process that programs are forked from."""
         if self._launcher is not None:
             self._launcher.close()
 

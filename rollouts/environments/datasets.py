@@ -28,7 +28,10 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
         if not path.is_dir():
             if dataset.startswith((".", "/", "~")) or dataset.count("/") != 1:
                 raise NotFound(f"dataset = {dataset!r}: no such file or folder, and not a Hugging Face id")
-            path = _download(dataset, split)
+            from huggingface_hub import snapshot_download
+
+            patterns = [f"*{split}*.jsonl", f"*{split}*.parquet"]
+            path = Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=patterns))
         files = sorted(f for suffix in ("jsonl", "parquet") for f in path.rglob(f"*{split}*.{suffix}"))
         if not files:
             raise NotFound(f"{path} has no file for split {split!r}; expected {split}.jsonl or {split}*.parquet")
@@ -69,10 +72,3 @@ def _json_lines(file: Path) -> list[tuple[int, Any]]:
                 what = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
                 raise InvalidInput(f"{file}, line {number}: not JSON ({what}); mend or remove the line") from None
     return rows
-
-
-def _download(dataset: str, split: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = [f"*{split}*.jsonl", f"*{split}*.parquet"]
-    return Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=patterns))

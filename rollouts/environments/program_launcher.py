@@ -51,9 +51,8 @@ def _launch(descriptors: list[int], selector: selectors.BaseSelector) -> None:
     request, output, errors, reports = descriptors
     pid = os.fork()
     if pid == 0:
-        for (
-            key
-        ) in selector.get_map().values():  # of other programs: open here, they would hide the end of this launcher
+        # The descriptors of other programs: open here, they would hide the end of this launcher.
+        for key in selector.get_map().values():
             for descriptor in (key.fd, key.data[1]) if key.data else (key.fd,):
                 os.close(descriptor)
         _become(request, output, errors, reports)

@@ -61,10 +61,9 @@ def kill_group(program: Program) -> None:
 
 
 class Launcher:
-    """Forks Python programs from one process, which starts with the first program."""
+    """Forks Python programs from one process, which starts with the first program and imports `modules` once."""
 
     def __init__(self, modules: Sequence[str]) -> None:
-        """`modules` are imported once, for all programs."""
         self._modules = list(modules)
         self._control: socket.socket | None = None
         self._process: asyncio.subprocess.Process | None = None

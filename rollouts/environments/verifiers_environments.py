@@ -88,10 +88,9 @@ class VerifiersWorkflow(Workflow):
         return [Task(id=name, prompt=row.data.prompt_text) for name, row in named.items()]
 
     async def run(self, task: Task, chat: Chat) -> Score:
-        """Play one episode."""
-        if self._serving is None or self._serving.over:
+        if self._serving is None or self._serving.task.done():
             self._serving = _Serving(self._env)
-        interception = await self._serving.interception()
+        interception = await asyncio.shield(self._serving.ready)
         session = Session(chat)
         trace_ids: list[str] = []
 
@@ -116,7 +115,6 @@ class VerifiersWorkflow(Workflow):
         return Score(reward=trace.reward if has_reward else None, parts={**trace.metrics, **rewards})
 
     async def close(self) -> None:
-        """Stop the environment's servers."""
         if self._serving is not None:
             await self._serving.close()
 
@@ -177,23 +175,15 @@ class _Serving:
 
     def __init__(self, env: vf.Env) -> None:
         self._env = env
-        self._ready: asyncio.Future[_PolicyInterception] = asyncio.get_running_loop().create_future()
+        self.ready: asyncio.Future[_PolicyInterception] = asyncio.get_running_loop().create_future()
+        """Has the error if the servers failed to start."""
         self._stop = asyncio.Event()
         # An empty context: this task outlives the attempt that starts it.
-        self._task = asyncio.create_task(self._serve(), context=contextvars.Context())
-
-    @property
-    def over(self) -> bool:
-        """True once the servers have stopped."""
-        return self._task.done()
-
-    async def interception(self) -> _PolicyInterception:
-        """Raises the error with which the servers failed to start."""
-        return await asyncio.shield(self._ready)
+        self.task = asyncio.create_task(self._serve(), context=contextvars.Context())
 
     async def close(self) -> None:
         self._stop.set()
-        await self._task
+        await self.task
 
     async def _serve(self) -> None:
         try:
@@ -201,12 +191,12 @@ class _Serving:
                 assert self._env._interception is not None
                 served = _PolicyInterception(self._env._interception)
                 self._env._interception = served  # its agents read this attribute; there is no public one
-                self._ready.set_result(served)
+                self.ready.set_result(served)
                 await self._stop.wait()
         except Exception as error:
-            if self._ready.done():
+            if self.ready.done():
                 raise
-            self._ready.set_exception(error)
+            self.ready.set_exception(error)
 
 
 class _PolicyInterception(Interception):
@@ -271,8 +261,8 @@ def _env_config(settings: dict[str, Any]) -> vf.EnvConfig:
     taskset_id = settings.get("taskset", {}).get("id", "")
     declared = vf.env_config_type(taskset_id, settings.get("id", ""))
     own_harness = vf.default_harness_id(taskset_id) == taskset_id
-    seats = {name: field.default for name, field in declared.model_fields.items()}
-    for name, seat in seats.items():
+    for name, field in declared.model_fields.items():
+        seat = field.default
         if not isinstance(seat, vf.AgentConfig):
             continue
         seat_settings = settings.setdefault(name, {})

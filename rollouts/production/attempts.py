@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
+from dataclasses import dataclass
 
 from rollouts.chat.chat import Chat, OutOfRoom
 from rollouts.chat.chat_tokens import ChatTokens
@@ -25,28 +26,19 @@ from settings.run_file import RunConfig
 from storage.records import RolloutGroup, Sampling, Status, Task, Trajectory
 
 
+@dataclass(kw_only=True, eq=False)
 class Player:
     """Plays attempts of one workflow on one engine."""
 
-    def __init__(
-        self,
-        *,
-        workflow: Workflow,
-        engine: Engine,
-        tokens: ChatTokens,
-        rewards: RewardPool,
-        config: RunConfig,
-        tool_parser: ToolParser | None = None,
-    ) -> None:
-        self.workflow = workflow
-        self._engine = engine
-        self._tokens = tokens
-        self.rewards = rewards
-        self._limits = config.rollout
-        self._max_model_len = config.engine.max_model_len
-        self._tool_parser = tool_parser
-        self._shaping = config.reward
-        self._unseen_weights = set(self._shaping.weights)
+    workflow: Workflow
+    engine: Engine
+    tokens: ChatTokens
+    rewards: RewardPool
+    config: RunConfig
+    tool_parser: ToolParser | None = None
+
+    def __post_init__(self) -> None:
+        self._unseen_weights = set(self.config.reward.weights)
 
     async def group(
         self,
@@ -76,7 +68,7 @@ class Player:
         scored = await self._scored_together(task, [attempt.result() for attempt in started])
         self._unseen_weights = check_weights(self._unseen_weights, scored)
         trajectories = [
-            shaped(trajectory, self._shaping, max_tokens=sampling.max_tokens, is_eval=is_eval) for trajectory in scored
+            shaped(each, self.config.reward, max_tokens=sampling.max_tokens, is_eval=is_eval) for each in scored
         ]
         group = RolloutGroup(
             id=group_id,
@@ -92,9 +84,9 @@ class Player:
 
     def _reject_reason(self, group: RolloutGroup) -> str:
         rewards = [trajectory.reward for trajectory in group.usable]
-        if len(rewards) < self._limits.min_usable:
-            return f"{len(rewards)} usable of {group.expected}, {self._limits.min_usable} needed"
-        if self._limits.drop_uniform_groups and len(set(rewards)) == 1:
+        if len(rewards) < self.config.rollout.min_usable:
+            return f"{len(rewards)} usable of {group.expected}, {self.config.rollout.min_usable} needed"
+        if self.config.rollout.drop_uniform_groups and len(set(rewards)) == 1:
             return f"uniform reward {rewards[0]:g}"
         if not self.workflow.accept(group):
             return f"{type(self.workflow).__name__}.accept said no"
@@ -106,59 +98,55 @@ class Player:
         if not usable:
             return trajectories
         set_reward_pool(self.rewards)
+        changed: dict[int, Trajectory] = {}
         try:
-            async with asyncio.timeout(self._limits.attempt_timeout):
+            async with asyncio.timeout(self.config.rollout.attempt_timeout):
                 scores = await self.workflow.score_group(task, usable)
         except Exception as exception:  # noqa: BLE001 - user code may raise anything; none of these has a reward now
             self._stop_if_told(exception, task)
             status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
             error = failure_text(exception, f"score_group: {type(exception).__name__}: {exception}")
-            return [
-                dataclasses.replace(trajectory, status=status, reward=None, error=error)
-                if trajectory.usable
-                else trajectory
-                for trajectory in trajectories
-            ]
-        if scores is None:
-            return trajectories
-        name = type(self.workflow).__name__
-        if len(scores) != len(usable) or not all(isinstance(score, Score) for score in scores):
-            raise WrongWorkflow(
-                f"{name}.score_group returned {len(scores)} scores for {len(usable)} attempts; return one Score each"
-            )
-        scored = {
-            trajectory.attempt: dataclasses.replace(
-                trajectory, reward=score.reward, reward_parts={**trajectory.reward_parts, **score.parts}
-            )
-            for trajectory, score in zip(usable, scores, strict=True)
-        }
-        return [scored.get(trajectory.attempt, trajectory) for trajectory in trajectories]
+            for trajectory in usable:
+                changed[trajectory.attempt] = dataclasses.replace(trajectory, status=status, reward=None, error=error)
+        else:
+            if scores is None:
+                return trajectories
+            if len(scores) != len(usable) or not all(isinstance(score, Score) for score in scores):
+                raise WrongWorkflow(
+                    f"{type(self.workflow).__name__}.score_group returned {len(scores)} scores for {len(usable)} "
+                    "attempts; return one Score each"
+                )
+            for trajectory, score in zip(usable, scores, strict=True):
+                parts = {**trajectory.reward_parts, **score.parts}
+                changed[trajectory.attempt] = dataclasses.replace(trajectory, reward=score.reward, reward_parts=parts)
+        return [changed.get(trajectory.attempt, trajectory) for trajectory in trajectories]
 
     async def _attempt(self, task: Task, group_id: str, attempt: int, sampling: Sampling, is_eval: bool) -> Trajectory:
+        limits = self.config.rollout
         CONTEXT.set(WorkflowContext(is_eval=is_eval, task_id=task.id, attempt=attempt))
         set_reward_pool(self.rewards)
         chat = Chat(
-            engine=self._engine,
-            tokens=self._tokens,
+            engine=self.engine,
+            tokens=self.tokens,
             sampling=sampling,
-            max_model_len=self._max_model_len,
+            max_model_len=self.config.engine.max_model_len,
             request_id=f"{group_id}/{attempt}",
-            tool_parser=self._tool_parser,
-            max_tool_turns=self._limits.max_tool_turns,
-            tool_timeout=self._limits.tool_timeout,
-            tool_output_chars=self._limits.tool_output_chars,
+            tool_parser=self.tool_parser,
+            max_tool_turns=limits.max_tool_turns,
+            tool_timeout=limits.tool_timeout,
+            tool_output_chars=limits.tool_output_chars,
         )
         started_at, started = time.time(), time.perf_counter()
         score, error = Score(reward=None), ""
         try:
-            async with asyncio.timeout(self._limits.attempt_timeout):
+            async with asyncio.timeout(limits.attempt_timeout):
                 score = as_score(await self.workflow.run(task, chat), self.workflow.run)
-            status = _end_of(chat)
+            status = "max_turns" if chat.max_turns_reached else "truncated" if chat.cut_off else "ok"
         except WrongWorkflow:
             raise
         except (TimeoutError, RewardTimeout) as exception:
             self._stop_if_told(exception, task)
-            message = str(exception) or f"attempt took more than {self._limits.attempt_timeout:g} s"
+            message = str(exception) or f"attempt took more than {limits.attempt_timeout:g} s"
             status, error = "timeout", failure_text(exception, message)
         except RewardFailed as exception:
             status, error = "reward_error", failure_text(exception, str(exception))
@@ -182,7 +170,7 @@ class Player:
             started_at=started_at,
             finished_at=time.time(),
             error=error,
-            excluded=not is_eval and status in self._limits.exclude_statuses,
+            excluded=not is_eval and status in limits.exclude_statuses,
         )
 
     def _stop_if_told(self, exception: Exception, task: Task) -> None:
@@ -190,8 +178,7 @@ class Player:
             raise RewardTimeout(f"{exception}, at task {task.id!r}; reward.on_timeout is `fail`") from exception
 
 
-def _end_of(chat: Chat) -> Status:
-    """How an attempt ended that was played to its end."""
-    if chat.max_turns_reached:
-        return "max_turns"
-    return "truncated" if chat.cut_off else "ok"
+def token_bytes(group: RolloutGroup) -> int:
+    """About what its tokens take in a shard: int32 id, float32 logprob, int32 version and bool mask of each."""
+    turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
+    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from fractions import Fraction
 
-from rollouts.production.attempts import Player
+from rollouts.production.attempts import Player, token_bytes
 from settings.errors import InvalidInput, UserError, in_one_line
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, piece_id
@@ -26,7 +26,6 @@ from storage.shards.codec import summarise
 CORRECT = 1.0
 """An attempt with at least this reward is correct, for pass@k."""
 GROUPS_PER_SHARD = 256
-"""Finished groups are committed when there are so many, or `shard_bytes` of tokens."""
 LONGEST_ERROR = 500  # characters
 
 Commit = Callable[[str, list[RolloutGroup], float], Awaitable[object]]
@@ -88,15 +87,14 @@ class Tally:
     @property
     def pass_at(self) -> dict[str, float]:
         """Mean pass@k over problems for k = 1, 2, 4, … up to the attempts per problem."""
-        ks = [2**power for power in range(self._n_samples.bit_length())]
-        return {str(k): self._mean_pass_at(k) for k in ks}
-
-    def _mean_pass_at(self, k: int) -> float:
-        chances = [
-            count * pass_at_k(num_attempts=self._n_samples, num_correct=num_correct, k=k)
-            for num_correct, count in self._num_correct.items()
-        ]
-        return math.fsum(chances) / self.num_tasks
+        means = {}
+        for k in [2**power for power in range(self._n_samples.bit_length())]:
+            chances = [
+                count * pass_at_k(num_attempts=self._n_samples, num_correct=num_correct, k=k)
+                for num_correct, count in self._num_correct.items()
+            ]
+            means[str(k)] = math.fsum(chances) / self.num_tasks
+        return means
 
 
 async def evaluate_tasks(
@@ -112,8 +110,8 @@ async def evaluate_tasks(
 ) -> Evaluation:
     """Attempt every task `settings.n_samples` times on the engine's current weights, policy `version`.
 
-    At most `settings.max_concurrent` groups are being attempted, and fewer than `GROUPS_PER_SHARD` finished ones wait
-    to be committed. Raises `MixedVersions`, `InvalidInput` without a task, and what is wrong with the workflow itself.
+    Fewer than `GROUPS_PER_SHARD` finished groups wait to be committed. Raises `MixedVersions`, `InvalidInput` without a
+    task, and what is wrong with the workflow itself.
     """
     started = flushed_at = time.time()
     waiting = iter(tasks)
@@ -129,30 +127,25 @@ async def evaluate_tasks(
         await commit(piece_id(shard_id, num_shards), groups, seconds)
         num_shards += 1
 
-    async def record(group: RolloutGroup) -> None:
-        """The player that fills a piece commits it; the others play on, and wait here once they have finished."""
-        nonlocal piece_bytes
-        _check_version(group, version)
-        async with recording:
-            tally.add(group)
-            piece.append(group)
-            piece_bytes += _token_bytes(group)
-            if len(piece) >= GROUPS_PER_SHARD or piece_bytes >= shard_bytes:
-                await flush()
-
     async def play() -> None:
+        nonlocal piece_bytes
         for task in waiting:  # all players share it: a free one takes the next task
-            await record(
-                await player.group(
-                    task,
-                    group_id=f"eval{version}.{task.id}",
-                    position=-1,
-                    epoch=0,
-                    n_samples=settings.n_samples,
-                    sampling=sampling,
-                    is_eval=True,
-                )
+            group = await player.group(
+                task,
+                group_id=f"eval{version}.{task.id}",
+                position=-1,
+                epoch=0,
+                n_samples=settings.n_samples,
+                sampling=sampling,
+                is_eval=True,
             )
+            _check_version(group, version)
+            async with recording:  # a player that fills a piece commits it; the others play on until they have finished
+                tally.add(group)
+                piece.append(group)
+                piece_bytes += token_bytes(group)
+                if len(piece) >= GROUPS_PER_SHARD or piece_bytes >= shard_bytes:
+                    await flush()
 
     try:
         async with asyncio.TaskGroup() as players:
@@ -182,7 +175,7 @@ async def evaluate_tasks(
 
 
 def failure_of(evaluation: Evaluation) -> str:
-    """A sentence if every attempt failed; empty if the score says something about the policy."""
+    """A sentence if every attempt failed, otherwise ""."""
     if not evaluation.failed:
         return ""
     counts = ", ".join(f"{status} {count}" for status, count in evaluation.failures.items())
@@ -201,9 +194,3 @@ def _check_version(group: RolloutGroup, version: int) -> None:
             f"the evaluation of policy {version} was given up: group {group.id!r} has tokens of policies {versions}: "
             "the engine changed its weights meanwhile; evaluate again"
         )
-
-
-def _token_bytes(group: RolloutGroup) -> int:
-    """About what the tokens take in a shard: int32 id, float32 logprob, int32 version, bool mask."""
-    turns = [turn for attempt in group.trajectories for turn in attempt.turns]
-    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)

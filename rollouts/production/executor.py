@@ -5,21 +5,22 @@
                │                    └──────────────────┤
                └── came to nothing: the same prompt again, `retries` times ◀──┘
 
-Who waits for whom: `prepare_batch` waits for groups to finish and keeps starting others while it waits; what finds no
-room in the quota waits for `admit`, after a newer policy or a look at the log. Which prompts are free is for the log to
-say, through `lease`.
+`prepare_batch` waits for groups to finish, and starts others meanwhile. A prompt without room in the quota waits for
+`admit`, after a newer policy or a look at the log. The log decides, through `lease`, which prompts are free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
 
-from rollouts.production.attempts import Player
-from rollouts.production.failures import FailsAlike, FirstBatch
+from rollouts.production.attempts import Player, token_bytes
+from rollouts.production.failures import FirstBatch
 from rollouts.production.prompts import Prompt
 from rollouts.production.quota import Quota
 from settings.errors import in_one_line
@@ -37,7 +38,7 @@ class _Running:
 
 
 class Executor:
-    """Runs the groups of one rollout worker; lives in one event loop.
+    """Runs the groups of one rollout worker, in one event loop.
 
     `lease` returns prompts that are this executor's to start, about `quota.wanted` many; it may rebase the quota.
     """
@@ -77,7 +78,7 @@ class Executor:
             self._quota.lease(len(self._called_back))
             self._called_back.clear()
         self._version = self._quota.version
-        for task, running in self._running.items():  # the room of what no step can train is better used
+        for task, running in self._running.items():  # a group that no step can train gives its room to another
             if self._quota.is_lost(running.version) and not running.given_up:
                 lag, bound = self._quota.lag(running.version), math.ceil(self._config.max_staleness)
                 running.given_up = f"cancelled: {lag} updates behind, bound {bound}"
@@ -93,9 +94,7 @@ class Executor:
     async def call_back(self) -> None:
         """Cancel what is running, as if it had not started: its prompts are the first to start under a newer policy."""
         running = dict(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _cancel(running)
         self._called_back += [each.prompt for task, each in running.items() if task.cancelled() and not each.given_up]
 
     def in_flight(self) -> list[int]:
@@ -127,12 +126,12 @@ class Executor:
         return self._quota.stragglers(heads, version) > 0
 
     async def prepare_batch(self) -> list[RolloutGroup]:
-        """Finished groups for one shard; keeps submitting while it waits.
+        """Finished groups for one shard; keeps starting others while it waits.
 
         Returns when they are what the next step misses, or this worker's share of it, when a batch of groups,
         `shard_bytes`, or `shard_seconds` is reached, the policy version changes with groups at hand, or nothing more
-        can run before the next version. A filter that rejects everything cannot hold it up: of a batch, rejected groups
-        count. Raises what a workflow's programming error raised.
+        can run before the next version. Rejected groups count in a batch, so a filter that rejects everything does not
+        hold it up. Raises the error of a broken workflow.
         """
         version = self._version
         self._start_ready()
@@ -141,11 +140,9 @@ class Executor:
             timeout = None
             if self._finished:
                 timeout = max(0.0, self._oldest_finished + self._config.rollout.shard_seconds - _now())
-            try:
+            with contextlib.suppress(TimeoutError):  # shard_seconds have passed
                 async with asyncio.timeout(timeout):
                     await self._changed.wait()
-            except TimeoutError:
-                continue  # shard_seconds have passed; _flush_due says so now
             self._start_ready()
         if self._failure is not None:
             raise self._failure
@@ -172,16 +169,12 @@ class Executor:
         return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
     async def close(self) -> list[RolloutGroup]:
-        """Cancel what is running, whose prompts are asked again some day; returns what has finished meanwhile."""
+        """Cancel what is running, whose prompts are free again later; returns what has finished meanwhile."""
         self._ready.clear()
-        running = [*self._running, *([self._leasing] if self._leasing else [])]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _cancel([*self._running, *([self._leasing] if self._leasing else [])])
         return self.hand_out()
 
     def report(self) -> str:
-        """The state of the executor in a sentence."""
         accepted = sum(group.accepted for group in self._finished)
         sentence = (
             f"policy {self._version}: {accepted} of {self._config.batch_size} accepted and not committed, "
@@ -279,34 +272,31 @@ class Executor:
         if passed and not self._finished:
             self._oldest_finished = _now()
         self._finished += passed
-        self._finished_bytes += sum(map(_num_bytes, passed))
-        try:
-            self._first_batch.stop_if_full(self._config.batch_size)
-        except FailsAlike as error:
-            self._failure = error
+        self._finished_bytes += sum(map(token_bytes, passed))
+        self._failure = self._first_batch.failure(self._config.batch_size) or self._failure
         return passed
 
     def _cancelled(self, prompt: Prompt, reason: str) -> RolloutGroup:
-        attempts = range(self._config.n_samples)
+        trajectories = [
+            Trajectory(attempt=attempt, turns=[], messages=[], status="cancelled", reward=None, error=reason)
+            for attempt in range(self._config.n_samples)
+        ]
         return RolloutGroup(
             id=prompt.group_id,
             task=prompt.task,
             position=prompt.position,
             epoch=prompt.epoch,
             expected=self._config.n_samples,
-            trajectories=[
-                Trajectory(attempt=attempt, turns=[], messages=[], status="cancelled", reward=None, error=reason)
-                for attempt in attempts
-            ],
+            trajectories=trajectories,
             accepted=False,
             reject_reason=reason,
         )
 
 
-def _num_bytes(group: RolloutGroup) -> int:
-    """What its tokens take in a shard: int32 id, float32 logprob, int32 version and bool mask of each."""
-    turns = [turn for trajectory in group.trajectories for turn in trajectory.turns]
-    return 13 * sum(len(turn.context_ids) + len(turn.sampled_ids) for turn in turns)
+async def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _now() -> float:

@@ -1,14 +1,11 @@
-"""Failed attempts, told once per kind with a count; and whether a run's first batch fails entirely for one reason.
-
-In: failed attempts. Out: lines in the log of a worker or of the driver; `FailsAlike`.
-"""
+"""Failed attempts, logged once per kind with a count; and `FailsAlike` if a run's first batch fails for one reason."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from settings.errors import UserError, failure_kind, in_one_line
@@ -18,10 +15,9 @@ from storage.shards.failed_attempts import FailedAttempt, kinds_of
 logger = logging.getLogger("millrace.rollout")
 
 REPEAT_SECONDS = 60.0
-"""The count of a kind is told again after so long, if it has grown."""
+"""The count of a kind is logged again after so long, if it has grown."""
 MOST_KINDS = 20
-"""Kinds that are told; the failures of others are counted together."""
-
+"""Failures of further kinds are counted together."""
 FEWEST_PROMPTS = 4
 """One bad problem must not stop a run whose batches are small."""
 
@@ -34,14 +30,11 @@ class FailsAlike(UserError):
 class _Kind:
     text: str
     count: int = 0
-    told_at: float = -math.inf
+    logged_at: float = -math.inf
 
 
 class Failures:
-    """What has failed so far, and how often."""
-
-    def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._kinds: dict[str, _Kind] = {}
 
     def add(self, attempts: Iterable[FailedAttempt]) -> None:
@@ -52,8 +45,8 @@ class Failures:
                 name, text = "others", f"failures of other kinds, the first is {in_one_line(attempt.error)}"
             kind = self._kinds.setdefault(name, _Kind(text))
             is_new, kind.count = not kind.count, kind.count + count
-            if self._now() - kind.told_at >= REPEAT_SECONDS:
-                kind.told_at = self._now()
+            if time.monotonic() - kind.logged_at >= REPEAT_SECONDS:
+                kind.logged_at = time.monotonic()
                 frames = kind.text.partition("\n  at ")[1:] if is_new else ()
                 counted = f"{kind.count} attempt{'s' * (kind.count > 1)}"
                 logger.warning("%s: %s%s", counted, in_one_line(kind.text), "".join(frames))
@@ -84,13 +77,14 @@ class FirstBatch:
         self._held.append(group)
         return []
 
-    def stop_if_full(self, batch_size: int) -> None:
-        """Raise `FailsAlike` once so many prompts have failed, and at least `FEWEST_PROMPTS`."""
-        if not self._is_over and len(self._positions) >= max(batch_size, FEWEST_PROMPTS):
-            raise FailsAlike(
-                f"all attempts at the first {len(self._positions)} prompts failed in one way:\n{self._text}\n"
-                "Mend the workflow, then start this run again: it attempts the same prompts"
-            )
+    def failure(self, batch_size: int) -> FailsAlike | None:
+        """Why the run stops, once so many prompts have failed, and at least `FEWEST_PROMPTS`."""
+        if self._is_over or len(self._positions) < max(batch_size, FEWEST_PROMPTS):
+            return None
+        return FailsAlike(
+            f"all attempts at the first {len(self._positions)} prompts failed in one way:\n{self._text}\n"
+            "Mend the workflow, then start this run again: it attempts the same prompts"
+        )
 
     def _fails_alike(self, attempt: Trajectory) -> bool:
         in_user_code = attempt.status in ("env_error", "reward_error")

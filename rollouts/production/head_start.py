@@ -20,8 +20,8 @@ from settings.run_file import RunConfig
 from storage.log.run_log import RunLog
 
 SHARE, PATIENCE = 0.01, 0.1
-"""Of `rollout.attempt_timeout`, because the clocks of attempts run: groups begin ahead of a policy that should take no
-longer than the first to make, and are called back when it has taken the second."""
+"""Shares of `rollout.attempt_timeout`, because the clocks of attempts run: groups begin ahead of a policy that should
+take no longer than the first to make, and are called back when it has taken the second."""
 
 
 def is_short(metrics: Mapping[str, float], num_steps: int, *, attempt_timeout: float) -> bool:
@@ -60,9 +60,8 @@ class HeadStart:
         async with pin:
             if not self._executor.waits_for_policy:
                 return False
-            self.version = (
-                self._served.version + num_steps
-            )  # first: a caller that needs the engine meanwhile calls back
+            # First: a caller that needs the engine meanwhile calls back.
+            self.version = self._served.version + num_steps
             self._over.clear()
             await self._served.engine.hold()
         return True

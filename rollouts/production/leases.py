@@ -1,7 +1,4 @@
-"""Prompts for one rollout worker: leased in the run's log before the first of them starts, so that no other has them.
-
-In: the log, the prompt order and the worker's quota. Out: prompts; and a quota that counts what the log counts.
-"""
+"""Prompts for one rollout worker: leased in the run's log before they start, so that no other worker has them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Which prompt stands where in the endless prompt order: a pure function of the seed.
+"""The endless order of prompts: a pure function of the tasks of a split and the seed. Every epoch shuffles them anew.
 
-In: the tasks of a split and a seed. Out: the prompt at a position. Every epoch shuffles the tasks anew. Which positions
-are free is a fold of the run's log (`RunState.free_positions`), so a resumed run asks exactly what the log lacks.
+Which positions are free is a fold of the run's log (`RunState.free_positions`), so a resumed run continues exactly.
 """
 
 from __future__ import annotations
@@ -24,13 +23,11 @@ class Prompt:
     epoch: int
     """Pass over the data set, from 0."""
     task: Task
-    """The problem."""
     retry: int = 0
-    """How often it came to nothing before."""
+    """Number of earlier groups of this prompt that came to nothing."""
 
     @property
     def group_id(self) -> str:
-        """What the group of its attempts is called."""
         return f"{self.epoch}.{self.task.id}" + (f".retry{self.retry}" if self.retry else "")
 
 
@@ -40,20 +37,18 @@ def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
 
 
 class PromptOrder:
-    """The endless sequence of a data set's prompts."""
-
     def __init__(self, tasks: Sequence[Task], *, seed: int) -> None:
         if not tasks:
             raise InvalidInput("the workflow's train split is empty; give it at least one task")
-        ids = {task.id for task in tasks}
-        if len(ids) != len(tasks):
-            raise InvalidInput(f"task ids are not unique: {len(tasks)} tasks, {len(ids)} ids")
+        num_ids = len({task.id for task in tasks})
+        if num_ids != len(tasks):
+            raise InvalidInput(f"task ids are not unique: {len(tasks)} tasks, {num_ids} ids")
         self._tasks = tasks
         self._seed = seed
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def at(self, position: int, *, retry: int = 0) -> Prompt:
-        """The prompt at a position, from 0; `retry` says how often it has run before."""
+        """The prompt at a position, from 0."""
         epoch, index = divmod(position, len(self._tasks))
         if self._order[0] != epoch:
             self._order = (epoch, epoch_order(self._seed, epoch, len(self._tasks)))

@@ -41,13 +41,8 @@ class Quota:
         """Workers that lease prompts of this run."""
         self.total = config.steps * config.batch_size
         """What the whole run needs."""
-        self.waiting = 0
-        """Leased and not started."""
-        self.running = 0
-        self.finished = 0
-        """Finished, counted, and not handed out yet."""
-        self.handed_out = 0
-        """Handed out, counted, and not in the log yet."""
+        self.waiting = self.running = self.finished = self.handed_out = 0
+        """As in the picture above; the last two are those that count."""
 
     # ── What happens ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -71,7 +66,6 @@ class Quota:
         self.waiting += count
 
     def start(self) -> None:
-        """A waiting prompt begins."""
         self.waiting -= 1
         self.running += 1
 
@@ -81,7 +75,6 @@ class Quota:
         self.finished += counted
 
     def hand_out(self) -> None:
-        """Everything that has finished leaves for the log."""
         self.handed_out, self.finished = self.handed_out + self.finished, 0
 
     def commit(self, count: int) -> None:
@@ -109,9 +102,8 @@ class Quota:
         flight at all, so that the first to ask does not take everything
         staleness room   = u · k · B + ⌊(1 + max_staleness) · k · B⌋ − (accepted + running)
 
-        for batches of B groups, k steps per weight update, and u = ⌊version / k⌋ updates so far; with k = 1 and a whole
-        max_staleness that is (max_staleness + version + 1) · B − (accepted + running). max_staleness = 0 is synchronous
-        training.
+        for batches of B groups, k steps per weight update, and u = ⌊version / k⌋ updates so far. max_staleness = 0 is
+        synchronous training.
         """
         if self.paused:
             return 0
@@ -138,8 +130,7 @@ class Quota:
 
     @property
     def is_batch(self) -> bool:
-        """Whether what has finished is what the next step misses, or this worker's share of it: the trainer waits for
-        whole batches, so the end of one must not wait for the beginning of the next."""
+        """Whether what has finished is what the next step misses, or this worker's share of it."""
         missing = self._config.batch_size - (self.committed + self.handed_out) % self._config.batch_size
         return self.finished >= math.ceil(missing / self.num_producers)
 

@@ -20,15 +20,12 @@ from storage.shards.shards import commit_shard
 
 @dataclass(frozen=True, kw_only=True)
 class ShardWriter:
-    """What all shards of a worker have in common."""
-
     log: RunLog
     producer: str
     tokens: ChatTokens
     config_sha256: str
     code_version: str
     failures: Failures = field(default_factory=Failures)
-    """Says in the worker's log what failed."""
 
     def write(
         self,
@@ -57,7 +54,7 @@ class ShardWriter:
 
 
 def _phases(groups: Sequence[RolloutGroup], wall_seconds: float) -> dict[str, float]:
-    """Attempts overlap, so their own seconds only say in which proportion the wall-clock is to be split."""
+    """The wall-clock in proportion to the attempts' own seconds, which overlap."""
     attempts = [trajectory for group in groups for trajectory in group.trajectories]
     rewarding = sum(trajectory.reward_seconds for trajectory in attempts)
     generating = sum(turn.generate_seconds for trajectory in attempts for turn in trajectory.turns)

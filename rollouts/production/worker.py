@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable
+from dataclasses import dataclass
 from pathlib import Path
 
 from infra.user_code import load_object
@@ -60,8 +61,29 @@ def waiting_tasks() -> list[str]:
     return [f"  {count} × {place}" for place, count in places.most_common(20)]
 
 
+@dataclass(kw_only=True, eq=False)
 class RolloutWorker:
-    """Produces committed shards for one run until it is closed."""
+    """Produces committed shards for one run until it is closed; `open` makes one."""
+
+    config: RunConfig
+    log: RunLog
+    lock: asyncio.Lock
+    """Held while the log is read or written."""
+    served: ServedPolicy
+    player: Player
+    shards: ShardWriter
+    leases: Leases
+    opened: str
+    """Checksum of the weights that the engine started with."""
+
+    def __post_init__(self) -> None:
+        self._executor = Executor(
+            player=self.player, lease=self.leases.take, quota=self.leases.quota, config=self.config
+        )
+        self._head_start = HeadStart(
+            self.log, config=self.config, served=self.served, leases=self.leases, executor=self._executor
+        )
+        self._collected_at = 0.0  # Unix seconds: when the newest shard was complete, or the next was released
 
     @classmethod
     async def open(
@@ -80,7 +102,7 @@ class RolloutWorker:
         `outside`: the driver has not started this worker, which gives it several signs of life per
         `rollout.lease_timeout`. With `train.lora` the policies are adapters, and the base model is policy 0.
 
-        When that version is a damaged delta its anchor is loaded, see `ServedPolicy.first`, `opened` is empty, and
+        If that version is a damaged delta, its anchor is loaded, see `ServedPolicy.first`; `opened` is empty, and
         `wait_for_work` tries again. Raises `InvalidInput` for a version the run does not have, or not any more.
         """
         log = open_run(open_store(store_uri), config.run)
@@ -134,50 +156,25 @@ class RolloutWorker:
             opened="" if served.overdue else checksum,
         )
 
-    def __init__(
-        self,
-        *,
-        config: RunConfig,
-        log: RunLog,
-        lock: asyncio.Lock,
-        served: ServedPolicy,
-        player: Player,
-        shards: ShardWriter,
-        leases: Leases,
-        opened: str,
-    ) -> None:
-        self.opened = opened
-        """Checksum of the weights that the engine started with."""
-        self._config = config
-        self._log = log
-        self._lock = lock
-        self._served = served
-        self._player = player
-        self._shards = shards
-        self._leases = leases
-        self._executor = Executor(player=player, lease=leases.take, quota=leases.quota, config=config)
-        self._head_start = HeadStart(log, config=config, served=served, leases=leases, executor=self._executor)
-        self._collected_at = 0.0  # Unix seconds: when the newest shard was complete, or the next was released
-
     async def join(self) -> None:
         """Take part in the run: the prompts in flight are divided among all producers."""
-        async with self._lock:
-            await self._leases.presence.join()
+        async with self.lock:
+            await self.leases.presence.join()
 
     async def refresh(self) -> None:
         """Look at the log again: let prompts start that it now leaves room for."""
-        async with self._lock:
-            await asyncio.to_thread(self._log.refresh)
-            self._leases.rebase(self._head_start.next_version)
-            if self._leases.quota.paused or not self._leases.quota.used_up(self._served.version):
+        async with self.lock:
+            await asyncio.to_thread(self.log.refresh)
+            self.leases.rebase(self._head_start.next_version)
+            if self.leases.quota.paused or not self.leases.quota.used_up(self.served.version):
                 await self._head_start.call_back()
             self._executor.admit()
 
     async def wait_for_work(self) -> None:
         """Return once `collect` would have something to do; what `publish` could not load is tried again first. If the
         next policy is soon there its groups begin meanwhile."""
-        if self._served.overdue is not None:
-            await self.publish(self._served.overdue)
+        if self.served.overdue is not None:
+            await self.publish(self.served.overdue)
         may_begin = True
         while not self._executor.has_work:
             if not (may_begin and await self._head_start.begin()):
@@ -186,7 +183,7 @@ class RolloutWorker:
             await self.refresh()
             if not await self._head_start.is_over_in_time():
                 may_begin = False
-                async with self._lock:
+                async with self.lock:
                     await self._head_start.call_back()
 
     async def wait_for_stragglers(self, version: int) -> None:
@@ -195,12 +192,11 @@ class RolloutWorker:
             await self._commit_groups(self._executor.hand_out(), seconds=0.0)
 
     def progress(self) -> int:
-        """Groups finished so far."""
         return self._executor.num_finished
 
     def report(self) -> str:
         """The state of this worker, and where each of its asyncio tasks waits."""
-        held = [f"the engine serves policy {self._served.version}, and keeps requests for the next"]
+        held = [f"the engine serves policy {self.served.version}, and keeps requests for the next"]
         return "\n".join([self._executor.report(), *held * (self._head_start.version is not None), *waiting_tasks()])
 
     async def collect(self) -> Shard | None:
@@ -216,42 +212,39 @@ class RolloutWorker:
     async def _commit_groups(self, groups: list[RolloutGroup], *, seconds: float) -> Shard | None:
         """None if there are none, or other workers have committed all of these prompts."""
         shard, prepared = None, groups
-        async with self._lock:
+        async with self.lock:
             while groups and shard is None:
-                shard_id = f"{self._log.state.step:06d}-{self._shards.producer}-{uuid.uuid4().hex[:8]}"
+                shard_id = f"{self.log.state.step:06d}-{self.shards.producer}-{uuid.uuid4().hex[:8]}"
                 try:
                     shard = await asyncio.to_thread(
-                        self._shards.write, shard_id, groups, sampling=self._executor.sampling, wall_seconds=seconds
+                        self.shards.write, shard_id, groups, sampling=self._executor.sampling, wall_seconds=seconds
                     )
                 except Conflict:
                     # A producer that was given up for dead came back and committed some of these prompts first.
                     left = [group for group in groups if not self._is_committed(group)]
-                    if len(left) == len(groups) and shard_id not in self._log.state.retired_shards:
+                    if len(left) == len(groups) and shard_id not in self.log.state.retired_shards:
                         raise
                     groups = left
             self._executor.mark_committed(prepared)
             if prepared:  # what was dropped, or went over the bound while it waited, is room again
-                self._leases.rebase(self._head_start.next_version)
+                self.leases.rebase(self._head_start.next_version)
                 self._executor.admit()
         return shard
 
     async def rollout_batch(self, num_prompts: int) -> list[RolloutGroup]:
         """Attempt the first prompts of the run once and return every group; for debugging, nothing is committed."""
-        return await self._executor.rollout_batch(
-            [self._leases.prompts.at(position) for position in range(num_prompts)]
-        )
+        return await self._executor.rollout_batch([self.leases.prompts.at(position) for position in range(num_prompts)])
 
     def can_receive(self) -> bool:
         """True if a broadcast would be taken at once, and not after an evaluation."""
-        return not self._served.pin.locked()
+        return not self.served.pin.locked()
 
     async def receive(self, policy: Policy, broadcast: Broadcast) -> WeightUpdate | None:
-        """See `ServedPolicy.receive`."""
-        return await self._admit_after(self._served.receive(policy, broadcast))
+        return await self._admit_after(self.served.receive(policy, broadcast))
 
     async def publish(self, policy: Policy) -> WeightUpdate | None:
         """See `ServedPolicy.publish`; `wait_for_work` tries again what is overdue."""
-        return await self._admit_after(self._served.publish(policy))
+        return await self._admit_after(self.served.publish(policy))
 
     async def _admit_after(self, updating: Awaitable[WeightUpdate | None]) -> WeightUpdate | None:
         """A new policy is room for more, and what began ahead is released; without one it is called back."""
@@ -260,7 +253,7 @@ class RolloutWorker:
             update = await updating
         finally:
             if update is None:
-                async with self._lock:
+                async with self.lock:
                     await self._head_start.call_back()
         if update is not None:
             if self._head_start.end():
@@ -268,65 +261,55 @@ class RolloutWorker:
             await self.refresh()
         return update
 
-    async def evaluate(self, settings: EvaluationSettings) -> Evaluation:
-        """Score held-out tasks with the loaded version only, store the trajectories and log the result.
+    async def evaluate(self, settings: EvaluationSettings, version: int | None = None) -> Evaluation:
+        """Score held-out tasks with one policy version only, store the trajectories and log the result.
 
-        A publication waits until it is over. Raises `rollouts.production.evaluation.MixedVersions`, `InvalidInput` for
-        an empty split.
+        It is the version that is loaded; a worker that only evaluates may load another `version` first. Publications
+        and further calls wait until it is over. Raises `rollouts.production.evaluation.MixedVersions`, and
+        `InvalidInput` for an empty split or a version the run does not have, or not any more.
         """
-        async with self._served.pin:
-            return await self._evaluate(settings)
+        async with self.served.pin:
+            if version is not None:
+                await self.served.load(version)
+            async with self.lock:
+                await self._head_start.call_back()
+            sampling = dataclasses.replace(self._executor.sampling, temperature=settings.temperature)
 
-    async def evaluate_version(self, version: int, settings: EvaluationSettings) -> Evaluation:
-        """`evaluate` one policy version, which is loaded first: for a worker that does nothing but evaluate.
+            async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
+                async with self.lock:
+                    await asyncio.to_thread(
+                        self.shards.write, shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True
+                    )
 
-        Calls run one after another. Raises `InvalidInput` for a version the run does not have, or not any more.
-        """
-        async with self._served.pin:
-            await self._served.load(version)
-            return await self._evaluate(settings)
-
-    async def _evaluate(self, settings: EvaluationSettings) -> Evaluation:
-        async with self._lock:
-            await self._head_start.call_back()
-        version = self._served.version
-        sampling = dataclasses.replace(self._executor.sampling, temperature=settings.temperature)
-
-        async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
-            async with self._lock:
-                await asyncio.to_thread(
-                    self._shards.write, shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True
-                )
-
-        evaluation = await evaluate_tasks(
-            itertools.islice(self._player.workflow.tasks(settings.split), settings.num_tasks),
-            player=self._player,
-            version=version,
-            settings=settings,
-            sampling=sampling,
-            shard_id=f"eval{version}-{self._shards.producer}-{uuid.uuid4().hex[:8]}",
-            shard_bytes=self._config.rollout.shard_bytes,
-            commit=commit,
-        )
-        async with self._lock:
-            await asyncio.to_thread(self._log.append, evaluation)
-        return evaluation
+            evaluation = await evaluate_tasks(
+                itertools.islice(self.player.workflow.tasks(settings.split), settings.num_tasks),
+                player=self.player,
+                version=self.served.version,
+                settings=settings,
+                sampling=sampling,
+                shard_id=f"eval{self.served.version}-{self.shards.producer}-{uuid.uuid4().hex[:8]}",
+                shard_bytes=self.config.rollout.shard_bytes,
+                commit=commit,
+            )
+            async with self.lock:
+                await asyncio.to_thread(self.log.append, evaluation)
+            return evaluation
 
     async def close(self) -> None:
         """Stop producing, release the engine and the reward processes, commit what has finished."""
         finished = await self._executor.close()
-        await self._player.workflow.close()
+        await self.player.workflow.close()
         if "rollouts.endpoint.agent_endpoint" in sys.modules:  # nothing else can have started one
             from rollouts.endpoint.agent_endpoint import close_agent_endpoint
 
             await close_agent_endpoint()
-        await self._player.rewards.close()
-        await self._served.engine.stop()
+        await self.player.rewards.close()
+        await self.served.engine.stop()
         await self._commit_groups(finished, seconds=0.0)
-        await self._leases.presence.leave()
+        await self.leases.presence.leave()
 
     def _is_committed(self, group: RolloutGroup) -> bool:
         """Whether another worker has committed this prompt, or this very attempt at it that came to nothing."""
-        state = self._log.state
+        state = self.log.state
         logged = state.groups.get(group.id)
         return group.position in state.positions or (logged is not None and logged.position == group.position)

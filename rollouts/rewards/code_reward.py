@@ -53,11 +53,13 @@ def unit_tests(
     with tempfile.TemporaryDirectory(prefix="millrace-code-", ignore_cleanup_errors=True) as folder:
         if pairs is None:
             return _run_asserts(blocks[-1], tests, Path(folder), deadline=deadline, memory_gb=memory_gb)
-        passed = [
-            _prints(blocks[-1], given, expected, Path(folder) / str(index), deadline=deadline, memory_gb=memory_gb)
-            for index, (given, expected) in enumerate(pairs)
-        ]
-    return sum(passed) / len(pairs)
+        num_passed = 0
+        for index, (given, expected) in enumerate(pairs):
+            if time.monotonic() < deadline:
+                home = Path(folder) / str(index)
+                status, printed = run_script(blocks[-1], given, home, deadline=deadline, memory_gb=memory_gb)
+                num_passed += status == 0 and _lines(printed) == _lines(expected)
+    return num_passed / len(pairs)
 
 
 def _pairs(tests: str) -> list[tuple[str, str]] | None:
@@ -76,14 +78,6 @@ def _pairs(tests: str) -> list[tuple[str, str]] | None:
     if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
         raise InvalidInput('JSON tests must be [{"input": "…", "output": "…"}, …] with at least one pair of texts')
     return pairs
-
-
-def _prints(code: str, given: str, expected: str, folder: Path, *, deadline: float, memory_gb: float) -> bool:
-    """True if the script, with `given` as its input, prints `expected`."""
-    if deadline <= time.monotonic():
-        return False
-    status, printed = run_script(code, given, folder, deadline=deadline, memory_gb=memory_gb)
-    return status == 0 and _lines(printed) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:

@@ -12,7 +12,7 @@ import dataclasses
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,30 +139,36 @@ class Rescoring:
         splits = dict.fromkeys(split for split, _ in self._shards)
         self._answers = {split: {task.id: task.answer for task in loaded.tasks(split)} for split in splits}
         for split, shard in self._shards:
-            _check_prompts(shard, self._answers[split], split=split, workflow=workflow)
+            for group in shard.groups:
+                if group.usable and group.prompt_id not in self._answers[split]:
+                    raise InvalidInput(
+                        f"prompt {group.prompt_id!r} of shard {shard.id} is not in split {split!r} of {workflow}: the "
+                        "data set has changed since this run, so its answer is unknown. Put the data set of the run "
+                        "back"
+                    )
 
     @property
     def num_attempts(self) -> int:
-        """Number of attempts in the chosen shards."""
         return sum(group.usable for _, shard in self._shards for group in shard.groups)
 
     async def run(self, *, num_processes: int, timeout: float, on_attempts: Callable[[int], None]) -> Rescored:
         """Score the shards without this reward; `on_attempts` is called with the number of further attempts done."""
+        result = self._result
         files: dict[str, str] = {}
         async with RewardPool(num_processes=num_processes, timeout=timeout) as pool:
             for split, shard in self._shards:
                 try:
                     attempts = attempts_of(read_shard(self._log, shard, columns=SCORED_COLUMNS))
                 except DamagedShard as error:
-                    self._result.skipped[shard.id] = error.reason
+                    result.skipped[shard.id] = error.reason
                     continue
-                logged = self._log.state.rescored.get(self._result.rewards.name)
+                logged = self._log.state.rescored.get(result.rewards.name)
                 if logged is not None and shard.id in logged.files:
                     table = read_rewards(self._log, shard, logged.name)
-                    self._result.known_shards += 1
+                    result.known_shards += 1
                     on_attempts(len(attempts))
                 else:
-                    written = find_rewards(self._log, shard, self._result.rewards)
+                    written = find_rewards(self._log, shard, result.rewards)
                     if written is None:
                         answers = self._answers[split]
                         async with asyncio.TaskGroup() as scoring:
@@ -171,18 +177,18 @@ class Rescoring:
                                 for attempt in attempts
                             ]
                         scored = [task.result() for task in tasks]
-                        written = put_rewards(self._log, shard, self._result.rewards, attempts, scored)
+                        written = put_rewards(self._log, shard, result.rewards, attempts, scored)
                     else:
                         on_attempts(len(attempts))
                     files[shard.id], table = written
-                    self._result.new_shards += 1
-                comparison = self._result.comparisons.setdefault(split, Comparison())
+                    result.new_shards += 1
+                comparison = result.comparisons.setdefault(split, Comparison())
                 for attempt, reward in zip(attempts, table["reward"].to_pylist(), strict=True):
                     comparison.add(attempt.recorded, reward)
                 if len(files) == SHARDS_PER_ENTRY:
                     self._commit(files)
         self._commit(files)
-        return self._result
+        return result
 
     def _choose(self, eval_split: str | None) -> list[tuple[str, Shard]]:
         state = self._log.state
@@ -196,41 +202,26 @@ class Rescoring:
             elif shard.id in state.retired_shards:
                 self._result.skipped[shard.id] = "retention removed it"
             else:
-                split = split_of.get(shard.id, eval_split or "") if shard.is_eval else "train"
-                chosen.append((split, shard))
+                chosen.append((split_of.get(shard.id, eval_split or "") if shard.is_eval else "train", shard))
         return chosen
 
     async def _score(
         self, pool: RewardPool, attempt: Attempt, answer: str, on_attempts: Callable[[int], None]
     ) -> NewReward:
+        reason, error = "no reply", f"attempt {attempt.attempt} of {attempt.group_id} has no reply"
         try:
-            if attempt.reply is None:
-                return self._failed("no reply", f"attempt {attempt.attempt} of {attempt.group_id} has no reply")
-            score = await pool.score(self._function, attempt.reply, answer)
-            return NewReward(reward=score.reward, parts=score.parts)
-        except RewardTimeout as error:
-            return self._failed("timeout", str(error))
-        except RewardFailed as error:
-            return self._failed("raised", str(error))
+            if attempt.reply is not None:
+                score = await pool.score(self._function, attempt.reply, answer)
+                return NewReward(reward=score.reward, parts=score.parts)
+        except (RewardTimeout, RewardFailed) as exception:
+            reason, error = "timeout" if isinstance(exception, RewardTimeout) else "raised", str(exception)
         finally:
             on_attempts(1)
-
-    def _failed(self, reason: str, words: str) -> NewReward:
         self._result.failures[reason] += 1
-        self._result.first_error = self._result.first_error or words
+        self._result.first_error = self._result.first_error or error
         return NewReward(reward=None, parts={})
 
     def _commit(self, files: dict[str, str]) -> None:
         if files:
-            rewards = self._result.rewards
-            self._log.append(Rescore(**dataclasses.asdict(rewards), files=dict(files)))
+            self._log.append(Rescore(**dataclasses.asdict(self._result.rewards), files=dict(files)))
             files.clear()
-
-
-def _check_prompts(shard: Shard, answers: Mapping[str, str], *, split: str, workflow: str) -> None:
-    for group in shard.groups:
-        if group.usable and group.prompt_id not in answers:
-            raise InvalidInput(
-                f"prompt {group.prompt_id!r} of shard {shard.id} is not in split {split!r} of {workflow}: the data set "
-                "has changed since this run, so its answer is unknown. Put the data set of the run back"
-            )

@@ -31,12 +31,6 @@ def weighted_sum(parts: Mapping[str, float | None], weights: Mapping[str, float]
     return sum(weighted) if weighted else None
 
 
-def scaled(reward: float, *, bias: float, scale: float, clip: float | None) -> float:
-    """(reward + bias) · scale, in [−clip, clip]."""
-    reward = (reward + bias) * scale
-    return reward if clip is None else max(-clip, min(clip, reward))
-
-
 def overlong(length: int, *, max_length: int, zone: int) -> float:
     """DAPO's soft overlong punishment, arXiv 2503.14476 equation 13, from 0 to −1. Lengths are in tokens.
 
@@ -58,7 +52,9 @@ def shaped(trajectory: Trajectory, settings: RewardSettings, *, max_tokens: int,
         reward = weighted_sum(parts, settings.weights)
     if reward is None or is_eval:
         return dataclasses.replace(trajectory, reward=reward)
-    reward = scaled(reward, bias=settings.bias, scale=settings.scale, clip=settings.clip)
+    reward = (reward + settings.bias) * settings.scale
+    if settings.clip is not None:
+        reward = max(-settings.clip, min(settings.clip, reward))
     if settings.overlong_tokens and settings.overlong_penalty:
         if OVERLONG in parts:
             raise InvalidInput(

@@ -4,10 +4,9 @@ In: a module-level function and JSON-able arguments, or several of them by name.
 
     workflow ─ score(f, …) ─▶ idle child ─ one JSON line ─▶ f(…) ─ one JSON line ─▶ Score
                                    ├─ deadline passed: kill -9 with all it started, a new child, `on_timeout`
-                                   └─ it ended or spoke out of turn: the same, RewardFailed
+                                   └─ it ended or wrote something else: the same, RewardFailed
 
-A child answers one line after the other; where answers take less time than messages it is given several at once.
-
+A child replies to one line after the other. If its replies take less time than messages, it gets several at once.
 Weights, scale, clipping and the overlong penalty come later, see `reward_shaping.py`: a `Score` is raw.
 """
 
@@ -30,20 +29,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from infra.user_code import own_command, path_of
+from rollouts.rewards.reward_shaping import weighted_sum
 from rollouts.workflow import Score
 from settings.errors import InvalidInput
 
-_LONGEST_ANSWER = 2**24  # bytes
+_LONGEST_REPLY = 2**24  # bytes
 _COLLECT_SECONDS = 5.0
-_MOST_AT_ONCE = 32
-_SECONDS_AT_ONCE = 0.005
+_MOST_AT_ONCE, _SECONDS_AT_ONCE = 32, 0.005
 
 Part = tuple[Any, ...] | Awaitable[Any] | float | None
 """What `score_all` takes: `(function, *arguments)` for a reward process, something to await, or a known value."""
 
 
 class RewardFailed(Exception):
-    """The reward function raised, returned no reward, or its process died; the message carries its own words."""
+    """The reward function raised, returned no reward, or its process died; the message has its own error."""
 
 
 class RewardTimeout(Exception):
@@ -57,15 +56,15 @@ class _Call:
     name: str
     request_id: int
     line: bytes
-    answer: asyncio.Future[dict[str, Any]]
+    reply: asyncio.Future[dict[str, Any]]
     child: Process | None = None
-    """Whose turn it is to answer, while it is."""
+    """The child that works on it now."""
     is_second_try: bool = False
 
     def fail(self, error: BaseException) -> None:
-        """Raise `error` to who waits, if still somebody does."""
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        """Raise `error` to the caller, unless it has been cancelled."""
+        if not self.reply.done():
+            self.reply.set_exception(error)
 
 
 class RewardPool:
@@ -79,7 +78,7 @@ class RewardPool:
         on_timeout: Literal["exclude", "zero", "fail"] = "exclude",
         memory_gb: float | None = None,
     ) -> None:
-        """`timeout` is in seconds a call, `memory_gb` in GiB of address space a child; see `settings/rollout.py`."""
+        """`timeout` is in seconds per call, `memory_gb` in GiB of address space per child: see `settings/reward.py`."""
         self._timeout = timeout
         self.on_timeout = on_timeout
         """`zero`: a call past its deadline is worth 0; `exclude` and `fail`: it raises, the player does the rest."""
@@ -88,22 +87,15 @@ class RewardPool:
         self._num_processes = num_processes
         self._waiting: deque[_Call] = deque()
         self._idle: deque[Process] = deque()
-        self._num_at_work = 0
         self._serving: set[asyncio.Task[None]] = set()
         """One for each child that is at work."""
-        self._seconds = math.inf
-        """Of a recent call, on average."""
-        self._request_ids = itertools.count()
         self._ending: set[asyncio.Task[None]] = set()
-        self.num_timeouts = 0
-        """Calls that passed the deadline, whatever `on_timeout` made of them."""
-        self.num_killed = 0
-        """Children killed past the deadline, or because their attempt was cancelled in the middle of a call."""
-        self.num_died = 0
-        """Children that ended by themselves, or wrote something that is no answer."""
+        self._seconds = math.inf
+        """Mean of recent calls; the newest counts for a fifth. Infinite if it is unknown, as after an error."""
+        self._request_ids = itertools.count()
 
     async def start(self) -> None:
-        """Have every child there before the first call, which would wait for Python to start."""
+        """Start all children now, so that the first calls do not wait for Python to start."""
         while len(self._idle) < self._num_processes:
             self._idle.append(await self._start_child())
 
@@ -111,123 +103,116 @@ class RewardPool:
         """Call `reward(*arguments)` in a child. Raises what `value` raises."""
         value = await self.value(reward, *arguments)
         parts = value if isinstance(value, dict) else {reward.__name__: value}
-        return Score(reward=_total(parts), parts=parts)
+        return Score(reward=weighted_sum(parts, {}), parts=parts)
 
     async def value(self, reward: Callable[..., Any], *arguments: Any) -> float | None | dict[str, float | None]:
-        """What `reward(*arguments)` returns: a number, null for not applicable, or named parts.
+        """What `reward(*arguments)` returns: a number, None for not applicable, or named parts.
 
         Raises `RewardTimeout` past the deadline, unless that means 0, and `RewardFailed` when it raises, returns
         something that is no reward, or its process dies.
         """
-        name = path_of(reward)
+        name, request_id = path_of(reward), next(self._request_ids)
+        line = json.dumps({"id": request_id, "function": name, "arguments": arguments}).encode() + b"\n"
+        call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if len(self._serving) < self._num_processes:
+            self._serving.add(asyncio.create_task(self._serve()))
         try:
-            answer = await self._ask(name, arguments)
+            reply = await call.reply
+        except asyncio.CancelledError:
+            if call.child is not None:
+                _kill(call.child)
+            raise
         except RewardTimeout:
             if self.on_timeout == "zero":
                 return 0.0
             raise
-        if "error" in answer:
-            raise RewardFailed(f"{name}: {answer['error']}")
-        value = answer["value"]
+        if "error" in reply:
+            raise RewardFailed(f"{name}: {reply['error']}")
+        value = reply["value"]
         try:
             return {key: _number(part) for key, part in value.items()} if isinstance(value, dict) else _number(value)
         except (TypeError, ValueError) as error:
             returned = f"{name} returned {value!r}"
             raise RewardFailed(f"{returned}; return a finite number, None or a dictionary of them") from error
 
-    async def _ask(self, name: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-        """A child's answer to one request."""
-        request_id = next(self._request_ids)
-        line = json.dumps({"id": request_id, "function": name, "arguments": arguments}).encode() + b"\n"
-        call = _Call(name, request_id, line, asyncio.get_running_loop().create_future())
-        self._waiting.append(call)
-        if self._num_at_work < self._num_processes:
-            self._num_at_work += 1
-            serving = asyncio.create_task(self._serve())
-            self._serving.add(serving)
-            serving.add_done_callback(self._serving.discard)
-        try:
-            return await call.answer
-        except asyncio.CancelledError:
-            if call.child is not None:
-                self.num_killed += 1
-                _kill(call.child)
-            raise
-
     async def _serve(self) -> None:
-        """Let one child answer until no call waits."""
+        """Let one child work until no call waits."""
         child = self._idle.popleft() if self._idle else None
         try:
             while self._waiting:
-                child = await self._answer_some(child)
+                child = await self._work(child)
         finally:
-            self._num_at_work -= 1  # in the same moment: who calls next must not rely on this task
+            task = asyncio.current_task()
+            assert task is not None
+            self._serving.discard(task)  # before any other caller runs: it must not rely on this task
         if child is not None:
             self._idle.append(child)
 
-    async def _answer_some(self, child: Process | None) -> Process | None:
-        """Give a child as many calls as it answers at once; returns it, null when it has ended.
+    async def _work(self, child: Process | None) -> Process | None:
+        """Give a child as many calls as it takes at once; returns it, or None if it has ended.
 
-        What it had not begun by then goes back to the others that wait.
+        The calls that it had not begun by then wait for another child.
         """
-        was_used = child is not None
-        calls = [self._waiting.popleft() for _ in range(self._at_once)]
-        calls = [call for call in calls if not call.answer.done()]  # cancelled while they waited
+        # Several quick calls share a message, which would take longer than the reply.
+        share = math.ceil(len(self._waiting) / self._num_processes)
+        at_once = max(1, min(share, _MOST_AT_ONCE, int(_SECONDS_AT_ONCE / max(self._seconds, 1e-9))))
+        calls = [self._waiting.popleft() for _ in range(at_once)]
+        calls = [call for call in calls if not call.reply.done()]  # without those that were cancelled meanwhile
         if not calls:
             return child
+        was_used = child is not None
         try:
             child = child or await self._start_child()
-        except Exception as error:  # noqa: BLE001 - out of processes or memory: raised to those who wait
+        except Exception as error:  # noqa: BLE001 - out of processes or memory: raised to the callers
             for call in calls:
                 call.fail(error)
             return None
         assert child.stdin is not None
         child.stdin.write(b"".join(call.line for call in calls))
         for number, call in enumerate(calls):
-            # Anything but a proper answer ends the child: its next line would answer the wrong question.
-            answer = await self._answer_of(child, call, was_used=was_used or number > 0)
-            if answer is not None:
-                self._seconds = _mean(self._seconds, answer.get("seconds"))
-                if not call.answer.done():
-                    call.answer.set_result(answer)
-            if answer is None or answer.get("is_last"):
+            reply = await self._reply_of(child, call, was_used=was_used or number > 0)
+            if reply is not None:
+                self._count_seconds(reply.get("seconds"))
+                if not call.reply.done():
+                    call.reply.set_result(reply)
+            # Anything but a proper reply ends the child: its next line would belong to another call.
+            if reply is None or reply.get("is_last"):
                 self._end(child)
-                self._waiting.extendleft(reversed([call for call in calls[number:] if not call.answer.done()]))
+                self._waiting.extendleft(reversed([call for call in calls[number:] if not call.reply.done()]))
                 return None
         return child
 
-    async def _answer_of(self, child: Process, call: _Call, *, was_used: bool) -> dict[str, Any] | None:
-        """The child's answer, null where it gave none; then the call has failed, or waits for another try."""
+    async def _reply_of(self, child: Process, call: _Call, *, was_used: bool) -> dict[str, Any] | None:
+        """The child's reply; None if it gave none: then the call has failed, or waits for another try."""
         assert child.stdout is not None
-        call.child, said = child, b""
+        call.child, line = child, b""
         try:
             async with asyncio.timeout(self._timeout):
-                said = await child.stdout.readline()
+                line = await child.stdout.readline()
         except TimeoutError:
-            self.num_timeouts += 1
-            self.num_killed += 1
             call.fail(RewardTimeout(f"{call.name} took more than {self._timeout:g} s and was killed"))
             return None
-        except ValueError:  # longer than any answer may be
-            said = b"..."
+        except ValueError:  # longer than any reply may be
+            line = b"..."
         finally:
             call.child = None
-        answer = _answer(said, call.request_id)
-        if answer is not None or call.answer.done():
-            return answer
-        self.num_died += 1
-        if was_used and not call.is_second_try:  # something an earlier call left behind; no fault of this function
+        with contextlib.suppress(ValueError):
+            reply = json.loads(line)
+            if isinstance(reply, dict) and reply.keys() & {"value", "error"} and reply.get("id") == call.request_id:
+                return reply
+        if was_used and not call.is_second_try:  # an earlier call left something behind; no fault of this function
             call.is_second_try = True
         else:
-            did = "wrote something that is no answer" if said else "died"
+            did = "wrote something that is no answer" if line else "died"
             call.fail(RewardFailed(f"{call.name}: its process {did}"))
         return None
 
-    @property
-    def _at_once(self) -> int:
-        """Calls to give to a child together: of quick ones a message each would take longer than the answer."""
-        share = math.ceil(len(self._waiting) / self._num_processes)
-        return max(1, min(share, _MOST_AT_ONCE, int(_SECONDS_AT_ONCE / max(self._seconds, 1e-9))))
+    def _count_seconds(self, seconds: Any) -> None:
+        if not (isinstance(seconds, float) and 0 <= seconds < math.inf):
+            self._seconds = math.inf
+        else:
+            self._seconds = seconds if math.isinf(self._seconds) else 0.8 * self._seconds + 0.2 * seconds
 
     async def _start_child(self) -> Process:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -236,19 +221,19 @@ class RewardPool:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=environment,
-            limit=_LONGEST_ANSWER,
-            start_new_session=True,  # a process group of its own, to be killed with all that a reward starts
+            limit=_LONGEST_REPLY,
+            start_new_session=True,  # a process group of its own, to kill with everything that a reward starts
         )
 
     def _end(self, child: Process) -> None:
-        """Kill a child and what it started; the rest of it is collected beside what comes next."""
+        """Kill a child and what it started, and collect it in the background."""
         _kill(child)
         ending = asyncio.create_task(_collect(child))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """Kill the children and what they started, once they have answered."""
+        """Kill the children and what they started, once the calls have ended."""
         await asyncio.gather(*self._serving, return_exceptions=True)
         for child in self._idle:
             self._end(child)
@@ -267,13 +252,13 @@ _POOL: contextvars.ContextVar[RewardPool] = contextvars.ContextVar("reward_pool"
 async def score(reward: Callable[..., Any], *arguments: Any) -> Score:
     """Score inside a workflow: `return await score(gsm8k, reply, task.answer)`.
 
-    `reward` is a module-level function returning a number, null for not applicable, or a dictionary of named parts.
+    `reward` is a module-level function that returns a number, None for not applicable, or a dictionary of named parts.
     """
     return await _POOL.get().score(reward, *arguments)
 
 
 async def score_all(parts: Mapping[str, Part]) -> Score:
-    """Several rewards at once, by name; the reward is the sum of those that apply, null where none does.
+    """Several rewards at once, by name; the reward is the sum of those that apply, None if none does.
 
         return await score_all({
             "correct": (gsm8k, reply, task.answer),          # in a reward process
@@ -283,15 +268,15 @@ async def score_all(parts: Mapping[str, Part]) -> Score:
         })
 
     The run file's `[reward] weights` refer to these names. Parts of a function that returns a dictionary are named
-    `correct.<key>`. When one fails the attempt has failed: the others are waited for, then the first error is raised.
+    `correct.<key>`. If one fails, the attempt fails: the others are waited for, then the first error is raised.
     """
-    found = await asyncio.gather(*(_part(part) for part in parts.values()), return_exceptions=True)
+    values = await asyncio.gather(*(_part(part) for part in parts.values()), return_exceptions=True)
     named: dict[str, float | None] = {}
-    for name, value in zip(parts, found, strict=True):
+    for name, value in zip(parts, values, strict=True):
         if isinstance(value, BaseException):
             raise value
         named |= {f"{name}.{key}": part for key, part in value.items()} if isinstance(value, dict) else {name: value}
-    return Score(reward=_total(named), parts=named)
+    return Score(reward=weighted_sum(named, {}), parts=named)
 
 
 def set_reward_pool(pool: RewardPool) -> None:
@@ -308,7 +293,6 @@ async def _part(part: Part) -> float | None | dict[str, float | None]:
 
 
 def _kill(child: Process) -> None:
-    """With all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
 
@@ -318,28 +302,6 @@ async def _collect(child: Process) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_COLLECT_SECONDS):
             await child.communicate()
-
-
-def _answer(line: bytes, request_id: int) -> dict[str, Any] | None:
-    """Null for anything but the answer to this very request."""
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        return None
-    is_answer = isinstance(answer, dict) and answer.keys() & {"value", "error"} and answer.get("id") == request_id
-    return answer if is_answer else None
-
-
-def _mean(before: float, now: Any) -> float:
-    """Of recent calls; the newest counts for a fifth. Infinite where it is unknown, as after an error."""
-    if not (isinstance(now, float) and 0 <= now < math.inf):
-        return math.inf
-    return now if math.isinf(before) else 0.8 * before + 0.2 * now
-
-
-def _total(parts: Mapping[str, float | None]) -> float | None:
-    known = [part for part in parts.values() if part is not None]
-    return sum(known) if known else None
 
 
 def _number(value: Any) -> float | None:

@@ -99,30 +99,21 @@ def test_a_reward_may_be_posted(text_tokens: ChatTokens):
     assert (one.reward, one.reward_parts) == (1.0, {"sum": 1.5})
 
 
-async def _silent(client: AsyncOpenAI) -> None:
-    await _ask(client)
+def _returns(returned: Any) -> Callable[[AsyncOpenAI], Awaitable[Any]]:
+    async def use(client: AsyncOpenAI) -> Any:
+        await _ask(client)
+        return returned
+
+    return use
 
 
 async def _broken(client: AsyncOpenAI) -> None:
     raise KeyError("settings")
 
 
-async def _infinite(client: AsyncOpenAI) -> float:
-    return float("inf")
-
-
 async def _contradictory(client: AsyncOpenAI) -> float:
     await _post(client)
     return 0.5
-
-
-async def _not_applicable(client: AsyncOpenAI) -> Score:
-    await _ask(client)
-    return Score(reward=None)
-
-
-async def _wordy(client: AsyncOpenAI) -> str:
-    return "very good"
 
 
 async def _endless(client: AsyncOpenAI) -> None:
@@ -134,11 +125,11 @@ async def _endless(client: AsyncOpenAI) -> None:
 @pytest.mark.parametrize(
     ("agent", "status", "error"),
     [
-        (_silent, "env_error", "ended without a reward: return one from run_agent, or post one to"),
+        (_returns(None), "env_error", "ended without a reward: return one from run_agent, or post one to"),
         (_broken, "env_error", "KeyError: 'settings'"),
-        (_infinite, "env_error", "finite"),
+        (_returns(float("inf")), "env_error", "finite"),
         (_contradictory, "env_error", "reward is 1.0 already"),
-        (_not_applicable, "ok", ""),
+        (_returns(Score(reward=None)), "ok", ""),
         (_endless, "truncated", "of 64 are used"),  # it gives up on a full context
     ],
 )
@@ -153,15 +144,14 @@ def test_an_attempt_without_one_reward_enters_no_mean(text_tokens: ChatTokens, a
 
 def test_a_return_value_that_is_no_reward_is_a_mistake_in_the_workflow(text_tokens: ChatTokens):
     with pytest.raises(WrongWorkflow, match="Agent.run_agent returned str; one call plays one attempt"):
-        play(Agent(_wordy), text_tokens, an_engine(text_tokens))
-
-
-class Failing(ScriptedEngine):
-    async def generate(self, *arguments: Any, **keywords: Any) -> Any:
-        raise EngineError("out of memory")
+        play(Agent(_returns("very good")), text_tokens, an_engine(text_tokens, "51"))
 
 
 def test_an_agent_that_gives_up_on_a_dead_engine_is_not_to_blame(text_tokens: ChatTokens):
+    class Failing(ScriptedEngine):
+        async def generate(self, *arguments: Any, **keywords: Any) -> Any:
+            raise EngineError("out of memory")
+
     for trajectory in play(Agent(_ask_once), text_tokens, an_engine(text_tokens, engine=Failing)).trajectories:
         assert (trajectory.status, trajectory.error) == ("engine_error", "out of memory")
 
@@ -223,11 +213,6 @@ class Printing(Program):
         return Score(reward=float(output.strip() == task.answer))
 
 
-def test_what_a_program_prints_may_be_scored(text_tokens: ChatTokens):
-    group = play(Printing(ASKS_TWICE + "print(said)", TASK.prompt), text_tokens, an_engine(text_tokens, "50", "51"))
-    assert [(t.status, t.reward) for t in group.usable] == [("ok", 1.0)] * 2
-
-
 @pytest.mark.parametrize(
     ("source", "error"),
     [
@@ -257,12 +242,16 @@ lock.flush()
 """
 
 
-@pytest.mark.parametrize(("then", "status"), [("child.wait()", "timeout"), ("print('51')", "ok")])
-def test_nothing_of_a_program_outlives_its_attempt(text_tokens: ChatTokens, tmp_path: Path, then: str, status: str):
+@pytest.mark.parametrize(
+    ("then", "status", "reward"), [("child.wait()", "timeout", None), ("print('51')", "ok", 1.0), ("", "ok", 0.0)]
+)
+def test_what_a_program_prints_is_scored_and_nothing_of_it_outlives_its_attempt(
+    text_tokens: ChatTokens, tmp_path: Path, then: str, status: str, reward: float | None
+):
     """The lock is held by the program and its child, and free when both are gone."""
     program = Printing(HOLDS_A_LOCK + then, tmp_path / "lock")
     [one] = play(program, text_tokens, an_engine(text_tokens), n_samples=1, attempt_timeout=5.0).trajectories
-    assert one.status == status
+    assert (one.status, one.reward) == (status, reward)
     with open(tmp_path / "lock") as lock:
         assert lock.read() == "held"
         fcntl.flock(lock, fcntl.LOCK_EX)  # waits for them; the test's own timeout would end it
@@ -274,10 +263,9 @@ CALL = 'Let me see. <tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b"
 class WithAgentsSdk(AgentWorkflow):
     """OpenAI's agent framework, with a tool, as its documentation writes it."""
 
-    def __init__(self, model: str, *, streamed: bool) -> None:
+    def __init__(self, model: str) -> None:
         super().__init__()
         self._model = model
-        self._streamed = streamed
 
     async def run_agent(self, task: Task, *, base_url: str, api_key: str) -> float:
         sdk = pytest.importorskip("agents")
@@ -291,29 +279,22 @@ class WithAgentsSdk(AgentWorkflow):
         async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
             model = getattr(sdk, self._model)(model="any", openai_client=client)
             agent = sdk.Agent(name="calculator", instructions="Use your tools.", tools=[multiply], model=model)
-            if self._streamed:
-                result = sdk.Runner.run_streamed(agent, task.prompt)
-                async for _ in result.stream_events():
-                    pass
-            else:
-                result = await sdk.Runner.run(agent, task.prompt)
+            result = sdk.Runner.run_streamed(agent, task.prompt)
+            async for _ in result.stream_events():
+                pass
         return float(result.final_output == task.answer)
 
 
 @pytest.mark.parametrize("model", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_an_agent_of_a_framework_trains_unchanged(text_tokens: ChatTokens, model: str, streamed: bool):
+def test_an_agent_of_a_framework_trains_unchanged(text_tokens: ChatTokens, model: str):
     pytest.importorskip("agents")
-    group = play(WithAgentsSdk(model, streamed=streamed), text_tokens, an_engine(text_tokens, CALL, "51"))
+    group = play(WithAgentsSdk(model), text_tokens, an_engine(text_tokens, CALL, "51"))
     assert [(t.status, t.reward, t.error) for t in group.trajectories] == [("ok", 1.0, "")] * 2
     for trajectory in group.usable:
         assert [turn.sequence_idx for turn in trajectory.turns] == [0, 0]  # its history is ours, token by token
         assert [(message.role, message.content) for message in trajectory.messages] == [
-            ("system", "Use your tools."),
-            ("user", "What is 17*3?"),
-            ("assistant", CALL),
-            ("tool", "51"),
-            ("assistant", "51"),
+            *(("system", "Use your tools."), ("user", "What is 17*3?"), ("assistant", CALL)),
+            *(("tool", "51"), ("assistant", "51")),
         ]
         [call] = trajectory.turns[0].tool_calls
         assert (call.name, call.result) == ("multiply", "51")

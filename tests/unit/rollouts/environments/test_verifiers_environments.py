@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("verifiers", reason="the verifiers package is not installed")
 
 from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.engines.engine import EngineError, Generation
+from rollouts.engines.engine import EngineError
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.environments.verifiers_environments import VerifiersWorkflow
-from storage.records import RolloutGroup, Sampling, Task, Trajectory
+from storage.records import RolloutGroup, Task, Trajectory
 from tests.unit.rollouts.scripted_text import an_engine, play_group
 
 _TASKSETS = Path(__file__).parent / "verifiers_tasksets"
@@ -73,13 +73,6 @@ def test_a_single_turn_is_recorded_and_scored_by_verifiers(text_tokens: ChatToke
         assert len(turn.logprobs) == len(turn.weight_versions) == 2
 
 
-def test_a_wrong_answer_scores_low_and_is_trained(text_tokens: ChatTokens):
-    workflow = VerifiersWorkflow("sums_taskset")
-    trajectory = _attempt(workflow, workflow.tasks("train")[5], text_tokens, an_engine(text_tokens, "no idea"))
-    assert (trajectory.status, trajectory.reward, trajectory.usable) == ("ok", 0.0, True)
-    assert trajectory.reward_parts == {"correct": 0.0, "brief": 0.0, "length": 7.0}
-
-
 def test_an_exchange_of_several_turns_is_one_sequence(text_tokens: ChatTokens):
     workflow = VerifiersWorkflow("guessing_taskset")
     task = workflow.tasks("train")[6]
@@ -117,26 +110,34 @@ def test_its_tools_are_offered_to_the_policy_and_executed(text_tokens: ChatToken
 
 
 def test_a_fault_in_the_environment_is_never_reward_zero(text_tokens: ChatTokens):
-    workflow = VerifiersWorkflow("broken_taskset")
-    engine = ScriptedEngine(lambda *_: [*text_tokens.tokenizer("6")["input_ids"], text_tokens.end_id])
-    for task, words in zip(workflow.tasks("train"), ["in setup", "in reward"], strict=True):
-        trajectory = _attempt(workflow, task, text_tokens, engine)
+    workflow = VerifiersWorkflow("sums_taskset")
+    for task, words in zip(workflow.tasks("test"), ["in setup", "in reward"], strict=True):
+        trajectory = _attempt(workflow, task, text_tokens, an_engine(text_tokens, "6"))
         assert (trajectory.status, trajectory.reward) == ("env_error", None)
         assert trajectory.error.startswith("EpisodeFailed: TaskError") and words in trajectory.error
 
 
-class _OutOfOrder(ScriptedEngine):
-    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+class _Faulty(ScriptedEngine):
+    """Out of memory at once, or stuck."""
+
+    async def generate(self, *arguments: Any, **keywords: Any) -> Any:
+        if self.is_stuck:  # type: ignore[attr-defined]
+            await asyncio.Event().wait()
         raise EngineError("out of memory")
 
 
-def test_the_engines_fault_and_the_length_limit_keep_their_names(text_tokens: ChatTokens):
+def test_faults_of_the_engine_the_length_limit_and_the_deadline_keep_their_names(text_tokens: ChatTokens):
     workflow = VerifiersWorkflow("sums_taskset")
     task = workflow.tasks("train")[5]
-    failed = _attempt(workflow, task, text_tokens, _OutOfOrder(lambda *_: []))
+    engine = an_engine(text_tokens, engine=_Faulty)
+    engine.is_stuck = False
+    failed = _attempt(workflow, task, text_tokens, engine)
     assert (failed.status, failed.reward, failed.error) == ("engine_error", None, "out of memory")
     full = _attempt(workflow, task, text_tokens, an_engine(text_tokens, "6"), max_model_len=8)
     assert (full.status, full.reward) == ("truncated", None)
+    engine.is_stuck = True
+    stuck = _attempt(workflow, task, text_tokens, engine, attempt_timeout=2.0)
+    assert (stuck.status, stuck.reward, stuck.turns) == ("timeout", None, [])
 
 
 @pytest.fixture
@@ -179,39 +180,20 @@ def test_a_seat_with_a_model_of_its_own_is_not_recorded(text_tokens: ChatTokens,
     assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"convincing": 1.0})
 
 
-def test_a_seat_that_is_not_trained_needs_a_model_of_its_own(text_tokens: ChatTokens, tmp_path: Path):
-    workflow = _debate(tmp_path, "")
-    trajectory = _attempt(workflow, workflow.tasks("train")[0], text_tokens, an_engine(text_tokens, "it is"))
-    assert (trajectory.status, trajectory.reward) == ("env_error", None)
-    assert "seat 'judge' is not trained but would be played by the policy" in trajectory.error
-
-
-def test_two_trained_seats_are_refused(text_tokens: ChatTokens, tmp_path: Path):
-    workflow = _debate(tmp_path, "judge_is_trained = true\n")
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("", "seat 'judge' is not trained but would be played by the policy"),
+        ("judge_is_trained = true\n", "one reward; here are: speaker, judge\n"),
+    ],
+)
+def test_a_second_seat_without_a_model_of_its_own_is_refused(
+    text_tokens: ChatTokens, tmp_path: Path, setting: str, words: str
+):
+    workflow = _debate(tmp_path, setting)
     trajectory = _attempt(workflow, workflow.tasks("train")[0], text_tokens, an_engine(text_tokens, "it is", "yes"))
     assert (trajectory.status, trajectory.reward) == ("env_error", None)
-    assert "one reward; here are: speaker, judge\n" in trajectory.error
-
-
-class _Stuck(ScriptedEngine):
-    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
-        await asyncio.Event().wait()
-        raise AssertionError("unreachable")
-
-
-def test_an_attempt_past_its_deadline_is_stopped(text_tokens: ChatTokens):
-    workflow = VerifiersWorkflow("sums_taskset")
-    engine = _Stuck(lambda *_: [])
-    trajectory = _attempt(workflow, workflow.tasks("train")[5], text_tokens, engine, attempt_timeout=2.0)
-    assert (trajectory.status, trajectory.reward, trajectory.turns) == ("timeout", None, [])
-
-
-def test_settings_come_from_a_file_as_verifiers_has_them(text_tokens: ChatTokens, tmp_path: Path):
-    settings = tmp_path / "guessing.toml"
-    settings.write_text('[taskset]\nid = "guessing_taskset"\n[player]\nmax_turns = 2\n')
-    workflow = VerifiersWorkflow(str(settings))
-    trajectory = _attempt(workflow, workflow.tasks("train")[6], text_tokens, an_engine(text_tokens, "1", "2"))
-    assert (trajectory.status, len(trajectory.turns)) == ("max_turns", 2)
+    assert words in trajectory.error
 
 
 def test_a_missing_taskset_is_named():

@@ -65,17 +65,13 @@ def _group(tokens: ChatTokens, workflow: Workflow, *, is_eval: bool = False, **s
 
 
 def test_parts_stay_raw_and_the_reward_is_shaped(tokens: ChatTokens):
-    group = _group(tokens, _Lengths(), weights={"length": 0.5, "constant": -1.0}, scale=2.0, clip=2.0)
-    assert [t.reward for t in group.trajectories] == [-1.0, 0.0, 1.0, 2.0]
+    group = _group(
+        tokens, _Lengths(), weights={"length": 0.5, "constant": -1.0}, overlong_tokens=2, scale=2.0, clip=2.0
+    )
+    assert [t.reward for t in group.trajectories] == [-1.0, 0.0, 1.0 - 0.5, 2.0 - 1.0]
     assert [t.reward_parts for t in group.trajectories] == [
-        {"length": float(n), "style": None, "constant": 1.0} for n in (1, 2, 3, 4)
+        {"length": float(n), "style": None, "constant": 1.0, "overlong": min(0.0, (2 - n) / 2)} for n in (1, 2, 3, 4)
     ]
-
-
-def test_a_long_reply_loses_reward_and_the_loss_is_a_part(tokens: ChatTokens):
-    group = _group(tokens, _Lengths(), weights={"length": 0.0}, overlong_tokens=2, overlong_penalty=3.0)
-    assert [t.reward_parts["overlong"] for t in group.trajectories] == [0.0, 0.0, -1.5, -3.0]
-    assert [t.reward for t in group.trajectories] == [1.0, 1.0, -0.5, -2.0]
 
 
 def test_an_evaluation_reports_the_tasks_own_reward(tokens: ChatTokens):
@@ -95,18 +91,12 @@ def test_a_misspelt_weight_stops_the_first_group(tokens: ChatTokens):
         _group(tokens, _Lengths(), weights={"lenght": 2.0})
 
 
-def test_a_reward_that_takes_too_long_excludes_its_attempt(tokens: ChatTokens):
+def test_a_reward_that_takes_too_long_excludes_its_attempt_counts_as_zero_or_fails_the_run(tokens: ChatTokens):
     group = _group(tokens, _SecondEndless(), timeout=5.0)
     assert [t.status for t in group.trajectories] == ["ok", "timeout", "ok", "ok"]
     assert group.trajectories[1].reward is None and len(group.usable) == 3 and group.expected == 4
-
-
-def test_or_it_counts_as_zero(tokens: ChatTokens):
     group = _group(tokens, _SecondEndless(), timeout=5.0, on_timeout="zero", bias=1.0)
     assert [(t.status, t.reward) for t in group.trajectories] == [("ok", 3.0), ("ok", 1.0), ("ok", 5.0), ("ok", 6.0)]
     assert group.trajectories[1].reward_parts == {"for_ever": 0.0}
-
-
-def test_or_it_fails_the_run_with_the_function_and_the_task(tokens: ChatTokens):
     with pytest.raises(RewardTimeout, match="reward_functions:for_ever took more than 5 s .* 'the task'.*on_timeout"):
         _group(tokens, _SecondEndless(), timeout=5.0, on_timeout="fail")

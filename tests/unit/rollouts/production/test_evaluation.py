@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import math
 import re
@@ -29,28 +28,15 @@ from settings.evaluation import EvaluationSettings
 from storage.log.claims import next_claim
 from storage.log.entries import Evaluation, from_json, to_json
 from storage.log.run_log import RunLog
-from storage.log.run_state import Conflict
 from storage.records import RolloutGroup, Sampling, Task
 from storage.shards.shards import commit_shard, read_shard
-from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, a_step, provenance
+from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, provenance
 
 
-@pytest.mark.parametrize(
-    ("num_attempts", "num_correct", "k", "chance"),
-    [
-        (5, 2, 2, 0.7),  # 1 − C(3,2)/C(5,2) = 1 − 3/10
-        (10, 3, 1, 0.3),  # k = 1: the share of correct ones
-        (10, 3, 5, 1 - 21 / 252),
-        (4, 1, 4, 1.0),  # all of them are drawn
-        (4, 3, 2, 1.0),  # fewer incorrect ones than are drawn
-        (8, 0, 8, 0.0),
-        (8, 8, 1, 1.0),
-        (200, 1, 100, 0.5),
-        (2000, 20, 1000, 1 - math.prod((1000 - i) / (2000 - i) for i in range(20))),  # no overflow
-    ],
-)
-def test_pass_at_k_has_the_known_values(num_attempts: int, num_correct: int, k: int, chance: float):
-    assert pass_at_k(num_attempts=num_attempts, num_correct=num_correct, k=k) == pytest.approx(chance, rel=1e-12)
+def test_pass_at_k_has_the_known_values():
+    assert pass_at_k(num_attempts=5, num_correct=2, k=2) == pytest.approx(0.7, rel=1e-12)  # 1 − C(3,2)/C(5,2)
+    no_overflow = 1 - math.prod((1000 - i) / (2000 - i) for i in range(20))
+    assert pass_at_k(num_attempts=2000, num_correct=20, k=1000) == pytest.approx(no_overflow, rel=1e-12)
 
 
 @given(attempts=st.lists(st.booleans(), min_size=1, max_size=9), k=st.integers(1, 9))
@@ -82,13 +68,10 @@ def test_failed_attempts_stay_in_every_denominator():
     assert tally.failures == {"env_error": 2} and tally.num_tasks == 2
 
 
-def test_pass_at_k_goes_in_powers_of_two_up_to_the_attempts():
+def test_pass_at_k_goes_in_powers_of_two_up_to_the_attempts_and_one_problem_has_no_standard_error():
     for n_samples, ks in [(1, "1"), (2, "12"), (3, "12"), (7, "124"), (8, "1248")]:
-        assert list(_tally([a_group(rewards=[1.0] * n_samples)], n_samples).pass_at) == list(ks)
-
-
-def test_one_problem_has_no_standard_error():
-    assert _tally([a_group(rewards=[1.0, 0.0])], 2).standard_error is None
+        tally = _tally([a_group(rewards=[1.0] * n_samples)], n_samples)
+        assert list(tally.pass_at) == list(ks) and tally.standard_error is None
 
 
 _REWARDS = st.none() | st.floats(-1e6, 1e6)
@@ -201,17 +184,16 @@ def test_an_evaluation_says_what_was_asked_and_what_failed(tokens: ChatTokens):
     assert bench.log.refresh().evaluations == [found]
 
 
-def test_ten_thousand_problems_are_held_a_few_at_a_time_and_committed_in_pieces(tokens: ChatTokens):
-    bench = _Bench(tokens)
-    limit = 16
-    found = asyncio.run(bench.evaluate(10_000, n_samples=1, max_concurrent=limit))
-    assert found.num_tasks == 10_000 and found.num_failed == 1
+def test_thousands_of_problems_are_held_a_few_at_a_time_and_committed_in_pieces(tokens: ChatTokens):
+    bench, limit, count = _Bench(tokens), 16, 2_000
+    found = asyncio.run(bench.evaluate(count, n_samples=1, max_concurrent=limit))
+    assert found.num_tasks == count and found.num_failed == 1
     assert bench.player.peak_running == limit == bench.workflow.peak_live  # type: ignore[attr-defined]
     assert evaluation.GROUPS_PER_SHARD < bench.player.peak_held <= limit + evaluation.GROUPS_PER_SHARD
-    assert found.num_shards == math.ceil(10_000 / evaluation.GROUPS_PER_SHARD) == len(bench.log.state.shards)
+    assert found.num_shards == math.ceil(count / evaluation.GROUPS_PER_SHARD) == len(bench.log.state.shards)
     assert list(bench.log.state.shards) == found.shard_ids and found.shard_ids[:2] == ["eval0", "eval0-1"]
     asked = [group.prompt_id for shard in bench.log.state.shards.values() for group in shard.groups]
-    assert sorted(asked, key=int) == [str(number) for number in range(10_000)]
+    assert sorted(asked, key=int) == [str(number) for number in range(count)]
 
 
 def test_long_replies_are_committed_by_their_size(tokens: ChatTokens):
@@ -241,39 +223,20 @@ def test_what_takes_groups_and_attempts_out_of_training_leaves_an_evaluation_alo
     assert all(group.accepted and group.usable == 2 for group in shard.groups)
 
 
-def test_problems_are_drawn_as_they_are_played(tokens: ChatTokens):
-    bench = _Bench(tokens)
-    ahead: list[int] = []
-
-    async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
-        ahead.append(bench.drawn - len(ahead))
-
-    asyncio.run(bench.evaluate(50, shard_bytes=1, commit=commit))
-    assert len(ahead) == 50 and max(ahead) <= 4, "no more than are played"
-
-
 def test_evaluation_rows_can_never_be_trained(tokens: ChatTokens):
     bench = _Bench(tokens)
-    rules = a_config(batch_size=1, max_staleness=8, stale_policy="mask", min_usable=1)
     found = asyncio.run(bench.evaluate(4))
-    log = bench.log
-    log.append(found)
-    state = log.refresh()
+    state = bench.log.append(found)
     shard = state.shards[found.shard_id]
-    rows = read_shard(log, shard)
+    rows = read_shard(bench.log, shard)
     assert set(rows["is_eval"].to_pylist()) == {True} and rows.num_rows == 6
-    assert [group.id for group in shard.groups if group.position != -1] == []
+    assert {group.position for group in shard.groups} == {-1}
     assert sorted(group.id for group in shard.groups) == [f"eval0.{number}" for number in range(4)]
     assert not state.pending and not state.positions and state.counters()["submitted"] == 0
-    assert next_claim(state, rules) is None
-    # Not even beside groups that can be.
-    commit_shard(log, [a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
-    claim = next_claim(log.refresh(), rules)
+    commit_shard(bench.log, [a_group(0)], provenance=provenance("s0"), sampling=SAMPLING)
+    rules = a_config(batch_size=1, max_staleness=8, stale_policy="mask", min_usable=1)
+    claim = next_claim(bench.log.refresh(), rules)
     assert claim is not None and [group.group_id for group in claim.trained] == ["0.task0"]
-    with pytest.raises(Conflict, match="not pending"):
-        step = a_step(log.state, trained=["0.task0"])
-        stolen = dataclasses.replace(claim.trained[0], shard_id=shard.id, group_id=shard.groups[0].id)
-        log.append(dataclasses.replace(step, claim=dataclasses.replace(claim, trained=[stolen])))
 
 
 def test_tokens_of_another_version_give_the_evaluation_up_before_they_are_committed(tokens: ChatTokens, tmp_path: Path):
@@ -295,26 +258,6 @@ def test_tokens_of_another_version_give_the_evaluation_up_before_they_are_commit
     assert not bench.log.state.evaluations and bench.drawn == 3
 
 
-def test_an_evaluation_that_is_stopped_leaves_no_score_and_can_be_made_again(tokens: ChatTokens):
-    bench = _Bench(tokens)
-
-    async def stopped() -> None:
-        evaluating = asyncio.create_task(bench.evaluate(1000, shard_bytes=1, max_concurrent=2, shard_id="first"))
-        while len(bench.log.state.shards) < 3:
-            await asyncio.sleep(0)
-        evaluating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await evaluating
-        assert bench.workflow.live == 0 and asyncio.all_tasks() == {asyncio.current_task()}  # type: ignore[attr-defined]
-
-    asyncio.run(stopped())
-    left = len(bench.log.refresh().shards)
-    assert 3 <= left < 1000 and not bench.log.state.evaluations
-    again = asyncio.run(bench.evaluate(10, shard_id="second"))
-    state = bench.log.append(again)
-    assert state.evaluations == [again] and len(state.shards) == left + 1
-
-
 def test_a_fault_of_the_workflow_ends_the_evaluation_with_its_own_words(tokens: ChatTokens):
     class Listing(_Held):
         async def run(self, task: Task, chat: Chat) -> Any:
@@ -334,28 +277,28 @@ def test_an_empty_split_is_an_error_and_commits_nothing(tokens: ChatTokens):
     assert not bench.log.state.shards
 
 
-def test_an_evaluation_in_which_every_attempt_failed_is_a_failed_one(tokens: ChatTokens):
-    class Broken(_Held):
-        async def run(self, task: Task, chat: Chat) -> Score:
-            raise ConnectionError(f"no database {'!' * 1000}")
+class _Broken(_Held):
+    """Attempts fail from the first or the second on; the first earns nothing."""
 
-    found = asyncio.run(_Bench(tokens, Broken()).evaluate(7))
+    def __init__(self, first_failing: int) -> None:
+        super().__init__()
+        self._first_failing = first_failing
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        await chat.ask(task.prompt)
+        if workflow_context().attempt >= self._first_failing:
+            raise ConnectionError(f"no database {'!' * 1000}")
+        return Score(reward=0.0)
+
+
+def test_an_evaluation_in_which_every_attempt_failed_is_a_failed_one(tokens: ChatTokens):
+    found = asyncio.run(_Bench(tokens, _Broken(0)).evaluate(7))
     assert found.score == 0 and found.num_failed == 14 and found.failed
     assert found.pass_at == {"1": 0.0, "2": 0.0} and len(found.last_error) < evaluation.LONGEST_ERROR
-    told = failure_of(found)
-    assert "evaluation of policy 0 on split 'test' failed: all 14 attempts did (env_error 14)" in told
-    assert "says nothing about the policy" in told and "ConnectionError: no database" in told
-
-
-def test_a_score_of_zero_is_no_failure_while_one_attempt_came_through(tokens: ChatTokens):
-    class Wrong(_Held):
-        async def run(self, task: Task, chat: Chat) -> Score:
-            await super().run(task, chat)
-            if workflow_context().attempt:
-                raise ConnectionError("no database")
-            return Score(reward=0.0)
-
-    found = asyncio.run(_Bench(tokens, Wrong()).evaluate(3))
+    sentence = failure_of(found)
+    assert "evaluation of policy 0 on split 'test' failed: all 14 attempts did (env_error 14)" in sentence
+    assert "says nothing about the policy" in sentence and "ConnectionError: no database" in sentence
+    found = asyncio.run(_Bench(tokens, _Broken(1)).evaluate(3))  # one attempt came through
     assert found.score == 0 and found.num_failed == 3 and not found.failed and failure_of(found) == ""
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,13 +17,12 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.attempts import Player
 from rollouts.production.executor import Executor
 from rollouts.production.failures import FailsAlike
-from rollouts.production.prompts import PromptOrder
 from rollouts.production.quota import Quota
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.workflow import Score, Workflow, WrongWorkflow, workflow_context
 from settings.errors import in_one_line
 from storage.records import RolloutGroup, Task
-from tests.builders import FreePrompts, a_config, a_policy_folder, wait_for_work
+from tests.builders import FreePrompts, a_config, wait_for_work
 
 Play = Callable[[Task, Chat], Awaitable[Any]]
 
@@ -72,61 +71,53 @@ _LIMITS: dict[str, Any] = {
 }
 
 
-class _Bench:
+@contextlib.asynccontextmanager
+async def _executing(
+    tokens: ChatTokens,
+    play: Play = _answer,
+    *,
+    num_tasks: int = 100,
+    committed: Sequence[int] = (),
+    engine: ScriptedEngine | None = None,
+    total_groups: int = 1000,
+    num_producers: int = 1,
+    **limits: Any,
+) -> AsyncIterator[_Executor]:
     """An executor on scripted parts."""
+    config = a_config(**{**_LIMITS, **limits})
+    player = Player(
+        workflow=_Workflow(play),
+        engine=engine or ScriptedEngine(lambda *_: [5, 6, 1]),
+        tokens=tokens,
+        rewards=RewardPool(num_processes=1, timeout=5),
+        config=config,
+    )
+    quota = Quota(config)
+    quota.total, quota.num_producers = total_groups, num_producers
+    tasks = [Task(id=f"task{index}", prompt=str(index)) for index in range(num_tasks)]
+    executor = _Executor(
+        player=player, lease=FreePrompts(tasks, quota, committed=committed), quota=quota, config=config
+    )
+    try:
+        yield executor
+    finally:
+        await executor.close()
 
-    def __init__(
-        self,
-        tokens: ChatTokens,
-        play: Play = _answer,
-        *,
-        num_tasks: int = 100,
-        committed: Sequence[int] = (),
-        engine: ScriptedEngine | None = None,
-        total_groups: int = 1000,
-        num_producers: int = 1,
-        **limits: Any,
-    ) -> None:
-        self.engine = engine or ScriptedEngine(lambda *_: [5, 6, 1])
-        tasks = [Task(id=f"task{index}", prompt=str(index)) for index in range(num_tasks)]
-        config = a_config(**{**_LIMITS, **limits})
-        player = Player(
-            workflow=_Workflow(play),
-            engine=self.engine,
-            tokens=tokens,
-            rewards=RewardPool(num_processes=1, timeout=5),
-            config=config,
-        )
-        quota = Quota(config)
-        quota.total, quota.num_producers = total_groups, num_producers
-        prompts = FreePrompts(tasks, quota, committed=committed)
-        self.executor = _Executor(player=player, lease=prompts, quota=quota, config=config)
 
-    def play(self, script: Callable[[_Executor], Awaitable[Any]]) -> Any:
-        async def inside() -> Any:
-            async with asyncio.timeout(30):
-                try:
-                    return await script(self.executor)
-                finally:
-                    await self.executor.close()
+async def _one_batch(*arguments: Any, **options: Any) -> list[RolloutGroup]:
+    async with _executing(*arguments, **options) as executor:
+        return await executor.prepare_batch()
 
-        return asyncio.run(inside())
 
-    def one_batch(self) -> list[RolloutGroup]:
-        return self.play(lambda executor: executor.prepare_batch())
-
-    def everything(self) -> list[RolloutGroup]:
-        """Batch after batch until nothing more can run before the next version."""
-
-        async def script(executor: _Executor) -> list[RolloutGroup]:
-            groups = []
-            while made := await executor.prepare_batch():
-                executor.mark_committed(made)
-                executor.set_version(0, accepted=sum(group.accepted for group in [*groups, *made]))
-                groups += made
-            return groups
-
-        return self.play(script)
+async def _everything(*arguments: Any, **options: Any) -> list[RolloutGroup]:
+    """Batch after batch until nothing more can run before the next version."""
+    groups: list[RolloutGroup] = []
+    async with _executing(*arguments, **options) as executor:
+        while made := await executor.prepare_batch():
+            executor.mark_committed(made)
+            executor.set_version(0, accepted=sum(group.accepted for group in [*groups, *made]))
+            groups += made
+    return groups
 
 
 def _only_attempt(number: int, error: BaseException | None = None, *, seconds: float = 0.0) -> Play:
@@ -146,8 +137,8 @@ def _positions(groups: Sequence[RolloutGroup]) -> list[int]:
     return sorted(group.position for group in groups)
 
 
-def test_every_prompt_is_tried_n_times_and_comes_back_as_one_group(tokens: ChatTokens):
-    groups = _Bench(tokens, n_samples=3).one_batch()
+async def test_every_prompt_is_tried_n_times_and_comes_back_as_one_group(tokens: ChatTokens):
+    groups = await _one_batch(tokens, n_samples=3)
     assert _positions(groups) == [0, 1, 2, 3]
     for group in groups:
         assert group.id == f"0.{group.task.id}" and group.epoch == 0 and group.expected == 3
@@ -170,8 +161,8 @@ def test_every_prompt_is_tried_n_times_and_comes_back_as_one_group(tokens: ChatT
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_one_of_eight_that_fails_leaves_seven(tokens: ChatTokens, error: BaseException, status: str, words: str):
-    groups = _Bench(tokens, _only_attempt(3, error), n_samples=8).one_batch()
+async def test_one_of_eight_that_fails_leaves_seven(tokens: ChatTokens, error: BaseException, status: str, words: str):
+    groups = await _one_batch(tokens, _only_attempt(3, error), n_samples=8)
     for group in groups:
         assert group.expected == len(group.trajectories) == 8 and group.accepted
         assert [t.attempt for t in group.usable] == [0, 1, 2, 4, 5, 6, 7]
@@ -180,80 +171,61 @@ def test_one_of_eight_that_fails_leaves_seven(tokens: ChatTokens, error: BaseExc
         assert words in failed.error
 
 
-def test_an_attempt_past_its_deadline_is_a_timeout_and_keeps_nobody_waiting(tokens: ChatTokens):
-    groups = _Bench(tokens, _only_attempt(0, seconds=60), n_samples=3, attempt_timeout=2.0).one_batch()
+async def test_an_attempt_past_its_deadline_is_a_timeout_and_keeps_nobody_waiting(tokens: ChatTokens):
+    groups = await _one_batch(tokens, _only_attempt(0, seconds=60), n_samples=3, attempt_timeout=2.0)
     assert [t.status for t in groups[0].trajectories] == ["timeout", "ok", "ok"]
     place = "tests/unit/rollouts/production/test_executor.py:"
     assert in_one_line(groups[0].trajectories[0].error).startswith(f"attempt took more than 2 s at {place}")
 
 
-def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: ChatTokens):
+async def test_a_group_with_too_few_usable_attempts_is_kept_but_not_accepted(tokens: ChatTokens):
     async def play(task: Task, chat: Chat) -> Score:
         if task.id == "task3" and workflow_context().attempt > 0:
             raise KeyError("board")
         return await _answer(task, chat)
 
-    groups = _Bench(tokens, play, num_tasks=5, n_samples=4).everything()
+    groups = await _everything(tokens, play, num_tasks=5, n_samples=4)
     [group] = [group for group in groups if group.task.id == "task3"]
     assert not group.accepted and group.reject_reason == "1 usable of 4, 2 needed"
     assert len(group.trajectories) == 4
     assert sum(group.accepted for group in groups) == 4
 
 
-def test_a_null_reward_is_not_applicable_and_never_zero(tokens: ChatTokens):
-    async def play(task: Task, chat: Chat) -> Score:
-        await chat.ask(task.prompt)
-        return Score(reward=None if workflow_context().attempt == 0 else 1.0)
-
-    group = _Bench(tokens, play, n_samples=3).one_batch()[0]
-    assert group.trajectories[0].status == "ok" and len(group.usable) == 2
-
-
-def test_uniform_groups_are_dropped_only_where_asked_for(tokens: ChatTokens):
+async def test_uniform_groups_are_dropped_only_where_asked_for_and_give_their_room_back(tokens: ChatTokens):
     async def play(task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         return Score(reward=1.0 if task.id in ("task0", "task1") else float(workflow_context().attempt))
 
-    assert all(group.accepted for group in _Bench(tokens, play, num_tasks=5).one_batch())
-    groups = _Bench(tokens, play, num_tasks=5, drop_uniform_groups=True).everything()
+    assert all(group.accepted for group in await _one_batch(tokens, play, num_tasks=5))
+    groups = await _everything(tokens, play, num_tasks=5, drop_uniform_groups=True)
     dropped = {group.task.id: group.reject_reason for group in groups if not group.accepted}
     assert dropped == {"task0": "uniform reward 1", "task1": "uniform reward 1"}
+    assert sum(group.accepted for group in groups) == 4 and _positions(groups) == list(range(len(groups)))
 
 
 @pytest.mark.parametrize("returned", [[Score(reward=1.0)], None, "1.0"], ids=["list", "nothing", "text"])
-def test_a_workflow_that_returns_anything_but_one_score_is_an_error(tokens: ChatTokens, returned: Any):
+async def test_a_workflow_that_returns_anything_but_one_score_is_an_error(tokens: ChatTokens, returned: Any):
     async def play(task: Task, chat: Chat) -> Any:
         return returned
 
     with pytest.raises(WrongWorkflow, match=f"returned {type(returned).__name__}; one call plays one attempt"):
-        _Bench(tokens, play).one_batch()
+        await _one_batch(tokens, play)
 
 
-def test_a_reply_cut_off_is_truncated_and_trained(tokens: ChatTokens):
-    group = _Bench(tokens, max_tokens=2).one_batch()[0]
+async def test_a_reply_cut_off_is_truncated_and_trained(tokens: ChatTokens):
+    group = (await _one_batch(tokens, max_tokens=2))[0]
     assert {t.status for t in group.trajectories} == {"truncated"} and len(group.usable) == 2
 
 
-def test_a_conversation_out_of_room_ends_truncated_and_without_a_reward(tokens: ChatTokens):
-    async def play(task: Task, chat: Chat) -> Score:
-        while True:
-            await chat.ask(task.prompt)
-
-    group = _Bench(tokens, play, max_model_len=12, max_tokens=8).one_batch()[0]
-    assert not group.accepted and group.reject_reason == "0 usable of 2, 2 needed"
-    assert {(t.status, t.reward) for t in group.trajectories} == {("truncated", None)}
-    assert all("tokens of 12 are used" in t.error for t in group.trajectories)
-
-
-def test_no_more_groups_run_at_once_than_allowed(tokens: ChatTokens):
+async def test_no_more_groups_run_at_once_than_allowed(tokens: ChatTokens):
     engine = ScriptedEngine(lambda *_: [5, 6, 7, 8, 1], seconds_per_token=0.002)
-    groups = _Bench(tokens, engine=engine, max_concurrent=3, batch_size=12, n_samples=2).one_batch()
+    groups = await _one_batch(tokens, engine=engine, max_concurrent=3, batch_size=12, n_samples=2)
     assert len(groups) == 12
     assert engine.peak_running == 3 * 2
 
 
-def test_synchronous_training_stops_at_a_batch_until_the_next_version(tokens: ChatTokens):
-    async def script(executor: _Executor) -> None:
+async def test_synchronous_training_stops_at_a_batch_until_the_next_version(tokens: ChatTokens):
+    async with _executing(tokens) as executor:
         first = await executor.prepare_batch()
         executor.mark_committed(first)
         assert _positions(first) == [0, 1, 2, 3] and executor.room == 0
@@ -265,78 +237,14 @@ def test_synchronous_training_stops_at_a_batch_until_the_next_version(tokens: Ch
         await waiting
         assert _positions(await executor.prepare_batch()) == [4, 5, 6, 7]
 
-    bench = _Bench(tokens)
-    bench.play(script)
-    assert bench.engine.peak_running <= 8
-
-
-@pytest.mark.parametrize("eta", [0, 1, 2])
-def test_production_runs_ahead_by_the_staleness_bound_and_no_further(tokens: ChatTokens, eta: int):
-    async def script(executor: _Executor) -> None:
-        made = []
-        while groups := await executor.prepare_batch():
-            executor.mark_committed(groups)
-            made += _positions(groups)
-        assert made == list(range((eta + 1) * 4))
-        executor.set_version(1, accepted=4 + eta * 4)
-        made = _positions(await executor.prepare_batch())
-        assert made == list(range((eta + 1) * 4, (eta + 2) * 4))
-
-    _Bench(tokens, max_staleness=eta).play(script)
-
-
-def test_after_a_resume_accepted_restarts_where_the_log_stands(tokens: ChatTokens):
-    async def script(executor: _Executor) -> None:
-        # Version 3 is live and 1 group is pending: 3 · 4 + 1.
-        executor.set_version(3, accepted=13)
-        groups = await executor.prepare_batch()
-        assert _positions(groups) == [13, 14, 15]
-        executor.mark_committed(groups)
-        assert await executor.prepare_batch() == []
-
-    _Bench(tokens, committed=range(13)).play(script)
-
-
-def test_a_rejected_group_gives_its_room_back(tokens: ChatTokens):
-    async def play(task: Task, chat: Chat) -> Score:
-        await chat.ask(task.prompt)
-        return Score(reward=1.0 if int(task.prompt) % 3 == 0 else float(workflow_context().attempt))
-
-    groups = _Bench(tokens, play, drop_uniform_groups=True).everything()
-    assert sum(group.accepted for group in groups) == 4
-    assert any(not group.accepted for group in groups)
-    assert _positions(groups) == list(range(len(groups)))
-
-
-def test_the_last_batch_of_a_run_is_not_overshot(tokens: ChatTokens):
-    async def script(executor: _Executor) -> None:
-        groups = [group for _ in range(2) for group in await executor.prepare_batch()]
-        assert _positions(groups) == [0, 1, 2, 3, 4, 5]
-
-    _Bench(tokens, max_staleness=5, total_groups=6).play(script)
-
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 4, 5, 6])
 @pytest.mark.parametrize("dynamic_batch", [False, True])
-def test_a_run_makes_exactly_as_many_groups_as_it_needs(tokens: ChatTokens, wanted: int, dynamic_batch: bool):
+async def test_a_run_makes_exactly_as_many_groups_as_it_needs(tokens: ChatTokens, wanted: int, dynamic_batch: bool):
     """Of five tasks: none, some, all but one, all, one more."""
     limits = {"total_groups": wanted, "max_staleness": 9, "batch_size": 2, "dynamic_batch": dynamic_batch}
-    groups = _Bench(tokens, num_tasks=5, **limits).everything()
+    groups = await _everything(tokens, num_tasks=5, **limits)
     assert sorted(_positions(groups)) == list(range(wanted)) and len({group.id for group in groups}) == wanted
-
-
-def test_a_filter_that_rejects_everything_holds_nothing_up(tokens: ChatTokens):
-    async def play(task: Task, chat: Chat) -> Score:
-        raise OSError("no board") if workflow_context().attempt else KeyError("board")
-
-    async def script(executor: _Executor) -> None:
-        for _ in range(3):
-            groups = await executor.prepare_batch()
-            executor.mark_committed(groups)
-            assert len(groups) == 4 and not any(group.accepted for group in groups)
-        assert "last error: OSError: no board at tests/" in executor.report()
-
-    _Bench(tokens, play, max_concurrent=2).play(script)
 
 
 async def _broken(task: Task, chat: Chat) -> Score:
@@ -355,15 +263,13 @@ async def _broken_reward(task: Task, chat: Chat) -> Score:
         (_broken_reward, r"my:reward: KeyError: task\d+\n  at my/rewards.py:3 in reward"),
     ],
 )
-def test_a_first_batch_that_fails_for_one_reason_stops_the_run_and_loses_no_prompt(
+async def test_a_first_batch_that_fails_for_one_reason_stops_the_run_and_loses_no_prompt(
     tokens: ChatTokens, play: Play, reason: str, retries: int, batch_size: int
 ):
-    async def script(executor: _Executor) -> list[RolloutGroup]:
+    async with _executing(tokens, play, max_concurrent=2, retries=retries, batch_size=batch_size) as executor:
         with pytest.raises(FailsAlike, match=f"all attempts at the first 4 prompts failed in one way:\n{reason}"):
             await executor.prepare_batch()
-        return await executor.close()
-
-    groups = _Bench(tokens, play, max_concurrent=2, retries=retries, batch_size=batch_size).play(script)
+        groups = await executor.close()
     assert len(groups) >= 4 * retries and all(group.will_retry for group in groups)
 
 
@@ -372,73 +278,54 @@ async def _no_server(task: Task, chat: Chat) -> Score:
 
 
 @pytest.mark.parametrize("plays", [[_answer, _broken], [_broken_reward, _broken], [_no_server]])
-def test_a_first_batch_that_fails_for_several_reasons_or_for_a_servers_does_not(tokens: ChatTokens, plays: list[Play]):
+async def test_a_first_batch_that_fails_for_several_reasons_or_for_a_servers_does_not(
+    tokens: ChatTokens, plays: list[Play]
+):
     order: dict[str, int] = {}
 
     async def play(task: Task, chat: Chat) -> Score:
         return await plays[order.setdefault(task.id, len(order)) % len(plays)](task, chat)
 
-    async def script(executor: _Executor) -> list[RolloutGroup]:
-        groups: list[RolloutGroup] = []
+    groups: list[RolloutGroup] = []
+    async with _executing(tokens, play, max_concurrent=1) as executor:
         while len(groups) < 8 and (made := await executor.prepare_batch()):
             executor.mark_committed(made)
             groups += made
-        return groups
-
-    assert len(_Bench(tokens, play, max_concurrent=1).play(script)) >= 7
+    assert len(groups) >= 7
 
 
-def test_a_batch_that_fails_after_a_good_one_does_not_stop_the_run(tokens: ChatTokens):
-    async def script(executor: _Executor) -> None:
+async def test_a_batch_that_fails_after_a_good_one_does_not_stop_the_run(tokens: ChatTokens):
+    async with _executing(tokens, _broken, committed=range(4)) as executor:
         executor.set_version(1, accepted=4)
         for _ in range(3):
-            executor.mark_committed(await executor.prepare_batch())
-
-    _Bench(tokens, _broken, committed=range(4)).play(script)
-
-
-def test_a_prompt_that_came_to_nothing_runs_again_as_often_as_allowed(tokens: ChatTokens):
-    async def play(task: Task, chat: Chat) -> Score:
-        if task.id == "task3":
-            raise KeyError("board")
-        return await _answer(task, chat)
-
-    groups = _Bench(tokens, play, num_tasks=5, retries=2, total_groups=4).everything()
-    failed = [group for group in groups if group.task.id == "task3"]
-    assert [group.id for group in failed] == ["0.task3", "0.task3.retry1", "0.task3.retry2"]
-    assert [group.will_retry for group in failed] == [True, True, False]
-    assert len({group.position for group in failed}) == 1
-    assert sum(group.accepted for group in groups) == 4
+            groups = await executor.prepare_batch()
+            executor.mark_committed(groups)
+            assert len(groups) == 4 and not any(group.accepted for group in groups)
+        assert "last error: KeyError: 'task" in executor.report()
 
 
-def test_a_retry_that_goes_well_is_trained(tokens: ChatTokens):
+@pytest.mark.parametrize(("num_failures", "accepted"), [(99, [False] * 3), (1, [False, True])])
+async def test_a_prompt_that_came_to_nothing_runs_again_as_often_as_allowed(
+    tokens: ChatTokens, num_failures: int, accepted: list[bool]
+):
     failures = []
 
     async def play(task: Task, chat: Chat) -> Score:
-        if task.id == "task3" and len(failures) < 2:
+        if task.id == "task3" and len(failures) < 2 * num_failures:
             failures.append(task.id)
             raise KeyError("board")
         return await _answer(task, chat)
 
-    groups = _Bench(tokens, play, num_tasks=5, retries=1).everything()
-    assert [group.accepted for group in groups if group.task.id == "task3"] == [False, True]
+    groups = await _everything(tokens, play, num_tasks=5, retries=2, total_groups=4)
+    tries = [group for group in groups if group.task.id == "task3"]
+    assert [group.id for group in tries] == ["0.task3", "0.task3.retry1", "0.task3.retry2"][: len(accepted)]
+    assert [group.accepted for group in tries] == accepted
+    assert [group.will_retry for group in tries] == [True] * (len(accepted) - 1) + [False]
+    assert len({group.position for group in tries}) == 1
+    assert sum(group.accepted for group in groups) == 4
 
 
-def test_a_dynamic_batch_attempts_a_batch_and_no_more(tokens: ChatTokens):
-    async def play(task: Task, chat: Chat) -> Score:
-        await chat.ask(task.prompt)
-        return Score(reward=1.0 if int(task.prompt) % 3 else float(workflow_context().attempt))
-
-    async def script(executor: _Executor) -> None:
-        groups = await executor.prepare_batch()
-        executor.mark_committed(groups)
-        assert len(groups) == 4 and sum(group.accepted for group in groups) < 4
-        assert executor.room == 0 and await executor.prepare_batch() == []
-
-    _Bench(tokens, play, drop_uniform_groups=True, dynamic_batch=True).play(script)
-
-
-def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens):
+async def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens):
     hung: list[str] = []
 
     async def play(task: Task, chat: Chat) -> Score:
@@ -447,7 +334,7 @@ def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens
             await asyncio.Event().wait()
         return await _answer(task, chat)
 
-    async def script(executor: _Executor) -> None:
+    async with _executing(tokens, play, max_staleness=1, batch_size=3) as executor:
         groups, committed = [], 0
         for version in range(3):
             executor.set_version(version, accepted=committed)
@@ -460,46 +347,27 @@ def test_a_group_over_the_bound_is_given_up_and_its_room_used(tokens: ChatTokens
         assert {t.status for t in cancelled.trajectories} == {"cancelled"}
         assert executor.in_flight().count(0) == 0
 
-    _Bench(tokens, play, max_staleness=1, batch_size=3).play(script)
 
-
-async def _admit_groups_that_have_not_begun(executor: _Executor) -> None:
-    executor.set_version(0, accepted=0)
-    while not executor.in_flight():
-        await asyncio.sleep(0)
-    # A group's task begins in the loop's next turn.
-
-
-def test_a_group_that_has_not_begun_is_given_up_as_one_that_has(tokens: ChatTokens):
-    async def script(executor: _Executor) -> None:
-        await _admit_groups_that_have_not_begun(executor)
+@pytest.mark.parametrize("called_back", [False, True])
+async def test_groups_that_have_not_begun_are_given_up_or_called_back_as_those_that_have(
+    tokens: ChatTokens, called_back: bool
+):
+    async with _executing(tokens, max_staleness=1) as executor:
+        executor.set_version(0, accepted=0)
+        while not executor.in_flight():
+            await asyncio.sleep(0)
+        # A group's task begins in the loop's next turn.
+        if called_back:
+            await executor.call_back()
+            assert executor.in_flight() == []
         executor.set_version(2, accepted=0)
         groups = await executor.prepare_batch()
-        assert {group.reject_reason for group in groups[:4]} == {"cancelled: 2 updates behind, bound 1"}
+        reasons = [group.reject_reason for group in groups[:4]]
+        assert reasons == [""] * 4 if called_back else ["cancelled: 2 updates behind, bound 1"] * 4
         assert executor.in_flight().count(0) == 0
 
-    _Bench(tokens, max_staleness=1).play(script)
 
-
-def test_groups_that_have_not_begun_are_called_back_as_those_that_have(tokens: ChatTokens):
-    async def script(executor: _Executor) -> None:
-        await _admit_groups_that_have_not_begun(executor)
-        await executor.call_back()
-        assert executor.in_flight() == []
-        executor.set_version(1, accepted=0)
-        assert _positions(await executor.prepare_batch()) == [0, 1, 2, 3]
-
-    _Bench(tokens).play(script)
-
-
-def test_a_data_set_smaller_than_a_batch_goes_round(tokens: ChatTokens):
-    groups = _Bench(tokens, num_tasks=3).one_batch()
-    assert _positions(groups) == [0, 1, 2, 3]
-    assert sorted(group.epoch for group in groups) == [0, 0, 0, 1]
-    assert len({group.id for group in groups}) == 4
-
-
-def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens):
+async def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens):
     slow = asyncio.Event()
 
     async def play(task: Task, chat: Chat) -> Score:
@@ -507,7 +375,7 @@ def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens)
             await slow.wait()
         return await _answer(task, chat)
 
-    async def script(executor: _Executor) -> None:
+    async with _executing(tokens, play) as executor:
         batch = asyncio.create_task(executor.prepare_batch())
         await asyncio.sleep(0.05)
         assert not batch.done()
@@ -516,17 +384,15 @@ def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens)
         assert first and all(int(group.task.prompt) % 2 == 0 for group in first)
         slow.set()
 
-    _Bench(tokens, play).play(script)
-
 
 @pytest.mark.parametrize("limits", [{"shard_bytes": 1024}, {"shard_seconds": 0.05}], ids=["bytes", "seconds"])
-def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, limits: dict[str, Any]):
+async def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, limits: dict[str, Any]):
     async def play(task: Task, chat: Chat) -> Score:
         if int(task.prompt) % 2:
             await asyncio.sleep(60)
         return await _answer(task, chat)
 
-    groups = _Bench(tokens, play, batch_size=16, **limits).one_batch()
+    groups = await _one_batch(tokens, play, batch_size=16, **limits)
     assert 0 < len(groups) < 16
 
 
@@ -534,52 +400,34 @@ def test_a_shard_is_flushed_early_when_it_is_large_or_old(tokens: ChatTokens, li
     ("pending", "num_producers", "sizes"),
     [(0, 1, [4, 4]), (1, 1, [3, 4]), (3, 1, [1, 4]), (5, 1, [3, 4]), (0, 2, [2, 1]), (1, 2, [2, 1]), (2, 4, [1, 1])],
 )
-def test_a_shard_is_what_the_next_step_misses_or_a_workers_share_of_it(
+async def test_a_shard_is_what_the_next_step_misses_or_a_workers_share_of_it(
     tokens: ChatTokens, pending: int, num_producers: int, sizes: list[int]
 ):
-    async def script(executor: _Executor) -> list[int]:
+    limits: dict[str, Any] = {"max_staleness": 4, "max_concurrent": 1, "committed": range(12 + pending)}
+    async with _executing(tokens, num_producers=num_producers, **limits) as executor:
         executor.set_version(3, accepted=3 * 4 + pending)
-        made = []
-        for _ in range(2):
+        for size in sizes:
             groups = await executor.prepare_batch()
             executor.mark_committed(groups)
-            made.append(len(groups))
-        return made
-
-    bench = _Bench(
-        tokens, max_staleness=4, max_concurrent=1, num_producers=num_producers, committed=range(12 + pending)
-    )
-    assert bench.play(script) == sizes
+            assert len(groups) == size
 
 
-def test_rejected_groups_do_not_complete_a_step_and_are_committed_by_the_batch(tokens: ChatTokens):
+async def test_rejected_groups_do_not_complete_a_step_and_are_committed_by_the_batch(tokens: ChatTokens):
     async def play(task: Task, chat: Chat) -> Score:
         await chat.ask(task.prompt)
         return Score(reward=float(workflow_context().attempt * (int(task.prompt) % 3 == 0)))
 
-    groups = _Bench(tokens, play, drop_uniform_groups=True, max_concurrent=1, max_staleness=4).one_batch()
+    groups = await _one_batch(tokens, play, drop_uniform_groups=True, max_concurrent=1, max_staleness=4)
     assert len(groups) == 4 and 0 < sum(group.accepted for group in groups) < 4
 
 
-def test_what_is_handed_out_and_not_yet_committed_still_counts(tokens: ChatTokens):
-    async def script(executor: _Executor) -> None:
-        groups = await executor.prepare_batch()
-        executor.set_version(0, accepted=0)  # somebody looked at the log before the commit
-        assert executor.room == 0
-        executor.mark_committed(groups)
-        executor.set_version(0, accepted=4)
-        assert executor.room == 0
-
-    _Bench(tokens).play(script)
-
-
-def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatTokens):
+async def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatTokens):
     async def play(task: Task, chat: Chat) -> Score:
         if int(task.prompt) % 2:
             await asyncio.Event().wait()
         return await _answer(task, chat)
 
-    async def script(executor: _Executor) -> None:
+    async with _executing(tokens, play) as executor:
         executor.set_version(0, accepted=0)
         while executor.num_finished < 2:
             await executor.wait_for_change()
@@ -587,58 +435,26 @@ def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatT
         assert len(finished) == executor.num_finished and all(int(group.task.prompt) % 2 == 0 for group in finished)
         assert executor.in_flight() == []
 
-    _Bench(tokens, play).play(script)
 
-
-def test_a_debug_batch_returns_every_group_whatever_a_filter_says(tokens: ChatTokens):
-    async def script(executor: _Executor) -> list[RolloutGroup]:
-        order = PromptOrder([Task(id=f"t{index}", prompt="1") for index in range(3)], seed=0)
-        return await executor.rollout_batch([order.at(position) for position in range(3)])
-
-    groups = _Bench(tokens, _only_attempt(0, KeyError("board")), max_concurrent=2).play(script)
-    assert len(groups) == 3 and not any(group.accepted for group in groups)
-
-
-def test_a_policy_that_was_never_finished_leaves_the_old_one_serving(tokens: ChatTokens, tmp_path: Path):
-    a_policy_folder(tmp_path / "good")
-    a_policy_folder(tmp_path / "bad")
-    (tmp_path / "bad" / "digest.json").unlink()
-    engine = ScriptedEngine(lambda *_: [5, 1])
-
-    async def script() -> None:
-        assert await engine.load_policy(tmp_path / "good", 4)
-        with pytest.raises(EngineError, match="policy 5 .*was not loaded"):
-            await engine.load_policy(tmp_path / "bad", 5)
-        with pytest.raises(EngineError, match="policy 6 .*was not loaded"):
-            await engine.load_policy(tmp_path / "nowhere", 6)
-        assert engine.version == 4
-
-    asyncio.run(script())
-
-
-def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens: ChatTokens) -> None:
+async def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens: ChatTokens) -> None:
     gate = asyncio.Event()
 
     async def wait(task: Task, chat: Chat) -> Score:
         await gate.wait()
         return await _answer(task, chat)
 
-    bench = _Bench(tokens, wait, batch_size=32, max_concurrent=2)  # a lease of four: two run, two are ready
-
-    async def script(executor: _Executor) -> tuple[int, int]:
+    async with _executing(tokens, wait, batch_size=32, max_concurrent=2) as executor:
         collecting = asyncio.ensure_future(executor.prepare_batch())
-        while len(executor.in_flight()) < 2:
+        while len(executor.in_flight()) < 2:  # of a lease of four; two are ready
             await asyncio.sleep(0)
         executor.set_version(0, accepted=0, paused=True)
         gate.set()
         groups = await collecting
-        assert not executor.in_flight() and executor.wanted == 0
+        assert len(groups) == 2 and not executor.in_flight() and executor.wanted == 0
         executor.mark_committed(groups)
         waiting = asyncio.ensure_future(wait_for_work(executor))
         await asyncio.sleep(0.01)
         assert not waiting.done(), "a producer does not spin on prompts it may not start"
         executor.set_version(0, accepted=len(groups))
         await waiting
-        return len(groups), len(executor.in_flight())
-
-    assert bench.play(script) == (2, 2)
+        assert len(executor.in_flight()) == 2

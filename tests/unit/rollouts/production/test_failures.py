@@ -12,9 +12,12 @@ def _attempts(error: str, count: int = 1) -> list[FailedAttempt]:
     return [FailedAttempt(group_id="0.task", attempt=n, status="env_error", error=error) for n in range(count)]
 
 
-def test_a_kind_is_told_at_once_with_its_frames_and_later_in_a_line(caplog: pytest.LogCaptureFixture):
+def test_a_kind_is_logged_at_once_with_its_frames_and_later_in_a_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
     now = 0.0
-    failures = Failures(now=lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    failures = Failures()
     error = "KeyError: 'answr'\n  at my/env.py:31 in look_up: f()\n  at my/env.py:12 in run: g()"
     failures.add(_attempts(error))
     failures.add(_attempts(error.replace("answr", "other"), 400))

@@ -24,25 +24,15 @@ def test_every_task_comes_once_in_every_epoch(seed: int, epoch: int, num_tasks: 
     assert sorted(epoch_order(seed, epoch, num_tasks)) == list(range(num_tasks))
 
 
-def test_positions_are_dense_and_epochs_follow_each_other():
-    order = PromptOrder(TASKS, seed=0)
-    prompts = [order.at(position) for position in range(15)]
-    assert [prompt.position for prompt in prompts] == list(range(15))
-    assert [prompt.epoch for prompt in prompts] == [0] * 5 + [1] * 5 + [2] * 5
-    for epoch in range(3):
-        assert sorted(prompt.task.id for prompt in prompts if prompt.epoch == epoch) == [task.id for task in TASKS]
-
-
-def test_a_data_set_smaller_than_a_batch_goes_on_into_later_epochs():
-    order = PromptOrder(TASKS[:1], seed=0)
-    assert [order.at(position).group_id for position in range(3)] == ["0.task0", "1.task0", "2.task0"]
-
-
 @given(num_tasks=st.integers(1, 5), positions=st.lists(st.integers(0, 60)))
-def test_a_position_holds_the_same_prompt_however_it_is_come_by(num_tasks: int, positions: list[int]):
-    order = PromptOrder(TASKS[:num_tasks], seed=0)
+def test_a_position_holds_the_same_prompt_in_whatever_order_it_is_asked(num_tasks: int, positions: list[int]):
+    order, prompts = PromptOrder(TASKS[:num_tasks], seed=0), PromptOrder(TASKS[:num_tasks], seed=0)
+    one_by_one = [prompts.at(position) for position in range(61)]
     for position in positions:
-        assert order.at(position) == PromptOrder(TASKS[:num_tasks], seed=0).at(position)
+        prompt = order.at(position)
+        assert prompt == one_by_one[position]
+        assert (prompt.position, prompt.epoch) == (position, position // num_tasks)
+        assert prompt.group_id == f"{prompt.epoch}.{prompt.task.id}"
 
 
 def test_a_prompt_that_runs_again_has_a_group_of_its_own():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,9 @@ from rollouts.production.prompts import PromptOrder
 from rollouts.production.worker import RolloutWorker
 from rollouts.workflow import Score, Workflow, workflow_context
 from settings.evaluation import EvaluationSettings
-from storage.log.entries import Join, Lease, Pause, Policy, Quarantine, Release, Resume, Session, Shard, Step
+from storage.log.entries import Join, Lease, Pause, Policy, Quarantine, Resume, Session, Shard, Step
 from storage.log.producers import withdraw
 from storage.log.run_state import Conflict
-from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, DigestMismatch, seal_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, check_adapters
 from storage.policies.policies import DELTA_FILE, DamagedDelta, PolicyWriter
@@ -86,87 +86,72 @@ class _Run:
         self.folder = folder
         self.tokenizer = tokenizer
         self.store = local_store(folder)
-        base = replace(BASE, weights_sha256=self._put_policy(BASE.path, b"base"))
-        self.log = a_log(self.store, base=base)
+        digest = a_policy_folder(folder / "made" / "0", weights=b"base", tokenizer=tokenizer)
+        self.store.put_folder(folder / "made" / "0", BASE.path, last=DIGEST_FILE)
+        self.log = a_log(self.store, base=replace(BASE, weights_sha256=digest))
 
-    def _put_policy(self, path: str, weights: bytes) -> str:
-        source = self.folder / "made" / path
-        digest = a_policy_folder(source, weights=weights, tokenizer=self.tokenizer)
-        self.store.put_folder(source, path, last=DIGEST_FILE)
-        return digest
-
-    def train(self, batch_size: int = BATCH, **metrics: float) -> Policy:
-        """Take a step on the first batch of accepted groups; returns its policy."""
+    def train(self, batch_size: int = BATCH, *, kind: str = "whole", **metrics: float) -> Policy:
+        """Take a step on the first accepted groups; returns its policy: a `whole` one, an `adapter`, which has no
+        tokenizer and no model's configuration, or a `delta` with one value changed; of those, the first is whole."""
         state = self.log.refresh()
         accepted = [group_id for group_id in state.pending if state.groups[group_id].accepted]
         step: Step = a_step(state, trained=accepted[:batch_size])
-        digest = self._put_policy(step.policy.path, f"weights of {step.policy.version}".encode())
-        policy = replace(step.policy, weights_sha256=digest)
+        version, anchor = step.policy.version, None
+        source = self.folder / "made" / str(version)
+        if kind == "adapter":
+            source.mkdir(parents=True)
+            (source / "adapter_config.json").write_text("{}")
+            (source / ADAPTER_WEIGHTS).write_bytes(f"adapter {version}".encode())
+        else:
+            a_policy_folder(source, weights=f"weights of {version}".encode(), tokenizer=self.tokenizer)
+        if kind == "delta":
+            save_file({"w": np.array([version, *[0] * 999], np.float32)}, source / "model.safetensors")
+        digest = seal_folder(source)
+        if kind == "delta":
+            writer = PolicyWriter(self.log, self.folder / "cache", anchor_every=10)
+            anchor = writer.put(source, step.policy.path, version=version).anchor
+        else:
+            self.store.put_folder(source, step.policy.path, last=DIGEST_FILE)
+        policy = replace(step.policy, weights_sha256=digest, anchor=anchor)
         self.log.append(replace(step, policy=policy, metrics={**step.metrics, **metrics}))
         return policy
 
-    def train_delta(self) -> Policy:
-        """As `train`, with weights of which one value changes, stored as a delta but for the first."""
-        state = self.log.refresh()
-        step: Step = a_step(state, trained=list(state.pending)[:BATCH])
-        version, source = step.policy.version, self.folder / "made" / str(step.policy.version)
-        a_policy_folder(source, tokenizer=self.tokenizer)
-        weights = np.zeros(1000, np.float32)
-        weights[0] = version
-        save_file({"w": weights}, source / "model.safetensors")
-        digest = seal_folder(source)
-        writer = PolicyWriter(self.log, self.folder / "cache", anchor_every=10)
-        written = writer.put(source, step.policy.path, version=version)
-        policy = replace(step.policy, weights_sha256=digest, anchor=written.anchor)
-        self.log.append(replace(step, policy=policy))
-        return policy
+    @contextlib.asynccontextmanager
+    async def workers(
+        self, *names: str, outside: bool = False, version: int | None = None, produce: bool = True, **changes: Any
+    ) -> AsyncIterator[list[RolloutWorker]]:
+        """Workers that may begin at once if they are to produce; several have joined."""
+        workers = [
+            await RolloutWorker.open(
+                a_config(**{**SETTINGS, **changes}),
+                store_uri=self.store.uri,
+                name=name,
+                cache=str(self.folder / "cache"),
+                code_version="c0de",
+                outside=outside,
+                version=version,
+            )
+            for name in names
+        ]
+        for worker in workers if len(names) > 1 else []:
+            await worker.join()
+        for worker in workers if produce else []:
+            await worker.refresh()
+        try:
+            yield workers
+        finally:
+            for worker in workers:
+                await worker.close()
 
-    def train_adapter(self) -> Policy:
-        """As `train`, with a policy that is an adapter: no tokenizer, no configuration of a model."""
-        step: Step = a_step(state := self.log.refresh(), trained=list(state.pending)[:BATCH])
-        source = self.folder / "made" / step.policy.path
-        source.mkdir(parents=True)
-        (source / "adapter_config.json").write_text("{}")
-        (source / ADAPTER_WEIGHTS).write_bytes(f"adapter {step.policy.version}".encode())
-        policy = replace(step.policy, weights_sha256=seal_folder(source))
-        self.store.put_folder(source, policy.path, last=DIGEST_FILE)
-        self.log.append(replace(step, policy=policy))
-        return policy
+    @contextlib.asynccontextmanager
+    async def worker(self, name: str = "rollout-0", **options: Any) -> AsyncIterator[RolloutWorker]:
+        async with self.workers(name, **options) as [worker]:
+            yield worker
 
-    async def worker(
-        self, name: str = "rollout-0", *, outside: bool = False, version: int | None = None, **changes: Any
-    ) -> RolloutWorker:
-        config = a_config(**{**SETTINGS, **changes})
-        cache = str(self.folder / "cache")
-        return await RolloutWorker.open(
-            config,
-            store_uri=self.store.uri,
-            name=name,
-            cache=cache,
-            code_version="c0de",
-            outside=outside,
-            version=version,
-        )
-
-    def play(
-        self, script: Callable[..., Awaitable[Any]], *, workers: int = 1, version: int | None = None, **changes: Any
-    ) -> Any:
-        """Run `script(worker, …)` on started workers."""
-
-        async def inside() -> Any:
-            async with asyncio.timeout(60):
-                started = [await self.worker(f"rollout-{n}", version=version, **changes) for n in range(workers)]
-                for worker in started if workers > 1 else []:
-                    await worker.join()
-                for worker in started:
-                    await worker.refresh()
-                try:
-                    return await script(*started)
-                finally:
-                    for worker in started:
-                        await worker.close()
-
-        return asyncio.run(inside())
+    async def collect(self, **options: Any) -> Any:
+        """The first shard of a worker that then ends."""
+        async with self.worker(**options) as worker:
+            return await _collect(worker)
 
     def committed(self) -> list[int]:
         return sorted(self.log.refresh().positions)
@@ -182,8 +167,8 @@ async def _collect(worker: RolloutWorker) -> Any:
     return await worker.collect()
 
 
-def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatTokens):
-    shard = run.play(_collect)
+async def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatTokens):
+    shard = await run.collect()
     state = run.log.refresh()
     assert state.shards == {shard.id: shard}
     assert run.committed() == [0, 1, 2] and state.pending_accepted == 3
@@ -200,43 +185,31 @@ def test_collecting_commits_a_shard_of_a_batch(run: _Run, tokens: ChatTokens):
     assert metadata[b"code_version"] == b"c0de" and metadata[b"run_id"] == b"run"
 
 
-def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is_counted_twice(run: _Run):
+async def test_a_shard_takes_from_the_beginning_of_its_attempts_and_no_moment_is_counted_twice(run: _Run):
     def worked(shard: Shard) -> float:
         return shard.seconds["generate"] + shard.seconds["reward"]
 
-    async def script(worker: RolloutWorker) -> tuple[float, list[Shard]]:
+    began = time.time()
+    async with run.worker() as worker:
         while worker.progress() < BATCH:  # attempts are played before anybody collects them
             await asyncio.sleep(0)
         asked, first = time.time(), await worker.collect()
         await worker.publish(run.train())
-        return asked, [first, await _collect(worker)]
-
-    began = time.time()
-    asked, shards = run.play(script)
+        second = await _collect(worker)
     ended = time.time()
-    begun = min(read_shard(run.log, run.log.refresh().shards[shards[0].id])["queued_at"].to_pylist())
-    assert worked(shards[0]) >= asked - begun > 0
-    assert sum(map(worked, shards)) <= ended - began
+    assert first is not None
+    begun = min(read_shard(run.log, run.log.refresh().shards[first.id])["queued_at"].to_pylist())
+    assert worked(first) >= asked - begun > 0
+    assert worked(first) + worked(second) <= ended - began
 
 
-def test_synchronous_production_has_nothing_more_to_do_before_the_next_policy(run: _Run):
-    async def script(worker: RolloutWorker) -> None:
-        assert await _collect(worker) is not None
-        assert await worker.collect() is None
-
-    run.play(script)
-    assert run.committed() == [0, 1, 2]
-
-
-def test_adapters_are_served_with_the_base_models_tokenizer_and_stand_beside_their_rows(run: _Run):
-    async def publish(worker: RolloutWorker) -> None:
+async def test_adapters_are_served_with_the_base_models_tokenizer_and_stand_beside_their_rows(run: _Run):
+    async with run.worker(lora={"rank": 4}) as worker:
         await _collect(worker)
-        await worker.publish(run.train_adapter())
+        await worker.publish(run.train(kind="adapter"))
         assert await _collect(worker) is not None
-
-    run.play(publish, lora={"rank": 4})
-    run.train_adapter()
-    run.play(_collect, lora={"rank": 4})  # a worker that starts on an adapter
+    run.train(kind="adapter")
+    await run.collect(lora={"rank": 4})  # a worker that starts on an adapter
     state = run.log.refresh()
     tables = {shard.id: read_shard(run.log, shard) for shard in state.shards.values()}
     served = [
@@ -248,121 +221,47 @@ def test_adapters_are_served_with_the_base_models_tokenizer_and_stand_beside_the
         check_adapters(table, shard_id=shard_id, policies=state.policies)
 
 
-def test_a_published_policy_samples_the_next_tokens(run: _Run):
-    async def script(worker: RolloutWorker) -> Any:
+async def test_a_published_policy_samples_the_next_tokens_and_no_older_one_is_loaded_after_it(run: _Run):
+    async with run.worker() as worker:
         await _collect(worker)
-        policy = run.train()
-        update = await worker.publish(policy)
-        assert len(update.checksum) == 64
-        return await _collect(worker)
+        older = run.train()
+        update = await worker.publish(older)
+        assert update is not None and len(update.checksum) == 64
+        first = await _collect(worker)
+        await worker.publish(run.train())
+        assert await worker.publish(older) is None
+        second = await _collect(worker)
+    assert run.committed() == list(range(9))
+    assert (first.head_version, first.tail_version, second.head_version) == (1, 1, 2)
+    assert set(read_shard(run.log, first)["weight_versions"].to_pylist()[0]) == {-1, 1}
 
-    shard = run.play(script)
-    assert run.committed() == [0, 1, 2, 3, 4, 5]
-    assert (shard.head_version, shard.tail_version) == (1, 1)
-    assert set(read_shard(run.log, shard)["weight_versions"].to_pylist()[0]) == {-1, 1}
 
-
-def test_a_broadcast_that_fails_is_replaced_by_the_store(run: _Run, caplog: pytest.LogCaptureFixture):
-    async def script(worker: RolloutWorker) -> Any:
+async def test_a_broadcast_that_fails_is_replaced_by_the_store(run: _Run, caplog: pytest.LogCaptureFixture):
+    async with run.worker() as worker:
         await _collect(worker)
         policy = run.train()
         assert worker.can_receive()
         update = await worker.receive(policy, a_broadcast(policy))
         assert update is not None and update.transfer == "store"
-        return await _collect(worker)
-
-    assert run.play(script).head_version == 1
+        assert (await _collect(worker)).head_version == 1
     assert "policy 1 is read from the store, its broadcast failed" in caplog.text
 
 
-def test_a_policy_that_comes_after_a_newer_one_is_not_loaded(run: _Run):
-    async def script(worker: RolloutWorker) -> Any:
-        await _collect(worker)
-        older = run.train()
-        await worker.publish(older)
-        await _collect(worker)
-        newer = run.train()
-        assert await worker.publish(newer) is not None
-        assert await worker.publish(older) is None
-        return await _collect(worker)
-
-    assert run.play(script).head_version == 2
-
-
-def test_a_damaged_policy_is_refused_and_the_old_one_serves_on(run: _Run):
-    async def script(worker: RolloutWorker) -> Any:
-        await _collect(worker)
-        policy = run.train()
-        run.store.put(f"{policy.path}/model.safetensors", b"other weights")
-        with pytest.raises(DigestMismatch, match="model.safetensors"):
-            await worker.publish(policy)
-        run.store.put(f"{policy.path}/model.safetensors", b"weights of 1")
-        await worker.publish(policy)
-        return await _collect(worker)
-
-    assert run.play(script).head_version == 1
-
-
-def test_a_restarted_worker_asks_only_what_the_log_lacks(run: _Run):
-    run.play(_collect)
+async def test_a_restarted_worker_asks_only_what_the_log_lacks(run: _Run):
+    await run.collect(batch_size=1)
+    assert run.committed() == [0]
+    await run.collect()
+    assert run.committed() == [0, 1, 2]  # the batch is completed, and no more
     state = run.log.refresh()
-    run.play(lambda worker: worker.collect())  # nothing to do: the batch is there
+    async with run.worker() as worker:
+        assert await worker.collect() is None  # nothing to do: the batch is there
     assert run.log.refresh() == state
     run.train()
-    shard = run.play(_collect)
+    shard = await run.collect()
     assert sorted(group.position for group in shard.groups) == [3, 4, 5]
     assert shard.head_version == 1
     run.train()
     assert run.log.refresh().counters()["pending"] == 0
-
-
-def test_an_interrupted_batch_is_completed_and_no_more(run: _Run):
-    """One group was committed before the crash: two are missing."""
-    run.play(_collect, batch_size=1)
-    assert run.committed() == [0]
-    run.play(_collect)
-    assert run.committed() == [0, 1, 2]
-
-
-def test_a_lost_shard_is_made_again_even_when_the_worker_restarts_later(run: _Run):
-    shard = run.play(_collect)
-    run.log.refresh()
-    run.log.append(Quarantine(shard_id=shard.id, reason="cut off"))
-    again = run.play(_collect)
-    assert sorted(group.position for group in again.groups) == [0, 1, 2]
-    assert all(group.id.endswith(".retry1") for group in again.groups)
-    run.train()
-    later = run.play(_collect)
-    assert sorted(group.position for group in later.groups) == [3, 4, 5]
-    assert run.log.refresh().pending_accepted == 3
-
-
-def test_a_shard_lost_under_a_running_worker_is_made_again(run: _Run):
-    async def script(worker: RolloutWorker) -> Any:
-        shard = await _collect(worker)
-        run.log.refresh()
-        run.log.append(Quarantine(shard_id=shard.id, reason="cut off"))
-        await worker.refresh()
-        return await _collect(worker)
-
-    again = run.play(script)
-    assert run.committed() == [0, 1, 2] and len(again.groups) == 3
-    assert all(group.id.endswith(".retry1") for group in again.groups)
-
-
-def test_two_workers_share_the_prompts_and_none_runs_twice(run: _Run):
-    async def script(first: RolloutWorker, second: RolloutWorker) -> None:
-        shards = await asyncio.gather(first.collect(), second.collect())
-        assert sum(len(shard.groups) for shard in shards if shard is not None) == 3
-        assert await first.collect() is None and await second.collect() is None
-        policy = run.train()
-        await asyncio.gather(first.publish(policy), second.publish(policy))
-        await asyncio.gather(first.collect(), second.collect())
-
-    run.play(script, workers=2)
-    state = run.log.refresh()
-    assert run.committed() == [0, 1, 2, 3, 4, 5] and state.counters()["submitted"] == 6
-    assert not state.leased
 
 
 SHORT = {"load_seconds": 0.01, "train_seconds": 0.06, "save_seconds": 0.02}
@@ -398,14 +297,12 @@ async def _collect_third_batch(run: _Run, worker: RolloutWorker, collecting: asy
     assert {(group.head_version, group.tail_version) for group in third} == {(2, 2)}
 
 
-def test_attempts_begin_while_a_short_step_is_taken_and_are_answered_by_its_policy(run: _Run):
-    async def script(worker: RolloutWorker) -> tuple[float, Shard]:
+async def test_attempts_begin_while_a_short_step_is_taken_and_are_answered_by_its_policy(run: _Run):
+    async with run.worker() as worker:
         collecting = await _begin_third_batch(run, worker)
         policy, released = run.train(), time.time()
         await worker.publish(policy)
-        return released, await collecting
-
-    released, shard = run.play(script)
+        shard = await collecting
     took = time.time() - released
     assert sorted(group.position for group in shard.groups) == [6, 7, 8]
     assert (shard.head_version, shard.tail_version) == (2, 2)
@@ -416,21 +313,19 @@ def test_attempts_begin_while_a_short_step_is_taken_and_are_answered_by_its_poli
     assert max(turn["generate_seconds"] for turn in turns) <= took
 
 
-def test_attempts_do_not_begin_ahead_of_a_step_that_takes_long(run: _Run):
-    async def script(worker: RolloutWorker) -> None:
+async def test_attempts_do_not_begin_ahead_of_a_step_that_takes_long(run: _Run):
+    async with run.worker() as worker:
         collecting = await _begin_third_batch(run, worker, save_seconds=60.0)
         await worker.publish(run.train())
         await _collect_third_batch(run, worker, collecting)
 
-    run.play(script)
 
-
-def test_attempts_that_began_ahead_of_a_policy_that_does_not_come_are_called_back(
+async def test_attempts_that_began_ahead_of_a_policy_that_does_not_come_are_called_back(
     run: _Run, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("rollouts.production.head_start.PATIENCE", 0.02)
 
-    async def script(worker: RolloutWorker) -> None:
+    async with run.worker() as worker:
         collecting = await _begin_third_batch(run, worker)
         while "0 running" not in worker.report():
             await asyncio.sleep(0)
@@ -440,8 +335,6 @@ def test_attempts_that_began_ahead_of_a_policy_that_does_not_come_are_called_bac
         assert "0 running" in worker.report(), "once for a policy"
         await worker.publish(run.train())
         await _collect_third_batch(run, worker, collecting)
-
-    run.play(script)
     assert not run.log.refresh().leased and run.log.state.counters()["submitted"] == 9
 
 
@@ -468,7 +361,7 @@ async def _pause(run: _Run, worker: RolloutWorker) -> None:
 async def _publish_damaged(run: _Run, worker: RolloutWorker) -> None:
     policy = run.train()
     run.store.put(f"{policy.path}/model.safetensors", b"other weights")
-    with pytest.raises(DigestMismatch):
+    with pytest.raises(DigestMismatch, match="model.safetensors"):
         await worker.publish(policy)
     run.store.put(f"{policy.path}/model.safetensors", b"weights of 2")
     assert worker.progress() == 6
@@ -476,8 +369,8 @@ async def _publish_damaged(run: _Run, worker: RolloutWorker) -> None:
 
 
 @pytest.mark.parametrize("needs_the_engine", [_lose_a_shard, _evaluate, _pause, _publish_damaged])
-def test_what_began_ahead_makes_room_for_whoever_needs_the_engine_before(run: _Run, needs_the_engine: Any):
-    async def script(worker: RolloutWorker) -> None:
+async def test_what_began_ahead_makes_room_for_whoever_needs_the_engine_before(run: _Run, needs_the_engine: Any):
+    async with run.worker() as worker:
         collecting = await _begin_third_batch(run, worker)
         await needs_the_engine(run, worker)
         if run.log.refresh().step < 2:
@@ -486,12 +379,12 @@ def test_what_began_ahead_makes_room_for_whoever_needs_the_engine_before(run: _R
                 collecting = asyncio.create_task(_collect(worker))
             await worker.publish(run.train())
         await _collect_third_batch(run, worker, collecting)
-
-    run.play(script)
     assert not run.log.refresh().leased and run.log.state.counters()["submitted"] == 9
+    made_again = [group.position for group in run.log.state.groups.values() if group.id.endswith(".retry1")]
+    assert sorted(made_again) == ([3, 4, 5] if needs_the_engine is _lose_a_shard else [])
 
 
-def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Run):
+async def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Run):
     async def produce(worker: RolloutWorker, other: RolloutWorker) -> None:
         while True:
             await _collect(worker)
@@ -501,7 +394,7 @@ def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Ru
         while len(run.committed()) < committed or len(run.log.state.leased) < leased:
             await asyncio.sleep(0.001)
 
-    async def script(first: RolloutWorker, second: RolloutWorker) -> None:
+    async with run.workers("rollout-0", "rollout-1", batch_size=4) as [first, second]:  # two prompts for each of two
         producing = [asyncio.create_task(produce(*pair)) for pair in ((first, second), (second, first))]
         for step in range(3):
             await until(committed=4 * step + 4, leased=4 if step else 0)
@@ -511,8 +404,7 @@ def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Ru
         for task in producing:
             task.cancel()
         await asyncio.gather(*producing, return_exceptions=True)
-
-    run.play(script, workers=2, batch_size=4)  # two prompts for each of two
+    assert run.log.refresh().counters()["submitted"] == len(run.committed())
     committed = 0
     for entry in run.log.entries:
         match entry.body:
@@ -523,72 +415,16 @@ def test_of_several_workers_none_begins_ahead_before_all_have_committed(run: _Ru
                 assert committed >= 4 * (max(positions) // 4), "the batch before is committed"
 
 
-def test_a_paused_run_leases_nothing_until_it_goes_on(run: _Run):
-    run.log.append(Pause(reason="lunch"))
-
-    async def script(worker: RolloutWorker) -> None:
-        assert await worker.collect() is None
-        assert not run.log.refresh().num_leases
-        run.log.append(Resume(reason="back"))
-        await worker.refresh()
-        await _collect(worker)
-
-    run.play(script)
-    assert run.committed() == [0, 1, 2]
-
-
-def test_what_a_dead_worker_had_leased_is_attempted_elsewhere(run: _Run):
-    run.log.append(Lease(holder="dead", positions=[0, 1, 2], number=0))
-
-    async def script(worker: RolloutWorker) -> None:
-        assert await worker.collect() is None  # somebody else has all there is to do
-        run.log.append(Release(holder="dead", reason="killed"))
-        await worker.refresh()
-        shard = await _collect(worker)
-        assert sorted(group.position for group in shard.groups) == [0, 1, 2]
-
-    run.play(script)
-
-
-def test_what_a_worker_given_up_for_dead_has_made_is_dropped_and_it_goes_on(run: _Run):
-    async def both() -> None:
-        late = await run.worker("rollout-0")
-        await late.refresh()
-        while len(run.log.refresh().leased) < 3:
-            await asyncio.sleep(0.01)
-        run.log.append(Release(holder="rollout-0", reason="not heard of"))
-        other = await run.worker("rollout-1")
-        await other.refresh()
-        try:
-            await _collect(other)
-            assert await late.collect() is None
-            await late.publish(run.train())
-            share, rest = await _collect(late), await _collect(late)  # of two workers' batch, each commits its part
-            assert sorted(group.position for group in [*share.groups, *rest.groups]) == [3, 4, 5]
-        finally:
-            await late.close()
-            await other.close()
-
-    asyncio.run(asyncio.wait_for(both(), 60))
-    assert run.committed() == [0, 1, 2, 3, 4, 5] and run.log.refresh().counters()["submitted"] == 6
-
-
-def test_a_producer_given_up_for_dead_commits_nothing_twice_and_joins_anew(run: _Run):
-    """One that the driver has not started, with `retries`: what came to nothing is known by its id."""
-
-    async def both() -> None:
-        changes = {"outside": True, "workflow": f"{__name__}:Flaky", "retries": 1}
-        late = await run.worker("elsewhere-0", **changes)
-        await late.join()
-        joined = run.log.refresh().producers["elsewhere-0"]
-        await late.refresh()
+@pytest.mark.parametrize("outside", [False, True])
+async def test_a_producer_given_up_for_dead_commits_nothing_twice_and_joins_anew(run: _Run, outside: bool):
+    """With `retries`: what came to nothing is known by its id."""
+    changes = {"outside": outside, "workflow": f"{__name__}:Flaky", "retries": 1}
+    async with run.worker("elsewhere-0", **changes) as late:
         while late.progress() < 3:  # each of its prompts came to nothing, which is not committed yet
             await asyncio.sleep(0.01)
-        run.log.refresh()
+        joined = run.log.refresh().producers["elsewhere-0"]
         withdraw(run.log, "elsewhere-0", reason="no sign of life for 60 s")
-        other = await run.worker("elsewhere-1", **changes)
-        await other.join()
-        try:
+        async with run.worker("elsewhere-1", **changes) as other:
             while len(run.committed()) < 3:
                 await _collect(other)
             before = run.log.refresh().counters()
@@ -602,62 +438,20 @@ def test_a_producer_given_up_for_dead_commits_nothing_twice_and_joins_anew(run: 
             while len(run.committed()) < 6:
                 await _collect(late)
             back = run.log.refresh().producers["elsewhere-0"]
-            assert back.outside and back.id != joined.id
-        finally:
-            await late.close()
-            await other.close()
-
-    asyncio.run(asyncio.wait_for(both(), 60))
+            assert back.outside == outside and back.id != joined.id
     state = run.log.refresh()
     assert state.producers == state.leased == {} and state.counters()["submitted"] == 12
     assert not run.store.names("runs/run/producers")
 
 
-def test_two_at_one_prompt_commit_the_same_failed_try_once(run: _Run):
-    """Each had the prompt for its own; both found that it came to nothing, and tried again."""
-
-    async def both() -> None:
-        changes = {"workflow": f"{__name__}:Flaky", "retries": 1, "batch_size": 1}
-        first, second = await run.worker("rollout-0", **changes), await run.worker("rollout-1", **changes)
-        for worker, rival in ((first, "rollout-0"), (second, "rollout-1")):
-            await worker.refresh()
-            while worker.progress() < 1:
-                await asyncio.sleep(0.01)
-            withdraw(run.log, rival, reason="silent")
-            run.log.refresh()
-        while await first.collect() is not None:
-            pass
-        assert [group.retried for group in run.log.refresh().groups.values()] == [True, False]
-        while second.progress() < 2:
-            assert await second.collect() is None
-        assert await second.collect() is None
-        assert run.log.refresh().counters()["submitted"] == 2
-        await first.close()
-        await second.close()
-
-    asyncio.run(asyncio.wait_for(both(), 60))
-
-
-@pytest.mark.parametrize(
-    ("others", "changes", "at_most"),
-    [
-        (0, {}, 12),
-        (1, {}, 6),
-        (2, {}, 4),
-        (4, {}, 3),
-        (1, {"max_staleness": 1}, 12),
-        (1, {"max_staleness": 0.5}, 9),
-        (1, {"max_concurrent": 2}, 2),
-        (1, {"steps_per_update": 2}, 12),
-    ],
-)
-def test_the_prompts_in_flight_are_divided_among_who_takes_part_now(
+@pytest.mark.parametrize(("others", "changes", "at_most"), [(0, {}, 12), (2, {}, 4), (1, {"max_staleness": 0.5}, 9)])
+async def test_the_prompts_in_flight_are_divided_among_who_takes_part_now(
     run: _Run, others: int, changes: dict[str, Any], at_most: int
 ):
     for number in range(others):
         run.log.append(Join(holder=f"elsewhere-{number}", id=str(number), outside=True))
 
-    async def script(worker: RolloutWorker) -> None:
+    async with run.worker(**{"batch_size": 12, "max_concurrent": 64, **changes}) as worker:
         await worker.join()
         await worker.refresh()
         while not run.log.refresh().leased and not run.log.state.positions:
@@ -665,14 +459,12 @@ def test_the_prompts_in_flight_are_divided_among_who_takes_part_now(
         first = next(entry.body for entry in run.log.entries if isinstance(entry.body, Lease))
         assert len(first.positions) == at_most
 
-    run.play(script, **{"batch_size": 12, "max_concurrent": 64, **changes})
 
-
-def test_a_producer_ends_where_the_newest_session_means_to(run: _Run):
+async def test_a_producer_ends_where_the_newest_session_means_to(run: _Run):
     """It was told of a hundred steps; the driver that came later wants one, and the next one two."""
     run.log.append(Session(id="second", code_version="", steps=1))
 
-    async def script(worker: RolloutWorker) -> None:
+    async with run.worker() as worker:
         await _collect(worker)
         await worker.publish(run.train())
         assert await worker.collect() is None
@@ -682,74 +474,27 @@ def test_a_producer_ends_where_the_newest_session_means_to(run: _Run):
         await worker.publish(run.train())
         assert await worker.collect() is None
 
-    run.play(script)
 
-
-def test_a_worker_that_leaves_gives_its_leases_back(run: _Run):
-    async def script(worker: RolloutWorker) -> None:
+async def test_a_worker_that_leaves_gives_its_leases_back(run: _Run):
+    async with run.worker() as worker:
         await _collect(worker)
         state = run.log.refresh()
         lease = Lease(holder="rollout-0", positions=state.free_positions(2), number=state.num_leases)
         assert set(run.log.append(lease).leased) == {3, 4}
-
-    run.play(script)
     assert not run.log.refresh().leased
 
 
-def test_a_data_set_that_changed_under_the_run_is_an_error_and_no_endless_loop(
+async def test_a_data_set_that_changed_under_the_run_is_an_error_and_no_endless_loop(
     run: _Run, monkeypatch: pytest.MonkeyPatch
 ):
-    run.play(_collect)
+    await run.collect()
     run.train()
-    done = {group.prompt_id for group in run.log.refresh().groups.values()}
-    # The same tasks in another order: some that were trained come up again at free positions.
-    shifted = [number for number in range(10) if f"task{number}" in done]
-    rest = [number for number in range(10) if f"task{number}" not in done]
-    for order in ([*shifted, *rest], [*rest, *shifted]):
-        monkeypatch.setattr(Digits, "order", order)
-        upcoming = _tasks_at([3, 4, 5])
-        if done & upcoming:
-            with pytest.raises(Conflict, match="data set has changed"):
-                run.play(_collect)
-            return
-    pytest.fail("no order repeats a task")
-
-
-def test_evaluation_stores_its_trajectories_and_logs_a_score(run: _Run):
-    async def script(worker: RolloutWorker) -> Any:
-        return await worker.evaluate(EvaluationSettings(split="test", num_tasks=10, n_samples=2, temperature=0.0))
-
-    evaluation = run.play(script)
-    state = run.log.refresh()
-    assert state.evaluations == [evaluation]
-    # Of four attempts two fail and count as 0, the others earn 0 and 1.
-    assert (evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0.25, 2, 2)
-    assert (evaluation.version, evaluation.split) == (0, "test")
-    shard = state.shards[evaluation.shard_id]
-    table = read_shard(run.log, shard)
-    assert shard.is_eval and set(table["is_eval"].to_pylist()) == {True}
-    assert table["sampling"].to_pylist()[0]["temperature"] == 0.0
-    assert not any(group_id.startswith("eval") for group_id in state.groups)
-
-
-def test_evaluation_beside_a_swap_belongs_to_one_version(run: _Run):
-    async def script(worker: RolloutWorker) -> None:
-        await _collect(worker)
-        policy = run.train()
-        beside, after = (
-            worker.evaluate(EvaluationSettings(split="test", num_tasks=2, n_samples=4, temperature=1.0))
-            for _ in range(2)
-        )
-        await asyncio.gather(beside, worker.publish(policy))
-        await after
-
-    run.play(script)
-    state = run.log.refresh()
-    assert {evaluation.version for evaluation in state.evaluations} == {0, 1}
-    for evaluation in state.evaluations:
-        table = read_shard(run.log, state.shards[evaluation.shard_id])
-        assert set(table["head_version"].to_pylist()) == set(table["tail_version"].to_pylist()) == {evaluation.version}
-        assert set(table["group_id"].to_pylist()) == {f"eval{evaluation.version}.task90"}
+    # The tasks in another order: one that was trained comes up again at a free position.
+    first, _, _, fourth = (PromptOrder(Digits().tasks("train"), seed=0).at(place).task.id for place in range(4))
+    swapped = {first: int(fourth[4:]), fourth: int(first[4:])}
+    monkeypatch.setattr(Digits, "order", [swapped.get(f"task{number}", number) for number in range(10)])
+    with pytest.raises(Conflict, match="data set has changed"):
+        await run.collect()
 
 
 class Gated(Digits):
@@ -768,14 +513,13 @@ class Gated(Digits):
 _HELD_OUT = EvaluationSettings(split="test", num_tasks=2, n_samples=1, temperature=0.0, max_concurrent=8)
 
 
-def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: _Run):
-    async def script(producer: RolloutWorker) -> None:
+async def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: _Run):
+    async with run.worker() as producer:
         Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
-        evaluator = await run.worker("evaluator-0", workflow=f"{__name__}:Gated")
-        try:
+        async with run.worker("evaluator-0", produce=False, workflow=f"{__name__}:Gated") as evaluator:
             await _collect(producer)
-            evaluating = asyncio.create_task(evaluator.evaluate_version(0, _HELD_OUT))
-            next_one = asyncio.create_task(evaluator.evaluate_version(1, _HELD_OUT))
+            evaluating = asyncio.create_task(evaluator.evaluate(_HELD_OUT, 0))
+            next_one = asyncio.create_task(evaluator.evaluate(_HELD_OUT, 1))
             await Gated.started.wait()
             for version in (1, 2):
                 await producer.publish(run.train())
@@ -783,14 +527,10 @@ def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: 
                 assert (shard.head_version, shard.tail_version) == (version, version)
             assert not evaluating.done() and not run.log.refresh().evaluations
             Gated.let_through.set()
-            found = [await evaluating, await next_one, await evaluator.evaluate_version(0, _HELD_OUT)]
+            found = [await evaluating, await next_one, await evaluator.evaluate(_HELD_OUT, 0)]
             assert [evaluation.version for evaluation in found] == [0, 1, 0]
             with pytest.raises(ValueError, match="no policy version 9; it has 0 to 2"):
-                await evaluator.evaluate_version(9, _HELD_OUT)
-        finally:
-            await evaluator.close()
-
-    run.play(script)
+                await evaluator.evaluate(_HELD_OUT, 9)
     state = run.log.refresh()
     assert len(state.evaluations) == 3 and state.counters()["submitted"] == 9
     for evaluation in state.evaluations:
@@ -799,15 +539,15 @@ def test_a_worker_that_only_evaluates_lets_policies_be_published_meanwhile(run: 
         assert {group.id.split(".")[0] for group in shard.groups} == {f"eval{evaluation.version}"}
 
 
-def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_production_does_not(run: _Run):
-    async def script(worker: RolloutWorker) -> None:
+async def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_production_does_not(run: _Run):
+    async with run.worker(workflow=f"{__name__}:Gated") as worker:
         Gated.started, Gated.let_through = asyncio.Event(), asyncio.Event()
         evaluating = asyncio.create_task(worker.evaluate(_HELD_OUT))
         await Gated.started.wait()
         assert (await _collect(worker)).head_version == 0
         publishing = asyncio.create_task(worker.publish(run.train()))
         assert not worker.can_receive()
-        while not worker._served.pin._waiters:  # it has come so far that it would publish
+        while not worker.served.pin._waiters:  # it has come so far that it would publish
             await asyncio.sleep(0)
         assert not publishing.done()
         Gated.let_through.set()
@@ -815,60 +555,32 @@ def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_productio
         await publishing
         assert (await _collect(worker)).head_version == 1
 
-    run.play(script, workflow=f"{__name__}:Gated")
 
-
-def test_an_older_version_can_be_loaded_for_evaluation(run: _Run):
-    run.play(_collect)
+async def test_a_worker_on_an_older_version_stores_an_evaluations_trajectories_and_logs_its_score(run: _Run):
+    await run.collect()
     run.train()
-
-    async def script(worker: RolloutWorker) -> Any:
-        return await worker.evaluate(EvaluationSettings(split="test", num_tasks=1, n_samples=1, temperature=0.0))
-
-    evaluation = run.play(script, version=0)
-    assert evaluation.version == 0
-    assert run.log.refresh().shards[evaluation.shard_id].groups[0].id == "eval0.task90"
+    settings = EvaluationSettings(split="test", num_tasks=10, n_samples=2, temperature=0.0)
+    async with run.worker(version=0) as worker:
+        evaluation = await worker.evaluate(settings)
+    state = run.log.refresh()
+    assert state.evaluations == [evaluation]
+    # Of four attempts two fail and count as 0, the others earn 0 and 1.
+    assert (evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0.25, 2, 2)
+    assert (evaluation.version, evaluation.split) == (0, "test")
+    shard = state.shards[evaluation.shard_id]
+    table = read_shard(run.log, shard)
+    assert shard.is_eval and set(table["is_eval"].to_pylist()) == {True}
+    assert table["sampling"].to_pylist()[0]["temperature"] == 0.0
+    assert not any(group_id.startswith("eval") for group_id in state.groups)
     with pytest.raises(ValueError, match="no policy version 7; it has 0 to 1"):
-        run.play(script, version=7)
+        await run.collect(version=7)
 
 
-def test_an_empty_split_is_an_error_with_the_fix(run: _Run):
-    with pytest.raises(ValueError, match="'empty' split is empty"):
-        run.play(
-            lambda worker: worker.evaluate(EvaluationSettings(split="empty", num_tasks=1, n_samples=1, temperature=0.0))
-        )
-
-
-def test_the_arithmetic_example_is_scored_by_a_real_reward_process(run: _Run):
-    shard = run.play(_collect, workflow="examples.arithmetic:Arithmetic")
-    assert all(group.usable == 2 and not group.failures for group in shard.groups)
-    rows = read_shard(run.log, shard).to_pylist()
-    assert {name for row in rows for name, _ in row["reward_parts"]} == {"exact"}
-    assert all(row["messages"][0]["content"].endswith("=") for row in rows)
-
-
-def test_the_same_seed_makes_the_same_tokens(tmp_path: Path, tokenizer_folder: Path):
-    made = []
-    for name in ("one", "two"):
-        run = _Run(tmp_path / name, tokenizer_folder)
-        table = read_shard(open_run(run.store, "run"), run.play(_collect))
-        made.append(sorted(zip(table["group_id"].to_pylist(), table["input_ids"].to_pylist(), strict=True)))
-    assert made[0] == made[1]
-
-
-def _tasks_at(positions: Sequence[int]) -> set[str]:
-    order = PromptOrder(Digits().tasks("train"), seed=0)
-    return {order.at(position).task.id for position in positions}
-
-
-def test_a_policy_stored_as_a_delta_is_served(run: _Run):
-    async def script(worker: RolloutWorker) -> list[int]:
+async def test_a_policy_stored_as_a_delta_is_served(run: _Run):
+    async with run.worker() as worker:
         for _ in range(3):
             await _collect(worker)
-            assert await worker.publish(run.train_delta()) is not None
-        return list(run.log.refresh().policies[3].__dict__.values())
-
-    run.play(script)
+            assert await worker.publish(run.train(kind="delta")) is not None
     assert [policy.anchor for policy in run.log.refresh().policies.values()] == [None, None, 1, 1]
 
 
@@ -876,61 +588,45 @@ def _break(run: _Run, policy: Policy) -> None:
     (run.folder / "store" / policy.path / DELTA_FILE).write_bytes(b"broken")
 
 
-def test_a_damaged_delta_leaves_the_engine_where_the_bound_lets_it_and_is_tried_again(
-    run: _Run, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("max_staleness", [0, 3])
+async def test_a_damaged_delta_leaves_the_engine_where_the_bound_lets_it_and_is_an_error_otherwise(
+    run: _Run, caplog: pytest.LogCaptureFixture, max_staleness: int
 ):
-    async def script(worker: RolloutWorker) -> None:
+    async with run.worker(max_staleness=max_staleness) as worker:
         await _collect(worker)
-        await worker.publish(run.train_delta())
+        await worker.publish(run.train(kind="delta"))
         await _collect(worker)
-        broken = run.train_delta()
+        broken = run.train(kind="delta")
         _break(run, broken)
+        if not max_staleness:
+            with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
+                await worker.publish(broken)
+            assert worker.served.version == 1
+            return
         assert await worker.publish(broken) is None
-        assert worker._served.version == 1 and "policy 1 serves on instead of 2: policy 2 cannot be made" in caplog.text
+        assert worker.served.version == 1 and "policy 1 serves on instead of 2: policy 2 cannot be made" in caplog.text
         shard = await _collect(worker)
         assert shard.tail_version == 1, "never under the number of what was not loaded"
         run.store.put_folder(run.folder / "made" / "2", broken.path, last=DIGEST_FILE)
-        await _collect(worker)
-        assert worker._served.version == 2
-
-    run.play(script, max_staleness=3)
+        await _collect(worker)  # tried again
+        assert worker.served.version == 2
 
 
-def test_a_damaged_delta_is_an_error_where_the_bound_leaves_nothing_to_do(run: _Run):
-    async def script(worker: RolloutWorker) -> None:
-        await _collect(worker)
-        await worker.publish(run.train_delta())
-        await _collect(worker)
-        broken = run.train_delta()
-        _break(run, broken)
-        with pytest.raises(DamagedDelta, match="policy 2 .* anchor, policy 1"):
-            await worker.publish(broken)
-        assert worker._served.version == 1
-
-    run.play(script)
-
-
-def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(run: _Run, caplog: pytest.LogCaptureFixture):
-    async def train(worker: RolloutWorker) -> None:
+async def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(
+    run: _Run, caplog: pytest.LogCaptureFixture
+):
+    async with run.worker(max_staleness=3) as worker:
         for _ in range(2):
             await _collect(worker)
-            run.train_delta()
-
-    run.play(train, max_staleness=3)
+            run.train(kind="delta")
     live = run.log.refresh().policies[2]
     _break(run, live)
 
-    async def inside() -> None:
-        worker = await run.worker()
-        async with asyncio.timeout(60):
-            assert worker.opened == "", "no checksum of the live policy"
-            assert worker._served.version == 1 and "starting with policy 1 instead of 2" in caplog.text
-            await worker.refresh()
-            with pytest.raises(DamagedDelta):
-                await worker.wait_for_work()
-            run.store.put_folder(run.folder / "made" / "2", live.path, last=DIGEST_FILE)
-            shard = await _collect(worker)
-            assert (shard.head_version, worker._served.version) == (2, 2)
-            await worker.close()
-
-    asyncio.run(inside())
+    async with run.worker() as worker:
+        assert worker.opened == "", "no checksum of the live policy"
+        assert worker.served.version == 1 and "starting with policy 1 instead of 2" in caplog.text
+        with pytest.raises(DamagedDelta):
+            await worker.wait_for_work()
+        run.store.put_folder(run.folder / "made" / "2", live.path, last=DIGEST_FILE)
+        shard = await _collect(worker)
+        assert (shard.head_version, worker.served.version) == (2, 2)

@@ -59,19 +59,10 @@ def test_equal_numbers_score_1(reply: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        ("0.333333333333", "1/3"),  # exact fractions, not floats
-        ("10000000000000000001", "10000000000000000000"),
-        ("0.5", "50%"),
-        ("1,234", "234"),
-        ("The answer is 3 100 dollar bills.", "100"),
-        ("-3", "3"),
-        ("9-3", "-3"),
-        ("CO2", "2"),
-        (r"\boxed{2\sqrt{3}}", "2"),
-        (r"\boxed{10^{10^{10}}}", "10"),
-        ("10**10**10", "10"),
-        (r"\boxed{\frac{1}{0}}", "1"),
-        ("1/0", "1"),
+        *(("0.333333333333", "1/3"), ("10000000000000000001", "10000000000000000000")),  # exact fractions, not floats
+        *(("0.5", "50%"), ("1,234", "234"), ("The answer is 3 100 dollar bills.", "100"), ("-3", "3"), ("9-3", "-3")),
+        *(("CO2", "2"), (r"\boxed{2\sqrt{3}}", "2"), (r"\boxed{10^{10^{10}}}", "10"), ("10**10**10", "10")),
+        *((r"\boxed{\frac{1}{0}}", "1"), ("1/0", "1")),
     ],
 )
 def test_unequal_numbers_score_0(reply: str, answer: str) -> None:
@@ -108,20 +99,12 @@ def test_exact_ignores_only_the_white_space_around() -> None:
 @pytest.mark.parametrize(
     ("reply", "answer"),
     [
-        (r"So $x = \boxed{\frac{2}{4}}$.", r"\frac{1}{2}"),
-        (r"\boxed{0.5}", "1/2"),
-        ("The answer is $(x+1)^2$.", "x^2+2x+1"),
-        (r"\boxed{(3, \pi/2)}", r"(3, \frac{\pi}{2})"),
-        (r"\boxed{[-2, 7]}", r"x \in [-2,7]"),
-        (r"\boxed{\{6, 3\}}", r"\{3, 6\}"),
-        (r"$\sqrt{12}$", r"2\sqrt{3}"),
+        *((r"So $x = \boxed{\frac{2}{4}}$.", r"\frac{1}{2}"), (r"\boxed{0.5}", "1/2"), ("so it is 18", "18")),
+        *(("The answer is $(x+1)^2$.", "x^2+2x+1"), (r"\boxed{(3, \pi/2)}", r"(3, \frac{\pi}{2})")),
+        *((r"\boxed{[-2, 7]}", r"x \in [-2,7]"), (r"\boxed{\{6, 3\}}", r"\{3, 6\}"), (r"$\sqrt{12}$", r"2\sqrt{3}")),
         (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
-        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"),
-        (r"\boxed{B}", "B"),
-        ("It costs $32348$.", r"\$32,348"),
-        (r"It is \boxed{4}.", r"We add: $1 + 3 = \boxed{4}$"),
-        (r"\boxed{3} and \boxed{4}", r"\{3, 4\}"),
-        ("so it is 18", "18"),
+        *((r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"), (r"\boxed{B}", "B"), ("It costs $32348$.", r"\$32,348")),
+        *((r"It is \boxed{4}.", r"We add: $1 + 3 = \boxed{4}$"), (r"\boxed{3} and \boxed{4}", r"\{3, 4\}")),
     ],
 )
 def test_equal_mathematics_scores_1(reply: str, answer: str) -> None:

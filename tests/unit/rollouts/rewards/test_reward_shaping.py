@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.rewards.reward_shaping import check_weights, overlong, scaled, shaped, weighted_sum
+from rollouts.rewards.reward_shaping import check_weights, overlong, shaped
 from settings.reward import RewardSettings
 from storage.records import Trajectory
 from tests.builders import a_trajectory, a_turn
@@ -21,45 +21,44 @@ def _shaped(attempt: Trajectory, *, max_tokens: int = 100, is_eval: bool = False
     return shaped(attempt, RewardSettings(**settings), max_tokens=max_tokens, is_eval=is_eval)
 
 
+BOTH = {"correct": 1.0, "format": 0.5}
+
+
 @pytest.mark.parametrize(
-    ("parts", "weights", "total"),
+    ("reward", "parts", "settings", "result"),
     [
-        ({"correct": 1.0, "format": 0.5}, {}, 1.5),
-        ({"correct": 1.0, "format": 0.5}, {"correct": 2.0, "format": -0.5}, 1.75),
-        ({"correct": 1.0, "format": 0.5}, {"format": 0.0}, 1.0),
-        ({"correct": 1.0, "style": None}, {"style": 100.0}, 1.0),
-        ({"correct": None, "style": None}, {"style": 100.0}, None),
-        ({}, {"style": 100.0}, None),
+        (1.5, BOTH, {}, 1.5),  # nothing is shaped by default
+        (1.5, BOTH, {"weights": {"correct": 2.0, "format": -0.5}}, 1.75),
+        (1.5, BOTH, {"weights": {"format": 0.0}}, 1.0),
+        (
+            1.0,
+            {"correct": 1.0, "style": None},
+            {"weights": {"style": 100.0}},
+            1.0,
+        ),  # what does not apply weighs nothing
+        (1.0, {"correct": None, "style": None}, {"weights": {"style": 100.0}}, None),
+        (0.25, BOTH, {"scale": 2.0}, 0.5),  # without weights the workflow's total counts
+        (0.25, {}, {"weights": {"format": 2.0}}, 0.25),  # nothing to weigh
+        (1.0, {}, {"bias": -0.5, "scale": 10.0}, 5.0),  # the bias is scaled too
+        (1.0, {}, {"bias": -0.5, "scale": 10.0, "clip": 2.0}, 2.0),
+        (0.0, {}, {"bias": -0.5, "scale": 10.0, "clip": 2.0}, -2.0),
+        (0.5, {}, {"bias": -0.5, "scale": 10.0, "clip": 2.0}, 0.0),
+        (1.0, {}, {"bias": 1.0, "scale": -1.0}, -2.0),
+        (None, {"correct": 1.0}, {"weights": {"correct": 2.0}, "bias": 1.0}, None),  # and none is made of parts
+        (None, {"correct": 1.0}, {"overlong_tokens": 20}, None),  # and no penalty
     ],
 )
-def test_parts_are_weighted_and_those_that_do_not_apply_weigh_nothing(
-    parts: dict[str, float | None], weights: dict[str, float], total: float | None
+def test_parts_stay_raw_and_the_reward_is_weighted_shifted_scaled_and_clipped(
+    reward: float | None, parts: dict[str, float | None], settings: dict[str, Any], result: float | None
 ):
-    assert weighted_sum(parts, weights) == total
+    attempt = _attempt(reward, lengths=(100,), **parts)
+    assert _shaped(attempt, **settings) == dataclasses.replace(attempt, reward=result)
 
 
-@pytest.mark.parametrize(
-    ("reward", "bias", "scale", "clip", "result"),
-    [
-        (1.0, 0.0, 1.0, None, 1.0),
-        (1.0, -0.5, 10.0, None, 5.0),  # the bias is scaled too
-        (1.0, -0.5, 10.0, 2.0, 2.0),
-        (0.0, -0.5, 10.0, 2.0, -2.0),
-        (0.5, -0.5, 10.0, 2.0, 0.0),
-        (1.0, 1.0, -1.0, None, -2.0),
-    ],
-)
-def test_bias_scale_and_clip(reward: float, bias: float, scale: float, clip: float | None, result: float):
-    assert scaled(reward, bias=bias, scale=scale, clip=clip) == result
-
-
-@pytest.mark.parametrize(
-    ("length", "penalty"),
-    [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20479, -4095 / 4096), (20480, -1.0), (30000, -1.0)],
-)
-def test_the_overlong_penalty_is_the_papers_with_the_papers_numbers(length: int, penalty: float):
+def test_the_overlong_penalty_is_the_papers_with_the_papers_numbers():
     """DAPO, section 4.1: expected length 16,384, cache 4,096, so at most 20,480 tokens."""
-    assert overlong(length, max_length=20480, zone=4096) == penalty
+    penalties = {0: 0.0, 16384: 0.0, 16385: -1 / 4096, 18432: -0.5, 20479: -4095 / 4096, 20480: -1.0, 30000: -1.0}
+    assert {length: overlong(length, max_length=20480, zone=4096) for length in penalties} == penalties
 
 
 def test_the_whole_sum():
@@ -69,30 +68,6 @@ def test_the_whole_sum():
     # (1 + 2 · 0.5 − 0.5) · 4 = 6, clipped to 5; the longest reply is 15 tokens into the zone of 20
     assert result.reward == 5.0 - 0.8 * 0.75
     assert result.reward_parts == {"correct": 1.0, "format": 0.5, "style": None, "overlong": -0.8 * 0.75}
-
-
-@pytest.mark.parametrize(
-    ("attempt", "settings", "reward"),
-    [
-        (_attempt(lengths=(100,), correct=1.0, format=0.5), {}, 1.5),  # nothing is shaped by default
-        (_attempt(0.25, correct=1.0, format=0.5), {"scale": 2.0}, 0.5),  # without weights the workflow's total counts
-        (_attempt(0.25), {"weights": {"format": 2.0}}, 0.25),  # nothing to weigh
-        (_attempt(None, lengths=(100,), correct=1.0), {"weights": {"correct": 2.0}, "bias": 1.0}, None),
-        (_attempt(None, lengths=(100,), correct=1.0), {"overlong_tokens": 20}, None),  # and no penalty
-    ],
-)
-def test_what_is_not_shaped_keeps_its_parts(attempt: Trajectory, settings: dict[str, Any], reward: float | None):
-    assert _shaped(attempt, **settings) == dataclasses.replace(attempt, reward=reward)
-
-
-def test_an_evaluation_is_weighted_and_nothing_else():
-    attempt = _attempt(lengths=(100,), correct=1.0, format=0.5)
-    settings = {"weights": {"format": 2.0}, "bias": -0.5, "scale": 4.0, "clip": 1.0, "overlong_tokens": 20}
-    assert _shaped(attempt, is_eval=True, **settings) == dataclasses.replace(attempt, reward=2.0)
-
-
-def test_the_penalty_is_a_part_where_it_is_active_even_if_it_is_nothing():
-    assert _shaped(_attempt(lengths=(80,), correct=1.5), overlong_tokens=20).reward_parts["overlong"] == 0.0
 
 
 def test_a_part_that_is_called_like_the_penalty_is_an_error():

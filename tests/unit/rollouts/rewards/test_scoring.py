@@ -1,11 +1,19 @@
-"""Rewards run in real child processes: no answer, however bad, freezes the pool or is taken for another's."""
+"""Rewards run in child processes: no answer, however bad, freezes the pool or is taken for another's.
+
+Whatever a reward does to its process, only that process ends, with all it started; the next call works again.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
-from collections.abc import Awaitable, Callable
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,302 +21,271 @@ import psutil
 import pytest
 
 from infra.user_code import load_object
+from rollouts.rewards.answers import math_answer
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, score, score_all, set_reward_pool
 from rollouts.workflow import Score
-from tests.unit.rollouts.reward_functions import (
-    burning,
-    dying,
-    failing,
-    for_ever,
-    length,
-    meeting,
-    noisy,
-    nothing,
-    parts,
-    process_id,
-    slow,
-    wrong_type,
-)
+from tests.unit.rollouts import reward_functions as rewards
+
+FOUR = Score(reward=4.0, parts={"length": 4.0})
 
 
-def _with_pool(
-    play: Callable[[RewardPool], Awaitable[Any]], *, num_processes: int = 1, timeout: float = 30.0, **options: Any
-) -> Any:
-    async def inside() -> Any:
-        async with RewardPool(num_processes=num_processes, timeout=timeout, **options) as pool:
-            set_reward_pool(pool)
-            return await play(pool)
-
-    return asyncio.run(inside())
+@contextlib.asynccontextmanager
+async def _pool(num_processes: int = 1, timeout: float = 30.0, **options: Any) -> AsyncIterator[RewardPool]:
+    """The pool of this test's workflow."""
+    async with RewardPool(num_processes=num_processes, timeout=timeout, **options) as pool:
+        set_reward_pool(pool)
+        yield pool
 
 
-def _scores(*calls: tuple[Any, ...], num_processes: int = 1, timeout: float = 30.0) -> list[Score | BaseException]:
+async def _scores(*calls: tuple[Any, ...], num_processes: int = 1) -> list[Score | BaseException]:
     """What each of some calls, all made at once, comes to."""
-
-    async def play(pool: RewardPool) -> list[Score | BaseException]:
+    async with _pool(num_processes) as pool:
         return await asyncio.gather(*(pool.score(*call) for call in calls), return_exceptions=True)
 
-    return _with_pool(play, num_processes=num_processes, timeout=timeout)
+
+async def test_a_number_is_the_reward_and_its_only_part_and_named_parts_are_summed():
+    text = 'ü"\n\\🙂' * 100_000
+    calls = [(rewards.length, "four"), (rewards.parts, ""), (rewards.length, text)]
+    calls.append((rewards.noisy, ""))  # what a reward prints is no answer
+    assert await _scores(*calls) == [
+        FOUR,
+        Score(reward=0.75, parts={"right": 1.0, "format": -0.25, "style": None, "speed": None}),
+        Score(reward=float(len(text)), parts={"length": float(len(text))}),
+        Score(reward=1.0, parts={"noisy": 1.0}),
+    ]
 
 
-def test_a_number_is_the_reward_and_its_only_part():
-    assert _scores((length, "four")) == [Score(reward=4.0, parts={"length": 4.0})]
+async def test_not_applicable_is_null_and_a_value_of_the_wrong_type_a_failure():
+    for scored in await _scores(*((rewards.nothing, kind) for kind in ("none", "nan", "empty", "no parts"))):
+        assert isinstance(scored, Score) and scored.reward is None
+    kinds = ("list", "text", "object", "part", "infinity")
+    for failed in await _scores(*((rewards.wrong_type, kind) for kind in kinds)):
+        assert isinstance(failed, RewardFailed) and "wrong_type" in str(failed)
 
 
-def test_a_started_pool_has_its_processes_before_the_first_call_and_uses_them():
-    async def play(pool: RewardPool) -> tuple[set[int], set[float | None]]:
+async def test_a_started_pool_has_its_processes_before_the_first_call_uses_them_and_ends_them():
+    before = {child.pid for child in psutil.Process().children()}
+    async with _pool(2) as pool:
         await pool.start()
         await pool.start()  # there are as many as there shall be
-        started = {child.pid for child in psutil.Process().children()}
-        scores = await asyncio.gather(*(pool.score(process_id, "") for _ in range(8)))
-        return started, {score.reward for score in scores}
-
-    before = {child.pid for child in psutil.Process().children()}
-    started, used = _with_pool(play, num_processes=2)
-    assert len(started - before) == 2 and used <= started - before
+        started = [child for child in psutil.Process().children() if child.pid not in before]
+        scores = await asyncio.gather(*(pool.score(rewards.process_id, "") for _ in range(8)))
+        assert len(started) == 2 and {score.reward for score in scores} <= {child.pid for child in started}
+    assert not any(child.is_running() for child in started)
 
 
-def test_named_parts_are_kept_and_their_sum_is_the_reward():
-    [scored] = _scores((parts, ""))
-    assert scored == Score(reward=0.75, parts={"right": 1.0, "format": -0.25, "style": None, "speed": None})
-
-
-@pytest.mark.parametrize("nothingness", ["none", "nan", "empty", "no parts"])
-def test_not_applicable_is_null_and_never_zero(nothingness: str):
-    [scored] = _scores((nothing, nothingness))
-    assert isinstance(scored, Score) and scored.reward is None
-
-
-def test_a_reward_that_raises_says_what_and_where_and_the_process_goes_on():
-    before, failed, after = _scores((process_id, ""), (failing, "x"), (process_id, ""))
+async def test_a_reward_that_raises_says_what_and_where_and_the_process_goes_on():
+    before, failed, after = await _scores((rewards.process_id, ""), (rewards.failing, "x"), (rewards.process_id, ""))
     assert isinstance(failed, RewardFailed)
     place = r"\n  at tests/unit/rollouts/reward_functions.py:\d+ in failing: raise KeyError\(reply\)$"
     assert re.search(f"reward_functions:failing: KeyError: 'x'{place}", str(failed))
     assert before == after
 
 
-@pytest.mark.parametrize("kind", ["list", "text", "object", "part", "infinity"])
-def test_a_reward_of_the_wrong_type_has_failed(kind: str):
-    [failed] = _scores((wrong_type, kind))
-    assert isinstance(failed, RewardFailed) and "wrong_type" in str(failed)
-
-
-def test_an_endless_reward_is_killed_and_the_pool_goes_on():
-    async def play(pool: RewardPool) -> None:
-        first = await pool.score(process_id, "")
-        with pytest.raises(RewardTimeout, match="for_ever took more than 2 s and was killed"):
-            await pool.score(for_ever, "")
-        assert pool.num_killed == 1
-        await _ended(first.reward)
-        second = await pool.score(process_id, "")
-        assert second.reward != first.reward
-
-    _with_pool(play, timeout=2.0)
-
-
-def test_a_reward_that_kills_its_process_fails_alone():
-    died, *others = _scores((dying, ""), *[(length, "four")] * 4)
+async def test_answers_go_to_the_questions_they_belong_to_and_who_kills_its_process_fails_alone():
+    died, *scored = await _scores((rewards.dying, ""), *[(rewards.length, "x" * n) for n in range(30)], num_processes=2)
     assert isinstance(died, RewardFailed) and "its process died" in str(died)
-    assert others == [Score(reward=4.0, parts={"length": 4.0})] * 4
-
-
-def test_what_a_reward_prints_is_no_answer():
-    assert _scores((noisy, ""), (noisy, ""), (length, "four")) == [
-        Score(reward=1.0, parts={"noisy": 1.0}),
-        Score(reward=1.0, parts={"noisy": 1.0}),
-        Score(reward=4.0, parts={"length": 4.0}),
-    ]
-
-
-def test_answers_go_to_the_questions_they_belong_to():
-    scored = _scores(*[(length, "x" * n) for n in range(30)], num_processes=2)
     assert [s.reward for s in scored if isinstance(s, Score)] == list(range(30))
 
 
-def test_among_quick_calls_that_share_a_message_each_fails_or_is_cancelled_alone():
-    async def play(pool: RewardPool) -> tuple[list[Score | BaseException], int]:
+async def test_among_quick_calls_that_share_a_message_each_fails_or_is_cancelled_alone():
+    async with _pool(timeout=2.0) as pool:
         for _ in range(5):
-            await pool.score(length, "")  # the pool learns that they are quick
-        calls = [(length, "x" * n) for n in range(60)]
-        calls[10], calls[25], calls[40] = (dying, ""), (for_ever, ""), (process_id, "")
+            await pool.score(rewards.length, "")  # the pool learns that they are quick
+        calls = [(rewards.length, "x" * n) for n in range(60)]
+        calls[10], calls[25], calls[40] = (rewards.dying, ""), (rewards.for_ever, ""), (rewards.process_id, "")
         waiting = [asyncio.create_task(pool.score(*call)) for call in calls]
         await asyncio.sleep(0)
         waiting[50].cancel()
-        return await asyncio.gather(*waiting, return_exceptions=True), pool.num_timeouts
-
-    scored, num_timeouts = _with_pool(play, timeout=2.0)
+        scored = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(scored[10], RewardFailed) and "died" in str(scored[10])
-    assert isinstance(scored[25], RewardTimeout) and num_timeouts == 1
-    assert isinstance(scored[50], asyncio.CancelledError)
+    assert isinstance(scored[25], RewardTimeout) and isinstance(scored[50], asyncio.CancelledError)
     others = [n for n in range(60) if n not in (10, 25, 40, 50)]
     assert [scored[n] for n in others] == [Score(reward=float(n), parts={"length": float(n)}) for n in others]
 
 
-def test_a_cancelled_call_leaves_no_answer_behind_for_the_next():
-    async def play(pool: RewardPool) -> None:
-        await pool.score(length, "")
-        waiting = asyncio.create_task(pool.score(slow, 0.2))
+async def test_a_function_of_the_users_file_is_found_by_the_child_and_a_local_one_is_not(tmp_path: Path):
+    def local(reply: str) -> float:
+        return 1.0
+
+    (tmp_path / "my_rewards.py").write_text("def shout(reply):\n    return float(reply.isupper())\n")
+    shouted, failed = await _scores((load_object(f"{tmp_path}/my_rewards.py:shout"), "YES"), (local, ""))
+    assert shouted == Score(reward=1.0, parts={"shout": 1.0})
+    assert isinstance(failed, RewardFailed) and "local" in str(failed)
+
+
+async def test_several_rewards_are_named_and_their_sum_is_the_reward():
+    async def judge(verdict: float | None) -> Score:
+        return Score(reward=verdict, parts={"judge": verdict})
+
+    async with _pool(2):
+        scored = await score_all(
+            {
+                **{"long": (rewards.length, "four"), "split": (rewards.parts, ""), "none": (rewards.nothing, "nan")},
+                **{"style": judge(0.5), "silent": judge(None), "turns": -1},
+            }
+        )
+        unscored = await score_all({"one": (rewards.nothing, "none"), "other": None})
+    assert scored.reward == 4.0 + (1.0 - 0.25) + 0.5 - 1
+    assert scored.parts == {
+        **{"long": 4.0, "split.right": 1.0, "split.format": -0.25, "split.style": None, "split.speed": None},
+        **{"style": 0.5, "silent": None, "turns": -1.0, "none": None},
+    }
+    assert unscored == Score(reward=None, parts={"one": None, "other": None})
+
+
+async def test_several_rewards_run_at_the_same_time(tmp_path: Path):
+    async with _pool(3):
+        scored = await score_all({str(n): (rewards.meeting, str(tmp_path), 3) for n in range(3)})
+    assert list(scored.parts.values()) == [3.0] * 3
+
+
+async def test_one_reward_that_fails_fails_the_attempt_and_breaks_no_other():
+    async with _pool() as pool:
+        before = await pool.score(rewards.process_id, "")
+        with pytest.raises(RewardFailed, match="failing: KeyError: 'x'"):
+            await score_all({"broken": (rewards.failing, "x"), "slow": (rewards.slow, 0.2)})
+        assert await pool.score(rewards.process_id, "") == before, "no process was killed for it"
+
+
+async def test_a_timeout_that_counts_as_zero_is_a_part_like_any_other():
+    async with _pool(timeout=2.0, on_timeout="zero"):
+        several = await score_all({"right": (rewards.length, "four"), "endless": (rewards.for_ever, "")})
+        assert several == Score(reward=4.0, parts={"right": 4.0, "endless": 0.0})
+        assert await score(rewards.for_ever, "") == Score(reward=0.0, parts={"for_ever": 0.0})
+
+
+@pytest.mark.parametrize("policy", ["exclude", "fail"])
+async def test_a_timeout_is_an_error_otherwise(policy: str):
+    async with _pool(timeout=2.0, on_timeout=policy):
+        with pytest.raises(RewardTimeout, match="for_ever took more than 2 s and was killed"):
+            await score_all({"right": (rewards.length, "four"), "endless": (rewards.for_ever, "")})
+
+
+async def test_a_cancelled_call_ends_its_process_and_leaves_no_answer_for_the_next():
+    async with _pool() as pool:
+        before = await pool.score(rewards.process_id, "")
+        waiting = asyncio.create_task(pool.score(rewards.slow, 0.5))
         await asyncio.sleep(0.05)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert (await pool.score(length, "four")).reward == 4.0
-
-    _with_pool(play)
-
-
-def test_as_many_processes_as_asked_for_are_used_and_kept():
-    async def play(pool: RewardPool) -> None:
-        scored = await asyncio.gather(*(pool.score(slow, 0.5) for _ in range(2)))
-        ids = {(await pool.score(process_id, "")).reward for _ in range(4)}
-        assert len(ids) == 2
-        assert [s.reward for s in scored] == [0.5, 0.5]
-
-    _with_pool(play, num_processes=2)
+        assert await pool.score(rewards.length, "four") == FOUR
+        assert await pool.score(rewards.process_id, "") != before
 
 
-def test_long_and_foreign_texts_pass():
-    text = 'ü"\n\\🙂' * 100_000
-    assert _scores((length, text)) == [Score(reward=float(len(text)), parts={"length": float(len(text))})]
-
-
-def test_closing_the_pool_ends_its_processes():
-    async def play() -> None:
-        async with RewardPool(num_processes=2, timeout=30) as pool:
-            scored = await asyncio.gather(*(pool.score(process_id, "") for _ in range(2)))
-        for one in scored:
-            await _ended(one.reward)
-
-    asyncio.run(play())
-
-
-def test_a_function_of_the_users_file_is_found_by_the_child(tmp_path: Path):
-    (tmp_path / "my_rewards.py").write_text("def shout(reply):\n    return float(reply.isupper())\n")
-    shout = load_object(f"{tmp_path}/my_rewards.py:shout")
-    assert _scores((shout, "YES")) == [Score(reward=1.0, parts={"shout": 1.0})]
-
-
-def test_a_function_no_other_process_can_find_fails_with_the_reason():
-    def local(reply: str) -> float:
-        return 1.0
-
-    [failed] = _scores((local, ""))
-    assert isinstance(failed, RewardFailed) and "local" in str(failed)
-
-
-def test_a_workflow_scores_through_the_pool_of_its_attempt():
-    async def play(pool: RewardPool) -> Score:
-        return await score(length, "four")
-
-    assert _with_pool(play).reward == 4.0
-
-
-def test_several_rewards_are_named_and_their_sum_is_the_reward():
-    async def judge(verdict: float | None) -> Score:
-        return Score(reward=verdict, parts={"judge": verdict})
-
-    async def play(pool: RewardPool) -> Score:
-        return await score_all(
-            {
-                "long": (length, "four"),
-                "split": (parts, ""),
-                "style": judge(0.5),
-                "silent": judge(None),
-                "turns": -1,
-                "none": (nothing, "nan"),
-            }
-        )
-
-    scored = _with_pool(play, num_processes=2)
-    assert scored.reward == 4.0 + (1.0 - 0.25) + 0.5 - 1
-    assert scored.parts == {
-        "long": 4.0,
-        **{"split.right": 1.0, "split.format": -0.25, "split.style": None, "split.speed": None},
-        **{"style": 0.5, "silent": None, "turns": -1.0, "none": None},
-    }
-
-
-def test_several_rewards_of_which_none_applies_are_no_reward():
-    async def play(pool: RewardPool) -> Score:
-        return await score_all({"one": (nothing, "none"), "other": None})
-
-    assert _with_pool(play) == Score(reward=None, parts={"one": None, "other": None})
-
-
-def test_several_rewards_run_at_the_same_time(tmp_path: Path):
-    async def play(pool: RewardPool) -> list[float | None]:
-        scored = await score_all({str(n): (meeting, str(tmp_path), 3) for n in range(3)})
-        return list(scored.parts.values())
-
-    assert _with_pool(play, num_processes=3) == [3.0] * 3
-
-
-def test_one_reward_that_fails_fails_the_attempt_and_breaks_no_other():
-    async def play(pool: RewardPool) -> None:
-        with pytest.raises(RewardFailed, match="failing: KeyError: 'x'"):
-            await score_all({"right": (length, "four"), "broken": (failing, "x"), "slow": (slow, 0.2)})
-        assert (pool.num_killed, pool.num_died) == (0, 0)
-        assert (await pool.score(length, "four")).reward == 4.0
-
-    _with_pool(play, num_processes=3)
-
-
-def test_a_timeout_that_counts_as_zero_is_a_part_like_any_other():
-    async def play(pool: RewardPool) -> tuple[Score, Score]:
-        several = await score_all({"right": (length, "four"), "endless": (for_ever, "")})
-        assert pool.num_timeouts == 1 and pool.num_killed == 1
-        return several, await score(for_ever, "")
-
-    several, single = _with_pool(play, timeout=2.0, on_timeout="zero")
-    assert several == Score(reward=4.0, parts={"right": 4.0, "endless": 0.0})
-    assert single == Score(reward=0.0, parts={"for_ever": 0.0})
-
-
-@pytest.mark.parametrize("policy", ["exclude", "fail"])
-def test_a_timeout_that_does_not_is_an_error(policy: str):
-    async def play(pool: RewardPool) -> None:
-        with pytest.raises(RewardTimeout):
-            await score_all({"right": (length, "four"), "endless": (for_ever, "")})
-        assert pool.num_timeouts == 1
-
-    _with_pool(play, timeout=2.0, on_timeout=policy)
-
-
-def test_what_became_of_the_children_is_counted():
-    async def play(pool: RewardPool) -> tuple[int, int, int]:
-        with pytest.raises(RewardFailed):
-            await pool.score(dying, "")
-        with pytest.raises(RewardTimeout):
-            await pool.score(for_ever, "")
-        assert (await pool.score(length, "four")).reward == 4.0  # by a child that has started
-        waiting = asyncio.create_task(pool.score(for_ever, ""))
-        await asyncio.sleep(0.05)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        return pool.num_timeouts, pool.num_killed, pool.num_died
-
-    assert _with_pool(play, timeout=2.0) == (1, 2, 1)
-
-
-def test_a_reward_that_computes_does_not_hold_up_the_event_loop():
-    async def play(pool: RewardPool) -> int:
-        await pool.score(length, "")
-        scoring, turns = asyncio.create_task(pool.score(burning, 2.0)), 0
+async def test_a_reward_that_computes_does_not_hold_up_the_event_loop():
+    async with _pool() as pool:
+        await pool.score(rewards.length, "")
+        scoring, turns = asyncio.create_task(pool.score(rewards.burning, 2.0)), 0
         while not scoring.done():
             await asyncio.sleep(0.005)
             turns += 1
         assert (await scoring).reward == 2.0
-        return turns
-
-    assert _with_pool(play) > 100, "of about 400; a loop that is held has one or two"
+    assert turns > 100, "of about 400; a loop that is held has one or two"
 
 
-async def _ended(process: float | None) -> None:
-    """Wait until a process has ended, at most 10 seconds."""
-    for _ in range(500):
-        try:
-            os.kill(int(process or 0), 0)
-        except ProcessLookupError:
-            return
-        await asyncio.sleep(0.02)
-    pytest.fail(f"process {process} is still there")
+# ── What rewards do to their processes ──────────────────────────────────────────────────────────────────────────────
+
+
+async def _then_next(*call: Any, timeout: float = 30.0, **options: Any) -> tuple[Score | BaseException, bool]:
+    """What a call comes to, and whether its process is still used; the next call on the same pool is checked here."""
+    async with _pool(timeout=timeout, **options) as pool:
+        before = await pool.score(rewards.process_id, "")
+        [result] = await asyncio.gather(pool.score(*call), return_exceptions=True)
+        assert await pool.score(rewards.length, "four") == FOUR
+        return result, await pool.score(rewards.process_id, "") == before
+
+
+@pytest.mark.parametrize(
+    ("call", "options", "error", "words"),
+    [
+        ((rewards.regex_bomb, ""), {"timeout": 2.0}, RewardTimeout, ""),  # it is in the middle of C code
+        ((math_answer, "$9^{9^{9^{9}}}$", "81"), {"timeout": 8.0}, RewardTimeout, "math_answer"),
+        ((rewards.memory_hog, ""), {"memory_gb": 0.5}, RewardFailed, "reward.memory_gb"),
+        ((rewards.shouting, ""), {}, RewardFailed, "no answer"),
+        ((rewards.endless_answer, ""), {}, RewardFailed, ""),
+    ],
+)
+async def test_what_never_ends_or_speaks_out_of_turn_has_failed_and_its_process_is_not_used_again(
+    call: tuple[Any, ...], options: dict[str, float], error: type[Exception], words: str
+):
+    result, same = await _then_next(*call, **options)
+    assert isinstance(result, error) and words in str(result) and not same
+
+
+async def test_a_process_that_leaves_python_or_closes_its_streams_is_used_again():
+    result, same = await _then_next(rewards.leaving, "")
+    assert isinstance(result, RewardFailed) and "SystemExit" in str(result) and same
+    result, same = await _then_next(rewards.closing, "")
+    assert isinstance(result, Score) and result.reward == 1.0 and same
+
+
+@pytest.mark.parametrize("reward", [rewards.shouting_later, rewards.dying_later])
+async def test_what_a_reward_leaves_behind_spoils_no_later_call(reward: Callable[..., Any]):
+    async with _pool() as pool:
+        process = psutil.Process(int((await pool.score(reward, "")).reward or 0))
+        if reward is rewards.dying_later:
+            await asyncio.to_thread(psutil.wait_procs, [process], 10)
+        else:
+            await asyncio.to_thread(_wait_for, lambda: process.num_threads() == 1)
+        assert await pool.score(rewards.length, "four") == FOUR
+        assert (await pool.score(rewards.process_id, "")).reward != process.pid
+
+
+@pytest.mark.parametrize(("then", "error"), [("for ever", RewardTimeout), ("die", RewardFailed)])
+async def test_processes_that_a_reward_started_die_with_it(then: str, error: type[Exception], tmp_path: Path):
+    result, same = await _then_next(rewards.with_children, str(tmp_path / "ids"), then, timeout=5.0)
+    assert isinstance(result, error) and not same
+    for process in (tmp_path / "ids").read_text().split():
+        _wait_for(lambda process=process: _is_gone(int(process)))
+
+
+async def test_a_burst_of_processes_dies_as_a_whole(tmp_path: Path):
+    result, same = await _then_next(rewards.many_children, str(tmp_path / "forks"), timeout=3.0)
+    assert isinstance(result, RewardTimeout) and not same
+    assert (tmp_path / "forks").read_text() == "+" * 50
+    _wait_for(lambda: not [p for p in psutil.process_iter() if _has_open(p, tmp_path / "forks")])
+
+
+def test_a_worker_that_is_killed_takes_its_busy_children_along():
+    code = """
+import asyncio
+from rollouts.rewards.scoring import RewardPool
+from tests.unit.rollouts.reward_functions import for_ever, process_id
+async def play():
+    async with RewardPool(num_processes=1, timeout=600) as pool:
+        print(int((await pool.score(process_id, "")).reward), flush=True)
+        await pool.score(for_ever, "")
+asyncio.run(play())
+"""
+    root = Path(__file__).parents[4]
+    worker = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    child = int(worker.stdout.readline())
+    _wait_for(lambda: psutil.Process(child).cpu_times().user > 0.3)  # it is at it
+    worker.send_signal(signal.SIGKILL)
+    worker.wait()
+    _wait_for(lambda: _is_gone(child))
+
+
+def _is_gone(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _has_open(process: psutil.Process, file: Path) -> bool:
+    try:
+        return process.pid != os.getpid() and str(file) in {opened.path for opened in process.open_files()}
+    except psutil.Error:
+        return False
+
+
+def _wait_for(holds: Callable[[], bool]) -> None:
+    """Wait until something is so, at most 10 seconds."""
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

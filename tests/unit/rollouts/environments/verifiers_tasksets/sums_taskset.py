@@ -1,4 +1,7 @@
-"""A verifiers environment as its users write one: single turn, two weighted rewards and a metric."""
+"""A verifiers environment as its users write one: single turn, two weighted rewards and a metric.
+
+Task 9 cannot be prepared, and 19 cannot be scored.
+"""
 
 from collections.abc import Iterable
 
@@ -10,8 +13,14 @@ class SumData(vf.TaskData):
 
 
 class SumTask(vf.Task[SumData]):
+    async def setup(self, trace: vf.Trace, runtime: vf.Runtime) -> None:
+        if self.data.idx == 9:
+            raise OSError("disk full in setup")
+
     @vf.reward(weight=2.0)
     async def correct(self, trace: vf.Trace) -> float:
+        if self.data.idx == 19:
+            raise OSError("disk full in reward")
         return float(trace.last_reply == self.data.answer)
 
     @vf.reward(weight=0.5)
