@@ -60,9 +60,9 @@ def tiny_model(folder: Path, *, seed: int = 0, tied: bool = True, init_range: fl
     return folder
 
 
-def load_causal_lm(folder: Path) -> torch.nn.Module:
+def load_causal_lm(folder: Path, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The model as transformers alone loads it: the reference for everything packed, chunked and sharded."""
-    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
 
 
 def logprobs_alone(causal_lm: torch.nn.Module, input_ids: Sequence[int], *, temperature: float = 1.0) -> torch.Tensor:
@@ -96,14 +96,25 @@ def row_of(
 
 
 def random_rows(
-    folder: Path, *, num_groups: int = 4, attempts: int = 3, seed: int = 0, noise: float = 0.3, temperature: float = 1.0
+    folder: Path,
+    *,
+    num_groups: int = 4,
+    attempts: int = 3,
+    seed: int = 0,
+    noise: float = 0.3,
+    temperature: float = 1.0,
+    prompt_tokens: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> list[Row]:
-    """Attempts of uneven length, as if sampled by a policy that differs from the folder's by `noise` per token."""
+    """Attempts of uneven length, as if sampled by a policy that differs from the folder's by `noise` per token.
+
+    Prompts are of random length, unless `prompt_tokens` has one for each group.
+    """
     draw = np.random.default_rng(seed)
-    causal_lm = load_causal_lm(folder)
+    causal_lm = load_causal_lm(folder, dtype=dtype)
     rows = []
     for group in range(num_groups):
-        prompt = draw.integers(4, 16, size=draw.integers(2, 6)).tolist()
+        prompt = draw.integers(4, 16, size=prompt_tokens[group] if prompt_tokens else draw.integers(2, 6)).tolist()
         for attempt in range(attempts):
             reply = draw.integers(1, 16, size=draw.integers(1, 9)).tolist()
             with torch.no_grad():

@@ -13,7 +13,6 @@ from tests.unit.trainers.builders import (
     NO_CLIPPING,
     Row,
     config_of,
-    gradients,
     largest_difference,
     load_causal_lm,
     samples_of,
@@ -154,14 +153,6 @@ def test_policy_and_critic_have_the_gradient_of_a_naive_ppo_update(
         assert metrics["value_clip_fraction"] == pytest.approx(num_clipped / num_tokens(rows) / 2)
 
 
-def test_packing_changes_neither_critic_nor_policy(tiny_folder: Path, samples: Samples) -> None:
-    trainers = [_with_random_head(trainer_of(tiny_folder, tokens_per_microbatch=n, **_SETTINGS)) for n in (32, 4096)]
-    for trainer in trainers:
-        take_step(trainer, samples)
-    for tensors in (_critic_gradient, gradients):
-        assert largest_difference(*map(tensors, trainers)) < 1e-6
-
-
 def test_warm_up_steps_train_the_critic_alone(tiny_folder: Path, samples: Samples) -> None:
     critic = {**_SETTINGS["critic"], "warmup_steps": 2}
     trainer = trainer_of(tiny_folder, advantage=_GAE, critic=critic)
@@ -197,18 +188,6 @@ def test_with_a_critic_the_kl_in_the_reward_is_charged_at_the_token_that_causes_
     np.testing.assert_allclose(credit.advantages_T[samples.mask_T], expected, atol=1e-5)
     np.testing.assert_allclose(credit.returns_T[samples.mask_T], expected, atol=1e-5)  # type: ignore[index]
     assert credit.metrics["reward"] == pytest.approx(np.mean([row.reward for row in rows]))
-
-
-def test_the_critics_learning_rate_follows_the_schedule_from_its_own_peak(tiny_folder: Path, samples: Samples) -> None:
-    trainer = trainer_of(
-        tiny_folder, advantage="gae", critic={"learning_rate": 4e-2}, schedule="linear", warmup_steps=2, decay_steps=4
-    )
-    rates = []
-    for step in range(1, 5):
-        take_step(trainer, samples, step=step, max_staleness=9)
-        assert trainer.critic is not None
-        rates.append(trainer.critic.optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([2e-2, 4e-2, 2e-2, 0.0])
 
 
 def test_the_critics_gradient_is_clipped_on_its_own(tiny_folder: Path, samples: Samples) -> None:

@@ -63,7 +63,9 @@ def _assert_as_before(trainer: Trainer, before: dict[str, torch.Tensor]) -> None
     assert all(torch.equal(after[name].nan_to_num(), tensor.nan_to_num()) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("settings", _EVERY_KIND)
+@pytest.mark.parametrize(
+    "settings", [*_EVERY_KIND, {"loss": {"kind": "cispo"}}, {"loss": {"kind": "clip", "dual_clip": 3.0}}]
+)
 def test_a_loss_that_is_no_number_names_the_rows_and_touches_nothing(
     tiny_folder: Path, rows: list[Row], settings: dict[str, Any]
 ) -> None:
@@ -126,12 +128,6 @@ def test_an_engine_that_disagrees_names_its_shard_and_touches_nothing(
     assert list(error.value.gaps) == ["shard-1"] and "shard shard-1" in str(error.value)
     _assert_as_before(trainer, before)
     take_step(trainer, _named(fresh, shards=2), step=2, max_staleness=9, max_gap=2.0)  # the same trainer goes on
-
-
-def test_a_step_on_its_own_policy_has_a_gap_of_rounding(tiny_folder: Path) -> None:
-    metrics = take_step(trainer_of(tiny_folder), _named(random_rows(tiny_folder, noise=0.0), shards=2))
-    assert 0 <= metrics["engine_gap"] < 1e-4 and metrics["engine_gap"] <= metrics["engine_gap_p99"] < 1e-3
-    assert 0 <= metrics["engine_gap_k3"] < 1e-8
 
 
 def test_tokens_of_an_older_policy_are_no_gap_unless_no_step_explains_them(tiny_folder: Path) -> None:
