@@ -76,7 +76,7 @@ def _as_trl_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 def _rows(folder: Path, *, temperature: float = 1.0, prompt_tokens: Sequence[int] = (4, 4, 4, 4)) -> list[Row]:
     """4 groups of 4 attempts; one group has equal rewards. All rewards are exact in float32."""
     rows = random_rows(
-        folder, attempts=4, noise=0, temperature=temperature, prompt_tokens=prompt_tokens, dtype=torch.float64
+        folder, attempts=4, seed=1, noise=0, temperature=temperature, prompt_tokens=prompt_tokens, dtype=torch.float64
     )
     return [dataclasses.replace(row, reward=0.375 if row.group == 2 else round(8 * row.reward) / 8) for row in rows]
 
