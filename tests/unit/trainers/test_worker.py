@@ -3,6 +3,7 @@
 import logging
 import tempfile
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -52,13 +53,24 @@ def groups(tiny_folder: Path) -> list[RolloutGroup]:
     return groups_of(random_rows(tiny_folder, num_groups=8))
 
 
+def _run(tmp_path: Path, model: Path, groups: list[RolloutGroup], *, rejected: Collection[int] = ()) -> RunLog:
+    """A run with four shards of two groups each: enough for four steps. A filter took both groups of some shards."""
+    log = new_run(tmp_path, model)
+    for number in range(4):
+        reason = "uniform reward 1" if number in rejected else ""
+        both = groups[2 * number : 2 * number + 2]
+        commit(log, f"shard-{number}", [replace(g, accepted=not reason, reject_reason=reason) for g in both])
+    return log
+
+
 @pytest.fixture
 def log(tmp_path: Path, tiny_folder: Path, groups: list[RolloutGroup]) -> RunLog:
-    """A run with four shards of two groups each: enough for four steps."""
-    log = new_run(tmp_path, tiny_folder)
-    for number in range(4):
-        commit(log, f"shard-{number}", groups[2 * number : 2 * number + 2])
-    return log
+    return _run(tmp_path, tiny_folder, groups)
+
+
+@pytest.fixture
+def rejecting(tmp_path: Path, tiny_folder: Path, groups: list[RolloutGroup]) -> RunLog:
+    return _run(tmp_path, tiny_folder, groups, rejected=(0, 2))
 
 
 def _worker(
@@ -120,7 +132,9 @@ def test_a_step_is_committed_with_its_policy_and_digests(log: RunLog, tmp_path: 
     assert step.state_path is None  # checkpoint_every is 10
 
 
-def test_the_newest_policy_can_be_broadcast(log: RunLog, tmp_path: Path, caplog: LogCaptureFixture) -> None:
+def test_the_newest_policy_can_be_broadcast_and_without_receivers_that_is_a_warning(
+    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = _worker(log, tmp_path, sends=True)
     assert not worker.can_send(0)
     policy = _train(worker, _claim(log)).policy
@@ -133,14 +147,8 @@ def test_the_newest_policy_can_be_broadcast(log: RunLog, tmp_path: Path, caplog:
     stored = load_file(str(log.store.fetch_folder(policy.path, tmp_path) / "model.safetensors"))
     assert received.keys() == stored.keys() and all(torch.equal(received[name], stored[name]) for name in stored)
     assert "was not broadcast" not in caplog.text
-
-
-def test_a_broadcast_without_receivers_is_a_warning(
-    log: RunLog, tmp_path: Path, caplog: LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.setattr("infra.weight_broadcast.SECONDS", 1.0)
-    worker = _worker(log, tmp_path, sends=True)
-    worker.send_policy(a_broadcast(_train(worker, _claim(log)).policy))
+    worker.send_policy(a_broadcast(policy))
     assert "policy 1 was not broadcast" in caplog.text
 
 
@@ -209,17 +217,6 @@ def test_a_recorded_step_whose_shard_is_lost_resumes_from_the_recorded_weights(
     assert largest_difference(_weights(resumed), _weights(first)) == 0
 
 
-@pytest.fixture
-def rejecting(tmp_path: Path, tiny_folder: Path, groups: list[RolloutGroup]) -> RunLog:
-    """A run with four batches of two groups each; a filter took all of the first and the third."""
-    log = new_run(tmp_path, tiny_folder)
-    for number in range(4):
-        reason = "uniform reward 1" if number % 2 == 0 else ""
-        both = groups[2 * number : 2 * number + 2]
-        commit(log, f"shard-{number}", [replace(g, accepted=not reason, reject_reason=reason) for g in both])
-    return log
-
-
 def test_a_step_with_nothing_accepted_is_skipped_and_keeps_the_weights(rejecting: RunLog, tmp_path: Path) -> None:
     log, worker = rejecting, _worker(rejecting, tmp_path)
     steps = [_train(worker, _attempted(log, "skip_step")) for _ in range(4)]
@@ -249,7 +246,7 @@ def test_a_masked_step_goes_on_with_the_optimizer(rejecting: RunLog, tmp_path: P
 
 
 @pytest.mark.parametrize("fallback", ["skip_step", "masked"])
-@pytest.mark.parametrize("checkpoint_every", [1, 2, 10])
+@pytest.mark.parametrize("checkpoint_every", [2, 10])
 def test_a_resume_after_steps_with_nothing_accepted_has_the_same_weights(
     rejecting: RunLog, tmp_path: Path, caplog: LogCaptureFixture, fallback: Fallback, checkpoint_every: int
 ) -> None:
@@ -266,14 +263,6 @@ def test_a_resume_after_steps_with_nothing_accepted_has_the_same_weights(
             assert step.policy.weights_sha256 == expected
 
 
-def test_a_skipped_step_asked_for_again_is_the_same_step(rejecting: RunLog, tmp_path: Path) -> None:
-    worker = _worker(rejecting, tmp_path)
-    claim = _attempted(rejecting, "skip_step")
-    assert _train(worker, claim) == _train(worker, claim)
-    assert len(rejecting.refresh().steps) == 1
-    assert _train(worker, _attempted(rejecting, "skip_step")).policy.version == 2
-
-
 @pytest.mark.parametrize(
     ("batch_size", "session_id"), [(3, "a"), (_BATCH, "b")], ids=["another claim", "an equal claim of another session"]
 )
@@ -283,7 +272,7 @@ def test_the_trainer_that_commits_second_gets_a_conflict_however_often_it_is_ask
     first, second = _worker(log, tmp_path), _worker(log, tmp_path, learning_rate=2e-3)
     claim, other = _claim(log), _claim(log, batch_size=batch_size)
     committed = _train(first, claim, session_id="a")
-    for _ in range(2):
+    for _ in range(2):  # as the flow's task asks again
         with pytest.raises(Conflict, match="step 1 is committed: another trainer is working on this run"):
             _train(second, other, session_id=session_id)
     assert log.refresh().steps == [committed]
@@ -312,7 +301,7 @@ def test_a_trainer_overtaken_while_it_trains_is_in_conflict_however_often_it_is_
         return save(folder)
 
     monkeypatch.setattr(second._trainer, "save_policy", overtaken)
-    for _ in range(2):  # as the flow's task asks again
+    for _ in range(2):
         with pytest.raises(Conflict, match="another trainer"):
             _train(second, claim, session_id="b")
     # Nor does it go on from a step it did not make, though that one's claim is what its weights were trained on.
@@ -340,22 +329,10 @@ def test_a_commit_whose_answer_was_lost_is_found_by_the_retry(
 
 
 def test_a_round_is_never_shorter_than_what_was_measured_of_it(log: RunLog, tmp_path: Path) -> None:
-    worker = _worker(log, tmp_path)
-    metrics = _train(worker, _claim(log), round_started=time.time() + 3600).metrics  # another machine's clock
+    later = time.time() + 3600  # another machine's clock
+    metrics = _train(_worker(log, tmp_path), _claim(log), round_started=later).metrics
     assert metrics["round_seconds"] == pytest.approx(sum(metrics[f"{phase}_seconds"] for phase in PHASES))
     assert metrics["tokens_per_second"] > 0 and metrics["idle_seconds"] == pytest.approx(0, abs=1e-9)
-
-
-def test_a_trainer_that_missed_a_step_does_not_train_the_next_one(log: RunLog, tmp_path: Path) -> None:
-    first, second = _worker(log, tmp_path), _worker(log, tmp_path)
-    committed = _train(first, _claim(log))
-    # Its weights are still the base policy's: a step made from them would be recorded as made from version 1.
-    with pytest.raises(Conflict, match="not policy version 1"):
-        _train(second, _claim(log))
-    assert log.refresh().steps == [committed]
-    again = _worker(log, tmp_path)
-    assert again.opened == 1
-    assert _train(again, _claim(log)).policy.version == 2
 
 
 def test_after_an_update_that_broke_off_nothing_is_trained_until_a_restart(
@@ -420,11 +397,6 @@ def test_policies_between_anchors_are_deltas_and_a_resume_goes_on_from_them(log:
     resumed = _worker(log, tmp_path / "elsewhere", learning_rate=_SLOWLY)
     assert resumed.opened == 2
     assert _train(resumed, _claim(log)).policy.anchor == 1
-
-
-def test_where_nearly_all_weights_change_every_policy_is_whole(log: RunLog, tmp_path: Path) -> None:
-    worker = _worker(log, tmp_path)
-    assert [step.policy.anchor for step in _train_steps(worker, log, 3)] == [None, None, None]
 
 
 @pytest.mark.parametrize("damaged", [DELTA_FILE, DIGEST_FILE])
