@@ -16,8 +16,7 @@ transformers calls `packed_attention` by the name `PACKED_ATTENTION`; the layout
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -186,11 +185,11 @@ def packed_attention(
     # Views both ways: the gradient of an index, as in tensor[0], is a copy.
     by_token = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     has_flash = _has_flash_kernel(by_token[0])
-    if has_flash and not (layout.is_one_by_one and window is None and _is_hopper_or_later(by_token[0])):
+    one_by_one = layout.is_one_by_one and window is None
+    if has_flash and not (one_by_one and torch.cuda.get_device_capability(query.device) >= (9, 0)):  # Hopper
         from torch.nn.attention.varlen import varlen_attn
 
         query_THd, key_TGd, value_TGd = (_to_places(tensor, layout.end_to_end) for tensor in by_token)
-        grouped = {"enable_gqa": query_THd.shape[1] != key_TGd.shape[1]} if _asks_for_gqa(varlen_attn) else {}
         output_THd = varlen_attn(
             query_THd,
             key_TGd,
@@ -201,19 +200,13 @@ def packed_attention(
             layout.longest,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            **grouped,
+            enable_gqa=query_THd.shape[1] != key_TGd.shape[1],
         )
         return _from_places(output_THd, layout.end_to_end)[None], None
     query_PHd, key_PGd, value_PGd = (_to_places(tensor, layout.side_by_side) for tensor in by_token)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if has_flash else nullcontext():
         outputs = _batched_attention(query_PHd, key_PGd, value_PGd, layout.batches, scale=scaling, window=window)
     return _from_places(outputs, layout.side_by_side)[None], None
-
-
-@functools.cache
-def _asks_for_gqa(varlen_attn: Callable[..., Any]) -> bool:
-    """Torch before 2.12 lets query heads share keys without being told."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _has_flash_kernel(query_THd: torch.Tensor) -> bool:
@@ -225,10 +218,6 @@ def _has_flash_kernel(query_THd: torch.Tensor) -> bool:
         and width <= 256
         and torch.cuda.get_device_capability(query_THd.device) >= (8, 0)
     )
-
-
-def _is_hopper_or_later(query_THd: torch.Tensor) -> bool:
-    return torch.cuda.get_device_capability(query_THd.device) >= (9, 0)
 
 
 def _batched_attention(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
-from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
-from storage.shards.codec import Provenance
+from storage.records import RolloutGroup, Sampling
 from storage.shards.shards import commit_shard
+from tests.builders import a_group, a_trajectory, a_turn, provenance
 from trainers.data.samples import Samples
 from trainers.model.distributed import full
 from trainers.model.warmup import character_tokenizer
@@ -72,7 +72,7 @@ def logprobs_alone(causal_lm: torch.nn.Module, input_ids: Sequence[int], *, temp
     return log_p[:-1].gather(1, ids[1:, None])[:, 0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One attempt of one turn."""
 
@@ -218,32 +218,12 @@ def new_run(root: Path, model: Path) -> RunLog:
 
 def group_of(rows: Sequence[Row], *, position: int) -> RolloutGroup:
     """The rows as the attempts of one group."""
-    prompt = f"prompt {position}"
-    return RolloutGroup(
-        id=f"0.{prompt}",
-        task=Task(id=prompt, prompt=prompt),
-        position=position,
-        epoch=0,
-        expected=len(rows),
-        trajectories=[
-            Trajectory(
-                attempt=row.attempt,
-                turns=[
-                    Turn(
-                        context_ids=row.prompt,
-                        sampled_ids=row.reply,
-                        logprobs=row.logprobs,
-                        weight_versions=row.versions,
-                        finish_reason="stop",
-                    )
-                ],
-                messages=[Message(role="user", content=prompt)],
-                status="ok",
-                reward=row.reward,
-            )
-            for row in rows
-        ],
-    )
+    trajectories = []
+    for row in rows:
+        turn = a_turn(row.reply, context=row.prompt, versions=row.versions)
+        turns = [dataclasses.replace(turn, logprobs=row.logprobs)]
+        trajectories.append(a_trajectory(row.reward, attempt=row.attempt, turns=turns))
+    return a_group(position, trajectories=trajectories)
 
 
 def groups_of(rows: Sequence[Row]) -> list[RolloutGroup]:
@@ -253,17 +233,9 @@ def groups_of(rows: Sequence[Row]) -> list[RolloutGroup]:
 
 
 def commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup]) -> Shard:
-    """Write the groups as one shard of the run."""
-    provenance = Provenance(
-        run_id=log.run_id,
-        shard_id=shard_id,
-        producer="test",
-        tokenizer_sha256="",
-        chat_template_sha256="",
-        config_sha256="",
-        code_version="",
-    )
-    return commit_shard(log, groups, provenance=provenance, sampling=Sampling())
+    """Write the groups as one shard of the run, by a producer that does not say which tokenizer it has."""
+    made_by = dataclasses.replace(provenance(shard_id, run_id=log.run_id), tokenizer_sha256="")
+    return commit_shard(log, groups, provenance=made_by, sampling=Sampling())
 
 
 def open_trainer(log: RunLog, config: RunConfig, *, cache: Path, sends: bool = False) -> TrainerWorker:

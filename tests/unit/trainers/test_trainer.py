@@ -209,10 +209,16 @@ def test_a_step_without_gradient_is_one_whose_every_token_is_masked(
             take_step(each, samples, step=10, max_staleness=10)
 
 
-def test_bfloat16_computes_roughly_the_same_gradient_on_float32_weights(tiny_folder: Path, samples: Samples) -> None:
-    (_, [exact]), (trainer, [rough]) = (_after_steps(tiny_folder, samples, dtype=d) for d in ("float32", "bfloat16"))
+@pytest.mark.parametrize("lora", [None, {"rank": 3}])
+def test_bfloat16_computes_roughly_the_same_gradient_on_float32_weights(
+    tiny_folder: Path, samples: Samples, lora: dict[str, int] | None
+) -> None:
+    (_, [exact]), (trainer, [rough]) = (
+        _after_steps(tiny_folder, samples, dtype=dtype, lora=lora) for dtype in ("float32", "bfloat16")
+    )
     assert rough["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)
-    assert {tensor.dtype for tensor in weights(trainer).values()} == {torch.float32}
+    tensors = [*weights(trainer).values(), *gradients(trainer).values()]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
 # Staleness
