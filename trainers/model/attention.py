@@ -169,9 +169,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence of a pack, as transformers calls it.
 
-    `query` has shape [1, heads, U, width], `key` and `value` may have fewer heads (grouped queries); the result is
-    [1, U, heads, width], for U computed tokens. Under a `sliding_window` of W a token sees itself and the W − 1 before
-    it.
+    `query` has shape [1, heads, U, width], `key` and `value` may have fewer heads (grouped queries); the result is [1,
+    U, heads, width], for U computed tokens. Under a `sliding_window` of W a token sees itself and the W − 1 before it.
 
     Raises `ValueError` where the model asks for an attention that this is not.
     """

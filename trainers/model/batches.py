@@ -22,9 +22,8 @@ from trainers.model.attention import Layout
 class Pack:
     """Several sequences end to end, on the device.
 
-    Every tensor but `positions` has shape [T], and stands at the position that predicts: what belongs to
-    a token is found one place before it. A row's last token is left out, for nothing is predicted from it; a row of
-    one token keeps it, with mask 0.
+    Every tensor but `positions` has shape [T]. What belongs to a token stands one place before it, at the position that
+    predicts it. A row's last token is left out; a row of one token keeps it, with mask 0.
     """
 
     input_ids: torch.Tensor
@@ -66,18 +65,15 @@ def packs_of(
     device: torch.device,
 ) -> Iterator[Pack]:
     """This rank's packs of `rows`, which are whole groups; all ranks get equally many, so that collectives match.
-
-    `mask_T` and each of `values` hold one number per token of the samples, at the token itself.
-    """
+    `mask_T` and each of `values` hold one number per token of the samples, at the token itself."""
     lengths = _num_predicting(samples, rows)
     shares = _rows_by_rank(samples.groups_B[rows], lengths, world_size=world_size)
     packed = [pack_groups(lengths[share], samples.groups_B[rows[share]], budget=budget) for share in shares]
     mine = [rows[shares[rank][pack]] for pack in packed[rank]]
     for pack in mine:
         yield build_pack(samples, pack, mask_T=mask_T, values=values, device=device)
-    num_idle = max(map(len, packed)) - len(mine)
     shortest = rows[[int(np.argmin(lengths))]]
-    for _ in range(num_idle):
+    for _ in range(max(map(len, packed)) - len(mine)):
         yield build_pack(samples, shortest, mask_T=None, values=values, device=device)
 
 

@@ -86,7 +86,7 @@ def test_a_gradient_that_is_no_number_is_refused_with_the_rows() -> None:
                 max_norm=1.0,
                 sum_over_ranks=lambda sums: sums,
                 what="the critic's gradient",
-                rows=lambda: ["0.a/1 (shard s)"],
+                rows=["0.a/1 (shard s)"],
                 num_updates=1,
             )
         assert caught.value.num_updates == 1
