@@ -58,45 +58,33 @@ class Samples:
         """Rows as errors name them: as `millrace traj show` takes each, and where it is."""
         if not self.group_ids:
             return [f"row {row}" for row in rows]
-        return [
-            f"{self.group_ids[group]}/{attempt} (shard {self.shard_ids[shard]})"
-            for group, attempt, shard in zip(
-                self.groups_B[rows], self.attempt_numbers_B[rows], self.shards_B[rows], strict=True
-            )
-        ]
+        places = zip(self.groups_B[rows], self.attempt_numbers_B[rows], self.shards_B[rows], strict=True)
+        return [f"{self.group_ids[g]}/{attempt} (shard {self.shard_ids[shard]})" for g, attempt, shard in places]
 
 
-COLUMNS = (
-    "group_id",
-    "attempt",
-    "sequence_idx",
-    "input_ids",
-    "loss_mask",
-    "logprobs",
-    "weight_versions",
-    "reward",
-)
+COLUMNS = ("group_id", "attempt", "sequence_idx", "input_ids", "loss_mask", "logprobs", "weight_versions", "reward")
 """What of a shard is trained on."""
 
 
 def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> Samples:
-    """The rows of `groups`, in that order, by attempt and sequence; `tables` maps shard id to its table.
+    """The rows of `groups`, in that order, by attempt and sequence; `tables` maps shard id to its table. With a column
+    `reward_parts` there are reward parts.
 
-    Reward parts are there where the tables have the column `reward_parts`.
     Values are copied once, in runs of neighbouring rows; a single run stays where it is, and is read-only.
     Raises `KeyError` for a shard that is not in `tables`, `ValueError` for a group without a row in its shard.
     """
     ranks: dict[str, list[int]] = {}
     for rank, group in enumerate(groups):
         ranks.setdefault(group.shard_id, []).append(rank)
-    found = [_rows_of([groups[rank].group_id for rank in ranks[shard]], tables[shard], shard=shard) for shard in ranks]
-    shard_B = np.repeat(np.arange(len(found)), [len(row_B) for row_B, _ in found])
-    row_B = np.concatenate([row_B for row_B, _ in found])
-    rank_B = np.concatenate([np.array(ranks[s])[which_B] for s, (_, which_B) in zip(ranks, found, strict=True)])
+    matches = [_rows_of([groups[rank].group_id for rank in ranks[shard]], tables[shard], shard) for shard in ranks]
+    rows_S = [rows for rows, _ in matches]
+    shard_B = np.repeat(np.arange(len(rows_S)), [len(rows) for rows in rows_S])
+    row_B = np.concatenate(rows_S)
+    rank_B = np.concatenate([np.array(ranks[s])[which_B] for s, (_, which_B) in zip(ranks, matches, strict=True)])
 
     def facts(name: str) -> np.ndarray:
         columns = [tables[shard][name].to_numpy(zero_copy_only=False) for shard in ranks]
-        return np.concatenate([column[rows] for column, (rows, _) in zip(columns, found, strict=True)])
+        return np.concatenate([column[rows] for column, rows in zip(columns, rows_S, strict=True)])
 
     attempt_B = facts("attempt")
     order = np.lexsort((facts("sequence_idx"), attempt_B, rank_B))
@@ -114,7 +102,7 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         parts = [columns[shard][run] for shard, run in runs]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    lengths = np.concatenate([np.diff(ends)[rows] for ends, (rows, _) in zip(offsets, found, strict=True)])[order]
+    lengths = np.concatenate([np.diff(ends)[rows] for ends, rows in zip(offsets, rows_S, strict=True)])[order]
     is_new_attempt = np.diff(rank_B, prepend=-1).astype(bool) | np.diff(attempt_B, prepend=-1).astype(bool)
     return Samples(
         input_ids_T=tokens("input_ids"),
@@ -125,7 +113,7 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         attempts_B=np.cumsum(is_new_attempt) - 1,
         groups_B=rank_B,
         rewards_B=facts("reward")[order],
-        reward_parts_B=_parts([tables[shard] for shard in ranks], [rows for rows, _ in found], order),
+        reward_parts_B=_parts([tables[shard] for shard in ranks], rows_S, order),
         group_ids=[group.group_id for group in groups],
         attempt_numbers_B=attempt_B,
         shards_B=shard_B,
@@ -137,13 +125,13 @@ def _parts(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], order: np.nda
     """The named rewards of the rows, null ones as NaN."""
     if "reward_parts" not in tables[0].column_names:
         return {}
-    columns = [table["reward_parts"].take(pa.array(taken)) for table, taken in zip(tables, rows, strict=True)]
+    columns = [table["reward_parts"].take(pa.array(places)) for table, places in zip(tables, rows, strict=True)]
     parts = [dict(named or []) for column in columns for named in column.to_pylist()]
     names = sorted({name for named in parts for name in named})
     return {name: np.array([parts[row].get(name) for row in order], np.float32) for name in names}
 
 
-def _rows_of(group_ids: Sequence[str], table: pa.Table, *, shard: str) -> tuple[np.ndarray, np.ndarray]:
+def _rows_of(group_ids: Sequence[str], table: pa.Table, shard: str) -> tuple[np.ndarray, np.ndarray]:
     """Which rows belong to the groups, and to which of them each one does."""
     which = pc.index_in(table["group_id"], value_set=pa.array(group_ids, pa.string())).fill_null(-1).to_numpy()
     rows = np.flatnonzero(which >= 0)

@@ -61,13 +61,13 @@ class Places:
     """Where a kernel wants the computed tokens to stand, and where its results are read. On the device."""
 
     take_P: torch.Tensor
-    """The computed token at each place; any where nothing stands, for nothing is read there."""
+    """The computed token at each place; any at an empty place."""
     place_U: torch.Tensor
     """The place at which each computed token's result is read: its first."""
     unread_E: torch.Tensor
-    """The others."""
+    """The other places."""
     copies_P: torch.Tensor
-    """The places that hold a token, those of one token after the other, in order of `take_P`."""
+    """The places that hold a token, those of one token after the other."""
     first_copy_U: torch.Tensor
     """Where the places of each computed token start in `copies_P`, and the last ones end, [U + 1]."""
     is_identity: bool
@@ -77,21 +77,17 @@ class Places:
 class Layout:
     """Where a pack's tokens stand: end to end, or with sequences of similar length side by side.
 
-    It goes to the model as one object: FSDP moves tensors among a model's arguments to the GPU, and what is needed on
-    the host would be waited for to come back.
+    One object, because FSDP moves tensors among a model's arguments to the GPU, and some are needed on the host.
     """
 
     def __init__(
         self, lengths: Sequence[int] | np.ndarray, *, device: torch.device, computed_T: torch.Tensor | None = None
     ) -> None:
         """`lengths` are those of the sequences. With `computed_T` (`trainers.data.packing.shared_tokens`, on the host)
-        what sequences begin with in common is computed once.
-
-        Raises `ValueError` without a sequence, and for an empty one.
-        """
+        what sequences begin with in common is computed once. Raises `ValueError` without a sequence, or for an empty
+        one."""
         self._device = device
-        self.lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
-        """Of the sequences, int64 on the host."""
+        self.lengths_S = torch.as_tensor(lengths, dtype=torch.int64)  # on the host
         if not len(self.lengths_S) or int(self.lengths_S.min()) < 1:
             raise InvalidInput(f"lengths {self.lengths_S.tolist()}: a pack has a sequence, and a sequence a token")
         ends_S = self.lengths_S.cumsum(0)
@@ -169,10 +165,10 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence of a pack, as transformers calls it.
 
-    `query` has shape [1, heads, U, width], `key` and `value` may have fewer heads (grouped queries); the result is [1,
-    U, heads, width], for U computed tokens. Under a `sliding_window` of W a token sees itself and the W − 1 before it.
+    `query` has shape [1, heads, U, width], `key` and `value` may have fewer heads (grouped queries); the result is
+    [1, U, heads, width], for U computed tokens. Under a `sliding_window` of W a token sees itself and W − 1 before it.
 
-    Raises `ValueError` where the model asks for an attention that this is not.
+    Raises `ValueError` for a model that needs another attention.
     """
     if layout is None:
         raise InvalidInput("packed attention needs the pack's layout; call the model through PolicyModel")
@@ -242,15 +238,8 @@ def _batched_attention(
         mask = None
         if window is not None and window < batch.length:
             mask = torch.ones(batch.length, batch.length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-        output = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
