@@ -149,6 +149,18 @@ def samples_of(rows: Sequence[Row]) -> Samples:
     )
 
 
+def named_samples_of(rows: Sequence[Row], *, shards: int = 1) -> Samples:
+    """Samples with names for groups and shards; groups go to the shards in turn."""
+    samples = samples_of(rows)
+    return dataclasses.replace(
+        samples,
+        group_ids=[f"0.prompt-{group}" for group in range(int(samples.groups_B.max()) + 1)],
+        attempt_numbers_B=np.array([row.attempt for row in rows], dtype=np.int64),
+        shards_B=(samples.groups_B % shards).astype(np.int64),
+        shard_ids=[f"shard-{shard}" for shard in range(shards)],
+    )
+
+
 def config_of(
     *,
     learning_rate: float = 1e-3,

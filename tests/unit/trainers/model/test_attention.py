@@ -2,14 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import varlen
 
-from trainers.data.packing import shared_tokens
 from trainers.model import attention
 from trainers.model.attention import Layout, packed_attention
 
@@ -133,29 +131,6 @@ def test_padding_is_at_most_a_third_of_the_tokens(lengths: list[int]) -> None:
     # Their number grows with the spread of lengths, 4 / 3 from one batch to the next, and not with that of sequences.
     assert len(layout.batches) <= 1 + math.log(max(lengths) / min(lengths), 4 / 3)
     assert layout.end_to_end.is_identity and (layout.side_by_side.is_identity or len(set(lengths)) > 1)
-
-
-@given(st.data())
-def test_tokens_computed_once_attend_as_their_copies_would_and_get_the_sum_of_their_gradients(
-    data: st.DataObject,
-) -> None:
-    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
-    ids = np.array(data.draw(st.lists(st.integers(0, 1), min_size=sum(lengths), max_size=sum(lengths))))
-    computed = shared_tokens(ids, lengths)
-    computed_T = torch.arange(len(ids)) if computed is None else computed
-    num_computed = int(computed_T.max()) + 1
-    once = _query_key_value([num_computed], heads=4, groups=2, width=3)
-    copied = [tensor.detach()[:, :, computed_T].requires_grad_() for tensor in once]
-    layout = Layout(lengths, device=_CPU, computed_T=computed_T)
-    found = packed_attention(torch.nn.Module(), *once, None, scaling=0.3, layout=layout)[0]
-    expected = _by_definition(lengths, copied)
-    first_U = torch.tensor([computed_T.tolist().index(token) for token in range(num_computed)])
-    torch.testing.assert_close(found, expected[:, first_U], rtol=1e-9, atol=1e-12)
-    upstream = torch.linspace(-1, 1, found.numel(), dtype=torch.float64).reshape(found.shape)
-    mine = torch.autograd.grad((found * upstream).sum(), once)
-    theirs = torch.autograd.grad((expected[:, first_U] * upstream).sum(), copied)
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, torch.zeros_like(one).index_add(2, computed_T, other), rtol=1e-8, atol=1e-11)
 
 
 def test_attention_of_another_formula_is_refused() -> None:

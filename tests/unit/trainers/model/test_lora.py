@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 
@@ -21,7 +20,7 @@ from tests.unit.trainers.builders import (
     tiny_model,
     trainer_of,
 )
-from trainers.checkpoint import load_state, load_weights, save_policy, save_state
+from trainers.checkpoint import load_state, load_weights, save_state
 from trainers.data.samples import Samples
 from trainers.model.distributed import full, shard, start_process_group
 from trainers.model.lora import (
@@ -141,16 +140,6 @@ def test_sharded_they_get_the_gradient_they_get_unsharded(tiny_folder: Path) -> 
         assert weight.grad is not None
         torch.testing.assert_close(full(weight.grad), adapter_weights(alone)[name].grad, atol=1e-5, rtol=1e-5)
     assert not any(p.grad is not None for p in model.parameters() if not p.requires_grad)
-
-
-def test_the_policy_is_an_adapter_that_peft_loads(tiny_folder: Path, tmp_path: Path) -> None:
-    model = _sharded(_trained(tiny_folder))
-    digest = save_policy(model, tiny_folder, tmp_path / "policy", dtype=torch.bfloat16)
-    assert digest == verify_folder(tmp_path / "policy")
-    names = {file.name for file in (tmp_path / "policy").iterdir()}
-    assert {"adapter_config.json", ADAPTER_WEIGHTS, "digest.json"} == names - {"README.md"}
-    by_peft = PeftModel.from_pretrained(load_causal_lm(tiny_folder), str(tmp_path / "policy"))
-    assert torch.equal(_logprobs(by_peft), _logprobs(_trained(tiny_folder)))
 
 
 def test_a_policys_adapter_goes_back_into_the_model_and_the_base_policy_empties_it(

@@ -142,17 +142,6 @@ def test_computing_only_wanted_positions_and_a_shared_beginning_once_changes_no_
     _assert_equal(*gradients, atol=1e-6)  # transformers' norms are in float32
 
 
-def test_the_entropy_has_a_gradient_where_it_is_asked_for(tiny_folder: Path) -> None:
-    model = load_model(tiny_folder)
-    assert not _packed(model)[1].requires_grad
-    entropy = _packed(model, entropy_grad=True)[1]
-    reference = load_causal_lm(tiny_folder)
-    alone = [torch.distributions.Categorical(logits=reference(torch.tensor([s])).logits[0]) for s in _SEQUENCES]
-    expected = torch.cat([each.entropy() for each in alone])
-    torch.testing.assert_close(entropy, expected, atol=1e-5, rtol=0)
-    _assert_equal(_gradients(model, entropy.sum()), _gradients(reference, expected.sum()), atol=1e-4)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("options", [{"activation_checkpointing": True}, {"compile": True}], ids=["again", "compiled"])
 def test_recomputing_and_compiling_change_no_gradient(

@@ -99,20 +99,23 @@ def test_a_sum_that_would_stand_in_for_one_of_the_trainers_is_an_error(tmp_path:
         check_loss(path, {})
 
 
-def test_the_entropy_in_a_custom_loss_has_the_gradient_of_the_bonus(tmp_path: Path, tiny_folder: Path) -> None:
+def test_a_custom_loss_that_copies_a_built_in_one_and_its_bonus_makes_the_same_update(
+    tmp_path: Path, tiny_folder: Path
+) -> None:
     body = """
-def f(inputs):
+def f(inputs, bonus):
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
-    token = inputs.importance * ratio * inputs.advantages + 0.3 * inputs.entropy
-    return LossOutput(loss=-(inputs.weights * inputs.mask * token).sum(), sums={})
+    token = inputs.importance * ratio * inputs.advantages + bonus * inputs.entropy
+    return LossOutput(loss=-(inputs.weights * inputs.mask * token).sum(), sums={"mine": float(inputs.mask.sum())})
 """
     path = _file(tmp_path, body)
-    check_loss(path, {})
+    custom = {"kind": "custom", "path": path, "arguments": {"bonus": 0.3}}
+    check_loss(path, custom["arguments"])
     samples = samples_of(random_rows(tiny_folder))
     built_in = {"loss": {"kind": "clip", "clip_low": 1.0, "clip_high": 1e6}, "entropy_bonus": 0.3}
-    trainers = [trainer_of(tiny_folder, loss={"kind": "custom", "path": path}), trainer_of(tiny_folder, **built_in)]
-    losses = [take_step(trainer, samples)["loss"] for trainer in trainers]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    trainers = [trainer_of(tiny_folder, loss=custom), trainer_of(tiny_folder, **built_in)]
+    mine, theirs = (take_step(trainer, samples) for trainer in trainers)
+    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5) and mine["mine"] == 1
     assert largest_difference(*map(gradients, trainers)) < 1e-6
     without = trainer_of(tiny_folder, loss=built_in["loss"])
     take_step(without, samples)
