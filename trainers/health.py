@@ -78,18 +78,12 @@ class NonFinite(UserError):
 class Gap:
     """Δ = log π_trainer − log π_engine of the same token under the same policy, over the tokens counted."""
 
-    num_tokens: int
-    """Tokens the policy being trained has sampled itself; the others differ for a good reason."""
-    mean: float
-    """Of |Δ| over these tokens, in nats."""
-    p99: float
-    """99 % of |Δ| are no larger; the upper edge of its bin."""
-    k3: float
-    """Mean of ρ − 1 − ln ρ with ρ = exp Δ, an estimate of KL(engine ‖ trainer) that is never negative."""
-    mean_S: np.ndarray
-    """Mean of |Δ| times the weights of `gap_weights` for each shard, NaN for one of which no token was looked at."""
-    tokens_S: np.ndarray
-    """How many tokens of each shard were looked at."""
+    num_tokens: int  # tokens the policy being trained has sampled itself; the others differ for a good reason
+    mean: float  # of |Δ| over these tokens, in nats
+    p99: float  # 99 % of |Δ| are no larger; the upper edge of its bin
+    k3: float  # mean of ρ − 1 − ln ρ with ρ = exp Δ, an estimate of KL(engine ‖ trainer) that is never negative
+    mean_S: np.ndarray  # of each shard: the mean of |Δ| times the weights of `gap_weights`, NaN without a token
+    tokens_S: np.ndarray  # how many tokens of each shard were looked at
 
     def metrics(self) -> dict[str, float]:
         """Empty if there was nothing to compare."""

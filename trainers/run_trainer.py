@@ -22,7 +22,6 @@ import torch
 
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
-from settings.train import ReferenceSettings
 from storage.log.entries import Claim, Policy, Step, to_json
 from storage.log.replay_plan import saved_steps
 from storage.log.run_log import RunLog
@@ -63,19 +62,17 @@ class RunTrainer:
     def _reference(self) -> Path | None:
         """The folder of the policy that `train.reference` names; None for none, and for the base under adapters. Raises
         `ValueError` for another tokenizer, `storage.objects.digests.DigestMismatch` for an altered folder."""
-        match self.config.train.reference:
-            case ReferenceSettings(kind="base"):
-                return self._base_folder
-            case ReferenceSettings(kind="model", model=model):
-                folder = self._fetch(model_key(model))
-                verify_folder(folder)
-                if tokenizer_sha256(folder) != self._base_tokenizer:
-                    raise InvalidInput(
-                        f"train.reference.model = {model!r} has another vocabulary than the run's base policy, so "
-                        "it cannot judge the same tokens; name a model of the same family"
-                    )
-                return folder
-        return None
+        reference = self.config.train.reference
+        if reference.kind != "model":
+            return self._base_folder if reference.kind == "base" else None
+        folder = self._fetch(model_key(reference.model))
+        verify_folder(folder)
+        if tokenizer_sha256(folder) != self._base_tokenizer:
+            raise InvalidInput(
+                f"train.reference.model = {reference.model!r} has another vocabulary than the run's base policy, so "
+                "it cannot judge the same tokens; name a model of the same family"
+            )
+        return folder
 
     def load_nearest_state(self, at_most: int) -> int:
         """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy. Raises

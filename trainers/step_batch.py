@@ -23,14 +23,10 @@ class StepBatch:
     """Arrays with one number per token of `samples`."""
 
     samples: Samples
-    sampled_T: np.ndarray
-    """True where the policy sampled, in the rows that are trained at all: what denominators count."""
-    trained_T: np.ndarray
-    """True where the token is trained: not stale, and with a known reward."""
-    values: Mapping[str, np.ndarray]
-    """What the loss needs beside them, by name."""
-    base_version: int
-    """The policy version being trained."""
+    sampled_T: np.ndarray  # true where the policy sampled, in the rows that are trained at all: what denominators count
+    trained_T: np.ndarray  # true where the token is trained: not stale, and with a known reward
+    values: Mapping[str, np.ndarray]  # what the loss needs beside them, by name
+    base_version: int  # the policy version being trained
 
     def weights_T(self, rows: np.ndarray, aggregation: Aggregation, *, max_tokens: int) -> np.ndarray:
         """What each token of a mini-batch's rows counts, others 0; counted before anything stale is masked."""

@@ -21,34 +21,20 @@ from storage.shards.schema import flat, row_offsets
 class Samples:
     """B rows over T tokens in all."""
 
-    input_ids_T: np.ndarray
-    """Int32, as stored: widening them here would double what a batch needs."""
-    mask_T: np.ndarray
-    """True where the token was sampled by the policy and is to be trained."""
-    logprobs_T: np.ndarray
-    """The engine's, at sampling time; 0 where nothing was sampled."""
-    versions_T: np.ndarray
-    """Policy version per token, −1 where nothing was sampled."""
-    offsets: np.ndarray
-    """Where each row starts, shape [B + 1]."""
-    attempts_B: np.ndarray
-    """Dense index of the attempt a row belongs to: a forked attempt has several rows and one reward."""
-    groups_B: np.ndarray
-    """Dense index of the group a row belongs to."""
-    rewards_B: np.ndarray
-    """Float32, NaN where not applicable."""
-    reward_parts_B: dict[str, np.ndarray] = field(default_factory=dict)
-    """The named parts of the reward, each as `rewards_B`; empty unless they were asked for."""
-    group_ids: list[str] = field(default_factory=list)
-    """What `groups_B` counts."""
-    attempt_numbers_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The attempt's own number in its group, for people."""
-    shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Which of `shard_ids` a row is from."""
-    shard_ids: list[str] = field(default_factory=list)
-    """What `shards_B` counts."""
-    turn_metrics: dict[str, float] = field(default_factory=dict)
-    """How many turns the attempts had and what their tools did; for people, it changes nothing."""
+    input_ids_T: np.ndarray  # int32, as stored: widening them here would double what a batch needs
+    mask_T: np.ndarray  # true where the token was sampled by the policy and is to be trained
+    logprobs_T: np.ndarray  # the engine's, at sampling time; 0 where nothing was sampled
+    versions_T: np.ndarray  # policy version per token, −1 where nothing was sampled
+    offsets: np.ndarray  # where each row starts, shape [B + 1]
+    attempts_B: np.ndarray  # dense index of a row's attempt: a forked attempt has several rows and one reward
+    groups_B: np.ndarray  # dense index of the group a row belongs to
+    rewards_B: np.ndarray  # float32, NaN where not applicable
+    reward_parts_B: dict[str, np.ndarray] = field(default_factory=dict)  # by name, each as `rewards_B`
+    group_ids: list[str] = field(default_factory=list)  # what `groups_B` counts
+    attempt_numbers_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # in its group, for people
+    shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # which of `shard_ids` a row is from
+    shard_ids: list[str] = field(default_factory=list)  # what `shards_B` counts
+    turn_metrics: dict[str, float] = field(default_factory=dict)  # of turns and tools, for people
 
     @property
     def num_rows(self) -> int:

@@ -60,18 +60,13 @@ class Batch(NamedTuple):
 class Places:
     """Where a kernel wants the computed tokens to stand, and where its results are read. On the device."""
 
-    take_P: torch.Tensor
-    """The computed token at each place; any at an empty place."""
-    place_U: torch.Tensor
-    """The place at which each computed token's result is read: its first."""
-    unread_E: torch.Tensor
-    """The other places."""
-    copies_P: torch.Tensor
-    """The places that hold a token, those of one token after the other."""
+    take_P: torch.Tensor  # the computed token at each place; any at an empty place
+    place_U: torch.Tensor  # the place at which each computed token's result is read: its first
+    unread_E: torch.Tensor  # the other places
+    copies_P: torch.Tensor  # the places that hold a token, those of one token after the other
     first_copy_U: torch.Tensor
     """Where the places of each computed token start in `copies_P`, and the last ones end, [U + 1]."""
-    is_identity: bool
-    """Every place holds the token of its number: there is nothing to move."""
+    is_identity: bool  # every place holds the token of its number: there is nothing to move
 
 
 class Layout:

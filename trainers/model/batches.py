@@ -27,25 +27,16 @@ class Pack:
     """
 
     input_ids: torch.Tensor
-    targets: torch.Tensor
-    """The next token of the same row; 0 where there is none."""
-    mask: torch.Tensor
-    """1 where the target was sampled by the policy and is trained."""
+    targets: torch.Tensor  # the next token of the same row; 0 where there is none
+    mask: torch.Tensor  # 1 where the target was sampled by the policy and is trained
     position_ids: torch.Tensor
-    sequences: torch.Tensor
-    """Which sequence of the pack a token belongs to, int64."""
-    layout: Layout
-    """Where the sequences stand, and which of their tokens are the same."""
-    positions: torch.Tensor
-    """Where a sampled token is predicted: prompts and tools need no logits. Shape [N]."""
-    values: Mapping[str, torch.Tensor]
-    """Whatever else was asked for per token, by name."""
-    tokens: np.ndarray
-    """Where each token stands in the samples' flat arrays."""
-    is_last: np.ndarray
-    """True on a token that nothing follows: that of a row of one."""
-    is_idle: bool
-    """True for a pack that only keeps this rank in step with the others: nothing in it is trained."""
+    sequences: torch.Tensor  # which sequence of the pack a token belongs to, int64
+    layout: Layout  # where the sequences stand, and which of their tokens are the same
+    positions: torch.Tensor  # where a sampled token is predicted: prompts and tools need no logits. Shape [N].
+    values: Mapping[str, torch.Tensor]  # whatever else was asked for per token, by name
+    tokens: np.ndarray  # where each token stands in the samples' flat arrays
+    is_last: np.ndarray  # true on a token that nothing follows: that of a row of one
+    is_idle: bool  # true for a pack that only keeps this rank in step with the others: nothing in it is trained
 
     def to_tokens(self, values_T: torch.Tensor, out_T: np.ndarray) -> None:
         """Write values at predicting positions to where their tokens stand in the samples."""

@@ -34,26 +34,19 @@ class Looked:
     """Per token of the samples, under the weights as they were before the step's first update; None if not needed. Each
     has shape [T], with 0 where nothing was sampled."""
 
-    logprobs_T: np.ndarray | None = None
-    """The policy's own."""
-    entropy_T: np.ndarray | None = None
-    """Of the policy, in nats."""
-    reference_T: np.ndarray | None = None
-    """Log-probabilities of the reference, or of the teacher."""
-    values_T: np.ndarray | None = None
-    """The critic's."""
+    logprobs_T: np.ndarray | None = None  # the policy's own
+    entropy_T: np.ndarray | None = None  # of the policy, in nats
+    reference_T: np.ndarray | None = None  # log-probabilities of the reference, or of the teacher
+    values_T: np.ndarray | None = None  # the critic's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credit:
     """What the policy and the critic learn."""
 
-    advantages_T: np.ndarray
-    """Of the type of the samples' log-probabilities, shape [T]."""
-    returns_T: np.ndarray | None
-    """Targets of the critic, likewise; None without one."""
-    known_T: np.ndarray
-    """False on tokens of attempts without a reward."""
+    advantages_T: np.ndarray  # of the type of the samples' log-probabilities, shape [T]
+    returns_T: np.ndarray | None  # targets of the critic, likewise; None without one
+    known_T: np.ndarray  # false on tokens of attempts without a reward
     metrics: dict[str, float]
     """Of the rewards as they were scored, over attempts; a KL penalty in the reward is `reference_kl`'s to show."""
 
