@@ -22,6 +22,7 @@ from storage.objects.object_store import LocalStore
 from storage.records import RolloutGroup, Sampling
 from storage.shards.shards import commit_shard
 from tests.builders import a_group, a_trajectory, a_turn, provenance
+from trainers.critic import Critic
 from trainers.data.samples import Samples
 from trainers.model.distributed import full
 from trainers.model.warmup import character_tokenizer
@@ -203,13 +204,15 @@ def take_step(
     return trainer.step(samples, step=step, base_version=step - 1, max_staleness=max_staleness, max_gap=max_gap)
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Whole parameters by name, copied."""
+def weights(trainer: Trainer | Critic | None) -> dict[str, torch.Tensor]:
+    """Whole parameters by name, copied; of the policy, or of the critic."""
+    assert trainer is not None
     return {name: full(parameter).clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+def gradients(trainer: Trainer | Critic | None) -> dict[str, torch.Tensor]:
     """Whole gradients of the last mini-batch by parameter name, copied."""
+    assert trainer is not None
     return {name: full(p.grad).clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 

@@ -76,7 +76,7 @@ def _as_trl_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 def _rows(folder: Path, *, temperature: float = 1.0, prompt_tokens: Sequence[int] = (4, 4, 4, 4)) -> list[Row]:
     """4 groups of 4 attempts; one group has equal rewards. All rewards are exact in float32."""
     rows = random_rows(
-        folder, attempts=4, seed=1, noise=0, temperature=temperature, prompt_tokens=prompt_tokens, dtype=torch.float64
+        folder, attempts=4, seed=2, noise=0, temperature=temperature, prompt_tokens=prompt_tokens, dtype=torch.float64
     )
     return [dataclasses.replace(row, reward=0.375 if row.group == 2 else round(8 * row.reward) / 8) for row in rows]
 
@@ -223,7 +223,8 @@ def test_the_preset_is_trls_default_step(theirs: Step, rows: list[Row], plain: U
     trl = theirs(rows)
     _assert_same(plain, trl)
     # Theirs are shares of all tokens, ours on either side of those that this side may clip.
-    assert plain.metrics["clip_fraction"] == pytest.approx(trl.metrics["clip_fraction"], rel=1e-6)
+    for name, value in trl.metrics.items():
+        assert plain.metrics[name] == pytest.approx(value, rel=1e-6), name
     assert plain.metrics["clip_fraction_low"] > 0.1 and plain.metrics["clip_fraction_high"] > 0.1
     assert plain.metrics["fraction_groups_without_signal"] == 0.25
     assert plain.metrics["trained_tokens"] == sum(len(row.reply) for row in rows), "once, whatever the epochs"
@@ -264,15 +265,12 @@ def test_log_probabilities_are_at_the_temperature(theirs: Step, ours: Step, tiny
     _assert_same(ours(rows, temperature=0.7), theirs(rows, temperature=0.7))
 
 
-def test_gradients_are_clipped_alike(theirs: Step, ours: Step, rows: list[Row], plain: Updates) -> None:
+def test_gradients_are_clipped_alike(theirs: Step, ours: Step, rows: list[Row]) -> None:
     """To float32: the norm that we clip by is rounded to it."""
     step = ours(rows, max_grad_norm=0.1)
     _assert_same(step, theirs(rows, max_grad_norm=0.1), rtol=1e-6)
-    norms = [
-        float(sum(gradient.square().sum() for gradient in each.values())) ** 0.5
-        for each in (step.gradients[0], plain.gradients[0])
-    ]
-    assert norms[0] == pytest.approx(0.1, rel=1e-5) and norms[1] > 0.5
+    norm = sum(gradient.square().sum() for gradient in step.gradients[0].values()).sqrt()
+    assert float(norm) == pytest.approx(0.1, rel=1e-5)
     assert step.metrics["grad_norm"] > 0.5, "reported as it was before the clip"
 
 

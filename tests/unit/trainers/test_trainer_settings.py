@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from tests.unit.trainers.builders import (
     gradients,
     largest_difference,
     load_causal_lm,
-    random_rows,
     samples_of,
     take_step,
     tiny_model,
@@ -58,19 +56,6 @@ def _assert_step(
 ) -> None:
     assert metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=2e-6)
     assert_same_gradient(trainer, gradient_of(loss, policy), atol=atol)
-
-
-def test_a_step_is_its_formula_and_reports_its_numbers(tiny_folder: Path) -> None:
-    rows = random_rows(tiny_folder, temperature=0.7)
-    trainer, policy = trainer_of(tiny_folder, temperature=0.7, entropy_bonus=0.5), policy_of(tiny_folder)
-    metrics = take_step(trainer, samples_of(rows))
-    replies = replies_of(policy, rows, temperature=0.7)
-    entropy = token_mean(replies, lambda reply: reply.entropy.detach())
-    _assert_step(trainer, metrics, token_mean(replies, lambda r: -r.clipped() - 0.5 * r.entropy), policy)
-    norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients(trainer).values()))
-    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
-    assert metrics["entropy"] == pytest.approx(float(entropy), rel=1e-5)
-    assert 0 < metrics["clip_fraction"] < 1, "both branches of the clip are taken"
 
 
 def test_seed_step_and_epoch_choose_the_mini_batches_which_hold_each_group_once(samples: Samples) -> None:

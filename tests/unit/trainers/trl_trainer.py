@@ -32,14 +32,14 @@ class Updates(NamedTuple):
     weights: dict[str, torch.Tensor]
     """After both."""
     metrics: dict[str, float]
-    """TRL's: the mean share of clipped tokens, as `clip_fraction`."""
+    """Ours; of TRL's those that we have too, by our names."""
 
 
 class _Recorder(TrainerCallback):
     def __init__(self) -> None:
         self.losses: list[float] = [0.0]
         self.gradients: list[dict[str, torch.Tensor]] = []
-        self.clip_fractions: list[float] = []
+        self.shares: list[tuple[float, float]] = []
 
     def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
         self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
@@ -54,7 +54,8 @@ class _Recorded(GRPOTrainer):
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         loss: torch.Tensor = super()._compute_loss(model, inputs)
         self.recorder.losses[-1] += float(loss.detach())
-        self.recorder.clip_fractions += self._metrics["train"].get("clip_ratio/region_mean", [0.0])[-1:]
+        metrics = self._metrics["train"]
+        self.recorder.shares.append((metrics.get("clip_ratio/region_mean", [0.0])[-1], metrics["entropy"][-1]))
         return loss
 
 
@@ -128,7 +129,9 @@ def trl_updates(
         trainer.recorder = recorder
         trainer.train()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    metrics = {"clip_fraction": float(np.mean(recorder.clip_fractions))}
+    clip_fraction, entropy = np.mean(recorder.shares, axis=0).tolist()
+    norms = [float(sum(g.square().sum() for g in gradient.values())) ** 0.5 for gradient in recorder.gradients]
+    metrics = {"clip_fraction": clip_fraction, "entropy": entropy, "grad_norm": float(np.mean(norms))}
     return Updates(recorder.losses[:-1], recorder.gradients, weights, metrics)
 
 

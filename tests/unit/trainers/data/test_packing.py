@@ -1,7 +1,5 @@
 """Packs hold every row once and keep their budget; ranks get whole groups and about as many tokens."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -53,16 +51,6 @@ def test_tokens_are_the_same_where_neighbours_begin_alike(sequences: list[list[i
     assert list(before_of) == list(range(len(before_of)))  # numbered in the order of the pack
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("spread", [0.5, 1.0, 1.3])
-@pytest.mark.parametrize("seed", range(10))
-def test_ranks_differ_by_less_than_a_tenth(seed: int, spread: float, num_ranks: int) -> None:
-    lengths = np.random.default_rng(seed).lognormal(5.5, spread, size=(64, 8)).clip(1, 4096)
-    tokens = lengths.astype(int).sum(1)
-    loads = np.array([tokens[share].sum() for share in distribute_groups(tokens, num_ranks)])
-    assert loads.max() / loads.mean() - 1 < 0.1
-
-
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
 def test_every_group_is_whole_on_one_rank(tokens: list[int], num_ranks: int) -> None:
     shares = distribute_groups(tokens, num_ranks)
@@ -78,17 +66,20 @@ def test_positions_start_anew_in_every_sequence() -> None:
     assert position_ids([3, 1, 2]).tolist() == [0, 1, 2, 0, 0, 1]
 
 
-def _imbalance(counts: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
-    loads = [sum(counts[group] for group in share) for share in shares]
-    return max(loads) / np.mean(loads) - 1
+@pytest.mark.parametrize("spread", [0.5, 1.0, 1.3])
+def test_ranks_differ_by_less_than_a_tenth_if_they_can(spread: float) -> None:
+    def imbalance(tokens: np.ndarray, shares: list[list[int]]) -> float:
+        loads = np.array([tokens[share].sum() for share in shares])
+        return loads.max() / loads.mean() - 1
 
-
-def test_few_groups_are_within_ten_percent_wherever_they_can_be() -> None:
-    assert _imbalance([3000, 3000, 2000, 2000, 2000], distribute_groups([3000, 3000, 2000, 2000, 2000], 2)) == 0
-    draw, missed = np.random.default_rng(0), 0
-    for _ in range(300):
-        counts = draw.lognormal(5.5, 0.5, size=(5, 8)).astype(int).sum(1).tolist()
-        divisions = [[[g for g in range(5) if choice >> g & 1 == rank] for rank in (0, 1)] for choice in range(32)]
-        best = min(_imbalance(counts, division) for division in divisions)
-        missed += best <= 0.1 < _imbalance(counts, distribute_groups(counts, 2))
-    assert missed == 0
+    draw = np.random.default_rng(0)
+    for num_ranks in (2, 4, 8) * 10:
+        tokens = draw.lognormal(5.5, spread, size=(64, 8)).clip(1, 4096).astype(int).sum(1)
+        assert imbalance(tokens, distribute_groups(tokens, num_ranks)) < 0.1
+    for _ in range(100):  # few groups: beside every way to divide them
+        tokens = draw.lognormal(5.5, spread, size=(5, 8)).astype(int).sum(1)
+        divisions = [[[g for g in range(5) if choice >> g & 1 == rank] for rank in (0, 1)] for choice in range(1, 31)]
+        best = min(imbalance(tokens, division) for division in divisions)
+        assert best > 0.1 or imbalance(tokens, distribute_groups(tokens, 2)) <= 0.1
+    tokens = np.array([3000, 3000, 2000, 2000, 2000])
+    assert imbalance(tokens, distribute_groups(tokens, 2)) == 0
