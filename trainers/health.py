@@ -146,11 +146,13 @@ class GapMeter:
         ]
         ends = np.cumsum([len(part) for part in parts])[:-1]
         histogram, tokens_S, size_S, (num_fresh, size, k3) = np.split(sum_over_ranks(np.concatenate(parts)), ends)
-        num_tokens = int(num_fresh)
+        num_tokens, reached = int(num_fresh), np.cumsum(histogram)
+        # The upper edge of the bin in which the values, counted from the smallest, reach 99 % of all.
+        p99 = np.append(_EDGES, np.inf)[np.searchsorted(reached, 0.99 * reached[-1])] if reached[-1] else 0.0
         return Gap(
             num_tokens=num_tokens,
             mean=float(size / max(1, num_tokens)),
-            p99=_quantile(histogram, 0.99),
+            p99=float(p99),
             k3=float(k3 / max(1, num_tokens)),
             mean_S=np.divide(size_S, tokens_S, out=np.full(self._num_shards, np.nan), where=tokens_S > 0),
             tokens_S=tokens_S,
@@ -200,12 +202,3 @@ def _bins(size_N: np.ndarray) -> np.ndarray:
     with np.errstate(divide="ignore"):
         number_N = np.ceil(np.log10(size_N, dtype=np.float32) * _BINS_PER_DECADE) - _FIRST
     return np.nan_to_num(number_N, nan=np.inf).clip(0, len(_EDGES)).astype(np.int64)
-
-
-def _quantile(histogram: np.ndarray, share: float) -> float:
-    """Upper edge of the bin in which the values, counted from the smallest, reach `share` of all; 0 without values."""
-    reached = np.cumsum(histogram)
-    if not reached[-1]:
-        return 0.0
-    index = int(np.searchsorted(reached, share * reached[-1]))
-    return float(_EDGES[index]) if index < len(_EDGES) else float("inf")

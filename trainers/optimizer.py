@@ -69,21 +69,6 @@ def module_group(name: str) -> str:
     return "other"
 
 
-def grad_norms(
-    parameters: Iterable[tuple[str, nn.Parameter]], *, sum_over_ranks: Callable[[np.ndarray], np.ndarray]
-) -> dict[str, float]:
-    """L2 norm of the gradient of each module group, of the whole model on every rank; 0 without a gradient. Their
-    squares add up to the square of the global norm. One collective."""
-    squares: dict[str, list[torch.Tensor]] = {}
-    for name, parameter in parameters:
-        of_group = squares.setdefault(module_group(name), [])
-        if parameter.grad is not None:
-            of_group.append(_own_square(parameter.grad))
-    sums = [float(torch.stack(of_group).sum()) if of_group else 0.0 for of_group in squares.values()]
-    totals = sum_over_ranks(np.array(sums, dtype=np.float64))
-    return {group: math.sqrt(total) for group, total in zip(squares, totals.tolist(), strict=True)}
-
-
 def clip_gradient(
     parameters: Iterable[tuple[str, nn.Parameter]],
     *,
@@ -93,10 +78,20 @@ def clip_gradient(
     rows: Sequence[str] = (),
     num_updates: int = 0,
 ) -> tuple[float, dict[str, float]]:
-    """Scale a gradient down to `max_norm`; returns the norm it had, and those of its module groups. Raises `NonFinite`
-    about `what`, with all `rows` of the mini-batch, before anything is touched."""
+    """Scale a gradient down to `max_norm`; returns the L2 norm it had, and those of its module groups, of the whole
+    model on every rank; 0 without a gradient. One collective.
+
+    Raises `NonFinite` about `what`, with all `rows` of the mini-batch, before anything is touched.
+    """
     named = list(parameters)
-    by_group = grad_norms(named, sum_over_ranks=sum_over_ranks)
+    squares: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in named:
+        of_group = squares.setdefault(module_group(name), [])
+        if parameter.grad is not None:
+            of_group.append(_own_square(parameter.grad))
+    sums = [float(torch.stack(of_group).sum()) if of_group else 0.0 for of_group in squares.values()]
+    totals = sum_over_ranks(np.array(sums, dtype=np.float64)).tolist()
+    by_group = {group: math.sqrt(total) for group, total in zip(squares, totals, strict=True)}
     total = math.hypot(*by_group.values())
     if not math.isfinite(total):
         raise NonFinite(what, rows, num_updates)

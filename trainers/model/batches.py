@@ -78,7 +78,8 @@ def build_pack(
 ) -> Pack:
     """The pack of these rows; an idle one without a mask."""
     lengths = _num_predicting(samples, rows)
-    tokens = _first_tokens(samples, rows, lengths)
+    before = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    tokens = np.repeat(samples.offsets[rows] - before, lengths) + np.arange(lengths.sum())
     is_last = tokens == np.repeat(samples.offsets[rows + 1] - 1, lengths)
     next_token = np.where(is_last, tokens, tokens + 1)
 
@@ -106,12 +107,6 @@ def build_pack(
 def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
     """How many tokens of each row go through the model: all but the last."""
     return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
-
-
-def _first_tokens(samples: Samples, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Where the first tokens of each row stand in the samples' flat arrays, row after row."""
-    before = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    return np.repeat(samples.offsets[rows] - before, lengths) + np.arange(lengths.sum())
 
 
 def _rows_by_rank(groups_R: np.ndarray, lengths_R: np.ndarray, *, world_size: int) -> list[np.ndarray]:

@@ -164,13 +164,11 @@ def _leave_one_out(groups: _Groups, *, scale: str, eps: float) -> torch.Tensor:
 
 
 def _reinforce(groups: _Groups, lengths_B: torch.Tensor, *, baseline: bool, eps: float) -> torch.Tensor:
-    """REINFORCE++: A = (r − mean) / (std + eps) over all sampled tokens of the batch.
+    """REINFORCE++: A = (r − mean) / (std + eps) over all sampled tokens of the batch; https://arxiv.org/abs/2501.03262
 
     Every token carries its attempt's reward, so an attempt counts by its length in mean and (biased) deviation. With
     `baseline` the group's mean is subtracted from the rewards first; groups of equal rewards enter the deviation, but
     are not moved by a batch mean that is only there because lengths differ: they get 0.
-
-    https://arxiv.org/abs/2501.03262
     """
     values_B = groups.centred_B if baseline else groups.values_B
     moves_B = groups.differs_B if baseline else groups.known_B
@@ -190,12 +188,8 @@ def _whitened_over_batch(
 
 
 def _opo(groups: _Groups, lengths_B: torch.Tensor) -> torch.Tensor:
-    """OPO: A = r − Σ_j l_j r_j / Σ_j l_j over the group, l in sampled tokens.
-
-    The baseline of least variance if a reply's squared gradient grows with its length.
-
-    https://arxiv.org/abs/2505.23585
-    """
+    """OPO: A = r − Σ_j l_j r_j / Σ_j l_j over the group, l in sampled tokens: the baseline of least variance if a
+    reply's squared gradient grows with its length. https://arxiv.org/abs/2505.23585"""
     shift_B = groups.sum(lengths_B * groups.centred_B) / groups.sum(lengths_B).clamp(min=1)
     return torch.where(groups.differs_B, groups.centred_B - shift_B, 0.0)
 
@@ -212,9 +206,7 @@ def _gdpo(
     """GDPO: s = Σ_k w_k · GRPO(r_k), then A = (s − mean) / (std + eps) over the batch's attempts.
 
     Null parts are left out of the sum; an attempt without any part, or without a reward, gets 0 and is not counted.
-    Parts of weight 0 are not looked at. A group in which no part differs gets 0. Raises `ValueError` without parts.
-
-    https://arxiv.org/abs/2601.05242
+    Parts of weight 0 are not looked at. A group in which no part differs gets 0. https://arxiv.org/abs/2601.05242
     """
     weights = {name: reward_weights.get(name, 1.0) for name in reward_parts_B}
     if not any(weights.values()):
@@ -243,9 +235,7 @@ def _pass_at_k(groups: _Groups, *, k: int, threshold: float, eps: float) -> torc
 
     With n attempts, w of them wrong (reward at most `threshold`), R = 1 − C(w, k) / C(n, k) and σ = √(R (1 − R)):
     right: (1 − R) / (σ + eps); wrong: (1 − R − C(w − 1, k − 1) / C(n − 1, k − 1)) / (σ + eps). If all subsets pass
-    (w < k, so always if k ≥ n) or all fail, it is 0; a partial group of at most k attempts teaches nothing.
-
-    https://arxiv.org/abs/2508.10751
+    (w < k, so always if k ≥ n) or all fail, it is 0. https://arxiv.org/abs/2508.10751
     """
     is_right_B = groups.known_B & (groups.values_B > threshold)
     size_B = groups.size_B
@@ -261,10 +251,8 @@ def _pass_at_k(groups: _Groups, *, k: int, threshold: float, eps: float) -> torc
 
 
 def rewards_at_end(rewards_B: np.ndarray, mask_T: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Each row's reward at its last sampled token, 0 elsewhere and in rows without one; float64 of shape [T].
-
-    `mask_T` is True on sampled tokens; row i is offsets[i]:offsets[i + 1].
-    """
+    """Each row's reward at its last sampled token (`mask_T`), 0 elsewhere; float64 of shape [T]. Row i is
+    offsets[i]:offsets[i + 1]."""
     sampled = np.flatnonzero(mask_T)
     row = np.searchsorted(offsets, sampled, side="right") - 1
     is_last = np.diff(row, append=-1) != 0
@@ -279,10 +267,8 @@ def gae(
     """Generalised advantage estimation; advantages and returns, float64 of shape [T], 0 where nothing was sampled.
 
     δ_t = r_t + γ V_{t+1} − V_t, A_t = δ_t + γλ A_{t+1}, return = A_t + V_t, where t + 1 is the row's next *sampled*
-    token: what tools and users wrote in between is skipped, and behind the last one V and A are 0. `values_T` stand at
-    the token they were predicted for: V_t is what the critic expected before token t was sampled.
-
-    Rows without a reward have to be masked. Raises `ValueError` for a reward or value that is not finite.
+    token: what tools and users wrote in between is skipped, and behind the last one V and A are 0. V_t is what the
+    critic expected before token t was sampled. Raises `ValueError` for a reward or value that is not finite.
 
     https://arxiv.org/abs/1506.02438 eq. 16
     """
