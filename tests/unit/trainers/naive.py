@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tests.unit.trainers.builders import Row, gradients, largest_difference, load_causal_lm, weights
+from trainers.critic import Critic
 from trainers.model.distributed import full
 from trainers.trainer import Trainer
 
@@ -103,7 +104,8 @@ def assert_same_gradient(trainer: Trainer, expected: dict[str, torch.Tensor], *,
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Weights, moments and counters of policy and critic, and the average, copied: what an update may change."""
     tensors = {}
-    for owner in filter(None, (trainer, trainer.critic)):
+    owners: list[Trainer | Critic] = [trainer] if trainer.critic is None else [trainer, trainer.critic]
+    for owner in owners:
         for name, parameter in owner.model.named_parameters():
             values = {"weight": parameter, **owner.optimizer.state.get(parameter, {})}
             tensors |= {f"{type(owner)} {name} {key}": full(value).clone() for key, value in values.items()}
