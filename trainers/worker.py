@@ -190,8 +190,7 @@ class TrainerWorker:
             self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE)
         measured = time.perf_counter() - started
         phases = {**phases, "save_seconds": measured - phases["load_seconds"] - phases["train_seconds"]}
-        # The round may have started by another machine's clock; it took no less than was measured here.
-        budget = time_budget(phases, wall_seconds=max(time.time() - round_started, measured))
+        budget = time_budget(phases, wall_seconds=time.time() - round_started)
         speed = {"tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"]}
         self._log.append(
             Step(

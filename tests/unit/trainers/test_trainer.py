@@ -157,15 +157,6 @@ def test_tokens_of_equal_entropy_are_chosen_alike_in_any_pack(tiny_folder: Path)
             assert largest_difference(gradients(trainer), gradients(first[0])) < 1e-5
 
 
-def test_mini_batches_train_every_token_once_and_are_no_more_than_there_are_groups(
-    tiny_folder: Path, samples: Samples
-) -> None:
-    (trainer, [four]), (other, [nine]) = (_after_steps(tiny_folder, samples, num_minibatches=n) for n in (4, 9))
-    assert (four["trained_tokens"], four["trained_rows"]) == (samples.mask_T.sum(), samples.num_rows)
-    assert four == nine and four["trained_groups"] == 4
-    assert largest_difference(weights(trainer), weights(other)) == 0
-
-
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_a_step_without_gradient_is_one_whose_every_token_is_masked(
     tiny_folder: Path, samples: Samples, num_minibatches: int

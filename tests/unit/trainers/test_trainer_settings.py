@@ -70,6 +70,8 @@ def test_seed_step_and_epoch_choose_the_mini_batches_which_hold_each_group_once(
     assert all(sorted([*first, *second]) == list(range(samples.num_rows)) for first, second in epochs)
     assert len({frozenset(epoch) for epoch in epochs}) > 1, "epochs are shuffled differently"
     assert epochs != epochs_of(1, 1) and epochs != epochs_of(0, 2)
+    many = list(minibatches(samples, TrainSettings(num_minibatches=9), seed=0, step=1))
+    assert len(many) == 4, "no more than there are groups"
 
 
 @pytest.mark.parametrize("version", [0, 2])
