@@ -32,10 +32,8 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", DIGEST_FILE, _IND
 
 
 def refuse_other_names(model: PolicyModel, base_folder: Path) -> None:
-    """Raise `ValueError` for a model that computes with other tensors than its files hold, as of fused experts.
-
-    Its policies would be files that neither vLLM nor an older transformers loads as it loads the base model.
-    """
+    """Raise `ValueError` for a model that computes with other tensors than its files hold, as with fused experts: vLLM
+    would not load its policies as it loads the base model."""
     other = set() if has_adapters(model) else _named_weights(model).keys() - stored_names(base_folder)
     if other:
         raise InvalidInput(
@@ -48,9 +46,8 @@ def refuse_other_names(model: PolicyModel, base_folder: Path) -> None:
 def save_policy(model: PolicyModel, base_folder: Path, folder: Path | None, *, dtype: torch.dtype) -> str:
     """Write the weights beside the base model's configuration and tokenizer; returns the weights digest.
 
-    Of a model with adapters only these are written, in peft's format. Equal weights give equal files and so equal
-    digests. Every rank must call it: shards are gathered before anything is written. Those that do not write pass no
-    folder, and get an empty digest.
+    Of a model with adapters only these are written, in peft's format. Equal weights give equal digests. Every rank must
+    call it, for shards are gathered; those that do not write pass no folder, and get an empty digest.
     """
     if has_adapters(model):
         write_adapter(model.causal_lm, folder, base=base_folder.name)
@@ -73,8 +70,7 @@ def save_policy(model: PolicyModel, base_folder: Path, folder: Path | None, *, d
 def save_state(trainer: Trainer, folder: Path | None, *, step: int) -> None:
     """Write float32 weights, both moments of every parameter, the critic's too, and torch's random state.
 
-    Frozen weights, those under adapters, are the base policy's and are not written again. Every rank must call it;
-    those that do not write pass no folder.
+    Frozen weights, those under adapters, are the base policy's and are not written again. Ranks as in `save_policy`.
     """
     tensors: dict[str, torch.Tensor] = {"random_state": torch.get_rng_state()}
     for name, parameter, optimizer in _trained(trainer, with_critic=True):
@@ -93,9 +89,8 @@ def save_state(trainer: Trainer, folder: Path | None, *, step: int) -> None:
 
 
 def load_state(trainer: Trainer, folder: Path) -> int:
-    """Restore what `save_state` wrote, at this number of ranks or another; returns its step.
-
-    A critic that the state does not know stays new.
+    """Restore what `save_state` wrote, at this number of ranks or another; returns its step. A critic that the state
+    does not know stays new.
 
     Raises `storage.objects.digests.DigestMismatch` for a half-written or altered folder, `ValueError` for a state of
     other trained weights.
@@ -125,22 +120,20 @@ def load_state(trainer: Trainer, folder: Path) -> int:
     if trainer.ema is not None:
         trainer.ema.load(tensors)
     about = json.loads((folder / "state.json").read_text())
-    if (saved_by := about.get("world_size", 1)) != num_ranks():
+    step, saved_by = int(about["step"]), about.get("world_size", 1)
+    if saved_by != num_ranks():
         logger.warning(
-            "the state of step %d was saved by %d rank(s) and %d go on: they add in another order, so weights agree to "
-            "about 1e-6 with those of the old number, not bit for bit",
-            about["step"],
-            saved_by,
-            num_ranks(),
+            f"the state of step {step} was saved by {saved_by} rank(s) and {num_ranks()} go on: they add in another "
+            "order, so weights agree to about 1e-6 with those of the old number, not bit for bit"
         )
-    return int(about["step"])
+    return step
 
 
 def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
     """Write the moving average of the weights that a saved state holds as a policy folder; returns its digest.
 
-    Stored in the types of `policy_folder`, whose other files are copied. Raises `ValueError` for a state without an
-    average, and `storage.objects.digests.DigestMismatch` for an altered one.
+    Types and other files are those of `policy_folder`. Raises `ValueError` for a state without an average, and
+    `storage.objects.digests.DigestMismatch` for an altered one.
     """
     verify_folder(state_folder)
     tensors = load_file(str(state_folder / _STATE))
@@ -157,10 +150,8 @@ def save_average(state_folder: Path, policy_folder: Path, folder: Path) -> str:
 
 
 def load_weights(model: PolicyModel, folder: Path) -> None:
-    """Put a policy folder's weights into the model, leaving the optimizer alone.
-
-    Raises `storage.objects.digests.DigestMismatch` for a half-written or altered folder.
-    """
+    """Put a policy folder's weights into the model, leaving the optimizer alone. Raises
+    `storage.objects.digests.DigestMismatch` for a half-written or altered folder."""
     verify_folder(folder)
     if has_adapters(model):
         read_adapter(model.causal_lm, folder)

@@ -33,12 +33,7 @@ class CriticModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        position_ids_T: torch.Tensor,
-        layout: Layout,
-    ) -> torch.Tensor:
+    def forward(self, input_ids_T: torch.Tensor, position_ids_T: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Values, float32 of shape [T]."""
         hidden_TD = self.policy.hidden(input_ids_T, position_ids_T, layout)
         values: torch.Tensor = self.value_head(hidden_TD).sum(1)  # its only column; FSDP2 warns of views
@@ -50,9 +45,8 @@ class Critic:
 
     def __init__(self, folder: Path, settings: TrainSettings, *, mesh: DeviceMesh) -> None:
         self._clip = settings.critic.clip
-        policy = load_model(
-            folder, activation_checkpointing=settings.activation_checkpointing, compile=settings.compile
-        )
+        recompute = settings.activation_checkpointing
+        policy = load_model(folder, activation_checkpointing=recompute, compile=settings.compile)
         self.model = CriticModel(policy)
         dtype, offload = getattr(torch, settings.dtype), settings.offload_optimizer
         shard(self.model, policy.layers, mesh=mesh, dtype=dtype, offload=offload)
@@ -70,13 +64,7 @@ class Critic:
 
     def backward(self, pack: Pack) -> dict[str, float]:
         """Add a pack's gradient of the value loss; returns its sums over trained tokens."""
-        output = value_loss(
-            self(pack),
-            pack.values["old_values"],
-            pack.values["returns"],
-            pack.mask,
-            pack.values["weights"],
-            clip=self._clip,
-        )
+        old_values, returns, weights = (pack.values[name] for name in ("old_values", "returns", "weights"))
+        output = value_loss(self(pack), old_values, returns, pack.mask, weights, clip=self._clip)
         output.loss.backward()
         return output.sums

@@ -1,7 +1,7 @@
-"""How far apart engine and trainer are, and whether every number is one: both before the optimizer is touched.
+"""How far apart engine and trainer are, and checks for NaN and infinity: both before the optimizer is touched.
 
-In: per-token log-probabilities, pack by pack, as arrays or as tensors that stay on their device. Out: metrics, or an
-exception that names the shards or the rows. Every rank gets the same answer, so all of them stop or none.
+In: per-token log-probabilities, pack by pack, as tensors that stay on their device. Out: metrics, or an exception that
+names the shards or the rows. Every rank gets the same result, so all of them stop or none.
 
     forward, backward ─▶ FiniteCheck ─▶ NonFinite (rows)  ─▶ the run stops
                      └─▶ GapMeter ────▶ GapTooLarge (shards) ─▶ quarantine, their prompts run again
@@ -63,8 +63,7 @@ class NonFinite(UserError):
         before = f" for it, nor are the {num_updates} updates before it in this step committed" if num_updates else ""
         super().__init__(
             f"{what} is NaN or infinite at {named or 'no row in particular'}; the optimizer was not touched{before}. "
-            "Look at "
-            "these attempts with `millrace traj show RUN ID`; if their tokens and rewards are sane, lower "
+            "Look at these attempts with `millrace traj show RUN ID`; if their tokens and rewards are sane, lower "
             'learning_rate or set train.dtype = "float32", and start the run again'
         )
         self.what = what
@@ -79,28 +78,22 @@ class NonFinite(UserError):
 class Gap:
     """Δ = log π_trainer − log π_engine of the same token under the same policy, over the tokens counted."""
 
-    num_tokens: int
-    """Tokens the policy being trained has sampled itself; the others differ for a good reason."""
-    mean: float
-    """Of |Δ| over these tokens, in nats."""
-    p99: float
-    """99 % of |Δ| are no larger; the upper edge of its bin."""
-    k3: float
-    """Mean of ρ − 1 − ln ρ with ρ = exp Δ, an estimate of KL(engine ‖ trainer) that is never negative."""
-    mean_S: np.ndarray
-    """Mean of |Δ| times the weights of `gap_weights` for each shard, NaN for one of which no token was looked at."""
-    tokens_S: np.ndarray
-    """How many tokens of each shard were looked at."""
+    num_tokens: int  # tokens the policy being trained has sampled itself; the others differ for a good reason
+    mean: float  # of |Δ| over these tokens, in nats
+    p99: float  # 99 % of |Δ| are no larger; the upper edge of its bin
+    k3: float  # mean of ρ − 1 − ln ρ with ρ = exp Δ, an estimate of KL(engine ‖ trainer) that is never negative
+    mean_S: np.ndarray  # of each shard: the mean of |Δ| times the weights of `gap_weights`, NaN without a token
+    tokens_S: np.ndarray  # how many tokens of each shard were looked at
 
     def metrics(self) -> dict[str, float]:
-        """Nothing where there was nothing to compare."""
+        """Empty if there was nothing to compare."""
         if not self.num_tokens:
             return {}
         return {"engine_gap": self.mean, "engine_gap_p99": self.p99, "engine_gap_k3": self.k3}
 
     def check(self, shard_ids: Sequence[str], *, max_gap: float) -> None:
-        """Raise `GapTooLarge` naming the shards whose mean is above `max_gap`, `NonFinite` where one is no number:
-        what the engine says is finite (`trainers.refusals`), so the trainer's own weights are ruined."""
+        """Raise `GapTooLarge` naming the shards whose mean is above `max_gap`, `NonFinite` for NaN and infinity: the
+        engine's numbers are finite (`trainers.refusals`), so the trainer's own weights are ruined."""
         looked_S = self.tokens_S > 0
         if len(ruined := np.flatnonzero(looked_S & ~np.isfinite(self.mean_S))):
             raise NonFinite("a log-probability by the trainer", [f"shard {shard_ids[shard]}" for shard in ruined])
@@ -122,10 +115,8 @@ def gap_weights(versions_T: np.ndarray, mask_T: np.ndarray, shards_T: np.ndarray
 
 
 class GapMeter:
-    """Compares the trainer's log-probabilities, before any update of the step, with the engine's, pack by pack.
-
-    Tensors stay on the device until the end, when they are fetched all at once.
-    """
+    """Compares the trainer's log-probabilities, before any update of the step, with the engine's, pack by pack. Tensors
+    stay on the device until the end, when they are fetched all at once."""
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
@@ -138,10 +129,7 @@ class GapMeter:
         self._packs.append([values.detach() for values in (logprobs_T, sampled_T, weights_T, shards_T)])
 
     def result(self, sum_over_ranks: Reduce) -> Gap:
-        """Over all packs and ranks, in one collective; every rank must call it, also one that has added nothing.
-
-        k3: http://joschu.net/blog/kl-approx.html
-        """
+        """Over all packs and ranks, in one collective. k3: http://joschu.net/blog/kl-approx.html"""
         columns = ([values.cpu().numpy() for values in column] for column in zip(*self._packs, strict=True))
         logprobs_T, sampled_T, weights_T, shards_T = map(np.concatenate, columns) if self._packs else [np.zeros(0)] * 4
         looked_T = weights_T > 0
@@ -158,11 +146,13 @@ class GapMeter:
         ]
         ends = np.cumsum([len(part) for part in parts])[:-1]
         histogram, tokens_S, size_S, (num_fresh, size, k3) = np.split(sum_over_ranks(np.concatenate(parts)), ends)
-        num_tokens = int(num_fresh)
+        num_tokens, reached = int(num_fresh), np.cumsum(histogram)
+        # The upper edge of the bin in which the values, counted from the smallest, reach 99 % of all.
+        p99 = np.append(_EDGES, np.inf)[np.searchsorted(reached, 0.99 * reached[-1])] if reached[-1] else 0.0
         return Gap(
             num_tokens=num_tokens,
             mean=float(size / max(1, num_tokens)),
-            p99=_quantile(histogram, 0.99),
+            p99=float(p99),
             k3=float(k3 / max(1, num_tokens)),
             mean_S=np.divide(size_S, tokens_S, out=np.full(self._num_shards, np.nan), where=tokens_S > 0),
             tokens_S=tokens_S,
@@ -170,10 +160,8 @@ class GapMeter:
 
 
 def rows_to_probe(shards_B: np.ndarray, counted_B: np.ndarray, measured_B: np.ndarray) -> np.ndarray:
-    """A row of each shard of which the first mini-batch has none, to go through the model without a gradient.
-
-    `counted_B` is true for rows with a token that `gap_weights` counts, `measured_B` for those of the first mini-batch.
-    """
+    """A row of each shard of which the first mini-batch has none. `counted_B` is true for rows with a token that
+    `gap_weights` counts, `measured_B` for those of the first mini-batch."""
     seen = np.unique(shards_B[measured_B & counted_B])
     waiting = np.flatnonzero(counted_B & ~np.isin(shards_B, seen))
     _, first = np.unique(shards_B[waiting], return_index=True)
@@ -181,7 +169,7 @@ def rows_to_probe(shards_B: np.ndarray, counted_B: np.ndarray, measured_B: np.nd
 
 
 class FiniteCheck:
-    """Which rows of a mini-batch have a number that is none. Costs no wait for the device until it is asked."""
+    """NaN and infinity checks by row. Costs no wait for the device until it is asked."""
 
     def __init__(self) -> None:
         self._packs: list[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = []
@@ -189,20 +177,16 @@ class FiniteCheck:
     def add(
         self, tokens: np.ndarray, *, loss: torch.Tensor, mask_T: torch.Tensor | None = None, **values_T: torch.Tensor
     ) -> None:
-        """One pack: where its tokens stand in the samples, its share of the loss, and whatever has shape [T].
-
-        With `mask_T`, what stands where it is 0 is not looked at.
-        """
+        """One pack: where its tokens stand in the samples, its share of the loss, and values of shape [T], of which
+        those count where `mask_T` is not 0."""
         finite_T = functools.reduce(operator.and_, (values.detach().isfinite() for values in values_T.values()))
         if mask_T is not None:
             finite_T = finite_T | (mask_T == 0)
         self._packs.append((tokens, finite_T, loss.detach().isfinite() & finite_T.all()))
 
     def bad_rows(self, offsets: np.ndarray, *, sum_over_ranks: Reduce) -> np.ndarray:
-        """Numbers of the rows with such a token, on any rank; `offsets` says where each row starts, shape [B + 1].
-
-        Where only a pack's loss is none, every row of the pack is named. Every rank must call it.
-        """
+        """Numbers of the rows with such a token, on any rank; `offsets` says where each row starts, shape [B + 1]. If
+        only a pack's loss is NaN or infinite, every row of the pack is named."""
         bad_B = np.zeros(len(offsets) - 1)
         for tokens, finite_T, is_fine in self._packs:
             if not is_fine:
@@ -213,19 +197,8 @@ class FiniteCheck:
 
 
 def _bins(size_N: np.ndarray) -> np.ndarray:
-    """The bin each size is in: the first whose upper edge is not below it; the open last one for NaN and infinity.
-
-    By logarithm, which is ten times as fast as looking through the edges.
-    """
+    """The bin each size is in: the first whose upper edge is not below it; the open last one for NaN and infinity. By
+    logarithm, which is ten times as fast as looking through the edges."""
     with np.errstate(divide="ignore"):
         number_N = np.ceil(np.log10(size_N, dtype=np.float32) * _BINS_PER_DECADE) - _FIRST
     return np.nan_to_num(number_N, nan=np.inf).clip(0, len(_EDGES)).astype(np.int64)
-
-
-def _quantile(histogram: np.ndarray, share: float) -> float:
-    """Upper edge of the bin in which the values, counted from the smallest, reach `share` of all; 0 without values."""
-    reached = np.cumsum(histogram)
-    if not reached[-1]:
-        return 0.0
-    index = int(np.searchsorted(reached, share * reached[-1]))
-    return float(_EDGES[index]) if index < len(_EDGES) else float("inf")

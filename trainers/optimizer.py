@@ -36,13 +36,9 @@ def make_optimizer(
     parameters: Iterable[nn.Parameter], *, learning_rate: float, weight_decay: float, fused: bool = False
 ) -> torch.optim.AdamW:
     """AdamW with betas 0.9 and 0.99, decaying all weights alike. `fused` is one kernel per update; on the CPU too it
-    takes a fifth of the time of a dozen small ones per sharded tensor.
-
-    Decoupled weight decay: https://arxiv.org/abs/1711.05101
-    """
-    return torch.optim.AdamW(
-        parameters, lr=learning_rate, weight_decay=weight_decay, betas=(0.9, 0.99), fused=fused or None
-    )
+    takes a fifth of the time of a dozen small ones per sharded tensor. https://arxiv.org/abs/1711.05101"""
+    betas = (0.9, 0.99)
+    return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay, betas=betas, fused=fused or None)
 
 
 def learning_rate(step: int, *, peak: float, warmup_steps: int, schedule: Schedule, decay_steps: int) -> float:
@@ -61,7 +57,7 @@ def learning_rate(step: int, *, peak: float, warmup_steps: int, schedule: Schedu
 
 
 def module_group(name: str) -> str:
-    """Which part of the model a parameter is in: embed, attention, mlp, norm, lm_head, critic or other.
+    """Which part of the model a parameter is in.
 
     >>> module_group("causal_lm.model.layers.0.self_attn.q_proj.weight")
     'attention'
@@ -73,50 +69,39 @@ def module_group(name: str) -> str:
     return "other"
 
 
-def grad_norms(
-    parameters: Iterable[tuple[str, nn.Parameter]], *, sum_over_ranks: Callable[[np.ndarray], np.ndarray]
-) -> dict[str, float]:
-    """L2 norm of the gradient of each module group, of the whole model on every rank; 0 where it has no gradient.
-
-    Their squares add up to the square of the global norm. Call it before the gradient is clipped. One collective.
-    """
-    squares: dict[str, list[torch.Tensor]] = {}
-    for name, parameter in parameters:
-        of_group = squares.setdefault(module_group(name), [])
-        if parameter.grad is not None:
-            of_group.append(_own_square(parameter.grad))
-    sums = [float(torch.stack(found).sum()) if found else 0.0 for found in squares.values()]
-    totals = sum_over_ranks(np.array(sums, dtype=np.float64))
-    return {group: math.sqrt(total) for group, total in zip(squares, totals.tolist(), strict=True)}
-
-
 def clip_gradient(
     parameters: Iterable[tuple[str, nn.Parameter]],
     *,
     max_norm: float,
     sum_over_ranks: Callable[[np.ndarray], np.ndarray],
     what: str = "the gradient",
-    rows: Callable[[], Sequence[str]] = tuple,
+    rows: Sequence[str] = (),
     num_updates: int = 0,
 ) -> tuple[float, dict[str, float]]:
-    """Scale a gradient down to `max_norm`; returns the norm it had, and those of its module groups.
+    """Scale a gradient down to `max_norm`; returns the L2 norm it had, and those of its module groups, of the whole
+    model on every rank; 0 without a gradient. One collective.
 
     Raises `NonFinite` about `what`, with all `rows` of the mini-batch, before anything is touched.
     """
     named = list(parameters)
-    by_group = grad_norms(named, sum_over_ranks=sum_over_ranks)
+    squares: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in named:
+        of_group = squares.setdefault(module_group(name), [])
+        if parameter.grad is not None:
+            of_group.append(_own_square(parameter.grad))
+    sums = [float(torch.stack(of_group).sum()) if of_group else 0.0 for of_group in squares.values()]
+    totals = sum_over_ranks(np.array(sums, dtype=np.float64)).tolist()
+    by_group = {group: math.sqrt(total) for group, total in zip(squares, totals, strict=True)}
     total = math.hypot(*by_group.values())
     if not math.isfinite(total):
-        raise NonFinite(what, rows(), num_updates)
+        raise NonFinite(what, rows, num_updates)
     torch.nn.utils.clip_grads_with_norm_([parameter for _, parameter in named], max_norm, torch.tensor(total))
     return total, by_group
 
 
 class Ema:
-    """An exponential moving average of the weights in float32, sharded as they are; it changes nothing else.
-
-    average ← decay · average + (1 − decay) · weights, after each optimizer update, beginning with the weights.
-    """
+    """An exponential moving average of the weights in float32, sharded as they are: average ← decay · average +
+    (1 − decay) · weights, after each optimizer update, beginning with the weights."""
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], *, decay: float) -> None:
         self._parameters = {name: parameter for name, parameter in parameters if parameter.requires_grad}
@@ -135,7 +120,7 @@ class Ema:
         return {f"ema/{name}": full(tensor).contiguous() for name, tensor in self._average.items()}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state_tensors`; from the present weights where a state was saved without an average."""
+        """Go on from `state_tensors`; from the present weights if the state has no average."""
         for name, parameter in self._parameters.items():
             saved = tensors.get(f"ema/{name}")
             copy_into(self._average[name], full(parameter).float() if saved is None else saved)

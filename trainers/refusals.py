@@ -1,12 +1,11 @@
-"""What cannot be trained, said before anything changes: samples that do not fit the model, options nobody honours.
+"""What cannot be trained is refused before anything changes: samples that do not fit the model, options without effect.
 
     settings ─▶ refuse_options (when the trainer starts)   ValueError: the run stops
     samples ─┬▶ refuse_shards (before each step)           RefusedShards: quarantine, their prompts run again
              └▶ refuse_long_rows (before each step)        ValueError: the run stops
 
-A model whose attention cannot be packed is refused where it is loaded (`trainers/model/model.py`), rewards that are all
-null or lack a named part where advantages are taken (`trainers/objective/advantages.py`), a loss of the user's by its
-trial (`trainers/objective/custom_loss.py`), and shards whose engine disagrees with the trainer by `trainers/health.py`.
+Elsewhere: models (`model/model.py`), rewards (`objective/advantages.py`), custom losses (`objective/custom_loss.py`),
+engines that disagree with the trainer (`health.py`).
 
 In: settings and arrays, no weights. Out: nothing, or an error that names the thing and what to change.
 """
@@ -39,10 +38,8 @@ class RefusedShards(Exception):
 
 
 def refuse_options(settings: TrainSettings, *, has_cuda: bool, has_bfloat16: bool) -> None:
-    """Raise `ValueError` for options that the machine this process is on cannot honour; all of them at once.
-
-    `has_bfloat16` is about its GPU; a CPU always has it.
-    """
+    """Raise `ValueError` for options that this machine cannot honour; all of them at once. `has_bfloat16` is about its
+    GPU; a CPU always has it."""
     problems = []
     on_gpu = has_cuda and settings.device != "cpu"
     if settings.device == "cuda" and not has_cuda:
@@ -68,9 +65,8 @@ def refuse_shards(
 ) -> None:
     """Raise `RefusedShards` with the first fault of each shard that this policy cannot have sampled.
 
-    `tokenizers` maps a shard to the digest of the vocabulary its producer had, empty where it did not say;
-    `base_tokenizer` is that of the run's base policy. Whole columns are looked at: a step of a million tokens takes
-    milliseconds.
+    `tokenizers` maps a shard to the digest of its producer's vocabulary, empty if it is unknown; `base_tokenizer` is
+    that of the run's base policy.
     """
     shards_B, offsets, mask_T = samples.shards_B, samples.offsets, samples.mask_T
     reasons: dict[str, str] = {}

@@ -8,6 +8,7 @@ weights need equal threads and ranks.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from pathlib import Path
@@ -16,11 +17,11 @@ from settings.run_file import RunConfig
 from storage.log.entries import Policy, Step
 from storage.log.replay_plan import CannotReplay, ReplayedStep, ReplayPlan, later_start
 from storage.log.runs import open_run
-from storage.objects.digests import DigestMismatch
+from storage.objects.digests import WEIGHTS_FILE, DigestMismatch
 from storage.objects.opening import open_store
+from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from storage.shards.shards import DamagedShard
 from trainers.checkpoint import load_state
-from trainers.comparison import compare_updates
 from trainers.model.distributed import on_first_rank
 from trainers.run_trainer import RunTrainer
 
@@ -50,10 +51,8 @@ class ReplayWorker:
         rewards: str,
         cache: str,
     ) -> ReplayWorker:
-        """Load the nearest saved state before the span.
-
-        `recorded` trains up to the span and `changed` inside it, where `rewards` names those of a rescore.
-        """
+        """Load the nearest saved state before the span. `recorded` trains up to the span and `changed` inside it, on
+        the rescored rewards that `rewards` names."""
         trainer = RunTrainer(open_run(open_store(store_uri), run_id), recorded, cache=Path(cache))
         loaded = trainer.load_nearest_state(plan.first - 1)
         worker = cls(trainer, plan, changed=changed, rewards=rewards, opened=loaded)
@@ -62,8 +61,7 @@ class ReplayWorker:
         return worker
 
     def lead_up(self, step: int) -> bool:
-        """Train a step before the span, as it was recorded. The last of them says whether its weights are the
-        recorded ones; the others say True.
+        """Train a step before the span, as it was recorded. False if the last of them made other weights.
 
         Raises `storage.log.replay_plan.CannotReplay` when its shards are damaged, or when the span needs its recorded
         weights and they are gone.
@@ -85,10 +83,8 @@ class ReplayWorker:
         return identical
 
     def retrain(self, step: int) -> ReplayedStep:
-        """Train a step of the span and compare its weights with the recorded ones.
-
-        Raises `storage.log.replay_plan.CannotReplay` when its shards are damaged,
-        `storage.shards.reward_sets.DamagedRewards`.
+        """Train a step of the span and compare its weights with the recorded ones. Raises
+        `storage.log.replay_plan.CannotReplay` when its shards are damaged, `storage.shards.reward_sets.DamagedRewards`.
         """
         recorded = self._log.state.steps[step - 1]
         metrics = self._train(recorded, rewards=self._rewards)
@@ -143,3 +139,25 @@ class ReplayWorker:
         if recorded.version in self._log.state.retired_policies:
             return None, None
         return compare_updates(folder, self._trainer.policies.fetch(recorded), start=self._scratch / "start")
+
+
+def compare_updates(new: Path, recorded: Path, *, start: Path) -> tuple[float | None, float | None]:
+    """(‖new − recorded‖ / ‖recorded − start‖, cosine of new − start and recorded − start), over all weights.
+
+    All three are policy folders with the same tensors; one tensor of each is in memory at a time. None if an update
+    that the number divides by is zero.
+    """
+    from safetensors import safe_open
+
+    name = ADAPTER_WEIGHTS if has_adapter(new) else WEIGHTS_FILE
+    opened = [safe_open(str(folder / name), framework="pt") for folder in (new, recorded, start)]
+    apart = new_squares = recorded_squares = product = 0.0
+    for name in opened[0].keys():  # noqa: SIM118 - the file is no mapping
+        new_V, recorded_V, start_V = (file.get_tensor(name).double().flatten() for file in opened)
+        apart += float((new_V - recorded_V).square().sum())
+        new_squares += float((new_V - start_V).square().sum())
+        recorded_squares += float((recorded_V - start_V).square().sum())
+        product += float((new_V - start_V) @ (recorded_V - start_V))
+    distance = math.sqrt(apart / recorded_squares) if recorded_squares else None
+    both = math.sqrt(new_squares * recorded_squares)
+    return distance, product / both if both else None

@@ -10,29 +10,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig
-from settings.train import ReferenceSettings
-from storage.log.entries import Claim, Policy, Step
+from storage.log.entries import Claim, Policy, Step, to_json
 from storage.log.replay_plan import saved_steps
 from storage.log.run_log import RunLog
 from storage.log.runs import model_key
-from storage.objects.digests import DigestMismatch, verify_folder
+from storage.objects.digests import DigestMismatch, sha256_of, verify_folder
 from storage.policies.adapters import check_adapters
 from storage.policies.policies import PolicyReader
 from storage.shards.reward_sets import read_rewards, with_rewards
 from storage.shards.shards import DamagedShard, read_shard
 from storage.shards.turn_metrics import turn_metrics
 from trainers.checkpoint import load_state, load_weights, refuse_other_names, save_policy, save_state
-from trainers.comparison import batch_sha256
 from trainers.data.samples import COLUMNS, Samples, gather_samples
 from trainers.model.distributed import agreed, num_ranks, on_every_rank, rank
 from trainers.model.stored import stored_dtype
@@ -46,7 +46,7 @@ class RunTrainer:
     """A run's trainer, fed with the groups its log says were claimed."""
 
     def __init__(self, log: RunLog, config: RunConfig, *, cache: Path) -> None:
-        """Start from the base policy. Raises `storage.objects.digests.DigestMismatch` where its folder is altered, and
+        """Start from the base policy. Raises `storage.objects.digests.DigestMismatch` if its folder is altered, and
         `ValueError` for a model that cannot be trained or written."""
         torch.manual_seed(config.seed)
         self.log = log
@@ -60,42 +60,34 @@ class RunTrainer:
         refuse_other_names(self.trainer.model, self._base_folder)
 
     def _reference(self) -> Path | None:
-        """The folder of the policy that `train.reference` names; none where it names none, or the base under adapters.
-
-        Raises `ValueError` for one with another tokenizer, `storage.objects.digests.DigestMismatch` for an altered one.
-        """
-        match self.config.train.reference:
-            case ReferenceSettings(kind="base"):
-                return self._base_folder
-            case ReferenceSettings(kind="model", model=model):
-                folder = self._fetch(model_key(model))
-                verify_folder(folder)
-                if tokenizer_sha256(folder) != self._base_tokenizer:
-                    raise InvalidInput(
-                        f"train.reference.model = {model!r} has another vocabulary than the run's base policy, so "
-                        "it cannot judge the same tokens; name a model of the same family"
-                    )
-                return folder
-        return None
+        """The folder of the policy that `train.reference` names; None for none, and for the base under adapters. Raises
+        `ValueError` for another tokenizer, `storage.objects.digests.DigestMismatch` for an altered folder."""
+        reference = self.config.train.reference
+        if reference.kind != "model":
+            return self._base_folder if reference.kind == "base" else None
+        folder = self._fetch(model_key(reference.model))
+        verify_folder(folder)
+        if tokenizer_sha256(folder) != self._base_tokenizer:
+            raise InvalidInput(
+                f"train.reference.model = {reference.model!r} has another vocabulary than the run's base policy, so "
+                "it cannot judge the same tokens; name a model of the same family"
+            )
+        return folder
 
     def load_nearest_state(self, at_most: int) -> int:
-        """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy.
-
-        Raises `ValueError` for a state of another step than the log says.
-        """
+        """Load the newest saved state of the steps up to `at_most`; returns its step, 0 for the base policy. Raises
+        `ValueError` for a state of another step than the log says."""
         for step in saved_steps(self.log.state, at_most=at_most):
             problems = on_every_rank(functools.partial(self._load_state_of, step))
             if not any(problems):
                 return step.claim.step
-            problem = next(filter(None, problems))
-            logger.warning(
-                "the state of step %d cannot be loaded, an earlier one will do: %s", step.claim.step, problem
-            )
+            what = next(filter(None, problems))
+            logger.warning("the state of step %d cannot be loaded, an earlier one will do: %s", step.claim.step, what)
         return 0
 
     def samples(self, claim: Claim, *, rewards: str = "", judge: bool = False) -> Samples | None:
-        """A claim's rows, read from its shards, with the recorded rewards or those of a rescore; null where it trains
-        nothing.
+        """A claim's rows, read from its shards, with the recorded rewards or those of a rescore; None for a claim that
+        trains nothing.
 
         With `judge`, for a claim the log does not know yet, raises `trainers.refusals.RefusedShards` for shards that
         this run's policy cannot have sampled, and `ValueError` for a row that does not fit into a forward pass.
@@ -144,10 +136,8 @@ class RunTrainer:
         return dataclasses.replace(samples, turn_metrics=turn_metrics(claim.trained, tables))
 
     def train(self, claim: Claim, samples: Samples | None, *, judge: bool = False) -> dict[str, float]:
-        """One optimizer step, or what the claim does instead of one; returns its metrics.
-
-        With `judge`, raises `trainers.health.GapTooLarge` for shards too far from the policy that sampled them.
-        """
+        """One optimizer step, or what the claim does instead of one; returns its metrics. With `judge`, raises
+        `trainers.health.GapTooLarge` for shards too far from the policy that sampled them."""
         if samples is not None:
             # The scripted engine draws at random, whatever the weights say.
             is_judged = judge and self.config.engine.kind != "scripted"
@@ -174,11 +164,8 @@ class RunTrainer:
         self.settle(steps[-1])
 
     def settle(self, step: Step) -> bool:
-        """True when the weights are those `step` made; if not, take the recorded ones.
-
-        Raises `FileNotFoundError` where those are gone, `storage.objects.digests.DigestMismatch` where they are
-        altered.
-        """
+        """True when the weights are those `step` made; if not, take the recorded ones. Raises `FileNotFoundError` if
+        those are gone, `storage.objects.digests.DigestMismatch` if they are altered."""
         with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
             digest = self.save_policy(Path(scratch) / "policy")
         if digest == step.policy.weights_sha256 or self.is_base(step.policy):
@@ -192,17 +179,15 @@ class RunTrainer:
         return False
 
     def is_base(self, policy: Policy) -> bool:
-        """True where every step up to this policy was skipped. Its files are the base model's own, and the same weights
+        """True if every step up to this policy was skipped. Its files are the base model's own, and the same weights
         written by the trainer may be other bytes."""
         return policy.path == self.log.state.policies[0].path
 
     def save_policy(self, folder: Path) -> str:
         """Write the weights as a sealed folder in HF layout; returns their digest. Rank 0 writes, and all get it."""
         target = None if rank() else folder
-        digest, *_ = on_every_rank(
-            lambda: save_policy(self.trainer.model, self._base_folder, target, dtype=self._dtype)
-        )
-        return digest
+        model, base = self.trainer.model, self._base_folder
+        return on_every_rank(lambda: save_policy(model, base, target, dtype=self._dtype))[0]
 
     def save_state(self, folder: Path, *, step: int, on_all: bool = False) -> None:
         """Write everything the next step depends on: rank 0 does, or `on_all` ranks do, each its own copy."""
@@ -210,7 +195,7 @@ class RunTrainer:
         on_every_rank(lambda: save_state(self.trainer, target, step=step))
 
     def _load_state_of(self, step: Step) -> str:
-        """Load the state saved at a step; what is wrong with its files, empty where nothing is."""
+        """Load the state saved at a step; returns what is wrong with its files, or nothing."""
         assert step.state_path is not None
         try:
             loaded = load_state(self.trainer, self._fetch(step.state_path))
@@ -225,3 +210,13 @@ class RunTrainer:
 
     def _fetch(self, path: str) -> Path:
         return self.log.store.fetch_folder(path, self.cache)
+
+
+def batch_sha256(claim: Claim, samples: Samples) -> str:
+    """Digest of a claim and of every value in its samples: ranks that compare it know that they train on the same."""
+
+    def digest_of(array: np.ndarray) -> str:
+        return f"{array.dtype} {array.shape} {sha256_of(np.ascontiguousarray(array).tobytes())}"
+
+    batch = {"claim": to_json(claim), "samples": vars(samples)}
+    return sha256_of(json.dumps(batch, sort_keys=True, default=digest_of).encode())

@@ -1,7 +1,7 @@
 """What one step trains on: one number per token of its samples for everything the loss needs, and its mini-batches.
 
-In: samples, their credit, what was looked up before the first update, which tokens are in time. Out: a `StepBatch`,
-what each of its tokens counts, and the rows of its mini-batches, which are whole groups.
+In: samples, their credit, what was looked up before the first update, which tokens are in time. Out: a `StepBatch`, and
+the rows of its mini-batches, which are whole groups.
 """
 
 from __future__ import annotations
@@ -23,14 +23,10 @@ class StepBatch:
     """Arrays with one number per token of `samples`."""
 
     samples: Samples
-    sampled_T: np.ndarray
-    """True where the policy sampled, in the rows that are trained at all: what denominators count."""
-    trained_T: np.ndarray
-    """True where the token is trained: not stale, and with a known reward."""
-    values: Mapping[str, np.ndarray]
-    """What the loss needs beside them, by name."""
-    base_version: int
-    """The policy version being trained."""
+    sampled_T: np.ndarray  # true where the policy sampled, in the rows that are trained at all: what denominators count
+    trained_T: np.ndarray  # true where the token is trained: not stale, and with a known reward
+    values: Mapping[str, np.ndarray]  # what the loss needs beside them, by name
+    base_version: int  # the policy version being trained
 
     def weights_T(self, rows: np.ndarray, aggregation: Aggregation, *, max_tokens: int) -> np.ndarray:
         """What each token of a mini-batch's rows counts, others 0; counted before anything stale is masked."""
@@ -47,13 +43,13 @@ class StepBatch:
         return np.repeat(weights_B, np.diff(offsets)).astype(self.samples.logprobs_T.dtype)
 
     def has_signal(self, rows: np.ndarray) -> np.ndarray:
-        """Which of a mini-batch's rows are of a group with an advantage other than 0 at some trained token; one bool
-        each. All of them where none is: the optimizer takes a gradient of 0 too."""
+        """Which of a mini-batch's rows are of a group with an advantage other than 0 at some trained token. If none is,
+        all are: the optimizer takes a gradient of 0 too."""
         groups = self.samples.groups_B[rows]
         pulled_T = self.trained_T & (self.values["advantages"] != 0)
         pulled_B = np.logical_or.reduceat(pulled_T, self.samples.offsets[:-1])
-        found = np.isin(groups, groups[pulled_B[rows]])
-        return found if found.any() else ~found
+        in_pulled_group = np.isin(groups, groups[pulled_B[rows]])
+        return in_pulled_group if in_pulled_group.any() else ~in_pulled_group
 
 
 def minibatches(samples: Samples, settings: TrainSettings, *, seed: int, step: int) -> Iterator[np.ndarray]:
@@ -68,14 +64,13 @@ def minibatches(samples: Samples, settings: TrainSettings, *, seed: int, step: i
 def step_batch(
     samples: Samples,
     settings: TrainSettings,
-    *,
     credit: Credit,
     looked: Looked,
+    *,
     in_time_T: np.ndarray,
     base_version: int,
 ) -> StepBatch:
-    """Put together what the loss of these settings needs; `in_time_T` is False where a token is over the staleness
-    bound and not trained."""
+    """Put together what the loss of these settings needs; `in_time_T` is False at tokens over the staleness bound."""
     sampled_T = samples.mask_T
     token_row = np.repeat(np.arange(samples.num_rows), np.diff(samples.offsets))
     if settings.loss.kind == "sft":
@@ -90,21 +85,15 @@ def step_batch(
     }
     if settings.decoupled is not None:
         values["versions"] = samples.versions_T
-    if settings.decoupled is not None and settings.decoupled.proximal == "recompute":
-        values["proximal"] = _there(looked.logprobs_T)
+        if looked.logprobs_T is not None:
+            values["proximal"] = looked.logprobs_T
     if looked.reference_T is not None:
         values["reference"] = looked.reference_T
-    if settings.top_entropy_fraction < 1:
-        entropy_T = _there(looked.entropy_T)
-        selected_T = top_entropy_mask(entropy_T, trained_T, fraction=settings.top_entropy_fraction)
+    if looked.entropy_T is not None:
+        selected_T = top_entropy_mask(looked.entropy_T, trained_T, fraction=settings.top_entropy_fraction)
         values["selected"] = selected_T.astype(np.float32)
-    if credit.returns_T is not None:
-        values |= {"returns": credit.returns_T, "old_values": _there(looked.values_T)}
+    if credit.returns_T is not None and looked.values_T is not None:
+        values |= {"returns": credit.returns_T, "old_values": looked.values_T}
     return StepBatch(
         samples=samples, sampled_T=sampled_T, trained_T=trained_T, values=values, base_version=base_version
     )
-
-
-def _there(values_T: np.ndarray | None) -> np.ndarray:
-    assert values_T is not None, "it was not looked up"
-    return values_T

@@ -24,8 +24,7 @@ def split_wait(waited: float, shards: Iterable[Shard], *, num_producers: int) ->
     """What became of the seconds the driver waited for a batch, and how long its producers worked for it.
 
     The busiest producer's seconds, and never more than were waited, are split in the proportion of what all of them
-    did; the rest is `wait_seconds`. Where rollouts run ahead only what the trainer has waited for counts, so the four
-    add up to `waited`. `rollout_seconds` is a producer's mean, over at least `num_producers` of them.
+    did; the rest is `wait_seconds`. `rollout_seconds` is a producer's mean, over at least `num_producers` of them.
     """
     busy: defaultdict[str, float] = defaultdict(float)
     done = dict.fromkeys(PRODUCING, 0.0)
@@ -42,10 +41,8 @@ def split_wait(waited: float, shards: Iterable[Shard], *, num_producers: int) ->
 
 
 def time_budget(phases: Mapping[str, float], *, wall_seconds: float) -> dict[str, float]:
-    """The parts, `idle_seconds` for the rest, and their sum as `round_seconds`; shares of it that two sides idled.
-
-    A round takes no less than its parts, even where `wall_seconds` is by two machines' clocks. No part is negative.
-    """
+    """The parts, `idle_seconds` for the rest, and their sum as `round_seconds`; shares of it that two sides idled. A
+    round takes no less than its parts, even if `wall_seconds` is by two machines' clocks. No part is negative."""
     parts = {f"{phase}_seconds": max(0.0, phases.get(f"{phase}_seconds", 0.0)) for phase in PHASES}
     measured = sum(parts.values())
     round_seconds = max(wall_seconds, measured)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +28,7 @@ from trainers.data.samples import Samples
 from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
 from trainers.health import FiniteCheck, GapMeter, NonFinite, rows_to_probe
 from trainers.model.batches import Pack, packs_of
-from trainers.model.distributed import (
-    choose_device,
-    keep_freed_memory,
-    shard,
-    start_process_group,
-    sum_over_ranks,
-)
+from trainers.model.distributed import choose_device, keep_freed_memory, shard, start_process_group, sum_over_ranks
 from trainers.model.lora import without_adapters
 from trainers.model.model import PolicyModel, load_model
 from trainers.objective.credit import Looked, assign_credit
@@ -58,7 +52,7 @@ class Trainer:
     """Holds the policy and the optimizer of one rank."""
 
     def __init__(self, folder: Path, config: RunConfig, *, reference: Path | None = None) -> None:
-        """`reference` is the policy folder that `train.reference` names, where it names one."""
+        """`reference` is the policy folder that `train.reference` names, if it names one."""
         settings = config.train
         self._config, self._settings = config, settings
         has_cuda = torch.cuda.is_available()
@@ -79,8 +73,7 @@ class Trainer:
         if reference is not None:
             frozen = settings.model_copy(update={"lora": None, "activation_checkpointing": False})
             self._reference = self._load(reference, frozen).requires_grad_(False)
-        self._optimizers = [(self.optimizer, config.learning_rate)]
-        """Each with its peak learning rate."""
+        self._optimizers = [(self.optimizer, config.learning_rate)]  # each with its peak
         self.critic: Critic | None = None
         if settings.advantage.kind == "gae":
             self.critic = Critic(folder, settings, mesh=self._mesh)
@@ -92,8 +85,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Train on one claim's samples; returns the step's metrics, means over trained tokens or attempts.
 
-        `step` counts from 1 and sets the learning rate and the mini-batch shuffle. Fewer groups than mini-batches make
-        as many mini-batches as there are groups. `max_gap` is for steps that the log does not know yet.
+        `step` counts from 1 and sets the learning rate and the mini-batch shuffle. `max_gap` is for steps that the log
+        does not know yet.
 
         Raises `trainers.health.GapTooLarge` and `ValueError` with weights and optimizer as they were;
         `trainers.health.NonFinite` before the update it would have spoilt.
@@ -103,26 +96,20 @@ class Trainer:
         lag_T = lag_of_tokens(
             samples.versions_T, samples.mask_T, base_version=base_version, steps_per_update=settings.steps_per_update
         )
-        looked = self._look(samples)
-        credit = assign_credit(samples, settings, looked, reward_weights=self._config.reward.weights)
         in_time_T = tokens_to_train(
             lag_T, samples.mask_T, stale_policy=settings.stale_policy, max_staleness=max_staleness
         )
-        batch = step_batch(
-            samples, settings, credit=credit, looked=looked, in_time_T=in_time_T, base_version=base_version
-        )
+        looked = self._look(samples)
+        credit = assign_credit(samples, settings, looked, reward_weights=self._config.reward.weights)
+        batch = step_batch(samples, settings, credit, looked, in_time_T=in_time_T, base_version=base_version)
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
         updates = list(minibatches(samples, settings, seed=self._config.seed, step=step))
         for number, rows in enumerate(updates):
+            trains = self._trains_policy(step)
             sums, group_norms, gap = self._update(
-                batch,
-                rows,
-                number=number,
-                num_updates=len(updates),
-                trains_policy=self._trains_policy(step),
-                max_gap=max_gap,
+                batch, rows, number=number, num_updates=len(updates), trains_policy=trains, max_gap=max_gap
             )
             off_policy = {name: sums.pop(name) for name in OFF_POLICY}
             # Before the first update the trainer holds the step's base policy: staleness and the engine make the rest.
@@ -148,17 +135,15 @@ class Trainer:
         }
 
     def step_without_gradient(self, *, step: int) -> dict[str, float]:
-        """What `step` does to the optimizer where every token is masked: schedule and moments go on.
-
-        The gradient is zero, so nothing is computed; AdamW's momentum and weight decay still move the weights.
-        """
+        """What `step` does to the optimizer if every token is masked: its gradient is zero, so nothing is computed, but
+        the schedule goes on, and AdamW's momentum and weight decay move the weights."""
         self._set_learning_rate(step)
         for optimizer, _ in self._optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = torch.zeros_like(parameter)
         for _ in range(self._settings.num_minibatches * self._settings.num_epochs):
-            self._apply(list, number=0, trains_policy=self._trains_policy(step))
+            self._apply([], number=0, trains_policy=self._trains_policy(step))
         return {"learning_rate": self.optimizer.param_groups[0]["lr"]}
 
     def _load(self, folder: Path, settings: TrainSettings) -> PolicyModel:
@@ -170,8 +155,8 @@ class Trainer:
             logits_gib=settings.logits_gib,
             seed=self._config.seed,
         )
-        offload = settings.offload_optimizer
-        shard(model, model.layers, mesh=self._mesh, dtype=getattr(torch, settings.dtype), offload=offload)
+        dtype, offload = getattr(torch, settings.dtype), settings.offload_optimizer
+        shard(model, model.layers, mesh=self._mesh, dtype=dtype, offload=offload)
         return model
 
     def _trains_policy(self, step: int) -> bool:
@@ -185,19 +170,10 @@ class Trainer:
                 group["lr"] = learning_rate(step, peak=peak, **shape)
 
     def _update(
-        self,
-        batch: StepBatch,
-        rows: np.ndarray,
-        *,
-        number: int,
-        num_updates: int,
-        trains_policy: bool,
-        max_gap: float,
+        self, batch: StepBatch, rows: np.ndarray, *, number: int, num_updates: int, trains_policy: bool, max_gap: float
     ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-        """One optimizer update on whole groups, of the step's `num_updates` the `number`-th from 0.
-
-        Sums over trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine.
-        """
+        """One optimizer update on whole groups, of the step's `num_updates` the `number`-th from 0. Returns sums over
+        trained tokens of all ranks, gradient norms, and, at the first update, the gap to the engine."""
         samples, settings = batch.samples, self._settings
         weights_T = batch.weights_T(rows, settings.aggregation, max_tokens=self._config.sampling.max_tokens)
         values = {**batch.values, "weights": weights_T}
@@ -209,9 +185,9 @@ class Trainer:
             moves_policy = trains_policy and has_signal
             with torch.set_grad_enabled(moves_policy):
                 logprobs, entropy = self._forward(self.model, pack, entropy_grad=needs_entropy_grad(settings))
-            version = batch.base_version + number / num_updates
+            base = batch.base_version
             inputs, sums = loss_inputs(
-                pack, logprobs, entropy, settings, base_version=batch.base_version, version=version
+                pack, logprobs, entropy, settings, base_version=base, version=base + number / num_updates
             )
             output = objective(inputs, settings)
             if moves_policy:
@@ -238,24 +214,20 @@ class Trainer:
         gap: dict[str, float] = {}
         if number == 0:
             self._probe(batch, rows, meter)
-            found = meter.result(self._sum)
-            found.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
-            gap = found.metrics()
-        norms = self._apply(lambda: samples.names(rows), number=number, trains_policy=trains_policy)
+            measured = meter.result(self._sum)
+            measured.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
+            gap = measured.metrics()
+        norms = self._apply(samples.names(rows), number=number, trains_policy=trains_policy)
         keys = sorted(totals)
         of_all_ranks = self._sum(np.array([totals[key] for key in keys])).tolist()
         return dict(zip(keys, of_all_ranks, strict=True)), norms, gap
 
-    def _apply(self, names: Callable[[], list[str]], *, number: int, trains_policy: bool) -> dict[str, float]:
+    def _apply(self, rows: Sequence[str], *, number: int, trains_policy: bool) -> dict[str, float]:
         """Clip the gradients and take one optimizer update; returns the norms before the clip."""
+        norms, max_norm = {}, self._settings.max_grad_norm
         clip = functools.partial(
-            clip_gradient,
-            max_norm=self._settings.max_grad_norm,
-            sum_over_ranks=self._sum,
-            rows=names,
-            num_updates=number,
+            clip_gradient, max_norm=max_norm, sum_over_ranks=self._sum, rows=rows, num_updates=number
         )
-        norms = {}
         if trains_policy:
             norms["grad_norm"], by_group = clip(self.model.named_parameters())
             norms |= {f"grad_norm/{group}": norm for group, norm in by_group.items()}
@@ -271,7 +243,7 @@ class Trainer:
 
     @torch.no_grad()
     def _look(self, samples: Samples) -> Looked:
-        """What must be known of every token before the first update; nothing where nothing is."""
+        """What must be known of every token before the first update."""
         settings = self._settings
         recompute = settings.decoupled is not None and settings.decoupled.proximal == "recompute"
         wanted = {
@@ -280,24 +252,22 @@ class Trainer:
             "reference": settings.block.kind != "none",
             "values": self.critic is not None,
         }
-        found = {name: np.zeros_like(samples.logprobs_T) for name, is_wanted in wanted.items() if is_wanted}
-        if not found:
+        arrays = {name: np.zeros_like(samples.logprobs_T) for name, is_wanted in wanted.items() if is_wanted}
+        if not arrays:
             return Looked()
         for pack in self._packs(samples, np.arange(samples.num_rows), mask_T=samples.mask_T, values={}):
             values = {}
             if wanted["logprobs"] or wanted["entropy"]:
                 values["logprobs"], values["entropy"] = self._forward(self.model, pack)
             if wanted["reference"]:
-                off = without_adapters(self.model) if self._reference is None else contextlib.nullcontext()
-                with off:
+                with without_adapters(self.model) if self._reference is None else contextlib.nullcontext():
                     values["reference"], _ = self._forward(self._reference or self.model, pack)
             if self.critic is not None:
                 values["values"] = self.critic(pack)
-            for name in found.keys() & values.keys() if not pack.is_idle else ():
-                pack.to_tokens(values[name], found[name])
+            for name in arrays.keys() & values.keys() if not pack.is_idle else ():
+                pack.to_tokens(values[name], arrays[name])
         # Each rank has filled in its own rows.
-        whole = {name: np.where(samples.mask_T, self._sum(array), 0) for name, array in found.items()}
-        return Looked(**{f"{name}_T": array for name, array in whole.items()})
+        return Looked(**{f"{name}_T": np.where(samples.mask_T, self._sum(a), 0) for name, a in arrays.items()})
 
     @torch.no_grad()
     def _probe(self, batch: StepBatch, measured: np.ndarray, meter: GapMeter) -> None:

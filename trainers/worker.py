@@ -44,9 +44,7 @@ class TrainerWorker:
         """How many recorded steps were trained again to restore the optimizer."""
         self._unsaved: tuple[Claim, dict[str, float]] | None = None
         self._policy_path: str | None = self._live().path  # of the weights' policy; None while the log knows none
-        self._outbox: tempfile.TemporaryDirectory[str] | None = None  # of rank 0
-        if sends and rank() == 0:
-            self._outbox = tempfile.TemporaryDirectory(prefix="millrace-")
+        self._outbox = tempfile.TemporaryDirectory(prefix="millrace-") if sends and rank() == 0 else None
         self._sendable = -1  # version of the weights in there
         self._policies = PolicyWriter(self._log, trainer.cache, anchor_every=trainer.config.train.anchor_every)
 
@@ -54,7 +52,7 @@ class TrainerWorker:
     async def open(
         cls, *, store_uri: str, run_id: str, config: RunConfig, cache: str, sends: bool = False
     ) -> TrainerWorker:
-        """Load the run's base policy and resume its optimizer. With `sends` the newest policy's weights are kept, to be
+        """Load the run's base policy and resume its optimizer. With `sends` the newest weights are kept to
         broadcast."""
         trainer = RunTrainer(open_run(open_store(store_uri), run_id), config, cache=Path(cache))
         num_steps = agreed(on_every_rank(lambda: len(trainer.log.refresh().steps)), what="number of committed steps")
@@ -100,11 +98,11 @@ class TrainerWorker:
         return self._took(claim)
 
     def can_send(self, version: int) -> bool:
-        """True on rank 0 where `send_policy` has the weights of that version."""
+        """True on rank 0 if `send_policy` has the weights of that version."""
         return self._sendable == version
 
     def send_policy(self, broadcast: Broadcast) -> None:
-        """From rank 0 to all receivers. Where it fails the receivers know it too, and there is the store."""
+        """From rank 0 to all receivers. If it fails the receivers know it too, and there is the store."""
         if self._outbox is None:
             return
         try:
@@ -116,10 +114,8 @@ class TrainerWorker:
         """Nothing to release: what matters is in the store."""
 
     def _mend_newest(self) -> None:
-        """Write the newest policy whole where it is a damaged delta: its weights are here, made anew.
-
-        Raises `storage.policies.policies.DamagedDelta` where they are others than those recorded.
-        """
+        """Write the newest policy whole if it is a damaged delta: its weights are here, made anew. Raises
+        `storage.policies.policies.DamagedDelta` if they are not the recorded ones."""
         live = self._live()
         damage = on_first_rank(lambda: self._trainer.policies.damage_of(live))
         if not damage:
@@ -133,7 +129,7 @@ class TrainerWorker:
         logger.warning("policy %d is written again, whole: %s", live.version, damage)
 
     def _to_do(self, claim: Claim, session_id: str) -> Literal["train", "save", "nothing"]:
-        """What is left of a step. Raises `Conflict` where another trainer took it, or other weights are here."""
+        """What is left of a step. Raises `Conflict` if another trainer took it, or other weights are here."""
         steps = self._log.refresh().steps
         if claim.step <= len(steps):
             done = steps[claim.step - 1]
@@ -178,10 +174,10 @@ class TrainerWorker:
         round_started: float,
         session_id: str,
     ) -> None:
-        """Put the folders `policy` and `state`, where they are there, into the store, and the step into the log."""
+        """Put the folders `policy` and `state`, if they are there, into the store, and the step into the log."""
         assert self._unsaved is not None
         metrics, attempt = self._unsaved[1], uuid.uuid4().hex[:8]
-        # Where a step trains nothing the weights are those of the version before: so are their files.
+        # If a step trains nothing the weights are those of the version before: so are their files.
         policy = dataclasses.replace(self._live(), version=claim.base_version + 1, parent=claim.base_version)
         if digest:
             path = self._log.key(f"policies/{policy.version}-{attempt}")
@@ -194,8 +190,7 @@ class TrainerWorker:
             self._log.store.put_folder(folder / "state", state_path, last=DIGEST_FILE)
         measured = time.perf_counter() - started
         phases = {**phases, "save_seconds": measured - phases["load_seconds"] - phases["train_seconds"]}
-        # The round may have started by another machine's clock; it took no less than was measured here.
-        budget = time_budget(phases, wall_seconds=max(time.time() - round_started, measured))
+        budget = time_budget(phases, wall_seconds=time.time() - round_started)
         speed = {"tokens_per_second": metrics["trained_tokens"] / budget["round_seconds"]}
         self._log.append(
             Step(

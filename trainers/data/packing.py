@@ -16,8 +16,7 @@ import torch
 def pack_rows(lengths: Sequence[int] | np.ndarray, *, budget: int) -> list[list[int]]:
     """First-fit decreasing: rows into packs of at most `budget` tokens; a longer row gets a pack of its own.
 
-    Deterministic, and every row appears exactly once. The first pack with room is found in a binary tree of the most
-    room on either side, so that n rows cost n log n.
+    A binary tree of the most room on either side leads to the first pack with room, so that n rows cost n log n.
 
     >>> pack_rows([5, 3, 2], budget=5)
     [[0], [1, 2]]
@@ -69,7 +68,7 @@ def distribute_groups(token_counts_G: Sequence[int] | np.ndarray, num_ranks: int
 
     The largest differencing method (Karmarkar and Karp 1982): partial divisions are joined, those of the largest
     spread first, the fullest rank of one with the emptiest of the other. Then the fullest rank gives groups away, or
-    exchanges them, while that helps. Deterministic; with fewer groups than ranks some ranks get none.
+    exchanges them, while that helps.
 
     >>> distribute_groups([8, 7, 6, 5, 4], 2)
     [[2, 3, 4], [0, 1]]
@@ -125,10 +124,10 @@ def position_ids(lengths: Sequence[int] | np.ndarray | torch.Tensor) -> torch.Te
 
 
 def shared_tokens(input_ids_T: np.ndarray, lengths: Sequence[int] | np.ndarray) -> torch.Tensor | None:
-    """Which computed token each token of a pack is, int64 [T]; null where every one has to be computed.
+    """Which computed token each token of a pack is, int64 [T]; None if every one has to be computed.
 
     A token is computed once for a sequence and those right after it that begin with the same tokens: the prompt of a
-    group, the earlier turns of a conversation. Computed tokens are numbered in the order of the pack.
+    group, the earlier turns of a conversation. Numbers are in the order of the pack.
 
     >>> shared_tokens(np.array([7, 8, 1, 7, 8, 2, 3]), [3, 4])
     tensor([0, 1, 2, 0, 1, 3, 4])

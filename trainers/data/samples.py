@@ -21,34 +21,20 @@ from storage.shards.schema import flat, row_offsets
 class Samples:
     """B rows over T tokens in all."""
 
-    input_ids_T: np.ndarray
-    """Int32, as stored: widening them here would double what a batch needs."""
-    mask_T: np.ndarray
-    """True where the token was sampled by the policy and is to be trained."""
-    logprobs_T: np.ndarray
-    """The engine's, at sampling time; 0 where nothing was sampled."""
-    versions_T: np.ndarray
-    """Policy version per token, −1 where nothing was sampled."""
-    offsets: np.ndarray
-    """Where each row starts, shape [B + 1]."""
-    attempts_B: np.ndarray
-    """Dense index of the attempt a row belongs to: a forked attempt has several rows and one reward."""
-    groups_B: np.ndarray
-    """Dense index of the group a row belongs to."""
-    rewards_B: np.ndarray
-    """Float32, NaN where not applicable."""
-    reward_parts_B: dict[str, np.ndarray] = field(default_factory=dict)
-    """The named parts of the reward, each as `rewards_B`; empty unless they were asked for."""
-    group_ids: list[str] = field(default_factory=list)
-    """What `groups_B` counts."""
-    attempt_numbers_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """The attempt's own number in its group, for people."""
-    shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Which of `shard_ids` a row is from."""
-    shard_ids: list[str] = field(default_factory=list)
-    """What `shards_B` counts."""
-    turn_metrics: dict[str, float] = field(default_factory=dict)
-    """How many turns the attempts had and what their tools did; for people, it changes nothing."""
+    input_ids_T: np.ndarray  # int32, as stored: widening them here would double what a batch needs
+    mask_T: np.ndarray  # true where the token was sampled by the policy and is to be trained
+    logprobs_T: np.ndarray  # the engine's, at sampling time; 0 where nothing was sampled
+    versions_T: np.ndarray  # policy version per token, −1 where nothing was sampled
+    offsets: np.ndarray  # where each row starts, shape [B + 1]
+    attempts_B: np.ndarray  # dense index of a row's attempt: a forked attempt has several rows and one reward
+    groups_B: np.ndarray  # dense index of the group a row belongs to
+    rewards_B: np.ndarray  # float32, NaN where not applicable
+    reward_parts_B: dict[str, np.ndarray] = field(default_factory=dict)  # by name, each as `rewards_B`
+    group_ids: list[str] = field(default_factory=list)  # what `groups_B` counts
+    attempt_numbers_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # in its group, for people
+    shards_B: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # which of `shard_ids` a row is from
+    shard_ids: list[str] = field(default_factory=list)  # what `shards_B` counts
+    turn_metrics: dict[str, float] = field(default_factory=dict)  # of turns and tools, for people
 
     @property
     def num_rows(self) -> int:
@@ -58,45 +44,33 @@ class Samples:
         """Rows as errors name them: as `millrace traj show` takes each, and where it is."""
         if not self.group_ids:
             return [f"row {row}" for row in rows]
-        return [
-            f"{self.group_ids[group]}/{attempt} (shard {self.shard_ids[shard]})"
-            for group, attempt, shard in zip(
-                self.groups_B[rows], self.attempt_numbers_B[rows], self.shards_B[rows], strict=True
-            )
-        ]
+        places = zip(self.groups_B[rows], self.attempt_numbers_B[rows], self.shards_B[rows], strict=True)
+        return [f"{self.group_ids[g]}/{attempt} (shard {self.shard_ids[shard]})" for g, attempt, shard in places]
 
 
-COLUMNS = (
-    "group_id",
-    "attempt",
-    "sequence_idx",
-    "input_ids",
-    "loss_mask",
-    "logprobs",
-    "weight_versions",
-    "reward",
-)
+COLUMNS = ("group_id", "attempt", "sequence_idx", "input_ids", "loss_mask", "logprobs", "weight_versions", "reward")
 """What of a shard is trained on."""
 
 
 def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table]) -> Samples:
-    """The rows of `groups`, in that order, by attempt and sequence; `tables` maps shard id to its table.
+    """The rows of `groups`, in that order, by attempt and sequence; `tables` maps shard id to its table. With a column
+    `reward_parts` there are reward parts.
 
-    Reward parts are there where the tables have the column `reward_parts`.
     Values are copied once, in runs of neighbouring rows; a single run stays where it is, and is read-only.
     Raises `KeyError` for a shard that is not in `tables`, `ValueError` for a group without a row in its shard.
     """
     ranks: dict[str, list[int]] = {}
     for rank, group in enumerate(groups):
         ranks.setdefault(group.shard_id, []).append(rank)
-    found = [_rows_of([groups[rank].group_id for rank in ranks[shard]], tables[shard], shard=shard) for shard in ranks]
-    shard_B = np.repeat(np.arange(len(found)), [len(row_B) for row_B, _ in found])
-    row_B = np.concatenate([row_B for row_B, _ in found])
-    rank_B = np.concatenate([np.array(ranks[s])[which_B] for s, (_, which_B) in zip(ranks, found, strict=True)])
+    matches = [_rows_of([groups[rank].group_id for rank in ranks[shard]], tables[shard], shard) for shard in ranks]
+    rows_S = [rows for rows, _ in matches]
+    shard_B = np.repeat(np.arange(len(rows_S)), [len(rows) for rows in rows_S])
+    row_B = np.concatenate(rows_S)
+    rank_B = np.concatenate([np.array(ranks[s])[which_B] for s, (_, which_B) in zip(ranks, matches, strict=True)])
 
     def facts(name: str) -> np.ndarray:
         columns = [tables[shard][name].to_numpy(zero_copy_only=False) for shard in ranks]
-        return np.concatenate([column[rows] for column, (rows, _) in zip(columns, found, strict=True)])
+        return np.concatenate([column[rows] for column, rows in zip(columns, rows_S, strict=True)])
 
     attempt_B = facts("attempt")
     order = np.lexsort((facts("sequence_idx"), attempt_B, rank_B))
@@ -114,7 +88,7 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         parts = [columns[shard][run] for shard, run in runs]
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    lengths = np.concatenate([np.diff(ends)[rows] for ends, (rows, _) in zip(offsets, found, strict=True)])[order]
+    lengths = np.concatenate([np.diff(ends)[rows] for ends, rows in zip(offsets, rows_S, strict=True)])[order]
     is_new_attempt = np.diff(rank_B, prepend=-1).astype(bool) | np.diff(attempt_B, prepend=-1).astype(bool)
     return Samples(
         input_ids_T=tokens("input_ids"),
@@ -125,7 +99,7 @@ def gather_samples(groups: Sequence[ClaimedGroup], tables: Mapping[str, pa.Table
         attempts_B=np.cumsum(is_new_attempt) - 1,
         groups_B=rank_B,
         rewards_B=facts("reward")[order],
-        reward_parts_B=_parts([tables[shard] for shard in ranks], [rows for rows, _ in found], order),
+        reward_parts_B=_parts([tables[shard] for shard in ranks], rows_S, order),
         group_ids=[group.group_id for group in groups],
         attempt_numbers_B=attempt_B,
         shards_B=shard_B,
@@ -137,13 +111,13 @@ def _parts(tables: Sequence[pa.Table], rows: Sequence[np.ndarray], order: np.nda
     """The named rewards of the rows, null ones as NaN."""
     if "reward_parts" not in tables[0].column_names:
         return {}
-    columns = [table["reward_parts"].take(pa.array(taken)) for table, taken in zip(tables, rows, strict=True)]
+    columns = [table["reward_parts"].take(pa.array(places)) for table, places in zip(tables, rows, strict=True)]
     parts = [dict(named or []) for column in columns for named in column.to_pylist()]
     names = sorted({name for named in parts for name in named})
     return {name: np.array([parts[row].get(name) for row in order], np.float32) for name in names}
 
 
-def _rows_of(group_ids: Sequence[str], table: pa.Table, *, shard: str) -> tuple[np.ndarray, np.ndarray]:
+def _rows_of(group_ids: Sequence[str], table: pa.Table, shard: str) -> tuple[np.ndarray, np.ndarray]:
     """Which rows belong to the groups, and to which of them each one does."""
     which = pc.index_in(table["group_id"], value_set=pa.array(group_ids, pa.string())).fill_null(-1).to_numpy()
     rows = np.flatnonzero(which >= 0)

@@ -16,8 +16,7 @@ transformers calls `packed_attention` by the name `PACKED_ATTENTION`; the layout
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -61,38 +60,29 @@ class Batch(NamedTuple):
 class Places:
     """Where a kernel wants the computed tokens to stand, and where its results are read. On the device."""
 
-    take_P: torch.Tensor
-    """The computed token at each place; any where nothing stands, for nothing is read there."""
-    place_U: torch.Tensor
-    """The place at which each computed token's result is read: its first."""
-    unread_E: torch.Tensor
-    """The others."""
-    copies_P: torch.Tensor
-    """The places that hold a token, those of one token after the other, in order of `take_P`."""
+    take_P: torch.Tensor  # the computed token at each place; any at an empty place
+    place_U: torch.Tensor  # the place at which each computed token's result is read: its first
+    unread_E: torch.Tensor  # the other places
+    copies_P: torch.Tensor  # the places that hold a token, those of one token after the other
     first_copy_U: torch.Tensor
     """Where the places of each computed token start in `copies_P`, and the last ones end, [U + 1]."""
-    is_identity: bool
-    """Every place holds the token of its number: there is nothing to move."""
+    is_identity: bool  # every place holds the token of its number: there is nothing to move
 
 
 class Layout:
     """Where a pack's tokens stand: end to end, or with sequences of similar length side by side.
 
-    It goes to the model as one object: FSDP moves tensors among a model's arguments to the GPU, and what is needed on
-    the host would be waited for to come back.
+    One object, because FSDP moves tensors among a model's arguments to the GPU, and some are needed on the host.
     """
 
     def __init__(
         self, lengths: Sequence[int] | np.ndarray, *, device: torch.device, computed_T: torch.Tensor | None = None
     ) -> None:
         """`lengths` are those of the sequences. With `computed_T` (`trainers.data.packing.shared_tokens`, on the host)
-        what sequences begin with in common is computed once.
-
-        Raises `ValueError` without a sequence, and for an empty one.
-        """
+        what sequences begin with in common is computed once. Raises `ValueError` without a sequence, or for an empty
+        one."""
         self._device = device
-        self.lengths_S = torch.as_tensor(lengths, dtype=torch.int64)
-        """Of the sequences, int64 on the host."""
+        self.lengths_S = torch.as_tensor(lengths, dtype=torch.int64)  # on the host
         if not len(self.lengths_S) or int(self.lengths_S.min()) < 1:
             raise InvalidInput(f"lengths {self.lengths_S.tolist()}: a pack has a sequence, and a sequence a token")
         ends_S = self.lengths_S.cumsum(0)
@@ -171,10 +161,9 @@ def packed_attention(
     """Causal attention within each sequence of a pack, as transformers calls it.
 
     `query` has shape [1, heads, U, width], `key` and `value` may have fewer heads (grouped queries); the result is
-    [1, U, heads, width], for U computed tokens. Under a `sliding_window` of W a token sees itself and the W − 1 before
-    it.
+    [1, U, heads, width], for U computed tokens. Under a `sliding_window` of W a token sees itself and W − 1 before it.
 
-    Raises `ValueError` where the model asks for an attention that this is not.
+    Raises `ValueError` for a model that needs another attention.
     """
     if layout is None:
         raise InvalidInput("packed attention needs the pack's layout; call the model through PolicyModel")
@@ -186,11 +175,11 @@ def packed_attention(
     # Views both ways: the gradient of an index, as in tensor[0], is a copy.
     by_token = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
     has_flash = _has_flash_kernel(by_token[0])
-    if has_flash and not (layout.is_one_by_one and window is None and _is_hopper_or_later(by_token[0])):
+    one_by_one = layout.is_one_by_one and window is None
+    if has_flash and not (one_by_one and torch.cuda.get_device_capability(query.device) >= (9, 0)):  # Hopper
         from torch.nn.attention.varlen import varlen_attn
 
         query_THd, key_TGd, value_TGd = (_to_places(tensor, layout.end_to_end) for tensor in by_token)
-        grouped = {"enable_gqa": query_THd.shape[1] != key_TGd.shape[1]} if _asks_for_gqa(varlen_attn) else {}
         output_THd = varlen_attn(
             query_THd,
             key_TGd,
@@ -201,19 +190,13 @@ def packed_attention(
             layout.longest,
             scale=scaling,
             window_size=(-1 if window is None else window - 1, 0),
-            **grouped,
+            enable_gqa=query_THd.shape[1] != key_TGd.shape[1],
         )
         return _from_places(output_THd, layout.end_to_end)[None], None
     query_PHd, key_PGd, value_PGd = (_to_places(tensor, layout.side_by_side) for tensor in by_token)
     with sdpa_kernel(_FASTEST_FIRST, set_priority=True) if has_flash else nullcontext():
         outputs = _batched_attention(query_PHd, key_PGd, value_PGd, layout.batches, scale=scaling, window=window)
     return _from_places(outputs, layout.side_by_side)[None], None
-
-
-@functools.cache
-def _asks_for_gqa(varlen_attn: Callable[..., Any]) -> bool:
-    """Torch before 2.12 lets query heads share keys without being told."""
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _has_flash_kernel(query_THd: torch.Tensor) -> bool:
@@ -225,10 +208,6 @@ def _has_flash_kernel(query_THd: torch.Tensor) -> bool:
         and width <= 256
         and torch.cuda.get_device_capability(query_THd.device) >= (8, 0)
     )
-
-
-def _is_hopper_or_later(query_THd: torch.Tensor) -> bool:
-    return torch.cuda.get_device_capability(query_THd.device) >= (9, 0)
 
 
 def _batched_attention(
@@ -254,15 +233,8 @@ def _batched_attention(
         mask = None
         if window is not None and window < batch.length:
             mask = torch.ones(batch.length, batch.length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-        output = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        options = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, **options)
         outputs.append(output.transpose(1, 2).flatten(0, 1))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

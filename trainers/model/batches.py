@@ -22,31 +22,21 @@ from trainers.model.attention import Layout
 class Pack:
     """Several sequences end to end, on the device.
 
-    Every tensor but `positions` has shape [T], and stands at the position that predicts: what belongs to
-    a token is found one place before it. A row's last token is left out, for nothing is predicted from it; a row of
-    one token keeps it, with mask 0.
+    Every tensor but `positions` has shape [T]. What belongs to a token stands one place before it, at the position that
+    predicts it. A row's last token is left out; a row of one token keeps it, with mask 0.
     """
 
     input_ids: torch.Tensor
-    targets: torch.Tensor
-    """The next token of the same row; 0 where there is none."""
-    mask: torch.Tensor
-    """1 where the target was sampled by the policy and is trained."""
+    targets: torch.Tensor  # the next token of the same row; 0 where there is none
+    mask: torch.Tensor  # 1 where the target was sampled by the policy and is trained
     position_ids: torch.Tensor
-    sequences: torch.Tensor
-    """Which sequence of the pack a token belongs to, int64."""
-    layout: Layout
-    """Where the sequences stand, and which of their tokens are the same."""
-    positions: torch.Tensor
-    """Where a sampled token is predicted: prompts and tools need no logits. Shape [N]."""
-    values: Mapping[str, torch.Tensor]
-    """Whatever else was asked for per token, by name."""
-    tokens: np.ndarray
-    """Where each token stands in the samples' flat arrays."""
-    is_last: np.ndarray
-    """True on a token that nothing follows: that of a row of one."""
-    is_idle: bool
-    """True for a pack that only keeps this rank in step with the others: nothing in it is trained."""
+    sequences: torch.Tensor  # which sequence of the pack a token belongs to, int64
+    layout: Layout  # where the sequences stand, and which of their tokens are the same
+    positions: torch.Tensor  # where a sampled token is predicted: prompts and tools need no logits. Shape [N].
+    values: Mapping[str, torch.Tensor]  # whatever else was asked for per token, by name
+    tokens: np.ndarray  # where each token stands in the samples' flat arrays
+    is_last: np.ndarray  # true on a token that nothing follows: that of a row of one
+    is_idle: bool  # true for a pack that only keeps this rank in step with the others: nothing in it is trained
 
     def to_tokens(self, values_T: torch.Tensor, out_T: np.ndarray) -> None:
         """Write values at predicting positions to where their tokens stand in the samples."""
@@ -66,18 +56,15 @@ def packs_of(
     device: torch.device,
 ) -> Iterator[Pack]:
     """This rank's packs of `rows`, which are whole groups; all ranks get equally many, so that collectives match.
-
-    `mask_T` and each of `values` hold one number per token of the samples, at the token itself.
-    """
+    `mask_T` and each of `values` hold one number per token of the samples, at the token itself."""
     lengths = _num_predicting(samples, rows)
     shares = _rows_by_rank(samples.groups_B[rows], lengths, world_size=world_size)
     packed = [pack_groups(lengths[share], samples.groups_B[rows[share]], budget=budget) for share in shares]
     mine = [rows[shares[rank][pack]] for pack in packed[rank]]
     for pack in mine:
         yield build_pack(samples, pack, mask_T=mask_T, values=values, device=device)
-    num_idle = max(map(len, packed)) - len(mine)
     shortest = rows[[int(np.argmin(lengths))]]
-    for _ in range(num_idle):
+    for _ in range(max(map(len, packed)) - len(mine)):
         yield build_pack(samples, shortest, mask_T=None, values=values, device=device)
 
 
@@ -91,7 +78,8 @@ def build_pack(
 ) -> Pack:
     """The pack of these rows; an idle one without a mask."""
     lengths = _num_predicting(samples, rows)
-    tokens = _first_tokens(samples, rows, lengths)
+    before = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    tokens = np.repeat(samples.offsets[rows] - before, lengths) + np.arange(lengths.sum())
     is_last = tokens == np.repeat(samples.offsets[rows + 1] - 1, lengths)
     next_token = np.where(is_last, tokens, tokens + 1)
 
@@ -119,12 +107,6 @@ def build_pack(
 def _num_predicting(samples: Samples, rows: np.ndarray) -> np.ndarray:
     """How many tokens of each row go through the model: all but the last."""
     return np.maximum(1, np.diff(samples.offsets)[rows] - 1)
-
-
-def _first_tokens(samples: Samples, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Where the first tokens of each row stand in the samples' flat arrays, row after row."""
-    before = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-    return np.repeat(samples.offsets[rows] - before, lengths) + np.arange(lengths.sum())
 
 
 def _rows_by_rank(groups_R: np.ndarray, lengths_R: np.ndarray, *, world_size: int) -> list[np.ndarray]:

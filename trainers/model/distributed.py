@@ -52,9 +52,8 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep what a step frees for the next one, which asks for the same: to give megabytes back to the kernel
-    and get them anew, page by page, takes a twentieth of a small step, and more beside busy engines. Elsewhere nothing
-    is done."""
+    """Let glibc keep what a step frees for the next one: to give megabytes back to the kernel and get them anew, page
+    by page, takes a twentieth of a small step, and more beside busy engines. Without glibc nothing is done."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)  # what it grows to by itself; larger blocks are mapped, and go back
@@ -68,10 +67,8 @@ def start_process_group(device: torch.device) -> DeviceMesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"  # the CPU's carries offloaded shards, and what ranks agree on
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **({} if "RANK" in os.environ else alone))
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
@@ -89,16 +86,13 @@ def shard(
     model: nn.Module, layers: Iterable[nn.Module], *, mesh: DeviceMesh, dtype: torch.dtype, offload: bool = False
 ) -> None:
     """Apply FSDP2 to every layer and then to the whole, and move it to the mesh's device; parameters keep their type,
-    compute runs in `dtype`.
-
-    With `offload` parameters, gradients and so the optimizer's moments live in host memory, and one layer at a time
-    visits the GPU.
-    """
+    compute runs in `dtype`. With `offload` parameters, gradients and so the optimizer's moments live in host memory,
+    and one layer at a time visits the GPU."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
     offload_policy = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in [*layers, model]:
-        # By default the outermost module keeps its parameters gathered after a forward pass; where no backward pass
-        # follows, the next update would not reach them.
+        # By default the outermost module keeps its parameters gathered after a forward pass: without a backward pass
+        # behind it the next update would not reach them.
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload_policy, reshard_after_forward=True)
         assert isinstance(module, FSDPModule)
         # Losses carry the global denominator, so gradients add up over ranks. gloo has no PREMUL_SUM: force SUM.
@@ -139,10 +133,8 @@ def sum_over_ranks(values: np.ndarray, *, device: torch.device) -> np.ndarray:
 
 
 def on_every_rank(action: Callable[[], Json]) -> list[Json]:
-    """Do `action` on all ranks and return what each got, in order. Every rank must call it.
-
-    Where one raises, no rank goes on: that rank raises its own error, the others `RankFailed`.
-    """
+    """Do `action` on all ranks and return what each got, in order. Every rank must call it. If one raises, no rank goes
+    on: that rank raises its own error, the others `RankFailed`."""
     if num_ranks() == 1:
         return [action()]
     outcome: dict[str, Any] = {}
@@ -166,15 +158,15 @@ def on_first_rank(action: Callable[[], Json]) -> Json:
     return first  # type: ignore[return-value]  # rank 0 has done it
 
 
-def agreed(answers: Sequence[Json], *, what: str) -> Json:
-    """What all ranks answered (see `on_every_rank`); raises `RanksDiffer` on all where they did not answer the same."""
-    if any(answer != answers[0] for answer in answers):
-        listed = ", ".join(f"rank {number}: {answer}" for number, answer in enumerate(answers))
+def agreed(results: Sequence[Json], *, what: str) -> Json:
+    """What all ranks returned (see `on_every_rank`); raises `RanksDiffer` on all if it is not the same."""
+    if any(result != results[0] for result in results):
+        listed = ", ".join(f"rank {number}: {result}" for number, result in enumerate(results))
         raise RanksDiffer(
             f"the ranks do not have the same {what} ({listed}), so nothing was done. Each must see the same store and "
             "run the same code; start this run again"
         )
-    return answers[0]
+    return results[0]
 
 
 def _gather_text(text: str) -> list[str]:

@@ -46,9 +46,8 @@ def linear_logprobs(
 
     Float32, or float64 for float64 inputs; the softmax is taken in that type whatever type the matrices have.
     `temperature` must be the one the tokens were sampled at: the engine's logprobs are taken after it. The entropy has
-    a gradient only with `entropy_grad`. `tile_bytes` bounds temporary memory beside the two gradients, and changes
-    nothing else: where all logits fit into half of it they are kept for the backward pass. `compile` fuses what is done
-    to a slice's logits into one kernel (torch.compile).
+    a gradient only with `entropy_grad`. `tile_bytes` bounds temporary memory beside the two gradients: if all logits
+    fit into half of it they are kept for the backward pass. `compile` fuses what is done to a slice's logits.
 
     Raises `ValueError` for a temperature that is not positive: a greedy reply has no probabilities to train on.
     """
@@ -139,8 +138,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     grad_hidden_TD += gradient_TW @ output_WD
             if grad_output_VD is not None:
                 torch.mm(gradient_TW.T, hidden_TD, out=grad_output_VD[start : start + len(output_WD)])
-        if grad_hidden_TD is not None:
-            grad_hidden_TD = grad_hidden_TD.to(hidden_TD.dtype)
+        grad_hidden_TD = None if grad_hidden_TD is None else grad_hidden_TD.to(hidden_TD.dtype)
         return grad_hidden_TD, grad_output_VD, None, None, None, None, None, None
 
 
@@ -163,9 +161,7 @@ def _fold_slice(
     target_T: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Add a slice to the largest logit, Σ e^(z − top), Σ (z − top) e^(z − top) and the target's logit, per token.
-
-    `local_T` is where the target stands in this slice; outside of it where it is in another one.
-    """
+    `local_T` is where the target stands in this slice; outside of it if it is in another one."""
     logits_TW = logits_TW.to(top_T.dtype)
     new_top_T = torch.maximum(top_T, logits_TW.amax(1))
     local_T, is_here_T = _inside(local_T, logits_TW.shape[1])
@@ -215,8 +211,7 @@ def _softmax_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _bytes_per_logit(dtype: torch.dtype, *, compile: bool) -> int:
-    """What one logit of a slice needs at the worst moment: itself and three steps of its gradient; fused, only the
-    last of them."""
+    """What one logit of a slice needs at the worst moment: itself and three steps of its gradient, fused the last."""
     return 2 * dtype.itemsize if compile else dtype.itemsize + 3 * _softmax_dtype(dtype).itemsize
 
 

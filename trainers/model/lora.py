@@ -39,8 +39,8 @@ def add_adapters(
 ) -> None:
     """Freeze the model and put adapters on its decoder layers, in place; before it is sharded.
 
-    `target_modules` are names such as `q_proj`, or `all-linear` for every linear layer of the decoder layers. Equal
-    seeds give equal adapters, whatever else has drawn random numbers; torch's own stream is left as it was.
+    `target_modules` are names such as `q_proj`, or `all-linear`. Equal seeds give equal adapters; torch's own random
+    stream is left as it was.
 
     Raises `ValueError` for a name that no linear layer has, and for one outside the decoder layers: the output matrix
     and the embeddings are used without their module, so an adapter there would do nothing.
@@ -50,14 +50,14 @@ def add_adapters(
     linear = [name for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
     chosen = [name for name in linear if name.startswith(_LAYERS)]
     if target_modules != "all-linear":
-        known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in chosen}))
+        names = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in chosen}))
         chosen = []
         for each in target_modules:
-            found = [name for name in linear if f".{name}".endswith(f".{each}")]
-            if not found or not all(name.startswith(_LAYERS) for name in found):
-                what = "is no part of the decoder layers" if found else "is the name of no linear layer of this model"
-                raise InvalidInput(f"train.lora.target_modules: {each!r} {what}; choose from {known}")
-            chosen += found
+            layers = [name for name in linear if f".{name}".endswith(f".{each}")]
+            if not layers or not all(name.startswith(_LAYERS) for name in layers):
+                what = "is no part of the decoder layers" if layers else "is the name of no linear layer of this model"
+                raise InvalidInput(f"train.lora.target_modules: {each!r} {what}; choose from {names}")
+            chosen += layers
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         # peft takes fractions for alpha, and so does vLLM.
@@ -67,20 +67,18 @@ def add_adapters(
 
 def has_adapters(model: nn.Module) -> bool:
     """True after `add_adapters`."""
-    return any(hasattr(module, "lora_A") for module in model.modules())
+    return bool(adapted_layers(model))
 
 
 def adapted_layers(causal_lm: nn.Module) -> list[str]:
-    """Names of the layers that have an adapter."""
+    """Names of the layers with an adapter."""
     return [name for name, module in causal_lm.named_modules() if hasattr(module, "lora_A")]
 
 
 @contextlib.contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is its base model: bit for bit, for the adapters' branch is not computed.
-
-    Raises `ValueError` for a model that has none.
-    """
+    """Inside, the model is its base model, bit for bit: the adapters' branch is not computed. Raises `ValueError` for a
+    model that has none."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "lora_A")]
     if not layers:
         raise InvalidInput("the model has no adapters to switch off")
@@ -88,8 +86,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     try:
         for layer in layers:
             layer.enable_adapters(False)
-        # peft freezes what it switches off. FSDP2 notes at a parameter's first use, which may be in here, whether it
-        # takes a gradient.
+        # peft freezes what it switches off, and FSDP2 notes at a parameter's first use whether it takes a gradient.
         for parameter in trainable:
             parameter.requires_grad_(True)
         yield
@@ -118,11 +115,8 @@ def _is_adapter(name: str) -> bool:
 
 
 def write_adapter(causal_lm: nn.Module, folder: Path | None, *, base: str) -> None:
-    """Write the adapters, whole and in float32, into a folder; the caller seals it.
-
-    `base` says for people which model they belong to. Every rank has to call it: shards are gathered. Those that do not
-    write pass no folder.
-    """
+    """Write the adapters, whole and in float32, into a folder; the caller seals it. `base` says for people which model
+    they belong to. Every rank has to call it, for shards are gathered; those that do not write pass no folder."""
     tensors = {name: full(weight).float().contiguous() for name, weight in adapter_weights(causal_lm).items()}
     if folder is None:
         return
@@ -135,10 +129,8 @@ def write_adapter(causal_lm: nn.Module, folder: Path | None, *, base: str) -> No
 
 
 def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
-    """Put a policy's adapter into the model's; a policy without one is the base model, so B becomes zero.
-
-    Raises `ValueError` where the tensors are not those of the model's adapters.
-    """
+    """Put a policy's adapter into the model's; a policy without one is the base model, so B becomes zero. Raises
+    `ValueError` if the tensors are not those of the model's adapters."""
     weights = adapter_weights(causal_lm)
     if not has_adapter(folder):
         for name, weight in weights.items():
@@ -153,10 +145,8 @@ def read_adapter(causal_lm: nn.Module, folder: Path) -> None:
 
 
 def merge_adapter(base_folder: Path, adapter_folder: Path, folder: Path) -> str:
-    """Write the base model with W + (alpha / rank) · B A in the place of W as a sealed folder in HF layout.
-
-    Merged in float32 and stored in the type of the base's weights, tokenizer beside it; returns the weights digest.
-    """
+    """Write the base model with W + (alpha / rank) · B A in the place of W as a sealed folder in HF layout, merged in
+    float32 and stored in the type of the base's weights; returns the weights digest."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

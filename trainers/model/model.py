@@ -43,11 +43,8 @@ class PolicyModel(nn.Module):
         entropy_grad: bool = False,
         positions_N: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences stand end to end; `layout` (`trainers.model.attention.Layout`) says where.
-
-        With `positions_N`, both results are computed at these positions alone and are 0 elsewhere: prompts and what
-        is masked need no output matrix. The entropy has a gradient only with `entropy_grad`.
-        """
+        """Sequences stand end to end; `layout` says where. With `positions_N`, both results are computed at these
+        positions alone and are 0 elsewhere. The entropy has a gradient only with `entropy_grad`."""
         hidden_TD = self.hidden(input_ids_T, position_ids_T, layout, positions_N=positions_N)
         if positions_N is not None:
             targets_T = targets_T.index_select(0, positions_N)
@@ -73,10 +70,8 @@ class PolicyModel(nn.Module):
         *,
         positions_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The last layer's normalised states, [T, D]: what the output matrix, or a critic's head, is applied to.
-
-        With `positions_N` only those, [N, D].
-        """
+        """The last layer's normalised states, [T, D]: what the output matrix, or a critic's head, is applied to. With
+        `positions_N` only those, [N, D]."""
         computed_T = layout.computed_T
         if computed_T is not None:
             first_U = layout.end_to_end.place_U
@@ -108,12 +103,9 @@ def load_model(
 ) -> PolicyModel:
     """A policy folder as a module of type `dtype` with exact packed attention, on the CPU and in evaluation mode.
 
-    With `lora` only adapters are trained, drawn from `seed`.
-
     `activation_checkpointing` keeps only each layer's input and computes the layer again in the backward pass;
     `compile` compiles every layer. Neither changes names of parameters, and both work under a later `fully_shard`.
-    `logits_gib` bounds what a pack's logits take at a time.
-    With `lora`, only adapters on the layers are trained; `seed` draws their first values.
+    `logits_gib` bounds what a pack's logits take at a time. With `lora`, only adapters are trained, drawn from `seed`.
 
     Raises `OSError` or `ValueError` when the folder is no HF model, and `ValueError` for an architecture without
     decoder layers, or one whose packed logprobs are not those of transformers' own forward pass.
@@ -139,10 +131,8 @@ def load_model(
 
 @torch.no_grad()
 def _replace_attention(model: PolicyModel, folder: Path) -> None:
-    """Switch to packed attention, and check on a few tokens that the model computes what it did before.
-
-    Models differ in ways no list of them can hold: attention sinks, soft caps, scaled logits, a bias on the output.
-    """
+    """Switch to packed attention, and check on a few tokens that the model computes what it did before: models differ
+    in ways no list can hold, by attention sinks, soft caps, scaled logits, a bias on the output."""
     causal_lm, refusal = model.causal_lm, f"{folder}: {type(model.causal_lm).__name__}"
     change = "is trained wrongly by packing; use a model of the Llama, Qwen2 or Qwen3 architecture"
     if what := _unseen_in_a_trial(causal_lm):
@@ -169,7 +159,7 @@ def _replace_attention(model: PolicyModel, folder: Path) -> None:
 
 
 def _unseen_in_a_trial(causal_lm: nn.Module) -> str:
-    """What a few tokens do not show: it matters for long rows, or once the weights have grown. Empty: nothing."""
+    """What a few tokens do not show, for it matters to long rows, or once the weights have grown; or nothing."""
     config = causal_lm.config
     if getattr(config, "final_logit_softcapping", None):
         return "caps its logits (final_logit_softcapping)"
@@ -177,6 +167,6 @@ def _unseen_in_a_trial(causal_lm: nn.Module) -> str:
         return "has a bias on its output matrix"
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)]  # or one a layer type
-    if found := {"dynamic", "longrope"}.intersection(kinds):
-        return f"rotates positions by the longest row of a pack (rope_type {found.pop()!r})"
+    if by_length := {"dynamic", "longrope"}.intersection(kinds):
+        return f"rotates positions by the longest row of a pack (rope_type {by_length.pop()!r})"
     return ""

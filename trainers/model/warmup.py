@@ -47,9 +47,8 @@ def make_base_model(
 ) -> float:
     """Train a model from scratch on the replies in each demonstration; returns the final loss (nats per token).
 
-    Training ends at `target_loss`, a mean over the last 20 updates, or after `num_steps`.
-
-    The folder holds config, weights (float32), tokenizer and `digest.json`.
+    Training ends at `target_loss`, a mean over the last 20 updates, or after `num_steps`. The folder holds config,
+    weights (float32), tokenizer and `digest.json`.
     """
     torch.manual_seed(seed)
     tokenizer = character_tokenizer({character for chat in demonstrations for m in chat for character in m.content})
@@ -101,8 +100,8 @@ def make_base_model(
 def character_tokenizer(characters: set[str]) -> Qwen2Tokenizer:
     """One token per character (outside ASCII per byte), and special tokens for the two speakers and a reply's end.
 
-    It is a `Qwen2Tokenizer` without merges because AutoTokenizer makes one of whatever stands beside a Qwen2 model.
-    Characters it does not know are dropped.
+    A `Qwen2Tokenizer` without merges, because AutoTokenizer makes one beside any Qwen2 model. Other characters are
+    dropped.
     """
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     symbols = {symbol for character in characters for symbol in to_bytes.pre_tokenize_str(character)[0][0]}

@@ -5,7 +5,7 @@ In: rewards and group ids, one per attempt; or rewards and values, one per token
     per attempt (tensors [B])   rewards, groups ─▶ advantages_of   ·   reward_metrics
     per token (arrays [T])      rewards_at_end ─▶ gae ─▶ whitened   ·   distillation_advantages
 
-Groups are found by id, never by position, so partial groups cannot shift their neighbours. A null reward is NaN: it
+Groups are matched by id, never by position, so partial groups cannot shift their neighbours. A null reward is NaN: it
 enters no mean and no deviation, and its attempt has advantage 0. A group of equal rewards has exactly 0 wherever the
 baseline is its own. docs/algorithms.md has every formula. Sums are taken in float64, results have the rewards' type.
 """
@@ -35,46 +35,47 @@ def advantages_of(
 ) -> torch.Tensor:
     """Advantages of B attempts by `settings`; `lengths_B` are their sampled tokens, `reward_parts_B` named rewards.
 
-    NaN for the kinds that have one advantage per token, which nothing may train on. Parts without a weight in
-    `reward_weights` count 1. Raises `ValueError` where every reward is null, unless rewards are not used, and where a
-    part that the settings name is missing.
+    NaN for the kinds that have one advantage per token. Parts without a weight in `reward_weights` count 1. Raises
+    `ValueError` when every reward is null, unless rewards are not used, and when a part that the settings name is
+    missing.
     """
     if settings.kind != "distill" and rewards_B.isnan().all():
         raise InvalidInput(
             f"all {len(rewards_B)} rewards are null, which is for faults of the environment; an attempt that is merely"
             " wrong gets a number, 0 for example. `millrace rollout once RUN --n 4` shows the errors"
         )
+    groups = _Groups(rewards_B, groups_B)
     options = settings.model_dump(exclude={"kind", "per_reward", "baseline_part"})
     match settings.kind:
         case "grpo" if settings.per_reward:
-            return gdpo_advantages(
-                rewards_B, groups_B, reward_parts_B=reward_parts_B, reward_weights=reward_weights, **options
-            )
+            advantages_B = _gdpo(groups, reward_parts_B, reward_weights, **options)
         case "grpo":
-            return group_advantages(rewards_B, groups_B, **options)
+            advantages_B = _grpo(groups, **options)
         case "leave_one_out":
-            return leave_one_out_advantages(rewards_B, groups_B, **options)
+            advantages_B = _leave_one_out(groups, **options)
         case "reinforce++":
-            return reinforce_advantages(rewards_B, groups_B, lengths_B=lengths_B, **options)
+            advantages_B = _reinforce(groups, lengths_B.double(), **options)
         case "remax":
+            # ReMax, https://arxiv.org/abs/2310.10505: A = r − b, b the reward of the greedy reply; 0 if one is null.
             if settings.baseline_part not in reward_parts_B:
                 raise InvalidInput(
                     f'train.advantage.baseline_part = "{settings.baseline_part}" is not a part of the reward'
                     f" ({_listed(reward_parts_B)}): return it from the reward function, weight 0 in [reward.weights]"
                 )
-            return remax_advantages(rewards_B, reward_parts_B[settings.baseline_part])
+            advantages_B = (rewards_B - reward_parts_B[settings.baseline_part].to(rewards_B.dtype)).nan_to_num(nan=0.0)
         case "opo":
-            return opo_advantages(rewards_B, groups_B, lengths_B=lengths_B)
+            advantages_B = _opo(groups, lengths_B.double())
         case "pass_at_k":
-            return pass_at_k_advantages(rewards_B, groups_B, **options)
+            advantages_B = _pass_at_k(groups, **options)
         case "gae" | "distill":
-            return torch.full_like(rewards_B, torch.nan)
+            advantages_B = torch.full_like(rewards_B, torch.nan)
+    return advantages_B.to(rewards_B.dtype)
 
 
 def reward_metrics(
     rewards_B: torch.Tensor, groups_B: torch.Tensor, *, reward_parts_B: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """What docs/algorithms.md lists; means are over what is not null, and absent where all is. B is at least 1."""
+    """What docs/algorithms.md lists; means are over what is not null, and absent if all is. B is at least 1."""
     groups = _Groups(rewards_B, groups_B)
     known = rewards_B[groups.known_B].double()
     metrics = {"null_reward_fraction": 1 - len(known) / len(rewards_B)}
@@ -93,12 +94,12 @@ class _Groups:
     def __init__(self, rewards_B: torch.Tensor, groups_B: torch.Tensor) -> None:
         self.known_B = ~rewards_B.isnan()
         self.values_B = torch.where(self.known_B, rewards_B.double(), 0.0)
-        ids, self._group_B = groups_B.unique(return_inverse=True)
+        ids, self.group_B = groups_B.unique(return_inverse=True)
         self._num_groups = len(ids)
         self.size_B = self.sum(torch.ones_like(self.values_B))
         self.differs_G = self._extreme("amax", -torch.inf) > self._extreme("amin", torch.inf)
         """Whether a group has two rewards that differ."""
-        self.differs_B = self.known_B & self.differs_G[self._group_B]
+        self.differs_B = self.known_B & self.differs_G[self.group_B]
         mean_B = self.sum(self.values_B) / self.size_B.clamp(min=1)
         # Equal rewards leave rounding noise behind: dividing it by eps, or by Adam, would invent a preference.
         self.centred_B = torch.where(self.differs_B, self.values_B - mean_B, 0.0)
@@ -106,66 +107,50 @@ class _Groups:
     def sum(self, x_B: torch.Tensor) -> torch.Tensor:
         """Sum over the known attempts of each one's group."""
         sums_G = torch.zeros(self._num_groups, dtype=torch.float64)
-        return sums_G.index_add_(0, self._group_B, torch.where(self.known_B, x_B, 0.0))[self._group_B]
+        return sums_G.index_add_(0, self.group_B, torch.where(self.known_B, x_B, 0.0))[self.group_B]
 
     def _extreme(self, kind: Literal["amin", "amax"], start: float) -> torch.Tensor:
         starts_G = torch.full((self._num_groups,), start, dtype=torch.float64)
-        return starts_G.scatter_reduce(0, self._group_B, torch.where(self.known_B, self.values_B, start), kind)
+        return starts_G.scatter_reduce(0, self.group_B, torch.where(self.known_B, self.values_B, start), kind)
 
 
-def group_advantages(
-    rewards_B: torch.Tensor,
-    groups_B: torch.Tensor,
-    *,
-    scale: Literal["std", "batch", "none"] = "std",
-    ddof: int = 1,
-    eps: float = 1e-4,
-    singleton: Literal["zero", "reward"] = "zero",
-) -> torch.Tensor:
-    """GRPO: A = (r − mean_g) / (std + eps), with `scale="none"` Dr. GRPO: A = r − mean_g. Shape [B].
+# Each formula takes the attempts' rewards by group, and returns float64 of shape [B].
+
+
+def _grpo(groups: _Groups, *, scale: str, ddof: int, eps: float, singleton: str) -> torch.Tensor:
+    """GRPO: A = (r − mean_g) / (std + eps), with `scale="none"` Dr. GRPO: A = r − mean_g.
 
     The deviation is the group's, or with `scale="batch"` that of all rewards of the batch; `ddof` 1 is unbiased.
     `singleton` says what a group's only reward gets: 0, or itself as if mean and deviation were 0 and 1 (verl).
 
     GRPO: https://arxiv.org/abs/2402.03300 eq. 3 · Dr. GRPO: https://arxiv.org/abs/2503.20783 ·
     batch: https://arxiv.org/abs/2508.08221
-
-    >>> group_advantages(torch.tensor([1., 2., 3.]), torch.tensor([0, 0, 1]), scale="none")
-    tensor([-0.5000,  0.5000,  0.0000])
     """
-    groups = _Groups(rewards_B, groups_B)
-    match scale:
-        case "none":
-            spread_B = lone_B = torch.ones_like(groups.values_B)
-        case "std":
-            variance_B = groups.sum(groups.centred_B**2) / (groups.size_B - ddof).clamp(min=1)
-            spread_B, lone_B = variance_B.sqrt() + eps, torch.full_like(variance_B, 1 + eps)
-        case "batch":
-            spread_B = lone_B = torch.full_like(groups.values_B, _batch_deviation(groups, ddof) + eps)
+    if scale == "none":
+        spread_B = lone_B = torch.ones_like(groups.values_B)
+    elif scale == "std":
+        variance_B = groups.sum(groups.centred_B**2) / (groups.size_B - ddof).clamp(min=1)
+        spread_B, lone_B = variance_B.sqrt() + eps, torch.full_like(variance_B, 1 + eps)
+    else:
+        known = groups.values_B[groups.known_B]
+        # 1 if all are equal, so that nothing is divided by eps alone.
+        deviation = float(known.std(correction=ddof)) if len(known.unique()) > 1 else 1.0
+        spread_B = lone_B = torch.full_like(groups.values_B, deviation + eps)
     advantages_B = torch.where(groups.differs_B, groups.centred_B / spread_B, 0.0)
     if singleton == "reward":
         is_lone_B = groups.known_B & (groups.size_B == 1)
         advantages_B = torch.where(is_lone_B, groups.values_B / lone_B, advantages_B)
-    return advantages_B.to(rewards_B.dtype)
+    return advantages_B
 
 
-def _batch_deviation(groups: _Groups, ddof: int) -> float:
-    """Of all known rewards; 1 where they are all equal, so that nothing is divided by eps alone."""
-    known = groups.values_B[groups.known_B]
-    return float(known.std(correction=ddof)) if len(known.unique()) > 1 else 1.0
+def _leave_one_out(groups: _Groups, *, scale: str, eps: float) -> torch.Tensor:
+    """A = r − mean of the others in the group, with `scale="std"` over (their unbiased deviation + eps).
 
-
-def leave_one_out_advantages(
-    rewards_B: torch.Tensor, groups_B: torch.Tensor, *, scale: Literal["std", "none"], eps: float = 1e-6
-) -> torch.Tensor:
-    """A = r − mean of the others in the group, with `scale="std"` over (their unbiased deviation + eps). Shape [B].
-
-    Without scale it is RLOO: r − Σ_{j≠i} r_j / (n − 1) = (r − mean_g) · n / (n − 1). Where the others all agree there
+    Without scale it is RLOO: r − Σ_{j≠i} r_j / (n − 1) = (r − mean_g) · n / (n − 1). If the others all agree there
     is nothing to scale by, and the difference stays as it is (so does NeMo-RL).
 
     RLOO: https://arxiv.org/abs/2402.14740
     """
-    groups = _Groups(rewards_B, groups_B)
     size_B, centred_B = groups.size_B, groups.centred_B
     advantages_B = centred_B * size_B / (size_B - 1).clamp(min=1)
     if scale == "std":
@@ -175,31 +160,26 @@ def leave_one_out_advantages(
         varies_B = (size_B > 2) & (others_B > 1e-12 * squares_B)
         deviation_B = (others_B.clamp(min=0) / (size_B - 2).clamp(min=1)).sqrt()
         advantages_B = torch.where(varies_B, advantages_B / (deviation_B + eps), advantages_B)
-    return torch.where(groups.differs_B, advantages_B, 0.0).to(rewards_B.dtype)
+    return torch.where(groups.differs_B, advantages_B, 0.0)
 
 
-def reinforce_advantages(
-    rewards_B: torch.Tensor, groups_B: torch.Tensor, *, lengths_B: torch.Tensor, baseline: bool, eps: float = 1e-8
-) -> torch.Tensor:
-    """REINFORCE++: A = (r − mean) / (std + eps) over all sampled tokens of the batch. Shape [B].
+def _reinforce(groups: _Groups, lengths_B: torch.Tensor, *, baseline: bool, eps: float) -> torch.Tensor:
+    """REINFORCE++: A = (r − mean) / (std + eps) over all sampled tokens of the batch; https://arxiv.org/abs/2501.03262
 
     Every token carries its attempt's reward, so an attempt counts by its length in mean and (biased) deviation. With
     `baseline` the group's mean is subtracted from the rewards first; groups of equal rewards enter the deviation, but
     are not moved by a batch mean that is only there because lengths differ: they get 0.
-
-    https://arxiv.org/abs/2501.03262
     """
-    groups = _Groups(rewards_B, groups_B)
     values_B = groups.centred_B if baseline else groups.values_B
     moves_B = groups.differs_B if baseline else groups.known_B
-    weights_B = torch.where(groups.known_B, lengths_B.double(), 0.0)
-    return _whitened_over_batch(values_B, weights_B, moves_B, ddof=0, eps=eps).to(rewards_B.dtype)
+    weights_B = torch.where(groups.known_B, lengths_B, 0.0)
+    return _whitened_over_batch(values_B, weights_B, moves_B, ddof=0, eps=eps)
 
 
 def _whitened_over_batch(
     values_B: torch.Tensor, weights_B: torch.Tensor, moves_B: torch.Tensor, *, ddof: int, eps: float
 ) -> torch.Tensor:
-    """(x − weighted mean) / (weighted deviation + eps) where `moves_B`, else 0; 0 where there is no deviation."""
+    """(x − weighted mean) / (weighted deviation + eps) where `moves_B`, else 0; 0 without a deviation."""
     if len(values_B[weights_B > 0].unique()) < 2:
         return torch.zeros_like(values_B)
     centred_B = values_B - (weights_B * values_B).sum() / weights_B.sum()
@@ -207,97 +187,72 @@ def _whitened_over_batch(
     return torch.where(moves_B, centred_B / (variance.sqrt() + eps), 0.0)
 
 
-def remax_advantages(rewards_B: torch.Tensor, baselines_B: torch.Tensor) -> torch.Tensor:
-    """ReMax: A = r − b, the baseline from outside the group; 0 where either is null. Shape [B].
-
-    https://arxiv.org/abs/2310.10505 (b is the reward of the greedy reply)
-    """
-    return (rewards_B - baselines_B.to(rewards_B.dtype)).nan_to_num(nan=0.0)
-
-
-def opo_advantages(rewards_B: torch.Tensor, groups_B: torch.Tensor, *, lengths_B: torch.Tensor) -> torch.Tensor:
-    """OPO: A = r − Σ_j l_j r_j / Σ_j l_j over the group, l in sampled tokens. Shape [B].
-
-    The baseline of least variance where a reply's squared gradient grows with its length.
-
-    https://arxiv.org/abs/2505.23585
-    """
-    groups = _Groups(rewards_B, groups_B)
-    lengths_B = lengths_B.double()
+def _opo(groups: _Groups, lengths_B: torch.Tensor) -> torch.Tensor:
+    """OPO: A = r − Σ_j l_j r_j / Σ_j l_j over the group, l in sampled tokens: the baseline of least variance if a
+    reply's squared gradient grows with its length. https://arxiv.org/abs/2505.23585"""
     shift_B = groups.sum(lengths_B * groups.centred_B) / groups.sum(lengths_B).clamp(min=1)
-    return torch.where(groups.differs_B, groups.centred_B - shift_B, 0.0).to(rewards_B.dtype)
+    return torch.where(groups.differs_B, groups.centred_B - shift_B, 0.0)
 
 
-def gdpo_advantages(
-    rewards_B: torch.Tensor,
-    groups_B: torch.Tensor,
-    *,
+def _gdpo(
+    groups: _Groups,
     reward_parts_B: Mapping[str, torch.Tensor],
     reward_weights: Mapping[str, float],
-    ddof: int = 1,
-    eps: float = 1e-4,
+    *,
+    ddof: int,
+    eps: float,
     **grpo: Any,
 ) -> torch.Tensor:
-    """GDPO: s = Σ_k w_k · GRPO(r_k), then A = (s − mean) / (std + eps) over the batch's attempts. Shape [B].
+    """GDPO: s = Σ_k w_k · GRPO(r_k), then A = (s − mean) / (std + eps) over the batch's attempts.
 
     Null parts are left out of the sum; an attempt without any part, or without a reward, gets 0 and is not counted.
-    Parts of weight 0 are not looked at. A group in which no part differs gets 0. Raises `ValueError` without parts.
-
-    https://arxiv.org/abs/2601.05242
+    Parts of weight 0 are not looked at. A group in which no part differs gets 0. https://arxiv.org/abs/2601.05242
     """
     weights = {name: reward_weights.get(name, 1.0) for name in reward_parts_B}
-    used = [name for name, weight in weights.items() if weight]
-    if not used:
+    if not any(weights.values()):
         raise InvalidInput(
             f"train.advantage.per_reward needs named rewards with a weight ({_listed(reward_parts_B)}): return a"
             " dictionary from the reward function, or set per_reward = false"
         )
-    summed_B = torch.zeros_like(rewards_B, dtype=torch.float64)
-    is_scored_B = torch.zeros_like(rewards_B, dtype=torch.bool)
-    for name in used:
-        part_B = torch.where(rewards_B.isnan(), torch.nan, reward_parts_B[name].double())
-        normal_B = group_advantages(part_B, groups_B, ddof=ddof, eps=eps, **grpo)
-        summed_B += weights[name] * normal_B
-        is_scored_B |= ~part_B.isnan()
-    scored = _Groups(torch.where(is_scored_B, summed_B, torch.nan), groups_B)
+    summed_B = torch.zeros_like(groups.values_B)
+    is_scored_B = torch.zeros_like(groups.known_B)
+    for name, weight in weights.items():
+        if weight:
+            part = _Groups(torch.where(groups.known_B, reward_parts_B[name].double(), torch.nan), groups.group_B)
+            summed_B += weight * _grpo(part, ddof=ddof, eps=eps, **grpo)
+            is_scored_B |= part.known_B
+    scored = _Groups(torch.where(is_scored_B, summed_B, torch.nan), groups.group_B)
     moves_B = is_scored_B & (scored.sum(summed_B.abs()) > 0)
-    return _whitened_over_batch(summed_B, is_scored_B.double(), moves_B, ddof=ddof, eps=eps).to(rewards_B.dtype)
+    return _whitened_over_batch(summed_B, is_scored_B.double(), moves_B, ddof=ddof, eps=eps)
 
 
 def _listed(reward_parts_B: Mapping[str, torch.Tensor]) -> str:
     return "parts here: " + (", ".join(reward_parts_B) or "none")
 
 
-def pass_at_k_advantages(
-    rewards_B: torch.Tensor, groups_B: torch.Tensor, *, k: int, threshold: float = 0.5, eps: float = 1e-6
-) -> torch.Tensor:
-    """The mean GRPO advantage of the k-subsets of its group that an attempt is in, each scored pass or fail. Shape [B].
+def _pass_at_k(groups: _Groups, *, k: int, threshold: float, eps: float) -> torch.Tensor:
+    """The mean GRPO advantage of the k-subsets of its group that an attempt is in, each scored pass or fail.
 
     With n attempts, w of them wrong (reward at most `threshold`), R = 1 − C(w, k) / C(n, k) and σ = √(R (1 − R)):
-    right: (1 − R) / (σ + eps); wrong: (1 − R − C(w − 1, k − 1) / C(n − 1, k − 1)) / (σ + eps). Where all subsets pass
-    (w < k, so always where k ≥ n) or all fail, it is 0; a partial group of at most k attempts teaches nothing.
-
-    https://arxiv.org/abs/2508.10751
+    right: (1 − R) / (σ + eps); wrong: (1 − R − C(w − 1, k − 1) / C(n − 1, k − 1)) / (σ + eps). If all subsets pass
+    (w < k, so always if k ≥ n) or all fail, it is 0. https://arxiv.org/abs/2508.10751
     """
-    groups = _Groups(rewards_B, groups_B)
     is_right_B = groups.known_B & (groups.values_B > threshold)
     size_B = groups.size_B
     wrong_B = size_B - groups.sum(is_right_B.double())
-    fails_beside_B = torch.ones_like(size_B)  # all of the other k − 1 are wrong, where this one is
+    fails_beside_B = torch.ones_like(size_B)  # all of the other k − 1 are wrong, if this one is
     for i in range(1, k):
         fails_beside_B = fails_beside_B * (wrong_B - i).clamp(min=0) / (size_B - i).clamp(min=1)
     fails_B = fails_beside_B * wrong_B / size_B.clamp(min=1)  # 1 − R
     deviation_B = ((1 - fails_B) * fails_B).sqrt()
     advantages_B = torch.where(is_right_B, fails_B, fails_B - fails_beside_B) / (deviation_B + eps)
     varies_B = groups.known_B & (wrong_B >= k) & (wrong_B < size_B)
-    return torch.where(varies_B, advantages_B, 0.0).to(rewards_B.dtype)
+    return torch.where(varies_B, advantages_B, 0.0)
 
 
 def rewards_at_end(rewards_B: np.ndarray, mask_T: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Each row's reward at its last sampled token, 0 elsewhere and in rows without one; float64 of shape [T].
-
-    `mask_T` is True on sampled tokens; row i is offsets[i]:offsets[i + 1].
-    """
+    """Each row's reward at its last sampled token (`mask_T`), 0 elsewhere; float64 of shape [T]. Row i is
+    offsets[i]:offsets[i + 1]."""
     sampled = np.flatnonzero(mask_T)
     row = np.searchsorted(offsets, sampled, side="right") - 1
     is_last = np.diff(row, append=-1) != 0
@@ -312,10 +267,8 @@ def gae(
     """Generalised advantage estimation; advantages and returns, float64 of shape [T], 0 where nothing was sampled.
 
     δ_t = r_t + γ V_{t+1} − V_t, A_t = δ_t + γλ A_{t+1}, return = A_t + V_t, where t + 1 is the row's next *sampled*
-    token: what tools and users wrote in between is skipped, and behind the last one V and A are 0. `values_T` stand at
-    the token they were predicted for: V_t is what the critic expected before token t was sampled.
-
-    Rows without a reward have to be masked. Raises `ValueError` for a reward or value that is not finite.
+    token: what tools and users wrote in between is skipped, and behind the last one V and A are 0. V_t is what the
+    critic expected before token t was sampled. Raises `ValueError` for a reward or value that is not finite.
 
     https://arxiv.org/abs/1506.02438 eq. 16
     """

@@ -24,8 +24,8 @@ def aggregation_weights(
     constant        1 / (num_sequences · max_tokens)     Dr. GRPO, https://arxiv.org/abs/2503.20783
 
     `counts_B` are the sampled tokens per row, `num_tokens` and `num_sequences` the totals over the mini-batch of all
-    ranks, all counted before stale tokens or importance weights are masked: masking must not make the others louder.
-    A row without tokens has weight 0; whether it counts as a sequence is the caller's to say.
+    ranks, all counted before anything is masked: masking must not make the others louder. A row without tokens has
+    weight 0; whether it counts as a sequence is the caller's to say.
 
     >>> aggregation_weights(np.array([4, 1]), aggregation="sequence_mean", num_tokens=5, num_sequences=2, max_tokens=8)
     array([0.125, 0.5  ])
@@ -49,9 +49,9 @@ _ROUNDING = 1e-5
 def top_entropy_mask(entropy_T: np.ndarray, mask_T: np.ndarray, *, fraction: float) -> np.ndarray:
     """True on the `fraction` of trained tokens at which the policy was least certain; bool of shape [T].
 
-    All tokens of the step at once: entropy ≥ its quantile 1 − fraction over trained tokens, one of the entropies and
-    none between two of them, so that ties stay in and nothing else does; at least one token. Entropies within 1e-5 of
-    the quantile are ties: after equal contexts they are equal but for rounding. https://arxiv.org/abs/2506.01939
+    All tokens of the step at once: entropy ≥ its quantile 1 − fraction over trained tokens, which is one of the
+    entropies, so that ties stay in and at least one token. Entropies within 1e-5 of the quantile are ties: after equal
+    contexts they are equal but for rounding. https://arxiv.org/abs/2506.01939
 
     >>> top_entropy_mask(np.array([0.1, 2.0, 9.0, 0.5, 0.2]), np.array([1, 1, 0, 1, 1]), fraction=0.5)
     array([False,  True, False,  True, False])

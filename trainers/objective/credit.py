@@ -31,31 +31,22 @@ from trainers.objective.divergence import kl_estimate
 
 @dataclass(frozen=True, kw_only=True)
 class Looked:
-    """Per token of the samples, under the weights as they were before the step's first update; null where not needed.
+    """Per token of the samples, under the weights as they were before the step's first update; None if not needed. Each
+    has shape [T], with 0 where nothing was sampled."""
 
-    Each has shape [T], with 0 where nothing was sampled.
-    """
-
-    logprobs_T: np.ndarray | None = None
-    """The policy's own."""
-    entropy_T: np.ndarray | None = None
-    """Of the policy, in nats."""
-    reference_T: np.ndarray | None = None
-    """Log-probabilities of the reference, or of the teacher."""
-    values_T: np.ndarray | None = None
-    """The critic's."""
+    logprobs_T: np.ndarray | None = None  # the policy's own
+    entropy_T: np.ndarray | None = None  # of the policy, in nats
+    reference_T: np.ndarray | None = None  # log-probabilities of the reference, or of the teacher
+    values_T: np.ndarray | None = None  # the critic's
 
 
 @dataclass(frozen=True, kw_only=True)
 class Credit:
     """What the policy and the critic learn."""
 
-    advantages_T: np.ndarray
-    """Of the type of the samples' log-probabilities, shape [T]."""
-    returns_T: np.ndarray | None
-    """Targets of the critic, likewise; null without one."""
-    known_T: np.ndarray
-    """False on tokens of attempts without a reward, whose returns nobody knows."""
+    advantages_T: np.ndarray  # of the type of the samples' log-probabilities, shape [T]
+    returns_T: np.ndarray | None  # targets of the critic, likewise; None without one
+    known_T: np.ndarray  # false on tokens of attempts without a reward
     metrics: dict[str, float]
     """Of the rewards as they were scored, over attempts; a KL penalty in the reward is `reference_kl`'s to show."""
 
@@ -63,10 +54,8 @@ class Credit:
 def assign_credit(
     samples: Samples, settings: TrainSettings, looked: Looked, *, reward_weights: Mapping[str, float]
 ) -> Credit:
-    """Advantages by `settings.advantage`. Raises `ValueError` where no attempt has a reward, or a part is missing.
-
-    Rows of one attempt share its reward; its length is what was sampled in all of them.
-    """
+    """Advantages by `settings.advantage`. Raises `ValueError` if no attempt has a reward, or a part is missing. Rows of
+    one attempt share its reward; its length is what was sampled in all of them."""
     _, first_row = np.unique(samples.attempts_B, return_index=True)
     token_row = np.repeat(np.arange(samples.num_rows), np.diff(samples.offsets))
     token_attempt = samples.attempts_B[token_row]
@@ -107,16 +96,12 @@ def assign_credit(
             known_T = np.ones_like(known_T)
         case _:
             advantages_T = advantages_A.numpy()[token_attempt]
-    return Credit(
-        advantages_T=advantages_T.astype(samples.logprobs_T.dtype),
-        returns_T=returns_T,
-        known_T=known_T,
-        metrics=metrics,
-    )
+    advantages_T = advantages_T.astype(samples.logprobs_T.dtype)
+    return Credit(advantages_T=advantages_T, returns_T=returns_T, known_T=known_T, metrics=metrics)
 
 
 def _penalty(samples: Samples, settings: TrainSettings, looked: Looked) -> np.ndarray | None:
-    """β · KL estimate per sampled token, of the policy that sampled it; null where the reward carries none."""
+    """β · KL estimate per sampled token, of the policy that sampled it; None if the reward carries none."""
     kl = settings.kl
     if not kl.coefficient or kl.place != "reward":
         return None
@@ -127,15 +112,13 @@ def _penalty(samples: Samples, settings: TrainSettings, looked: Looked) -> np.nd
 
 
 def _same_for_the_same(charges_A: np.ndarray, samples: Samples) -> np.ndarray:
-    """Attempts of a group with the very same tokens, from the same policies, are charged the mean of what each was.
-
-    Their log-probabilities differ by the engine's rounding, which a group of equal scores would take for its signal.
-    """
-    said_A: list[list[bytes]] = [[] for _ in charges_A]
+    """Attempts of a group with the very same tokens, from the same policies, are charged the mean of what each was:
+    their log-probabilities differ by the engine's rounding, which a group of equal scores would take for its signal."""
+    content_A: list[list[bytes]] = [[] for _ in charges_A]
     for row, attempt in enumerate(samples.attempts_B):
         tokens = slice(samples.offsets[row], samples.offsets[row + 1])
         arrays = (samples.input_ids_T[tokens], samples.mask_T[tokens], samples.versions_T[tokens])
-        said_A[attempt] += [int(samples.groups_B[row]).to_bytes(8, "little"), *(array.tobytes() for array in arrays)]
+        content_A[attempt] += [int(samples.groups_B[row]).to_bytes(8, "little"), *(array.tobytes() for array in arrays)]
     numbers: dict[tuple[bytes, ...], int] = {}
-    kind_A = np.array([numbers.setdefault(tuple(said), len(numbers)) for said in said_A])
+    kind_A = np.array([numbers.setdefault(tuple(content), len(numbers)) for content in content_A])
     return (np.bincount(kind_A, weights=charges_A) / np.bincount(kind_A))[kind_A]

@@ -31,7 +31,7 @@ _TAKEN = re.compile(
 
 @functools.cache
 def load_loss(path: str) -> LossFunction:
-    """Import a loss function, once per process. Raises `ValueError` with the fix where there is none."""
+    """Import a loss function, once per process. Raises `ValueError` with the fix if there is none."""
     try:
         function: LossFunction = load_object(path)
     except InvalidInput as error:
@@ -42,11 +42,10 @@ def load_loss(path: str) -> LossFunction:
 
 
 def check_loss(path: str, arguments: Mapping[str, Any], *, with_reference: bool = False) -> None:
-    """Try a custom loss on two sequences, together and one by one.
+    """Try a custom loss on two sequences, together and one by one. `with_reference` gives it `reference_logprobs`.
 
     Raises `ValueError` that says what is wrong: it cannot be loaded or called like this, fails, returns something else
-    than a `LossOutput` with a finite scalar that has a gradient, or its value depends on which sequences are packed
-    together. `with_reference` gives it `reference_logprobs`, as a run with a reference policy does.
+    than a `LossOutput` with a finite scalar that has a gradient, or its value depends on what is packed together.
     """
     function, named = load_loss(path), f"loss.path = {path!r}"
     inputs = _trial_inputs([3, 2], with_reference=with_reference)
@@ -83,8 +82,7 @@ def _try(function: LossFunction, inputs: LossInputs, arguments: Mapping[str, Any
         raise InvalidInput(f"{named} returns a loss without gradient; compute it from inputs.logprobs, undetached")
     if not math.isfinite(output.loss.item()):
         raise InvalidInput(f"{named} returns {output.loss.item()} on a trial of five tokens")
-    wrong = [key for key, value in output.sums.items() if not isinstance(value, (int, float))]
-    if wrong:
+    if wrong := [key for key, value in output.sums.items() if not isinstance(value, (int, float))]:
         raise InvalidInput(f"{named}: sums {wrong} are no numbers; write float(tensor)")
     if taken := [key for key in output.sums if _TAKEN.fullmatch(key)]:
         raise InvalidInput(f"{named}: sums {taken} have names that the trainer's own metrics have; give them others")

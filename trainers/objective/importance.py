@@ -33,8 +33,8 @@ def loglinear_proximal(
 
     `versions_T` is each token's sampling policy. Within a step `current_version` grows from `proximal_version` to the
     next version, by the share of the step's updates that are done: before the first, α = 1 and this is the recomputed
-    value; for a token the proximal policy sampled itself α = 0 from then on. Where v_θ = v_sampled both policies are
-    the proximal one, and the trainer's own value is taken. As in AReaL's `prox_logp_method = "loglinear"`.
+    value; for a token the proximal policy sampled itself α = 0 from then on. As in AReaL's `prox_logp_method =
+    "loglinear"`.
     """
     # Whole numbers are exact, and the small difference is taken before it meets them.
     behind_T, ahead = (proximal_version - versions_T).to(logprobs_T.dtype), current_version - proximal_version
@@ -62,7 +62,7 @@ def importance_weights(
     bounds soon. Names and formulas as in TRL's `vllm_importance_sampling_mode`.
 
     Sums: `importance` Σw and `importance_squared` Σw² after correction, `importance_corrected` the tokens truncated or
-    masked, `importance_log_ratio` Σ |log w| before it, per token.
+    masked, `importance_log_ratio` Σ |log w| before it.
     """
     trained_T = mask_T > 0
     log_ratio_T = torch.where(trained_T, proximal_logprobs_T - sampled_logprobs_T, 0)

@@ -18,10 +18,8 @@ OF = "/of"
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """One pack's tokens; every tensor has shape [T], at the positions that predict them.
-
-    What stands at a masked position counts nowhere, NaN and infinity included.
-    """
+    """One pack's tokens; every tensor has shape [T], at the positions that predict them. What stands at a masked
+    position counts nowhere, NaN and infinity included."""
 
     logprobs: torch.Tensor
     """log π_θ of the token, with gradient."""
@@ -34,20 +32,18 @@ class LossInputs:
     mask: torch.Tensor
     """1 where the token is trained, 0 elsewhere: prompts, tools, and what is stale or filtered."""
     weights: torch.Tensor
-    """`trainers.objective.aggregation.aggregation_weights`: 1 / denominator, counted before anything sampled was
-    masked."""
+    """1 / denominator (`trainers.objective.aggregation.aggregation_weights`), counted before anything was masked."""
     importance: torch.Tensor
-    """π_proximal / π_sampled after its correction (trainers/objective/importance.py); 1 where not decoupled."""
+    """π_proximal / π_sampled after its correction (trainers/objective/importance.py); 1 if not decoupled."""
     sequences: torch.Tensor
     """int64: which sequence of the pack a token belongs to, from 0."""
     entropy: torch.Tensor
-    """Entropy of π_θ at the token, in nats; with gradient where there is a bonus on it."""
+    """Entropy of π_θ at the token, in nats; with gradient if there is a bonus on it."""
     reference_logprobs: torch.Tensor | None = None
-    """Of the reference policy, where there is one."""
+    """Of the reference policy, if there is one."""
     selected: torch.Tensor | None = None
     """1 on the tokens of highest entropy (`trainers.objective.aggregation.top_entropy_mask`), the only ones whose
-    policy term and entropy bonus count; the KL penalty and the metrics keep all of `mask`. None: all. `objective` has
-    multiplied it into `importance` already when a loss function is called."""
+    policy term and entropy bonus count; None: all. `importance` has it already when a loss function is called."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +57,7 @@ class LossOutput:
 
 
 def clip_loss(inputs: LossInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> LossOutput:
-    """PPO's clipped surrogate, with bounds of their own on either side and optionally a third one:
+    """PPO's clipped surrogate with a bound on either side and optionally a third one:
 
     surrogate = min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high) A), ρ = exp(logprobs − old_logprobs)
     and, where A < 0, max(surrogate, dual_clip · A)
@@ -91,15 +87,14 @@ def gspo_loss(inputs: LossInputs, *, clip_low: float, clip_high: float) -> LossO
     Each token's gradient goes through its own log-probability: s_t = sg(s_i) · π_t / sg(π_t), sg stops the gradient
     (GSPO-token). With the same advantage, weight and importance at all tokens of a sequence, value and gradient are
     those of the sequence objective, under any aggregation: `sequence_mean` is the paper's mean over sequences,
-    `token_mean` the same weighed by length, `sequence_sum` LUSPO. Where they differ by token (a critic's advantages,
-    token-level importance), each token keeps its own instead of the sequence's mean.
+    `token_mean` the same weighed by length, `sequence_sum` LUSPO.
 
     https://arxiv.org/abs/2507.18071 eq. 5 (GSPO) and its GSPO-token · LUSPO: https://arxiv.org/abs/2602.05261
     """
     log_ratio_T = _log_ratio(inputs)
     fixed_T = log_ratio_T.detach()
     mask_T = inputs.mask.to(fixed_T.dtype)
-    # As many slots as tokens, for there are no more sequences, and their number would have to be fetched from a GPU.
+    # As many slots as tokens: the number of sequences would have to be fetched from a GPU.
     slots_T = torch.zeros_like(fixed_T)
     counts_T = slots_T.index_add(0, inputs.sequences, mask_T).clamp(min=1)
     means_T = slots_T.index_add(0, inputs.sequences, fixed_T) / counts_T
@@ -114,9 +109,9 @@ def cispo_loss(inputs: LossInputs, *, clip_high: float, clip_low: float | None =
 
     surrogate = sg(clip(ρ, 1 − clip_low, 1 + clip_high)) · A · logprobs, where sg stops the gradient
 
-    Without `clip_low` there is no lower bound, as in the paper's runs ("we did not impose a lower bound"). The value
-    is no estimate of an objective, only its gradient is. Clip fractions are of all trained tokens, of either sign.
-    MiniMax-M1, https://arxiv.org/abs/2506.13585 eq. 4 and 5
+    Without `clip_low` there is no lower bound, as in the paper's runs. Only the gradient is an estimate of an
+    objective's, not the value. Clip fractions are of all trained tokens, of either sign. MiniMax-M1,
+    https://arxiv.org/abs/2506.13585 eq. 4 and 5
     """
     ratio_T = _log_ratio(inputs).detach().exp()
     low = 0.0 if clip_low is None else 1 - clip_low
@@ -165,8 +160,8 @@ def value_loss(
 
     L = Σ_t w_t · m_t · ½ max((v − R)², (clip(v, v_old − clip, v_old + clip) − R)²); without `clip` ½ (v − R)²
 
-    All of shape [T]: `values_T` with gradient, `old_values_T` as they were when the step began, `weights_T` as in
-    `LossInputs`. PPO2, https://github.com/openai/baselines/blob/master/baselines/ppo2/model.py
+    `old_values_T` are those of when the step began, `weights_T` as in `LossInputs`. PPO2,
+    https://github.com/openai/baselines/blob/master/baselines/ppo2/model.py
     """
     trained_T = mask_T > 0
     error_T = torch.where(trained_T, values_T - returns_T, 0)
@@ -183,7 +178,7 @@ def value_loss(
 
 
 def numbers(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Scalars from the device in one transfer, which a GPU waits for once instead of once each."""
+    """Scalars from the device in one transfer."""
     if not sums:
         return {}
     return dict(zip(sums, torch.stack([value.detach().double() for value in sums.values()]).tolist(), strict=True))

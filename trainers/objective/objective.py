@@ -46,8 +46,8 @@ def loss_inputs(
 ) -> tuple[LossInputs, dict[str, float]]:
     """What the loss needs of a pack, and sums of the importance weights. `version` counts this step's updates too.
 
-    Decoupled PPO (https://arxiv.org/abs/2505.24298 eq. 5): clip around the policy as it was when the step began,
-    and weigh each token by how far that had moved from the policy that sampled it.
+    Decoupled PPO (https://arxiv.org/abs/2505.24298 eq. 5) clips around the policy as it was when the step began, and
+    weighs each token by how far that had moved from the policy that sampled it.
     """
     sampled_T, decoupled = pack.values["sampled_logprobs"], settings.decoupled
     old_T, importance_T, sums = sampled_T, torch.ones_like(logprobs_T), {}
@@ -55,12 +55,9 @@ def loss_inputs(
         if decoupled.proximal == "recompute":
             old_T = pack.values["proximal"]
         else:
+            versions_T = pack.values["versions"]
             old_T = loglinear_proximal(
-                logprobs_T,
-                sampled_T,
-                pack.values["versions"],
-                proximal_version=base_version,
-                current_version=version,
+                logprobs_T, sampled_T, versions_T, proximal_version=base_version, current_version=version
             )
         correction = {name: getattr(decoupled, name) for name in ("correction", "cap", "floor")}
         importance_T, sums = importance_weights(old_T, sampled_T, pack.mask, pack.sequences, **correction)
@@ -81,10 +78,8 @@ def loss_inputs(
 
 
 def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
-    """A pack's share of the objective; what it lacks for a term that is set is an `AssertionError`.
-
-    Sums beside the loss's own: `approx_kl`, `entropy`, and `reference_kl` where there is a reference.
-    """
+    """A pack's share of the objective. Sums beside the loss's own: `approx_kl`, `entropy`, and `reference_kl` if there
+    is a reference."""
     policy_inputs, selected_T = inputs, inputs.mask
     if inputs.selected is not None:
         policy_inputs = dataclasses.replace(inputs, importance=inputs.importance * inputs.selected)
@@ -117,14 +112,14 @@ def objective(inputs: LossInputs, settings: TrainSettings) -> LossOutput:
 
 
 def moved_by_advantages_alone(settings: TrainSettings) -> bool:
-    """Whether a token with the advantage 0 has no gradient: `objective` is a multiple of it, and no critic learns."""
+    """True if a token with the advantage 0 has no gradient: `objective` is a multiple of it, and no critic learns."""
     with_kl = settings.kl.coefficient and settings.kl.place == "loss"
     multiple = isinstance(settings.loss, ClipLoss | GspoLoss | CispoLoss | SapoLoss)
     return multiple and not (with_kl or settings.entropy_bonus or isinstance(settings.advantage, GaeAdvantage))
 
 
 def needs_entropy_grad(settings: TrainSettings) -> bool:
-    """Whether the objective may move the entropy: with a bonus, or in a loss of the user's."""
+    """True if the objective may move the entropy: with a bonus, or in a loss of the user's."""
     return settings.entropy_bonus > 0 or isinstance(settings.loss, CustomLoss)
 
 
@@ -161,8 +156,8 @@ def off_policy_sums(inputs: LossInputs) -> dict[str, float]:
 def mean_metrics(sums: Mapping[str, float], *, num_tokens: float) -> dict[str, float]:
     """A step's metrics from the sums of all its packs and ranks, added up by name; `num_tokens` were trained.
 
-    Each is divided by its own denominator `<name>/of` where there is one, and left out where that is 0. Out of Σw and
-    Σw² comes the effective sample size (Σw)² / (n Σw²), Kong 1992.
+    Each is divided by its own denominator `<name>/of` if there is one, and left out if that is 0. Out of Σw and Σw²
+    comes the effective sample size (Σw)² / (n Σw²), Kong 1992.
 
     >>> mean_metrics({"entropy": 6.0, "clip_fraction_low": 1.0, "clip_fraction_low/of": 4.0}, num_tokens=8)
     {'entropy': 0.75, 'clip_fraction_low': 0.25}

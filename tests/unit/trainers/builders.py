@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
-from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
-from storage.shards.codec import Provenance
+from storage.records import RolloutGroup, Sampling
 from storage.shards.shards import commit_shard
+from tests.builders import a_group, a_trajectory, a_turn, provenance
+from trainers.critic import Critic
 from trainers.data.samples import Samples
 from trainers.model.distributed import full
 from trainers.model.warmup import character_tokenizer
@@ -60,9 +61,9 @@ def tiny_model(folder: Path, *, seed: int = 0, tied: bool = True, init_range: fl
     return folder
 
 
-def load_causal_lm(folder: Path) -> torch.nn.Module:
+def load_causal_lm(folder: Path, *, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """The model as transformers alone loads it: the reference for everything packed, chunked and sharded."""
-    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype)
 
 
 def logprobs_alone(causal_lm: torch.nn.Module, input_ids: Sequence[int], *, temperature: float = 1.0) -> torch.Tensor:
@@ -72,7 +73,7 @@ def logprobs_alone(causal_lm: torch.nn.Module, input_ids: Sequence[int], *, temp
     return log_p[:-1].gather(1, ids[1:, None])[:, 0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """One attempt of one turn."""
 
@@ -96,14 +97,25 @@ def row_of(
 
 
 def random_rows(
-    folder: Path, *, num_groups: int = 4, attempts: int = 3, seed: int = 0, noise: float = 0.3, temperature: float = 1.0
+    folder: Path,
+    *,
+    num_groups: int = 4,
+    attempts: int = 3,
+    seed: int = 0,
+    noise: float = 0.3,
+    temperature: float = 1.0,
+    prompt_tokens: Sequence[int] = (),
+    dtype: torch.dtype = torch.float32,
 ) -> list[Row]:
-    """Attempts of uneven length, as if sampled by a policy that differs from the folder's by `noise` per token."""
+    """Attempts of uneven length, as if sampled by a policy that differs from the folder's by `noise` per token.
+
+    Prompts are of random length, unless `prompt_tokens` has one for each group.
+    """
     draw = np.random.default_rng(seed)
-    causal_lm = load_causal_lm(folder)
+    causal_lm = load_causal_lm(folder, dtype=dtype)
     rows = []
     for group in range(num_groups):
-        prompt = draw.integers(4, 16, size=draw.integers(2, 6)).tolist()
+        prompt = draw.integers(4, 16, size=prompt_tokens[group] if prompt_tokens else draw.integers(2, 6)).tolist()
         for attempt in range(attempts):
             reply = draw.integers(1, 16, size=draw.integers(1, 9)).tolist()
             with torch.no_grad():
@@ -135,6 +147,18 @@ def samples_of(rows: Sequence[Row]) -> Samples:
         attempts_B=attempts_B.reshape(-1),
         groups_B=np.array([row.group for row in rows], dtype=np.int32),
         rewards_B=np.array([row.reward for row in rows], dtype=np.float32),
+    )
+
+
+def named_samples_of(rows: Sequence[Row], *, shards: int = 1) -> Samples:
+    """Samples with names for groups and shards; groups go to the shards in turn."""
+    samples = samples_of(rows)
+    return dataclasses.replace(
+        samples,
+        group_ids=[f"0.prompt-{group}" for group in range(int(samples.groups_B.max()) + 1)],
+        attempt_numbers_B=np.array([row.attempt for row in rows], dtype=np.int64),
+        shards_B=(samples.groups_B % shards).astype(np.int64),
+        shard_ids=[f"shard-{shard}" for shard in range(shards)],
     )
 
 
@@ -180,13 +204,15 @@ def take_step(
     return trainer.step(samples, step=step, base_version=step - 1, max_staleness=max_staleness, max_gap=max_gap)
 
 
-def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Whole parameters by name, copied."""
+def weights(trainer: Trainer | Critic | None) -> dict[str, torch.Tensor]:
+    """Whole parameters by name, copied; of the policy, or of the critic."""
+    assert trainer is not None
     return {name: full(parameter).clone() for name, parameter in trainer.model.named_parameters()}
 
 
-def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
+def gradients(trainer: Trainer | Critic | None) -> dict[str, torch.Tensor]:
     """Whole gradients of the last mini-batch by parameter name, copied."""
+    assert trainer is not None
     return {name: full(p.grad).clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
 
 
@@ -207,32 +233,12 @@ def new_run(root: Path, model: Path) -> RunLog:
 
 def group_of(rows: Sequence[Row], *, position: int) -> RolloutGroup:
     """The rows as the attempts of one group."""
-    prompt = f"prompt {position}"
-    return RolloutGroup(
-        id=f"0.{prompt}",
-        task=Task(id=prompt, prompt=prompt),
-        position=position,
-        epoch=0,
-        expected=len(rows),
-        trajectories=[
-            Trajectory(
-                attempt=row.attempt,
-                turns=[
-                    Turn(
-                        context_ids=row.prompt,
-                        sampled_ids=row.reply,
-                        logprobs=row.logprobs,
-                        weight_versions=row.versions,
-                        finish_reason="stop",
-                    )
-                ],
-                messages=[Message(role="user", content=prompt)],
-                status="ok",
-                reward=row.reward,
-            )
-            for row in rows
-        ],
-    )
+    trajectories = []
+    for row in rows:
+        turn = a_turn(row.reply, context=row.prompt, versions=row.versions)
+        turns = [dataclasses.replace(turn, logprobs=row.logprobs)]
+        trajectories.append(a_trajectory(row.reward, attempt=row.attempt, turns=turns))
+    return a_group(position, trajectories=trajectories)
 
 
 def groups_of(rows: Sequence[Row]) -> list[RolloutGroup]:
@@ -242,17 +248,9 @@ def groups_of(rows: Sequence[Row]) -> list[RolloutGroup]:
 
 
 def commit(log: RunLog, shard_id: str, groups: Sequence[RolloutGroup]) -> Shard:
-    """Write the groups as one shard of the run."""
-    provenance = Provenance(
-        run_id=log.run_id,
-        shard_id=shard_id,
-        producer="test",
-        tokenizer_sha256="",
-        chat_template_sha256="",
-        config_sha256="",
-        code_version="",
-    )
-    return commit_shard(log, groups, provenance=provenance, sampling=Sampling())
+    """Write the groups as one shard of the run, by a producer that does not say which tokenizer it has."""
+    made_by = dataclasses.replace(provenance(shard_id, run_id=log.run_id), tokenizer_sha256="")
+    return commit_shard(log, groups, provenance=made_by, sampling=Sampling())
 
 
 def open_trainer(log: RunLog, config: RunConfig, *, cache: Path, sends: bool = False) -> TrainerWorker:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from tests.unit.trainers.builders import Row, gradients, largest_difference, load_causal_lm, weights
+from trainers.critic import Critic
 from trainers.model.distributed import full
 from trainers.trainer import Trainer
 
@@ -23,16 +25,12 @@ class Reply:
     row: Row
     new: torch.Tensor
     """Log-probabilities under the policy, with gradient."""
-    entropy: torch.Tensor
-    """Of the policy, with gradient."""
     old: torch.Tensor
     """Log-probabilities as they were sampled."""
     advantage: float
     """GRPO's, from the row's rewards."""
 
-    def clipped(
-        self, advantage: torch.Tensor | float | None = None, *, old: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def clipped(self, advantage: Any = None, *, old: torch.Tensor | None = None) -> torch.Tensor:
         """PPO's surrogate with the default bounds, by default under the GRPO advantage and around the sampler."""
         advantage = self.advantage if advantage is None else advantage
         ratio = (self.new - (self.old if old is None else old)).exp()
@@ -52,20 +50,17 @@ def policy_of(folder: Path, trainer: Trainer | None = None) -> torch.nn.Module:
     return causal_lm
 
 
-def replies_of(
-    policy: torch.nn.Module, rows: Sequence[Row], *, rewards: Sequence[float] | None = None, temperature: float = 1.0
-) -> list[Reply]:
+def replies_of(policy: torch.nn.Module, rows: Sequence[Row], *, rewards: Sequence[float] | None = None) -> list[Reply]:
     """The rows under a policy, with the GRPO advantages of `rewards`, by default their own."""
     rewards = [row.reward for row in rows] if rewards is None else rewards
     replies = []
     for row, reward in zip(rows, rewards, strict=True):
-        log_p = _distributions(policy, row, temperature)
+        log_p = _distributions(policy, row)
         group = [r for r, other in zip(rewards, rows, strict=True) if other.group == row.group]
         replies.append(
             Reply(
                 row=row,
                 new=log_p.gather(1, torch.tensor(row.reply)[:, None])[:, 0],
-                entropy=-(log_p.exp() * log_p).sum(-1),
                 old=torch.tensor(row.logprobs),
                 advantage=float((reward - np.mean(group)) / (np.std(group, ddof=1) + 1e-4)),
             )
@@ -76,12 +71,12 @@ def replies_of(
 def fixed_logprobs(causal_lm: torch.nn.Module, row: Row) -> torch.Tensor:
     """Log-probabilities of the reply, without a gradient."""
     with torch.no_grad():
-        return _distributions(causal_lm, row, 1.0).gather(1, torch.tensor(row.reply)[:, None])[:, 0]
+        return _distributions(causal_lm, row).gather(1, torch.tensor(row.reply)[:, None])[:, 0]
 
 
-def _distributions(policy: torch.nn.Module, row: Row, temperature: float) -> torch.Tensor:
+def _distributions(policy: torch.nn.Module, row: Row) -> torch.Tensor:
     ids = torch.tensor(row.prompt + row.reply)
-    return (policy(input_ids=ids[None]).logits[0] / temperature).log_softmax(-1)[len(row.prompt) - 1 : -1]
+    return policy(input_ids=ids[None]).logits[0].log_softmax(-1)[len(row.prompt) - 1 : -1]
 
 
 def token_mean(replies: Sequence[Reply], term: Term) -> torch.Tensor:
@@ -108,13 +103,11 @@ def assert_same_gradient(trainer: Trainer, expected: dict[str, torch.Tensor], *,
 
 def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Weights, moments and counters of policy and critic, and the average, copied: what an update may change."""
-    owners = [("policy", trainer.model, trainer.optimizer)]
-    if trainer.critic is not None:
-        owners.append(("critic", trainer.critic.model, trainer.critic.optimizer))
     tensors = {}
-    for owner, model, optimizer in owners:
-        for name, parameter in model.named_parameters():
-            values = {"weight": parameter, **optimizer.state.get(parameter, {})}
-            tensors |= {f"{owner}.{name}.{key}": full(value).clone() for key, value in values.items()}
+    owners: list[Trainer | Critic] = [trainer] if trainer.critic is None else [trainer, trainer.critic]
+    for owner in owners:
+        for name, parameter in owner.model.named_parameters():
+            values = {"weight": parameter, **owner.optimizer.state.get(parameter, {})}
+            tensors |= {f"{type(owner)} {name} {key}": full(value).clone() for key, value in values.items()}
     average = {} if trainer.ema is None else trainer.ema.state_tensors()
     return tensors | {name: tensor.clone() for name, tensor in average.items()}

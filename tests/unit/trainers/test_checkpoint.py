@@ -1,8 +1,6 @@
 """What is saved loads elsewhere, and a resumed optimizer takes the very step an uninterrupted one takes."""
 
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +48,10 @@ def test_a_policy_folder_loads_in_transformers_with_the_same_logprobs(
     assert (found - before).abs().max() > 1e-4
     one, other = (AutoTokenizer.from_pretrained(folder).encode("1+2=") for folder in (tmp_path / "policy", base))
     assert one == other
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_policy_holds_exactly_the_base_models_tensors_in_the_type_it_is_asked_to_have(
-    tmp_path: Path, tiny_folder: Path, dtype: torch.dtype
-) -> None:
-    save_policy(trainer_of(tiny_folder).model, tiny_folder, tmp_path / "policy", dtype=dtype)
-    saved, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "policy", tiny_folder))
-    assert largest_difference(saved, {name: tensor.to(dtype) for name, tensor in base.items()}) == 0
+    # Without a step it is the base model's tensors, in the type it is asked to have.
+    save_policy(trainer_of(base).model, base, tmp_path / "untrained", dtype=torch.bfloat16)
+    saved, of_base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "untrained", base))
+    assert largest_difference(saved, {name: tensor.bfloat16() for name, tensor in of_base.items()}) == 0
 
 
 def test_a_base_model_in_several_files_is_trained_averaged_and_gone_back_to(
@@ -138,32 +131,19 @@ def test_a_resumed_step_equals_the_uninterrupted_one_bit_for_bit(
     assert largest_difference(everything(steady), everything(resumed)) == 0
 
 
-def _no_seal(folder: Path) -> None:
-    (folder / DIGEST_FILE).unlink()
-
-
-def _cut_off(folder: Path) -> None:
-    content = (folder / "state.safetensors").read_bytes()
-    (folder / "state.safetensors").write_bytes(content[: len(content) // 2])
-
-
-def _missing_file(folder: Path) -> None:
-    (folder / "state.json").unlink()
-
-
-def _another_step(folder: Path) -> None:
-    (folder / "state.json").write_text(json.dumps({"step": 7}))
-
-
-@pytest.mark.parametrize("damage", [_no_seal, _cut_off, _missing_file, _another_step])
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [(DIGEST_FILE, None), ("state.safetensors", b"cut off"), ("state.json", None), ("state.json", b'{"step": 7}')],
+)
 def test_a_half_written_or_altered_state_is_refused_and_nothing_changes(
-    tmp_path: Path, tiny_folder: Path, samples: Samples, damage: Callable[[Path], None]
+    tmp_path: Path, tiny_folder: Path, file: str, content: bytes | None
 ) -> None:
-    trainer, fresh = trainer_of(tiny_folder), trainer_of(tiny_folder)
-    take_step(trainer, samples)
+    trainer = trainer_of(tiny_folder)
     save_state(trainer, tmp_path / "state", step=1)
-    damage(tmp_path / "state")
-    before = everything(fresh)
+    (tmp_path / "state" / file).unlink()
+    if content is not None:
+        (tmp_path / "state" / file).write_bytes(content)
+    before = everything(trainer)
     with pytest.raises(DigestMismatch):
-        load_state(fresh, tmp_path / "state")
-    assert largest_difference(everything(fresh), before) == 0
+        load_state(trainer, tmp_path / "state")
+    assert largest_difference(everything(trainer), before) == 0

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from storage.log.entries import Claim
 from tests.unit.trainers.builders import random_rows, samples_of
-from trainers.comparison import batch_sha256, compare_updates
+from trainers.replay import compare_updates
+from trainers.run_trainer import batch_sha256
 
 
 def test_the_digest_of_a_batch_tells_any_other_claim_or_value(tiny_folder: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.unit.trainers.builders import (
-    NO_CLIPPING,
     Row,
     config_of,
     gradients,
@@ -31,7 +30,8 @@ from tests.unit.trainers.naive import (
     replies_of,
 )
 from trainers.data.samples import Samples
-from trainers.model.distributed import copy_into, full
+from trainers.model.distributed import copy_into
+from trainers.objective.advantages import gae
 from trainers.objective.credit import Looked, assign_credit
 from trainers.trainer import Trainer
 
@@ -45,17 +45,6 @@ def _values(trainer: Trainer, samples: Samples) -> np.ndarray:
     values_T = trainer._look(samples).values_T
     assert values_T is not None
     return values_T[samples.mask_T]
-
-
-def _critic_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    assert trainer.critic is not None
-    return {name: full(parameter).clone() for name, parameter in trainer.critic.model.named_parameters()}
-
-
-def _critic_gradient(trainer: Trainer) -> dict[str, torch.Tensor]:
-    assert trainer.critic is not None
-    named = trainer.critic.model.named_parameters()
-    return {name: full(p.grad).clone() for name, p in named if p.grad is not None}
 
 
 def _with_random_head(trainer: Trainer) -> Trainer:
@@ -77,7 +66,7 @@ class _NaiveCritic(torch.nn.Module):
         self.value_head = torch.nn.Linear(32, 1)
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                parameter.copy_(_critic_weights(trainer)[self.name_in_trainer(name)])
+                parameter.copy_(weights(trainer.critic)[self.name_in_trainer(name)])
 
     @staticmethod
     def name_in_trainer(name: str) -> str:
@@ -89,22 +78,12 @@ class _NaiveCritic(torch.nn.Module):
         return self.value_head(states)[len(row.prompt) - 1 : -1, 0]
 
 
-def _naive_gae(rewards: list[float], values: list[float], *, gamma: float, lam: float) -> list[float]:
-    """A_t = Σ_l (γλ)^l δ_{t+l}, summed for each t on its own."""
-    deltas = [r + gamma * v_next - v for r, v, v_next in zip(rewards, values, [*values[1:], 0.0], strict=True)]
-    return [sum((gamma * lam) ** later * delta for later, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
-
-
-def test_values_start_at_0_whatever_the_model(tmp_path: Path, samples: Samples) -> None:
-    for tied in (True, False):
-        folder = tiny_model(tmp_path / f"tied-{tied}", tied=tied)
-        assert (_values(trainer_of(folder, **_SETTINGS), samples) == 0).all()
-
-
-def test_the_value_head_learns_what_every_attempt_is_worth(tiny_folder: Path, rows: list[Row]) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_values_start_at_0_and_become_what_every_attempt_is_worth(tmp_path: Path, rows: list[Row], tied: bool) -> None:
     constant = samples_of([dataclasses.replace(row, reward=0.7) for row in rows])
     critic = {"learning_rate": 1e-2, "clip": None, "warmup_steps": 100}
-    trainer = trainer_of(tiny_folder, advantage="gae", critic=critic)
+    trainer = trainer_of(tiny_model(tmp_path / "model", tied=tied), advantage="gae", critic=critic)
+    assert (_values(trainer, constant) == 0).all()
     errors = [take_step(trainer, constant, step=step, max_staleness=99)["value_error"] for step in range(1, 41)]
     assert errors[0] == pytest.approx(0.7, rel=1e-5)  # |0 − R|, with γ = λ = 1 the return is the reward
     assert np.abs(_values(trainer, constant) - 0.7).max() < 0.1
@@ -126,10 +105,11 @@ def test_policy_and_critic_have_the_gradient_of_a_naive_ppo_update(
     policy = policy_of(tiny_folder, before)
     with torch.no_grad():
         old_values = [old_critic(row) for row in rows]
-    advantages = [
-        torch.tensor(_naive_gae([0.0] * (len(row.reply) - 1) + [row.reward], values.tolist(), gamma=0.9, lam=0.8))
-        for row, values in zip(rows, old_values, strict=True)
-    ]
+    advantages = []
+    for row, values in zip(rows, old_values, strict=True):
+        rewards, everywhere = np.append(np.zeros(len(row.reply) - 1), row.reward), np.ones(len(row.reply), bool)
+        of_row, _ = gae(rewards, values.numpy(), everywhere, np.array([0, len(rewards)]), gamma=0.9, lam=0.8)
+        advantages.append(torch.from_numpy(of_row).float())
     mean, deviation = torch.cat(advantages).mean(), torch.cat(advantages).std()
     surrogates, errors, num_clipped = [], [], 0
     for reply, old, advantage in zip(replies_of(policy, rows), old_values, advantages, strict=True):
@@ -141,7 +121,7 @@ def test_policy_and_critic_have_the_gradient_of_a_naive_ppo_update(
         errors.append(0.5 * torch.maximum(square, clipped_square))
     policy_loss, value_loss = -torch.cat(surrogates).mean(), torch.cat(errors).mean()
     assert_same_gradient(trainer, gradient_of(policy_loss, policy), atol=1e-5)
-    found = _critic_gradient(trainer)
+    found = gradients(trainer.critic)
     expected = {critic.name_in_trainer(name): g for name, g in gradient_of(value_loss, critic).items()}
     assert largest_difference(found, expected) < 1e-5 < float(found["value_head.weight"].abs().max()) / 100
     if num_epochs == 1:
@@ -149,27 +129,23 @@ def test_policy_and_critic_have_the_gradient_of_a_naive_ppo_update(
         assert metrics["value_loss"] == pytest.approx(float(value_loss.detach()), rel=1e-4)
         norm = np.sqrt(sum(float((gradient**2).sum()) for gradient in expected.values()))
         assert metrics["critic_grad_norm"] == pytest.approx(norm, rel=1e-4)
+        clipped = _with_random_head(trainer_of(tiny_folder, max_grad_norm=0.01, **_SETTINGS))
+        assert take_step(clipped, samples_of(rows))["critic_grad_norm"] == pytest.approx(norm, rel=1e-4) and norm > 0.01
+        left = np.sqrt(sum(float((gradient**2).sum()) for gradient in gradients(clipped.critic).values()))
+        assert left == pytest.approx(0.01, rel=1e-3), "by its own norm"
     else:
         assert num_clipped > 0
         assert metrics["value_clip_fraction"] == pytest.approx(num_clipped / num_tokens(rows) / 2)
 
 
-def test_packing_changes_neither_critic_nor_policy(tiny_folder: Path, samples: Samples) -> None:
-    trainers = [_with_random_head(trainer_of(tiny_folder, tokens_per_microbatch=n, **_SETTINGS)) for n in (32, 4096)]
-    for trainer in trainers:
-        take_step(trainer, samples)
-    for tensors in (_critic_gradient, gradients):
-        assert largest_difference(*map(tensors, trainers)) < 1e-6
-
-
 def test_warm_up_steps_train_the_critic_alone(tiny_folder: Path, samples: Samples) -> None:
     critic = {**_SETTINGS["critic"], "warmup_steps": 2}
     trainer = trainer_of(tiny_folder, advantage=_GAE, critic=critic)
-    policy, value = weights(trainer), _critic_weights(trainer)
+    policy, value = weights(trainer), weights(trainer.critic)
     metrics = [take_step(trainer, samples, step=1, max_staleness=9)]
     trainer.step_without_gradient(step=2)
     assert largest_difference(weights(trainer), policy) == 0 and not trainer.optimizer.state
-    assert largest_difference(_critic_weights(trainer), value) > 0
+    assert largest_difference(weights(trainer.critic), value) > 0
     metrics.append(take_step(trainer, samples, step=3, max_staleness=9))
     assert largest_difference(weights(trainer), policy) > 0
     assert "grad_norm" not in metrics[0] and metrics[1]["grad_norm"] > 0
@@ -197,25 +173,3 @@ def test_with_a_critic_the_kl_in_the_reward_is_charged_at_the_token_that_causes_
     np.testing.assert_allclose(credit.advantages_T[samples.mask_T], expected, atol=1e-5)
     np.testing.assert_allclose(credit.returns_T[samples.mask_T], expected, atol=1e-5)  # type: ignore[index]
     assert credit.metrics["reward"] == pytest.approx(np.mean([row.reward for row in rows]))
-
-
-def test_the_critics_learning_rate_follows_the_schedule_from_its_own_peak(tiny_folder: Path, samples: Samples) -> None:
-    trainer = trainer_of(
-        tiny_folder, advantage="gae", critic={"learning_rate": 4e-2}, schedule="linear", warmup_steps=2, decay_steps=4
-    )
-    rates = []
-    for step in range(1, 5):
-        take_step(trainer, samples, step=step, max_staleness=9)
-        assert trainer.critic is not None
-        rates.append(trainer.critic.optimizer.param_groups[0]["lr"])
-    assert rates == pytest.approx([2e-2, 4e-2, 2e-2, 0.0])
-
-
-def test_the_critics_gradient_is_clipped_on_its_own(tiny_folder: Path, samples: Samples) -> None:
-    free, clipped = (
-        _with_random_head(trainer_of(tiny_folder, max_grad_norm=norm, **_SETTINGS)) for norm in (NO_CLIPPING, 0.01)
-    )
-    norms = [take_step(trainer, samples)["critic_grad_norm"] for trainer in (free, clipped)]
-    assert norms[0] == pytest.approx(norms[1])
-    left = np.sqrt(sum(float((g**2).sum()) for g in _critic_gradient(clipped).values()))
-    assert norms[0] > 0.01 and left == pytest.approx(0.01, rel=1e-3)

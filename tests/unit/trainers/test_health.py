@@ -33,22 +33,6 @@ def _measure(*arrays_T: np.ndarray, num_shards: int = 3) -> Gap:
     return meter.result(_alone)
 
 
-def test_a_gap_computed_by_hand() -> None:
-    # ρ = 2 and ½: |Δ| = ln 2 both, k3 = (2 − 1 − ln 2 + ½ − 1 + ln 2) / 2 = ¼; the third token was sampled by another.
-    log2 = np.log(2.0)
-    gap = _measure(
-        np.array([-1.0, -1.0 - log2, -9.0]),
-        np.array([-1.0 - log2, -1.0, -1.0]),
-        np.array([True, True, False]),
-        np.array([0, 1, 1]),
-    )
-    assert gap.num_tokens == 2 and gap.mean == pytest.approx(log2) and gap.k3 == pytest.approx(0.25)
-    assert log2 <= gap.p99 <= 1.06 * log2
-    np.testing.assert_allclose(gap.mean_S, [log2, log2, np.nan])
-    assert gap.tokens_S.tolist() == [1, 1, 0]
-    assert gap.metrics() == {"engine_gap": gap.mean, "engine_gap_p99": gap.p99, "engine_gap_k3": gap.k3}
-
-
 @given(st.integers(0, 10_000), st.integers(1, 400), st.integers(1, 5))
 def test_packs_and_ranks_change_nothing_of_the_plain_mean_quantile_and_k3(
     seed: int, num_tokens: int, num_ranks: int
@@ -83,10 +67,14 @@ def test_packs_and_ranks_change_nothing_of_the_plain_mean_quantile_and_k3(
 
 
 def test_only_the_shard_that_is_too_far_off_is_named() -> None:
-    sampled_T = np.full(6, -2.0)
-    logprobs_T = sampled_T + np.array([0.1, -0.1, 1.5, -1.6, 0.0, 0.0])
-    shards_T = np.array([0, 0, 1, 1, 2, 2])
-    gap = _measure(logprobs_T, sampled_T, np.ones(6, bool), shards_T)
+    log2, sampled_T = math.log(2.0), np.full(7, -2.0)
+    logprobs_T = sampled_T + np.array([log2, -log2, 1.5, -1.6, 0.0, 0.0, 9.0])  # another policy sampled the last
+    shards_T = np.array([0, 0, 1, 1, 2, 2, 2])
+    gap = _measure(logprobs_T, sampled_T, np.array([1, 1, 1, 1, 1, 1, 0], bool), shards_T)
+    np.testing.assert_allclose(gap.mean_S, [log2, 1.55, 0])
+    assert gap.num_tokens == 6 and gap.mean == pytest.approx((2 * log2 + 3.1) / 6) and 1.6 <= gap.p99 <= 1.06 * 1.6
+    assert gap.tokens_S.tolist() == [2, 2, 2]
+    assert gap.metrics() == {"engine_gap": gap.mean, "engine_gap_p99": gap.p99, "engine_gap_k3": gap.k3}
     gap.check(["a", "b", "c"], max_gap=1.6)
     with pytest.raises(GapTooLarge, match=r"shard b: .* 1.55 nats per token, above train.max_gap = 1") as caught:
         gap.check(["a", "b", "c"], max_gap=1.0)
@@ -123,16 +111,6 @@ def test_one_counted_row_stands_for_each_shard_that_the_first_mini_batch_lacks()
     assert rows_to_probe(shards_B, counted_B, np.ones(7, bool)).tolist() == []
 
 
-_OFFSETS = np.array([0, 3, 5, 9])
-
-
-def _pack(tokens: list[int], *, loss: float = 0.5, **values: list[float]) -> FiniteCheck:
-    check = FiniteCheck()
-    tensors = {name: torch.tensor(value) for name, value in values.items()}
-    check.add(np.array(tokens), loss=torch.tensor(loss), **tensors)
-    return check
-
-
 _NAN, _INF = float("nan"), float("inf")
 
 
@@ -147,12 +125,12 @@ _NAN, _INF = float("nan"), float("inf")
     ids=["fine", "whatever it is", "masked", "a loss names its whole pack"],
 )
 def test_rows_with_nan_or_infinity_are_named(tokens: list[int], pack: dict[str, Any], rows: list[int]) -> None:
-    assert _pack(tokens, **pack).bad_rows(_OFFSETS, sum_over_ranks=_alone).tolist() == rows
-
-
-def test_a_rank_without_bad_rows_hears_of_the_others() -> None:
-    check = _pack([0, 1], logprobs=[-1.0] * 2)
-    assert check.bad_rows(_OFFSETS, sum_over_ranks=lambda rows: rows + [0, 1, 0]).tolist() == [1]
+    check, tensors = FiniteCheck(), {name: torch.tensor(value) for name, value in {"loss": 0.5, **pack}.items()}
+    check.add(np.array(tokens), **tensors)
+    offsets = np.array([0, 3, 5, 9])
+    assert check.bad_rows(offsets, sum_over_ranks=_alone).tolist() == rows
+    on_another_rank = np.array([0, 1, 0])
+    assert check.bad_rows(offsets, sum_over_ranks=lambda bad: bad + on_another_rank).tolist() == sorted({1, *rows})
 
 
 def test_errors_keep_what_they_carry_on_the_way_to_another_process() -> None:

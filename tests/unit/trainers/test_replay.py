@@ -73,9 +73,11 @@ def log(finished: RunLog, tmp_path: Path) -> RunLog:
     return copy
 
 
-def _config(*, learning_rate: float = 1e-3, **settings: object) -> RunConfig:
-    chosen = {"checkpoint_every": 3, "num_minibatches": 2, **settings}
-    return config_of(learning_rate=learning_rate, max_staleness=8, **chosen)
+def _config(**settings: Any) -> RunConfig:
+    return config_of(max_staleness=8, **{"checkpoint_every": 3, "num_minibatches": 2, **settings})
+
+
+_CONFIG = _config()
 
 
 def _replay(
@@ -84,8 +86,8 @@ def _replay(
     first: int,
     last: int,
     *,
-    recorded: RunConfig | None = None,
-    changed: RunConfig | None = None,
+    recorded: RunConfig = _CONFIG,
+    changed: RunConfig = _CONFIG,
     rewards: str = "",
     resumed_from: int | None = None,
     save: Path | None = None,
@@ -96,8 +98,8 @@ def _replay(
         store_uri=log.store.uri,
         run_id=log.run_id,
         plan=plan,
-        recorded=recorded or _config(),
-        changed=changed or _config(),
+        recorded=recorded,
+        changed=changed,
         rewards=rewards,
         cache=str(tmp_path / "cache"),
     )
@@ -120,7 +122,12 @@ def _replay(
 def test_unchanged_steps_have_the_recorded_weights_and_metrics(
     finished: RunLog, tmp_path: Path, first: int, last: int, resumed_from: int
 ) -> None:
-    steps = _replay(finished, tmp_path, first, last, resumed_from=resumed_from)
+    # Another gap that is let through is another setting, and a new trainer, that makes the same weights.
+    again = _replay(finished, tmp_path, first, last, resumed_from=resumed_from, changed=_config(max_gap=3.0))
+    assert all(step.identical for step in again)
+    steps = _replay(finished, tmp_path, first, last, resumed_from=resumed_from, save=tmp_path / "kept")
+    assert verify_folder(tmp_path / "kept") == steps[-1].recorded_sha256
+    load_causal_lm(tmp_path / "kept")
     assert [step.step for step in steps] == list(range(first, last + 1))
     recorded: list[Step] = finished.state.steps[first - 1 : last]
     assert [step.replayed_sha256 for step in steps] == [step.policy.weights_sha256 for step in recorded]
@@ -147,87 +154,49 @@ def test_steps_with_nothing_accepted_are_replayed_as_they_were(
 
 
 def test_named_rewards_reach_the_step_from_recorded_shards(tmp_path: Path, tiny_folder: Path) -> None:
-    shards = [
-        [
-            dataclasses.replace(
-                group,
-                trajectories=[
-                    dataclasses.replace(t, reward_parts={"right": float(t.attempt == 0), "short": float(t.attempt)})
-                    for t in group.trajectories
-                ],
-            )
-        ]
-        for group in groups_of(random_rows(tiny_folder, num_groups=2))
-    ]
-    log = _trained(tmp_path, tiny_folder, shards, steps=1, batch_size=2)
+    groups = groups_of(random_rows(tiny_folder, num_groups=2))
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        attempt = trajectory.attempt
+        trajectory.reward_parts.update(right=float(attempt == 0), short=float(attempt))
+    log = _trained(tmp_path, tiny_folder, [groups], steps=1, batch_size=2)
     by_part = _config(advantage={"kind": "grpo", "per_reward": True}, learning_rate=2e-3)
     [step] = _replay(log, tmp_path, 1, 1, changed=by_part)
     assert step.recorded["reward/right"] == pytest.approx(1 / 3) and step.replayed["reward/short"] == 1.0
     assert not step.identical
 
 
-@pytest.mark.parametrize("first", [1, 4], ids=["from the base policy", "over a saved state"])
+@pytest.mark.parametrize("first", [1, 2, 4], ids=["from the base policy", "led up to", "over a saved state"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "metric"),
     [
+        ({"learning_rate": 2e-3}, "learning_rate"),
+        ({"loss": "cispo"}, "loss"),
+        ({"advantage": {"kind": "grpo", "scale": "none"}}, ""),
+        ({"weight_decay": 0.1}, ""),
+        ({"dtype": "bfloat16"}, ""),
+        # What the recorded state knows nothing of:
         ({"loss": {"kind": "sft", "min_reward": 0.5}}, "trained_tokens"),
-        ({"advantage": "gae", "critic": {"learning_rate": 1e-3}}, "value_loss"),
-        ({"kl": {"coefficient": 0.1}, "reference": {"kind": "base"}}, "reference_kl"),
-        ({"ema": 0.9, "num_epochs": 2}, "loss"),
+        ({"advantage": "gae", "critic": {"learning_rate": 1e-3}}, ""),
+        ({"kl": {"coefficient": 0.1}, "reference": {"kind": "base"}}, ""),
+        ({"ema": 0.9, "num_epochs": 2}, ""),
     ],
-    ids=["imitation", "critic", "kl", "average"],
+    ids=str,
 )
-def test_a_span_is_trained_by_another_objective_which_the_recorded_state_knows_nothing_of(
-    finished: RunLog, tmp_path: Path, first: int, change: dict[str, object], said: str
-) -> None:
-    last = max(first, 2)
-    once, again = (_replay(finished, tmp_path, first, last, changed=_config(**change)) for _ in range(2))
-    assert [step.replayed_sha256 for step in once] == [step.replayed_sha256 for step in again]
-    assert not any(step.identical for step in once)
-    assert all(step.replayed[said] > 0 for step in once[1:])
-    if said == "trained_tokens":
-        assert all(step.replayed[said] < step.recorded[said] for step in once)
-
-
-@pytest.mark.parametrize(("first", "loaded"), [(1, 0), (2, 0), (4, 3)])
 def test_a_change_begins_with_the_span_and_says_how_far_it_leads(
-    finished: RunLog, tmp_path: Path, first: int, loaded: int
+    finished: RunLog, tmp_path: Path, first: int, change: dict[str, object], metric: str
 ) -> None:
-    [step] = _replay(finished, tmp_path, first, first, changed=_config(learning_rate=2e-3), resumed_from=loaded)
-    assert not step.identical and step.recorded_sha256 != step.replayed_sha256
-    assert step.recorded["learning_rate"] == 1e-3 and step.replayed["learning_rate"] == 2e-3
-    # The first mini-batch of a step computes its gap before any update: equal, because nothing was changed before.
-    assert step.replayed["off_policy_kl"] == step.recorded["off_policy_kl"]
-    if first == 1:
+    once, again = (_replay(finished, tmp_path, first, first, changed=_config(**change))[0] for _ in range(2))
+    assert once == again
+    assert not once.identical and once.recorded_sha256 != once.replayed_sha256
+    assert once.distance and 0 < once.distance < 4 and once.cosine is not None
+    assert not metric or once.replayed[metric] != once.recorded[metric]
+    assert ("value_loss" in once.replayed, "reference_kl" in once.replayed) == ("critic" in change, "kl" in change)
+    if "dtype" not in change and "loss" not in change:
+        # The first mini-batch of a step computes its gap before any update: equal, as nothing was changed before.
+        assert once.replayed["off_policy_kl"] == once.recorded["off_policy_kl"]
+    if metric == "learning_rate" and first == 1:
         # Adam's first update is proportional to the learning rate; the second mini-batch's only nearly.
-        assert step.distance == pytest.approx(1.0, abs=0.2)
-        assert step.cosine == pytest.approx(1.0, abs=0.05)
-
-
-def test_a_new_trainer_in_the_middle_changes_nothing_by_itself(finished: RunLog, tmp_path: Path) -> None:
-    # Another gap that is let through is another setting, and makes the same weights.
-    steps = _replay(finished, tmp_path, 2, 4, changed=_config(max_gap=3.0))
-    assert all(step.identical for step in steps)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"loss": "cispo"}, {"advantage": {"kind": "grpo", "scale": "none"}}, {"weight_decay": 0.1}, {"dtype": "bfloat16"}],
-)
-def test_one_setting_can_be_changed_at_a_time(finished: RunLog, tmp_path: Path, change: dict[str, object]) -> None:
-    first, second = _replay(finished, tmp_path, 2, 3, changed=_config(**change))
-    assert not first.identical and first.distance and 0 < first.distance < 2 and first.cosine and first.cosine > 0
-    assert second.distance is not None and second.distance > 0
-    if "loss" in change:  # two losses on the same tokens
-        for name in ("trained_tokens", "trained_rows", "reward"):
-            assert first.replayed[name] == first.recorded[name]
-        assert first.replayed["loss"] != first.recorded["loss"]
-
-
-def test_the_replayed_policy_can_be_kept(finished: RunLog, tmp_path: Path) -> None:
-    [step] = _replay(finished, tmp_path, 4, 4, save=tmp_path / "kept")
-    assert verify_folder(tmp_path / "kept") == step.recorded_sha256
-    load_causal_lm(tmp_path / "kept")
+        assert once.distance == pytest.approx(1.0, abs=0.2) and once.cosine == pytest.approx(1.0, abs=0.05)
 
 
 def test_without_the_recorded_weights_digests_still_compare(log: RunLog, tmp_path: Path) -> None:
@@ -298,9 +267,6 @@ def test_equal_rewards_of_a_rescore_give_the_recorded_weights_and_others_do_not(
     [negated] = _replay(log, tmp_path, 4, 4, rewards="negated")
     assert negated.replayed["reward"] == pytest.approx(-negated.recorded["reward"])
     assert not negated.identical and negated.cosine is not None and negated.cosine < 0.9
-
-
-def test_attempts_whose_new_reward_is_null_teach_nothing(log: RunLog, tmp_path: Path) -> None:
     _rescore(log, "gone", factor=None)
     [step] = _replay(log, tmp_path, 1, 1, rewards="gone")
     # One known reward in all: no group has a preference, so there is no gradient.

@@ -1,4 +1,4 @@
-"""A step is the same however it is cut into packs and mini-batches, and every time; what is masked leaves no trace."""
+"""What a step leaves out leaves no trace: groups without signal, masked tokens; and what it measures."""
 
 from __future__ import annotations
 
@@ -22,20 +22,14 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from tests.unit.trainers.naive import (
-    assert_same_gradient,
     fixed_logprobs,
-    gradient_of,
     num_tokens,
     policy_of,
-    replies_of,
-    token_mean,
 )
 from trainers.data.samples import Samples
-from trainers.health import NonFinite
 from trainers.model.batches import Pack
 from trainers.model.model import PolicyModel
 from trainers.objective.credit import Looked, assign_credit
-from trainers.objective.objective import moved_by_advantages_alone
 from trainers.trainer import Trainer
 
 
@@ -53,38 +47,30 @@ def _flat(rows: list[Row], *groups: int) -> list[Row]:
 # Groups whose rewards are equal
 
 
-def test_groups_without_signal_are_measured_and_never_go_backwards(
-    tiny_folder: Path, rows: list[Row], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flat, policy, trainer = _flat(rows, 0, 2), policy_of(tiny_folder), trainer_of(tiny_folder)
-    forwards: list[tuple[bool, int]] = []
-    forward = trainer._forward
-
-    def watched(model: PolicyModel, pack: Pack, **keywords: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        forwards.append((torch.is_grad_enabled(), int(pack.mask.sum())))
-        return forward(model, pack, **keywords)
-
-    monkeypatch.setattr(trainer, "_forward", watched)
-    metrics = take_step(trainer, samples_of(flat))
-    counts = {has: num_tokens([row for row in flat if (row.group in (1, 3)) is has]) for has in (True, False)}
-    assert forwards == [(True, counts[True]), (False, counts[False])]
-    loss = token_mean(replies_of(policy, flat), lambda reply: -reply.clipped())
-    assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=1e-6)
-    assert_same_gradient(trainer, gradient_of(loss, policy))
-    assert metrics["trained_tokens"] == sum(counts.values())
-
-
 @pytest.mark.parametrize("kind", ["clip", "gspo", "cispo", "sapo"])
-def test_what_goes_forward_only_would_have_changed_nothing(
+def test_groups_without_signal_go_forward_only_which_changes_nothing(
     tiny_folder: Path, rows: list[Row], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     settings = {"learning_rate": 1e-4, "loss": {"kind": kind}, "num_minibatches": 2, "lora": {"rank": 2}}
     flat = samples_of(_flat(rows, 0, 2))
-    found, metrics = _after_steps(tiny_folder, flat, steps=2, **settings)
+    forwards: list[tuple[bool, int]] = []
+    forward = Trainer._forward
+
+    def watched(self: Trainer, model: PolicyModel, pack: Pack, **keywords: bool) -> Any:
+        forwards.append((torch.is_grad_enabled(), int(pack.mask.sum())))
+        return forward(self, model, pack, **keywords)
+
+    monkeypatch.setattr(Trainer, "_forward", watched)
+    lean, metrics = _after_steps(tiny_folder, flat, steps=2, **settings)
+    counts = {has: num_tokens([row for row in rows if (row.group in (1, 3)) is has]) for has in (True, False)}
+    assert {has: sum(count for grad, count in forwards if grad is has) for has in counts} == {
+        has: 2 * count for has, count in counts.items()
+    }
+    assert metrics[0]["trained_tokens"] == sum(counts.values())
     monkeypatch.setattr("trainers.trainer.moved_by_advantages_alone", lambda settings: False)
     everywhere, expected = _after_steps(tiny_folder, flat, steps=2, **settings)
     assert all(one == pytest.approx(other, rel=1e-4, abs=1e-6) for one, other in zip(metrics, expected, strict=True))
-    assert largest_difference(weights(found), weights(everywhere)) < 1e-6
+    assert largest_difference(weights(lean), weights(everywhere)) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -100,7 +86,6 @@ def test_what_goes_forward_only_would_have_changed_nothing(
 def test_without_an_advantage_other_terms_still_have_their_gradient(
     tiny_folder: Path, rows: list[Row], settings: dict[str, object]
 ) -> None:
-    assert not moved_by_advantages_alone(config_of(**settings).train)
     flat, alone = samples_of(_flat(rows, 1, 2, 3)), samples_of([row for row in rows if not row.group])
     (trainer, _), (only, _) = (_after_steps(tiny_folder, samples, **settings) for samples in (flat, alone))
     share = alone.mask_T.sum() / flat.mask_T.sum()
@@ -121,27 +106,15 @@ def test_a_step_without_any_signal_has_a_gradient_of_zero_and_is_counted(
     assert largest_difference(weights(trainer), before) == 0
 
 
-@pytest.mark.parametrize("preset", ["", "verl", "openrlhf"])
-def test_equal_attempts_are_charged_alike_whatever_the_engine_rounds(
-    tiny_folder: Path, rows: list[Row], preset: str
-) -> None:
-    draw = np.random.default_rng(0)
+def test_equal_attempts_are_charged_alike_whatever_the_engine_rounds(rows: list[Row]) -> None:
+    noise = np.random.default_rng(0).uniform(0, 0.01, (4, len(rows[0].reply)))
     same = [
-        dataclasses.replace(
-            rows[0],
-            attempt=attempt,
-            reward=1.0,
-            logprobs=(np.array(rows[0].logprobs) - draw.uniform(0, 0.01)).tolist(),
-        )
-        for attempt in range(4)
+        dataclasses.replace(rows[0], attempt=attempt, logprobs=(np.array(rows[0].logprobs) - rounding).tolist())
+        for attempt, rounding in enumerate(noise)
     ]
     samples = samples_of(same + [dataclasses.replace(row, group=row.group + 1) for row in rows])
-    settings = config_of(
-        preset=preset,
-        advantage={"kind": "grpo"},
-        kl={"coefficient": 0.05, "place": "reward", "estimator": "k1", "weighted": False},
-        reference={"kind": "base"},
-    ).train
+    kl = {"coefficient": 0.05, "place": "reward", "estimator": "k1"}
+    settings = config_of(kl=kl, reference={"kind": "base"}).train
     reference_T = np.where(samples.mask_T, -1.0, 0.0).astype(np.float32)
     credit = assign_credit(samples, settings, Looked(reference_T=reference_T), reward_weights={})
     is_same_T = np.arange(len(samples.mask_T)) < samples.offsets[4]
@@ -159,13 +132,6 @@ def test_a_forked_attempt_counts_once_in_its_group(rows: list[Row]) -> None:
 
 
 # Packs and mini-batches
-
-
-def test_micro_batches_of_32_and_of_4096_tokens_give_the_same_step(tiny_folder: Path, samples: Samples) -> None:
-    small, large = (_after_steps(tiny_folder, samples, learning_rate=1e-5, tokens_per_microbatch=n) for n in (32, 4096))
-    assert small[1][0] == pytest.approx(large[1][0], rel=1e-5, abs=1e-7)
-    for tensors in (gradients, weights):
-        assert largest_difference(tensors(small[0]), tensors(large[0])) < 1e-6
 
 
 def test_a_row_that_begins_with_a_sampled_token_learns_nothing_from_the_row_before_it(
@@ -191,39 +157,6 @@ def test_tokens_of_equal_entropy_are_chosen_alike_in_any_pack(tiny_folder: Path)
             assert largest_difference(gradients(trainer), gradients(first[0])) < 1e-5
 
 
-def test_the_order_of_groups_in_the_claim_does_not_matter(tiny_folder: Path, rows: list[Row], samples: Samples) -> None:
-    (one, _), (other, _) = (_after_steps(tiny_folder, each) for each in (samples, samples_of(rows[::-1])))
-    assert largest_difference(gradients(one), gradients(other)) < 1e-6
-
-
-@pytest.mark.parametrize("stale_policy", ["strict", "correct"])
-def test_the_same_inputs_give_bit_identical_weights(tiny_folder: Path, samples: Samples, stale_policy: str) -> None:
-    settings = {"num_minibatches": 2, "tokens_per_microbatch": 32, "stale_policy": stale_policy}
-    one, other = (_after_steps(tiny_folder, samples, steps=2, **settings) for _ in range(2))
-    assert one[1] == other[1]
-    assert largest_difference(weights(one[0]), weights(other[0])) == 0
-
-
-def test_the_seed_and_the_step_choose_the_mini_batches(tiny_folder: Path, samples: Samples) -> None:
-    def after(seed: int, step: int) -> dict[str, torch.Tensor]:
-        trainer = trainer_of(tiny_folder, num_minibatches=2, seed=seed)
-        take_step(trainer, samples, step=step)
-        return weights(trainer)
-
-    reference = after(0, 1)
-    assert any(largest_difference(reference, after(seed, 1)) > 0 for seed in range(1, 4))
-    assert any(largest_difference(reference, after(0, step)) > 0 for step in range(2, 5))
-
-
-def test_mini_batches_train_every_token_once_and_are_no_more_than_there_are_groups(
-    tiny_folder: Path, samples: Samples
-) -> None:
-    (trainer, [four]), (other, [nine]) = (_after_steps(tiny_folder, samples, num_minibatches=n) for n in (4, 9))
-    assert (four["trained_tokens"], four["trained_rows"]) == (samples.mask_T.sum(), samples.num_rows)
-    assert four == nine and four["trained_groups"] == 4
-    assert largest_difference(weights(trainer), weights(other)) == 0
-
-
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_a_step_without_gradient_is_one_whose_every_token_is_masked(
     tiny_folder: Path, samples: Samples, num_minibatches: int
@@ -241,77 +174,57 @@ def test_a_step_without_gradient_is_one_whose_every_token_is_masked(
             take_step(each, samples, step=10, max_staleness=10)
 
 
-# Numbers that overflow, gradients that are large
-
-
-@pytest.mark.parametrize("loss", [{"kind": "cispo"}, {"kind": "clip", "dual_clip": 3.0}, {"kind": "clip"}], ids=str)
-def test_a_ratio_that_overflows_stops_the_step_under_every_loss(
-    tiny_folder: Path, rows: list[Row], loss: dict[str, object]
+@pytest.mark.parametrize("lora", [None, {"rank": 3}])
+def test_bfloat16_computes_roughly_the_same_gradient_on_float32_weights(
+    tiny_folder: Path, samples: Samples, lora: dict[str, int] | None
 ) -> None:
-    wild = [dataclasses.replace(rows[1], logprobs=[-120.0, *rows[1].logprobs[1:]])]
-    trainer = trainer_of(tiny_folder, loss=loss)
-    before = weights(trainer)
-    with pytest.raises(NonFinite, match="the optimizer was not touched"):
-        take_step(trainer, samples_of([rows[0], *wild, *rows[2:]]))
-    assert largest_difference(before, weights(trainer)) == 0
-
-
-def test_the_gradient_norm_is_clipped_and_reported_unclipped(tiny_folder: Path, samples: Samples) -> None:
-    (_, [free]), (trainer, [clipped]) = (
-        _after_steps(tiny_folder, samples, **settings) for settings in ({}, {"max_grad_norm": 0.01})
+    (_, [exact]), (trainer, [rough]) = (
+        _after_steps(tiny_folder, samples, dtype=dtype, lora=lora) for dtype in ("float32", "bfloat16")
     )
-    assert clipped["grad_norm"] == pytest.approx(free["grad_norm"]) and free["grad_norm"] > 0.01
-    clipped_norm = np.sqrt(sum(float((g**2).sum()) for g in gradients(trainer).values()))
-    assert clipped_norm == pytest.approx(0.01, rel=1e-3)
-
-
-def test_bfloat16_computes_roughly_the_same_gradient_on_float32_weights(tiny_folder: Path, samples: Samples) -> None:
-    (_, [exact]), (trainer, [rough]) = (_after_steps(tiny_folder, samples, dtype=d) for d in ("float32", "bfloat16"))
     assert rough["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.1)
-    assert {tensor.dtype for tensor in weights(trainer).values()} == {torch.float32}
+    tensors = [*weights(trainer).values(), *gradients(trainer).values()]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
 # Staleness
 
 
-def test_staleness_is_counted_in_weight_updates(tiny_folder: Path, rows: list[Row]) -> None:
+@pytest.mark.parametrize(
+    ("stale_policy", "max_staleness", "is_masked"),
+    [("mask", 0, True), ("mask", 0.5, False), ("mask", 1, False), ("strict", 0, False)],
+)
+def test_staleness_is_counted_in_weight_updates(
+    tiny_folder: Path, rows: list[Row], stale_policy: str, max_staleness: float, is_masked: bool
+) -> None:
     # Three steps per update: at version 5 the engine serves 3, and what 0 sampled is one update behind.
     aged = samples_of([dataclasses.replace(row, versions=[0] + [3] * (len(row.reply) - 1)) for row in rows])
-    count = num_tokens(rows)
-    for max_staleness, masked in ((0, len(rows)), (0.5, 0), (1, 0)):
-        trainer = trainer_of(tiny_folder, steps_per_update=3, stale_policy="mask")
-        metrics = trainer.step(aged, step=6, base_version=5, max_staleness=max_staleness)
-        assert metrics["staleness_max"] == 1
-        assert metrics["staleness_mean"] == pytest.approx(len(rows) / count)
-        assert metrics["trained_tokens"] == count - masked
-        assert metrics["masked_stale_fraction"] == pytest.approx(masked / count)
+    trainer = trainer_of(tiny_folder, steps_per_update=3, stale_policy=stale_policy)
+    metrics = trainer.step(aged, step=6, base_version=5, max_staleness=max_staleness)
+    count, masked = num_tokens(rows), len(rows) if is_masked else 0
+    assert metrics["staleness_max"] == 1 and metrics["staleness_mean"] == pytest.approx(len(rows) / count)
+    assert metrics["trained_tokens"] == count - masked
+    assert metrics["masked_stale_fraction"] == pytest.approx(masked / count)
 
 
-def _stale_T(rows: list[Row]) -> np.ndarray:
-    """The first half of each reply is stale."""
-    return np.concatenate(
-        [[False] * len(r.prompt) + [i < len(r.reply) // 2 for i in range(len(r.reply))] for r in rows]
-    )
-
-
-def _aged(rows: list[Row]) -> Samples:
-    """Tokens of version 2, stale ones of version 0."""
+def test_masked_tokens_leave_no_gradient_and_do_not_make_the_others_louder(tiny_folder: Path, rows: list[Row]) -> None:
     samples = samples_of(rows)
-    return dataclasses.replace(
-        samples, versions_T=np.where(samples.mask_T, np.where(_stale_T(rows), 0, 2), -1).astype(np.int32)
-    )
-
-
-def test_masked_tokens_leave_no_gradient(tiny_folder: Path, rows: list[Row]) -> None:
-    aged, is_stale_T = _aged(rows), _stale_T(rows)
-    wild = dataclasses.replace(aged, logprobs_T=np.where(is_stale_T, -9.0, aged.logprobs_T).astype(np.float32))
-    trainers = [trainer_of(tiny_folder, stale_policy="mask") for _ in range(2)]
-    metrics, _ = (
-        take_step(trainer, samples, step=3, max_staleness=1)
-        for trainer, samples in zip(trainers, (aged, wild), strict=True)
-    )
-    assert largest_difference(*map(gradients, trainers)) == 0
+    # The first half of each reply is two versions older than the rest.
+    halves = [[False] * len(r.prompt) + [i < len(r.reply) // 2 for i in range(len(r.reply))] for r in rows]
+    is_stale_T = np.concatenate(halves)
+    versions_T = np.where(samples.mask_T, np.where(is_stale_T, 0, 2), -1).astype(np.int32)
+    aged = dataclasses.replace(samples, versions_T=versions_T)
+    wild = dataclasses.replace(aged, logprobs_T=np.where(is_stale_T, -9.0, samples.logprobs_T).astype(np.float32))
+    never_sampled = dataclasses.replace(samples, mask_T=samples.mask_T & ~is_stale_T)
+    trainers = [trainer_of(tiny_folder, stale_policy="mask") for _ in range(3)]
+    metrics = take_step(trainers[0], aged, step=3, max_staleness=1)
+    take_step(trainers[1], wild, step=3, max_staleness=1)
+    take_step(trainers[2], never_sampled)
+    masked, without_trace, alone = map(gradients, trainers)
+    assert largest_difference(masked, without_trace) == 0
     share = is_stale_T.sum() / num_tokens(rows)
+    # The same tokens are trained; the last one divides by their number alone.
+    expected = {name: gradient * (1 - share) for name, gradient in alone.items()}
+    assert largest_difference(masked, expected) < 1e-6
     assert metrics["trained_tokens"] == num_tokens(rows) - is_stale_T.sum()
     assert metrics["masked_stale_fraction"] == pytest.approx(share)
     assert metrics["staleness_max"] == 2 and metrics["staleness_mean"] == pytest.approx(2 * share)
@@ -319,32 +232,6 @@ def test_masked_tokens_leave_no_gradient(tiny_folder: Path, rows: list[Row]) -> 
     assert shares == pytest.approx(
         {"staleness_share_0": 1 - share, "staleness_share_1": 0.0, "staleness_share_over": share}
     )
-
-
-def test_masking_does_not_make_the_remaining_tokens_louder(tiny_folder: Path, rows: list[Row]) -> None:
-    masked, never_sampled = trainer_of(tiny_folder, stale_policy="mask"), trainer_of(tiny_folder)
-    take_step(masked, _aged(rows), step=3, max_staleness=1)
-    samples = samples_of(rows)
-    fresh_T = samples.mask_T & ~_stale_T(rows)
-    take_step(never_sampled, dataclasses.replace(samples, mask_T=fresh_T))
-    # The same tokens are trained; the second one divides by their number alone.
-    share = fresh_T.sum() / samples.mask_T.sum()
-    expected = {name: gradient * share for name, gradient in gradients(never_sampled).items()}
-    assert largest_difference(gradients(masked), expected) < 1e-6
-
-
-@pytest.mark.parametrize("stale_policy", ["strict", "mask"])
-def test_tokens_within_the_bound_are_all_trained(tiny_folder: Path, rows: list[Row], stale_policy: str) -> None:
-    metrics = take_step(trainer_of(tiny_folder, stale_policy=stale_policy), _aged(rows), step=3, max_staleness=2)
-    assert metrics["trained_tokens"] == num_tokens(rows) and metrics["masked_stale_fraction"] == 0
-
-
-def test_correct_clips_around_the_start_of_the_step_in_every_mini_batch(tiny_folder: Path, rows: list[Row]) -> None:
-    # The same group twice, one optimizer update each: the second sees weights that moved.
-    twice = samples_of([*rows[:3], *(dataclasses.replace(row, group=1) for row in rows[:3])])
-    settings = {"stale_policy": "correct", "num_minibatches": 2, "learning_rate": 0.05}
-    _, [metrics] = _after_steps(tiny_folder, twice, **settings)
-    assert metrics["clip_fraction"] > 0
 
 
 @pytest.mark.parametrize("stale_policy", ["strict", "correct"])

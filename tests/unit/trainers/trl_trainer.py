@@ -15,45 +15,47 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tests.unit.trainers.builders import NO_CLIPPING, Row
 
-Update = tuple[float, dict[str, torch.Tensor]]
-"""Loss of one optimizer update, and the gradient it saw, by parameter name."""
 
+class Updates(NamedTuple):
+    """What two optimizer updates did, by TRL or by us."""
 
-class Theirs(NamedTuple):
-    updates: list[Update]
+    losses: list[float]
+    gradients: list[dict[str, torch.Tensor]]
+    """That each update saw, by parameter name."""
     weights: dict[str, torch.Tensor]
-    clip_ratios: list[dict[str, float]]
-    """Of each micro-batch, by TRL's names."""
+    """After both."""
+    metrics: dict[str, float]
+    """Ours; of TRL's those that we have too, by our names."""
 
 
 class _Recorder(TrainerCallback):
     def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.updates: list[Update] = []
-        self.clip_ratios: list[dict[str, float]] = []
+        self.losses: list[float] = [0.0]
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.shares: list[tuple[float, float]] = []
 
     def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
-        gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-        self.updates.append((sum(self.losses), gradients))
-        self.losses.clear()
+        self.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        self.losses.append(0.0)
 
 
 class _Recorded(GRPOTrainer):
-    """As it is; the loss of each micro-batch is written down, and the shares of its tokens that are clipped."""
+    """As it is; losses of micro-batches are added up, and the shares of their tokens that are clipped are kept."""
 
     recorder: _Recorder
 
     def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
         loss: torch.Tensor = super()._compute_loss(model, inputs)
-        self.recorder.losses.append(float(loss.detach()))
-        shares = {name: values[-1] for name, values in self._metrics["train"].items() if name.startswith("clip_ratio/")}
-        self.recorder.clip_ratios.append(shares)
+        self.recorder.losses[-1] += float(loss.detach())
+        metrics = self._metrics["train"]
+        self.recorder.shares.append((metrics.get("clip_ratio/region_mean", [0.0])[-1], metrics["entropy"][-1]))
         return loss
 
 
@@ -77,7 +79,7 @@ def trl_updates(
     output_dir: Path,
     reference: Path | None = None,
     **options: Any,
-) -> Theirs:
+) -> Updates:
     """Two updates on the same rows, which are groups of equal size, in order; then the weights.
 
     `rewards` has an entry for each reward function, with one number per row. `options` are fields of `GRPOConfig`.
@@ -117,7 +119,7 @@ def trl_updates(
     with _default_dtype(dtype):
         trainer = (_InFloat64 if dtype == torch.float64 else _Recorded)(
             model=model,
-            reward_funcs=[_column(name) for name in rewards],
+            reward_funcs=[_reward_function(name) for name in rewards],
             args=GRPOConfig(output_dir=str(output_dir), **{**defaults, **options}),
             train_dataset=datasets.Dataset.from_dict({"prompt": sorted({str(row.group) for row in rows})}),
             processing_class=AutoTokenizer.from_pretrained(str(folder)),
@@ -127,15 +129,17 @@ def trl_updates(
         trainer.recorder = recorder
         trainer.train()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return Theirs(recorder.updates, weights, recorder.clip_ratios)
+    clip_fraction, entropy = np.mean(recorder.shares, axis=0).tolist()
+    norms = [float(sum(g.square().sum() for g in gradient.values())) ** 0.5 for gradient in recorder.gradients]
+    metrics = {"clip_fraction": clip_fraction, "entropy": entropy, "grad_norm": float(np.mean(norms))}
+    return Updates(recorder.losses[:-1], recorder.gradients, weights, metrics)
 
 
-def _column(name: str) -> Callable[..., list[float | None]]:
-    """A reward function that returns what the rollout came with."""
+def _reward_function(name: str) -> Callable[..., list[float | None]]:
+    """It returns what the rollout came with."""
 
     def reward(**columns: Any) -> list[float | None]:
-        values: list[float | None] = columns[name]
-        return values
+        return list(columns[name])
 
     reward.__name__ = name
     return reward

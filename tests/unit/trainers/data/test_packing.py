@@ -1,7 +1,5 @@
 """Packs hold every row once and keep their budget; ranks get whole groups and about as many tokens."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,12 +8,6 @@ from hypothesis import strategies as st
 from trainers.data.packing import distribute_groups, pack_groups, pack_rows, position_ids, shared_tokens
 
 _LENGTHS = st.lists(st.integers(1, 40), max_size=40)
-
-
-def test_longest_first_into_the_first_pack_with_room() -> None:
-    assert pack_rows([5, 3, 2], budget=5) == [[0], [1, 2]]
-    assert pack_rows([2, 6, 4, 4], budget=8) == [[0, 1], [2, 3]]
-    assert pack_rows([], budget=8) == []
 
 
 @given(_LENGTHS, st.integers(1, 64))
@@ -28,24 +20,6 @@ def test_packs_are_those_of_a_plain_search_for_the_first_with_room(lengths: list
         else:
             packs.append([row])
     assert pack_rows(lengths, budget=budget) == [sorted(pack) for pack in packs]
-
-
-@given(_LENGTHS, st.integers(1, 64))
-def test_every_row_is_in_exactly_one_pack(lengths: list[int], budget: int) -> None:
-    packs = pack_rows(lengths, budget=budget)
-    assert sorted(row for pack in packs for row in pack) == list(range(len(lengths)))
-
-
-@given(_LENGTHS, st.integers(1, 64))
-def test_no_pack_is_over_budget_but_a_single_row_that_is(lengths: list[int], budget: int) -> None:
-    for pack in pack_rows(lengths, budget=budget):
-        assert len(pack) == 1 or sum(lengths[row] for row in pack) <= budget
-
-
-@given(_LENGTHS, st.integers(40, 64))
-def test_at_most_one_pack_is_less_than_half_full(lengths: list[int], budget: int) -> None:
-    loads = [sum(lengths[row] for row in pack) for pack in pack_rows(lengths, budget=budget)]
-    assert sum(load * 2 < budget for load in loads) <= 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 5)), max_size=40), st.integers(1, 64))
@@ -77,25 +51,12 @@ def test_tokens_are_the_same_where_neighbours_begin_alike(sequences: list[list[i
     assert list(before_of) == list(range(len(before_of)))  # numbered in the order of the pack
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("spread", [0.5, 1.0, 1.3])
-@pytest.mark.parametrize("seed", range(10))
-def test_ranks_differ_by_less_than_a_tenth(seed: int, spread: float, num_ranks: int) -> None:
-    lengths = np.random.default_rng(seed).lognormal(5.5, spread, size=(64, 8)).clip(1, 4096)
-    tokens = lengths.astype(int).sum(1)
-    loads = np.array([tokens[share].sum() for share in distribute_groups(tokens, num_ranks)])
-    assert loads.max() / loads.mean() - 1 < 0.1
-
-
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9))
 def test_every_group_is_whole_on_one_rank(tokens: list[int], num_ranks: int) -> None:
     shares = distribute_groups(tokens, num_ranks)
     assert len(shares) == num_ranks
     assert sorted(group for share in shares for group in share) == list(range(len(tokens)))
     assert shares == distribute_groups(np.array(tokens, dtype=np.int64), num_ranks)
-
-
-def test_differencing_by_hand() -> None:
     # 8 | 7 and 6 | 5 differ by 1 each. The lone 4 goes to the 7: 11 | 8. What is left evens out to 16 | 14, and 7 is
     # exchanged for 6.
     assert distribute_groups([8, 7, 6, 5, 4], 2) == [[2, 3, 4], [0, 1]]
@@ -105,17 +66,20 @@ def test_positions_start_anew_in_every_sequence() -> None:
     assert position_ids([3, 1, 2]).tolist() == [0, 1, 2, 0, 0, 1]
 
 
-def _imbalance(counts: Sequence[int], shares: Sequence[Sequence[int]]) -> float:
-    loads = [sum(counts[group] for group in share) for share in shares]
-    return max(loads) / np.mean(loads) - 1
+@pytest.mark.parametrize("spread", [0.5, 1.0, 1.3])
+def test_ranks_differ_by_less_than_a_tenth_if_they_can(spread: float) -> None:
+    def imbalance(tokens: np.ndarray, shares: list[list[int]]) -> float:
+        loads = np.array([tokens[share].sum() for share in shares])
+        return loads.max() / loads.mean() - 1
 
-
-def test_few_groups_are_within_ten_percent_wherever_they_can_be() -> None:
-    assert _imbalance([3000, 3000, 2000, 2000, 2000], distribute_groups([3000, 3000, 2000, 2000, 2000], 2)) == 0
-    draw, missed = np.random.default_rng(0), 0
-    for _ in range(300):
-        counts = draw.lognormal(5.5, 0.5, size=(5, 8)).astype(int).sum(1).tolist()
-        divisions = [[[g for g in range(5) if choice >> g & 1 == rank] for rank in (0, 1)] for choice in range(32)]
-        best = min(_imbalance(counts, division) for division in divisions)
-        missed += best <= 0.1 < _imbalance(counts, distribute_groups(counts, 2))
-    assert missed == 0
+    draw = np.random.default_rng(0)
+    for num_ranks in (2, 4, 8) * 10:
+        tokens = draw.lognormal(5.5, spread, size=(64, 8)).clip(1, 4096).astype(int).sum(1)
+        assert imbalance(tokens, distribute_groups(tokens, num_ranks)) < 0.1
+    for _ in range(100):  # few groups: beside every way to divide them
+        tokens = draw.lognormal(5.5, spread, size=(5, 8)).astype(int).sum(1)
+        divisions = [[[g for g in range(5) if choice >> g & 1 == rank] for rank in (0, 1)] for choice in range(1, 31)]
+        best = min(imbalance(tokens, division) for division in divisions)
+        assert best > 0.1 or imbalance(tokens, distribute_groups(tokens, 2)) <= 0.1
+    tokens = np.array([3000, 3000, 2000, 2000, 2000])
+    assert imbalance(tokens, distribute_groups(tokens, 2)) == 0

@@ -45,42 +45,6 @@ def _row_ids(samples: Samples) -> list[list[int]]:
     ]
 
 
-def test_rows_come_in_claim_order_from_two_shards(tmp_path: Path, tiny_folder: Path) -> None:
-    # Attempts are committed in the order they finished, not by number.
-    groups = [
-        group_of(
-            [_row(1, token=4 + 2 * p, reply_length=1, reward=p + 0.5), _row(0, token=4 + 2 * p, reward=p)], position=p
-        )
-        for p in range(4)
-    ]
-    tables = _tables(tmp_path, tiny_folder, {"a": groups[:3], "b": groups[3:]})
-    claimed = [ClaimedGroup(shard_id="ab"[p == 3], group_id=groups[p].id) for p in (3, 1, 0)]
-    samples = gather_samples(claimed, tables)
-
-    assert samples.num_rows == 6
-    assert _row_ids(samples) == [
-        [10, 10, 11, 11], [10, 10, 11],
-        [6, 6, 7, 7], [6, 6, 7],
-        [4, 4, 5, 5], [4, 4, 5],
-    ]  # fmt: skip
-    assert samples.mask_T.tolist() == 3 * [False, False, True, True, False, False, True]
-    assert samples.logprobs_T.tolist() == 3 * [0, 0, -0.5, -0.5, 0, 0, -0.5]
-    assert samples.versions_T.tolist() == 3 * [-1, -1, 3, 3, -1, -1, 3]
-    assert samples.groups_B.tolist() == [0, 0, 1, 1, 2, 2]
-    assert samples.attempts_B.tolist() == [0, 1, 2, 3, 4, 5]
-    assert samples.rewards_B.tolist() == [3, 3.5, 1, 1.5, 0, 0.5]
-
-
-def test_a_forked_attempt_has_several_rows_and_one_index(tmp_path: Path, tiny_folder: Path) -> None:
-    plain, forked = group_of([_row(0), _row(1)], position=0), _forked(group_of([_row(0), _row(2)], position=1))
-    tables = _tables(tmp_path, tiny_folder, {"a": [plain, forked]})
-    samples = gather_samples([ClaimedGroup(shard_id="a", group_id=g.id) for g in (forked, plain)], tables)
-
-    assert samples.attempts_B.tolist() == [0, 0, 1, 1, 2, 3]
-    assert samples.groups_B.tolist() == [0, 0, 0, 0, 1, 1]
-    assert _row_ids(samples)[:2] == [[5, 5, 6, 6], [9, 10]]
-
-
 def test_a_null_reward_becomes_nan(tmp_path: Path, tiny_folder: Path) -> None:
     group = group_of([_row(0), _row(1, reward=0.25)], position=0)
     table = _tables(tmp_path, tiny_folder, {"a": [group]})["a"]
@@ -88,12 +52,6 @@ def test_a_null_reward_becomes_nan(tmp_path: Path, tiny_folder: Path) -> None:
     table = table.set_column(column, "reward", pa.array([None, 0.25], type=pa.float32()))
     samples = gather_samples([ClaimedGroup(shard_id="a", group_id=group.id)], {"a": table})
     assert np.isnan(samples.rewards_B[0]) and samples.rewards_B[1] == 0.25
-
-
-def test_a_claim_on_a_shard_that_was_not_read_is_an_error(tmp_path: Path, tiny_folder: Path) -> None:
-    group = group_of([_row(0)], position=0)
-    with pytest.raises(KeyError):
-        gather_samples([ClaimedGroup(shard_id="b", group_id=group.id)], {})
 
 
 def test_a_group_without_rows_is_an_error_that_names_it(tmp_path: Path, tiny_folder: Path) -> None:

@@ -5,20 +5,19 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from tests.processes import num_new_pages
-from tests.unit.trainers.builders import largest_difference, random_rows, samples_of, take_step, trainer_of, weights
-from trainers.data.samples import Samples
+from tests.unit.trainers.builders import (
+    largest_difference,
+    named_samples_of,
+    random_rows,
+    take_step,
+    trainer_of,
+    weights,
+)
 from trainers.model.attention import Layout
-
-
-def _in_shards(samples: Samples, shards_B: np.ndarray) -> Samples:
-    ids = [f"shard{number}" for number in range(int(shards_B.max()) + 1)]
-    groups = [f"group{number}" for number in range(int(samples.groups_B.max()) + 1)]
-    return Samples(**{**vars(samples), "shards_B": shards_B, "shard_ids": ids, "group_ids": groups})
 
 
 def test_an_update_reaches_every_parameter_after_a_forward_pass_without_a_gradient(tiny_folder: Path):
@@ -37,12 +36,13 @@ def test_an_update_reaches_every_parameter_after_a_forward_pass_without_a_gradie
 
 
 def test_measuring_a_shard_that_the_first_minibatch_does_not_see_trains_nothing_else(tiny_folder: Path):
-    samples = samples_of(random_rows(tiny_folder, num_groups=4))
-    alone, probed = trainer_of(tiny_folder, num_minibatches=4), trainer_of(tiny_folder, num_minibatches=4)
-    one = take_step(alone, _in_shards(samples, np.zeros(samples.num_rows, np.int64)))
-    each = take_step(probed, _in_shards(samples, samples.groups_B.astype(np.int64)))
-    assert largest_difference(weights(alone), weights(probed)) == 0
-    assert one["grad_norm"] == each["grad_norm"]
+    rows = random_rows(tiny_folder)
+    trainers = [trainer_of(tiny_folder, num_minibatches=4) for _ in range(2)]
+    norms = [
+        take_step(trainer, named_samples_of(rows, shards=shards))["grad_norm"]
+        for trainer, shards in zip(trainers, (1, 4), strict=True)
+    ]
+    assert largest_difference(*map(weights, trainers)) == 0 and norms[0] == norms[1]
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")

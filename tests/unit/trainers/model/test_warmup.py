@@ -1,11 +1,10 @@
 """The base model made on the spot is an ordinary HF folder that starts to learn its demonstrations."""
 
+import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from settings.warmup import WarmupSettings
 from storage.objects.digests import verify_folder
@@ -51,10 +50,12 @@ def test_a_few_steps_make_a_sealed_folder_that_transformers_and_the_trainer_load
     assert model.config.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
     assert len(load_model(tmp_path / "model").layers) == 1
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "1+2="}], add_generation_prompt=True, tokenize=False
-    )
-    assert text == "<user>1+2=<assistant>"
+    chat = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert tokenizer.decode(ids) == "<user>1+2=<assistant>3<end>" and ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "1+2=3"
+    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert ids[: len(prompt)] == prompt and tokenizer.decode(prompt) == "<user>1+2=<assistant>"
 
 
 def test_the_loss_falls_and_training_ends_at_the_target(tmp_path: Path) -> None:
@@ -70,44 +71,18 @@ def test_the_seed_decides_the_weights(tmp_path: Path) -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_conversation_goes_through_the_chat_template_and_back() -> None:
-    tokenizer = character_tokenizer(set("0123456789+="))
-    chat = [{"role": "user", "content": "12+3="}, {"role": "assistant", "content": "15"}]
-    ids = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
-    assert tokenizer.decode(ids) == "<user>12+3=<assistant>15<end>"
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "12+3=15"
-    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert ids[: len(prompt)] == prompt and ids[-1] == tokenizer.eos_token_id
-
-
-_ALPHABET = " \n\t.,'!?0123abcé½漢🙂"
-_LETTERS = character_tokenizer(set(_ALPHABET))
-
-
-@pytest.fixture(scope="module")
-def reloaded(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerFast:
-    """A base model's tokenizer as everybody else gets it: AutoTokenizer looks at the model beside it."""
-    folder = tmp_path_factory.mktemp("letters") / "model"
-    _make(folder, num_steps=1, demonstrations=[_chat(_ALPHABET, "a")])
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@given(text=st.text(alphabet=_ALPHABET, max_size=20))
-def test_any_text_of_known_characters_comes_back_from_the_saved_tokenizer_too(
-    reloaded: PreTrainedTokenizerFast, text: str
-) -> None:
-    ids = _LETTERS(text, add_special_tokens=False)["input_ids"]
-    assert len(ids) == len(text.encode())
-    assert _LETTERS.decode(ids) == text
-    assert reloaded(text, add_special_tokens=False)["input_ids"] == ids
-    assert reloaded.decode(ids) == text
-
-
-def test_the_saved_tokenizer_has_the_same_vocabulary_and_no_id_beyond_the_embeddings(
-    reloaded: PreTrainedTokenizerFast,
-) -> None:
-    assert reloaded.get_vocab() == _LETTERS.get_vocab()
-    assert sorted(reloaded.get_vocab().values()) == list(range(4 + len(set(_ALPHABET.encode()))))
+def test_any_text_of_known_characters_comes_back_from_the_saved_tokenizer_too(tmp_path: Path) -> None:
+    alphabet = " \n\t.,'!?0123abcé½漢🙂"
+    letters = character_tokenizer(set(alphabet))
+    _make(tmp_path / "model", num_steps=1, demonstrations=[_chat(alphabet, "a")])
+    reloaded = AutoTokenizer.from_pretrained(tmp_path / "model")  # which looks at the model beside it
+    assert sorted(reloaded.get_vocab().values()) == list(range(4 + len(set(alphabet.encode()))))
+    draw = random.Random(0)
+    for length in range(100):
+        text = "".join(draw.choices(alphabet, k=length))
+        ids = letters(text, add_special_tokens=False)["input_ids"]
+        assert reloaded(text, add_special_tokens=False)["input_ids"] == ids and len(ids) == len(text.encode())
+        assert letters.decode(ids) == reloaded.decode(ids) == text
 
 
 def test_every_reply_is_learnt_and_nothing_else() -> None:

@@ -27,20 +27,14 @@ def test_weighted_sums_are_the_means_of_the_papers(aggregation: str, expected: o
     weights = _weights([3, 1, 2], aggregation)
     total = sum(weight * row.sum() for weight, row in zip(weights, rows, strict=True))
     assert total == pytest.approx(expected(rows), rel=1e-12)
+    # Denominators are those of the whole batch, wherever its rows are.
+    part = _weights([1, 2], aggregation, num_tokens=6, num_sequences=3)
+    np.testing.assert_array_equal(part, weights[1:])
+    assert _weights([0, 4], aggregation)[0] == 0 and not _weights([0], aggregation).any()
 
 
-def test_denominators_are_those_of_the_whole_batch_wherever_its_rows_are() -> None:
-    for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "constant"):
-        whole = _weights([3, 1, 2], aggregation)
-        part = _weights([1, 2], aggregation, num_tokens=6, num_sequences=3)
-        np.testing.assert_array_equal(part, whole[1:])
-
-
-def test_a_row_without_tokens_has_no_weight_but_counts_as_a_sequence() -> None:
-    for aggregation in ("token_mean", "sequence_mean", "sequence_sum", "constant"):
-        assert _weights([0, 4], aggregation)[0] == 0
+def test_a_row_without_tokens_counts_as_a_sequence() -> None:
     assert _weights([0, 4], "sequence_mean")[1] == 1 / 8
-    assert not _weights([0], "token_mean").any()
 
 
 def test_top_entropy_keeps_the_most_uncertain_tokens_of_those_trained() -> None:
