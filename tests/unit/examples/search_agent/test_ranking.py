@@ -1,4 +1,4 @@
-"""Picking, comparing and fusing, against the same done by sorting everything."""
+"""Picking and comparing, against the same done by sorting everything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.search_agent.ranking import Best, Postings, Vectors, fuse
+from examples.search_agent.ranking import Best, Postings, Vectors
 
 
 def _order(count: int, seed: int) -> np.ndarray:
@@ -64,16 +64,6 @@ def test_nearest_neighbours_are_exact_also_among_copies(num_rows: int, count: in
         assert scores.tolist() == exact[expected].tolist()
 
 
-def test_ranking_smaller_batches_after_larger_ones_sees_nothing_of_them():
-    draw = np.random.default_rng(0)
-    vectors = Vectors(_unit(draw, 3000, 16), Best(np.arange(3000)))
-    queries = _unit(draw, 40, 16)
-    together = vectors.rank(queries, 10)
-    for number in (0, 7, 39):
-        alone = vectors.rank(queries[number : number + 1], 10)[0]
-        assert [part.tolist() for part in alone] == [part.tolist() for part in together[number]]
-
-
 def test_words_in_most_passages_weigh_as_their_formula_says_too():
     """`the` is in every passage, and kept in another way than rare words."""
     rows = np.array([0, 0, 1, 2, 3])
@@ -84,11 +74,3 @@ def test_words_in_most_passages_weigh_as_their_formula_says_too():
     the, rare = np.log(1 + 0.5 / 4.5), np.log(1 + 3.5 / 1.5)
     assert found.tolist() == [0, 1, 2, 3]
     assert scores == pytest.approx([(the + rare) * long, the * short, the * short, the * short])
-
-
-def test_fusion_by_hand():
-    one = (np.array([4, 2, 7]), np.array([9.0, 8.0, 1.0]))
-    other = (np.array([2, 5]), np.array([0.5, 0.4]))
-    rows, scores = fuse([one, other], Best(np.arange(10)), 3)
-    assert rows.tolist() == [2, 4, 5]
-    assert scores == pytest.approx([1 / 62 + 1 / 61, 1 / 61, 1 / 62])
