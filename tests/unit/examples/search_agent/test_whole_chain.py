@@ -8,12 +8,10 @@ agent ─▶ search client ─▶ python -m examples.search_agent.retrieval_serv
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from examples.search_agent.agent import SearchAgent
 from examples.search_agent.index import build_index
@@ -27,28 +25,13 @@ _REPLIES = (search("Ada works"), search("Bob lives"), "Answer: Rome [1] [2]")
 _ATTEMPTS = 3
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chain")
-    write_folder(folder)
-    build_index(folder / "corpus.jsonl", folder / "index")
-    return folder
-
-
-@pytest.fixture
-def servers(folder: Path) -> Iterator[list[RetrievalServer]]:
-    servers = [RetrievalServer(folder / "index") for _ in range(2)]
-    yield servers
-    for server in servers:
-        server.die()
-
-
-async def _played(agent: SearchAgent, *, before_turn: Callable[[int], None] = lambda turn: None) -> RolloutGroup:
-    """A group of attempts of a policy that says `_REPLIES`; `before_turn` is called as each reply is asked for."""
+async def _played(agent: SearchAgent, fault: Callable[[], None] = lambda: None) -> RolloutGroup:
+    """A group of attempts of a policy that says `_REPLIES`; `fault` happens before each second one."""
 
     def reply(_: list[int], request_id: str) -> list[int]:
         turn = int(request_id.rpartition("/")[2])
-        before_turn(turn)
+        if turn == 1:
+            fault()
         return [*tokens().tokenizer(_REPLIES[turn])["input_ids"], tokens().end_id]
 
     group = await play_group(agent, engine=ScriptedEngine(reply), n_samples=_ATTEMPTS)
@@ -64,24 +47,25 @@ def _check_won(group: RolloutGroup) -> None:
         assert trajectory.reward_parts["cited"] == trajectory.reward_parts["found"] == 1.0
 
 
-async def test_servers_named_by_the_data_set_are_searched_and_share_the_load(folder: Path, servers):
-    assert [(await server.serves())["passages"] for server in servers] == [3, 3]
-    (folder / "services.toml").write_text(f"search = {[server.url for server in servers]}")
-    agent = SearchAgent(str(folder))
-    _check_won(await _played(agent))
-    requests = [endpoint.requests for endpoint in agent.services()._searcher.endpoints]  # type: ignore[attr-defined]
-    assert sum(requests) == 2 * _ATTEMPTS and all(requests)
+async def test_two_servers_share_the_load_until_one_hangs_and_the_attempt_fails_when_the_other_dies(tmp_path: Path):
+    write_folder(tmp_path)
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
+    with contextlib.ExitStack() as stack:
+        servers = [RetrievalServer(tmp_path / "index") for _ in range(2)]
+        for server in servers:
+            stack.callback(server.die)
+        healths = await asyncio.gather(*(server.serves() for server in servers))
+        assert [health["passages"] for health in healths] == [3, 3]
+        urls = [server.url for server in servers]
+        (tmp_path / "services.toml").write_text(f"search = {urls}")
+        agent = SearchAgent(str(tmp_path))
+        _check_won(await _played(agent))
+        requests = [endpoint.requests for endpoint in agent.services()._searcher.endpoints]  # type: ignore[attr-defined]
+        assert sum(requests) == 2 * _ATTEMPTS and all(requests)
 
-
-@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL], ids=["hangs", "dies"])
-@pytest.mark.parametrize("helped", [False, True], ids=["alone", "with another"])
-async def test_a_server_that_fails_in_the_middle_of_an_episode(servers, fault: signal.Signals, helped: bool):
-    await asyncio.gather(*(server.serves() for server in servers))
-    urls = [server.url for server in (servers if helped else servers[:1])]
-    agent, victim = Agent(SearchClient(urls, deadline=4.0)), servers[0].process.pid
-    group = await _played(agent, before_turn=lambda turn: os.kill(victim, fault) if turn == 1 else None)
-    if helped:
-        return _check_won(group)
+        agent = Agent(SearchClient(urls, deadline=4.0))
+        _check_won(await _played(agent, lambda: servers[0].process.send_signal(signal.SIGSTOP)))
+        group = await _played(agent, servers[1].process.kill)
     for trajectory in group.trajectories:
         assert (trajectory.status, trajectory.reward, trajectory.usable) == ("tool_error", None, False)
         assert "SearchUnavailable" in trajectory.error
