@@ -59,21 +59,16 @@ async def test_items_that_come_while_the_thread_is_busy_are_worked_on_together()
         assert (batcher.num_batches, batcher.num_items) == (4, 11)
 
 
-async def test_a_full_batch_does_not_wait_for_more():
-    async with _batcher(work := _Gated(open_gates=1), most=3, wait_seconds=3600) as batcher:
-        assert await asyncio.gather(*(batcher([number]) for number in range(3))) == [[0], [2], [4]]
-        assert work.batches == [[0, 1, 2]]
-
-
-async def test_a_batch_that_does_not_fill_is_worked_on_after_its_wait():
-    async with _batcher(_Gated(open_gates=1), most=3, wait_seconds=0.01) as batcher:
-        assert await batcher([1, 2]) == [2, 4]
-
-
-async def test_a_request_larger_than_a_batch_comes_back_whole_and_in_order():
-    async with _batcher(work := _Gated(open_gates=100), most=3) as batcher:
-        assert await batcher(list(range(50))) == [2 * number for number in range(50)]
-        assert max(map(len, work.batches)) == 3
+@pytest.mark.parametrize(
+    ("wait_seconds", "items", "sizes"),
+    [(3600, [[0], [1], [2]], [3]), (0.01, [[1, 2]], [2]), (0, [list(range(50))], [3] * 16 + [2])],
+    ids=["a full batch waits for no more", "one that does not fill, for its wait", "a request larger than a batch"],
+)
+async def test_batches_fill_as_far_as_they_may(wait_seconds: float, items: list[list[int]], sizes: list[int]):
+    async with _batcher(work := _Gated(open_gates=100), most=3, wait_seconds=wait_seconds) as batcher:
+        results = await asyncio.gather(*(batcher(numbers) for numbers in items))
+        assert results == [[2 * number for number in numbers] for numbers in items]
+        assert [len(batch) for batch in work.batches] == sizes
 
 
 async def test_an_item_that_fails_does_not_harm_its_neighbours():

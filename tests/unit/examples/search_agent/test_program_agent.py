@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +24,31 @@ from storage.records import RolloutGroup, Sampling
 from tests.builders import provenance
 from tests.shard_files import decode_shard, encode_shard
 from tests.unit.examples.search_agent.episodes import FOLDER, PASSAGES, play_group, read, search, write_folder
-from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
+from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer, ok
 
 _LONG = replace(PASSAGES[1], text="Bob lives in Rome. " + "He likes it there. " * 40)
 
 
-class _Library(ScriptedServer):
-    """Finds the passages that have a word of the query; or gives the same answer to every query."""
-
-    def __init__(self, answer: Answer | None = None) -> None:
-        super().__init__()
-        self._answer = answer
-
-    @property
-    def script(self) -> Sequence[Answer]:  # type: ignore[override]
-        if self._answer is not None:
-            return [self._answer]
-        body = self.bodies[-1]
-        fitting = [
-            p
-            for p in (PASSAGES[0], _LONG, PASSAGES[2])
-            if set(body["query"].split()) & set(f"{p.title} {p.text}".split())
-        ]
-        rows = [{"id": p.id, "title": p.title, "text": p.text, "score": 1.0} for p in fitting[: body["k"]]]
-        return [(200, {}, json.dumps({"results": [rows]}).encode())]
-
-    @script.setter
-    def script(self, _: Sequence[Answer]) -> None: ...
+def _find(body: Any) -> Answer:
+    """The passages that have a word of the query."""
+    fitting = [
+        passage
+        for passage in (PASSAGES[0], _LONG, PASSAGES[2])
+        if set(body["query"].split()) & set(f"{passage.title} {passage.text}".split())
+    ]
+    return ok({"results": [[asdict(passage) for passage in fitting[: body["k"]]]]})
 
 
 async def _played(
-    folder: Path, *replies: str, kinds: Sequence[type[Workflow]], answer: Answer | None = None, **settings: Any
+    folder: Path,
+    *replies: str,
+    kinds: Sequence[type[Workflow]],
+    answer: Callable[[Any], Answer] = _find,
+    **settings: Any,
 ) -> list[RolloutGroup]:
     """The same replies to every kind of agent."""
     groups = []
-    async with _Library(answer) as library:
+    async with ScriptedServer(answer=answer) as library:
         dataset = write_folder(folder, services=f'search = ["{library.url}"]')
         for kind in kinds:
             workflow = kind(dataset)
@@ -110,7 +99,7 @@ async def test_a_program_gives_the_rows_that_the_agent_gives(tmp_path: Path, rep
 
 @pytest.mark.parametrize("answer", [(500, {}, b"ill"), (200, {}, b"[garbage"), "close"], ids=["500", "garbage", "gone"])
 async def test_a_server_that_fails_is_a_tool_error_in_both_and_never_reward_0(tmp_path: Path, answer: Answer):
-    for group in await _played(tmp_path, search("Ada"), kinds=_BOTH, answer=answer):
+    for group in await _played(tmp_path, search("Ada"), kinds=_BOTH, answer=lambda body: answer):
         [played] = group.trajectories
         assert (played.status, played.reward, played.usable) == ("tool_error", None, False)
         assert "127.0.0.1" in played.error
