@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 from storage.log.entries import Join, Release
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
+from tests.chaos.outcomes import check_trained_once
 from tests.conftest import SCRIPTED, Home
 
 STEPS = 250  # more than pass until the run is paused
@@ -36,8 +36,7 @@ class _Cluster:
         self.address = ""
 
     def start(self) -> None:
-        port = self._start_node("--head", "--port=0", "--include-dashboard=false")
-        self.address = port
+        self.address = self._start_node("--head", "--port=0", "--include-dashboard=false")
         self._start_node(f"--address={self.address}")
 
     def _start_node(self, *arguments: str) -> str:
@@ -50,11 +49,10 @@ class _Cluster:
             timeout=180,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        raylet, *_ = [process for process in self._raylets() if process.pid not in before]
+        raylet = next(process for process in self._raylets() if process.pid not in before)
         self._nodes.append(raylet)
         self._sessions |= set(re.findall(r"session_\d[\w-]+", " ".join(raylet.cmdline())))
-        address = [argument for argument in raylet.cmdline() if argument.startswith("--gcs-address=")]
-        return address[0].partition("=")[2]
+        return next(word.partition("=")[2] for word in raylet.cmdline() if word.startswith("--gcs-address="))
 
     def _raylets(self) -> list[psutil.Process]:
         """Those of this state folder, the oldest first: what one has just forked has its name too."""
@@ -71,18 +69,15 @@ class _Cluster:
         return next(number for number, node in enumerate(self._nodes) if node.pid in ancestors)
 
     def kill_node(self, number: int) -> None:
-        self._nodes[number].send_signal(signal.SIGKILL)
+        self._nodes[number].kill()
 
     def stop(self) -> None:
         """Everything of this cluster, and of no other one on this machine."""
         for process in psutil.process_iter(["cmdline"]):
             if any(session in part for session in self._sessions for part in process.info["cmdline"] or []):
-                family = process.children(recursive=True)
-                for member in [process, *family]:
-                    try:
+                for member in [process, *process.children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
                         member.kill()
-                    except psutil.NoSuchProcess:
-                        continue
 
 
 @pytest.fixture
@@ -123,8 +118,7 @@ def test_a_lost_node_costs_its_workers_and_nothing_that_was_committed(
     assert process.wait(timeout=PATIENCE) == 0, home.said()
 
     state = log.refresh()
-    assert state.step == STEPS and state.positions == set(range(4 * STEPS)) and not state.leased
-    assert state.counters()["trained"] == 4 * STEPS and before <= state.groups.keys()
+    check_trained_once(state, steps=STEPS, committed=before)
     joined = [entry.body.holder for entry in log.entries if isinstance(entry.body, Join)]
     left = {entry.body.holder: entry.body.reason for entry in log.entries if isinstance(entry.body, Release)}
     assert joined[:2] == ["rollout-0", "rollout-1"] and len(joined) == 3, joined  # one more in place of the lost one

@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from rollouts.chat.chat import Chat
@@ -41,14 +39,6 @@ _BATCH, _STEPS, _ATTEMPTS = 4, 5, 4
 _TASKS = [Task(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
 _CONFIG = config_of(learning_rate=1e-2, num_minibatches=2, max_gap=1e9)  # the scripted engine draws at random
 _SAMPLING = Sampling(max_tokens=8)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class _Workflow(Workflow):

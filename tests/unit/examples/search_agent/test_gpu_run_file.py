@@ -73,9 +73,7 @@ def _trainer_bytes(values: dict[str, Any]) -> int:
     return sum(value for name, value in values.items() if name.startswith("trainer_"))
 
 
-def test_adapters_fit_the_two_gpus_it_is_made_for_and_all_weights_fit_six_ranks(
-    data: Path, model: Path, tmp_path: Path
-):
+def test_adapters_fit_its_two_gpus_and_all_weights_fit_six_ranks(data: Path, model: Path, tmp_path: Path):
     overrides = ["--json", f"model={model}", f"dataset={data}"]
     values = json.loads(_dry_run(*overrides))
     assert values["parameters"] == 7_615_616_512
