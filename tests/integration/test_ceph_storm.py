@@ -7,16 +7,10 @@ import pytest
 from storage.log.run_log import RunLog
 from storage.objects.opening import open_store
 from tests.builders import a_log
-from tests.ceph import Ceph
 from tests.chaos.test_storm import check, weather
 from tests.processes import commit_shards, run_together
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def server(ceph: Ceph) -> dict[str, str]:
-    return ceph.variables
 
 
 def test_200_kills_over_a_real_bucket_lose_nothing(bucket: str, server: dict[str, str]):
