@@ -37,13 +37,13 @@ from tests.unit.examples.search_agent.episodes import (
 )
 
 
-class _Searcher:
+class _Searcher(LocalSearch):
     """Searches in memory, until the `dies_at`-th search."""
 
     def __init__(self, dies_at: int = 10**9, error: Exception | None = None) -> None:
+        super().__init__(PASSAGES)
         self.queries: list[str] = []
         self.closed = False
-        self._search = LocalSearch(PASSAGES)
         self._dies_at = dies_at
         self._error = error or SearchUnavailable("2 servers, none answered")
 
@@ -51,7 +51,7 @@ class _Searcher:
         self.queries.append(query)
         if len(self.queries) >= self._dies_at:
             raise self._error
-        return await self._search.search(query, k)
+        return self.best(query, k)
 
     async def close(self) -> None:
         self.closed = True

@@ -18,6 +18,8 @@ import pytest
 from examples.search_agent import index as index_module
 from examples.search_agent.embedding import HashingEmbedding
 from examples.search_agent.index import BadIndex, Mode, PassageIndex, build_index
+from examples.search_agent.local_search import LocalSearch
+from examples.search_agent.world import World
 from tests.unit.examples.search_agent.corpora import (
     bm25_by_the_letter,
     cosines_by_the_letter,
@@ -229,3 +231,21 @@ def test_damage_is_named_with_what_to_do(tmp_path, corpus):
         (folder / "index.json").write_text(json.dumps({**manifest, **change}))
         with pytest.raises(BadIndex, match=words):
             PassageIndex([folder])
+
+
+# --- Search in the process -----------------------------------------------------------------------------------------
+
+
+async def test_a_search_in_the_process_ranks_by_bm25_over_title_and_text():
+    passages = random_passages(200)
+    search = LocalSearch(passages)
+    for query in ["", *random_queries(30)]:
+        found = [(passage.id, passage.score) for passage in await search.search(query.upper(), k=5)]
+        same_ranking(found, bm25_by_the_letter(passages, query)[:5])
+
+
+def test_the_note_about_a_fact_is_the_first_one_found():
+    world = World(entities=300, seed=2)
+    search = LocalSearch(world.passages)
+    for (subject, relation), identity in list(world.states.items())[:200]:
+        assert search.best(f"{relation} of {subject}", 1)[0].id == identity

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from examples.search_agent import prepare_browsecomp, prepare_hotpotqa
 from examples.search_agent.agent import SearchAgent
@@ -130,11 +128,6 @@ def test_a_hotpotqa_file_that_cannot_be_used_is_named(tmp_path: Path, refused: R
 
 
 # --- BrowseComp-Plus --------------------------------------------------------------------------------------------------
-
-
-@given(st.text(max_size=200), st.text(min_size=1, max_size=50))
-def test_decryption_undoes_encryption(text: str, canary: str):
-    assert decrypt(_encrypt(text, canary), canary) == text
 
 
 def test_decryption_by_hand():

@@ -2,7 +2,7 @@
 
 agent ─▶ search client ─▶ python -m examples.search_agent.retrieval_server serve …
 
-`test_search_client.py` has what else a server may do, and `test_agent.py` what any failed search makes of an attempt.
+`test_clients.py` has what else a server may do, and `test_agent.py` what any failed search makes of an attempt.
 """
 
 from __future__ import annotations
