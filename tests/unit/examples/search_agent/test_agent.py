@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -99,40 +98,14 @@ async def test_eight_calls_of_one_turn_are_allowed_and_run_at_the_same_time():
     assert not any(call.failed for call in played.turns[0].tool_calls)
 
 
-@pytest.mark.parametrize(
-    ("replies", "fault"),
-    [
-        ([search("Ada works"), search("ada  WORKS ")], "duplicate_search"),
-        ([search("Ada", "Bob", "Ada")], "duplicate_search"),
-        ([search(*(f"word {n}" for n in range(9)))], "too_many_calls"),
-        ([search("Ada"), " ".join([search("Bob")] + [read(passage_id="1")] * 8)], "too_many_calls"),
-    ],
-)
-async def test_a_broken_rule_is_the_policys_fault(replies: list[str], fault: str):
-    played = await play(Agent(searcher := _Searcher()), *replies)
-    assert (played.status, played.reward, played.usable) == ("ok", 0.0, True)
-    assert {name: played.reward_parts[name] for name in FAULTS} == {name: float(name == fault) for name in FAULTS}
-    assert played.reward_parts["exact"] == played.reward_parts["format"] == played.reward_parts["cited"] == 0.0
-    assert played.turns[-1].tool_calls and all(call.failed for call in played.turns[-1].tool_calls)
-    assert len(searcher.queries) == len(replies) - 1  # nothing of the turn that broke it is sent
-
-
-async def test_a_broken_rule_beats_a_server_that_fails_in_the_same_turn():
-    played = await play(Agent(_Searcher(dies_at=2)), search("Ada"), search("Bob", "Ada"))
-    assert (played.status, played.reward, played.reward_parts["duplicate_search"]) == ("ok", 0.0, 1.0)
-
-
-_ERRORS = [SearchUnavailable("2 servers"), TimeoutError("10 s"), ValueError("garbage"), ConnectionError("gone")]
-
-
-@pytest.mark.parametrize("error", _ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("dies_at", [1, 2])
-async def test_a_server_that_fails_is_recorded_as_such_and_never_reward_0(error: Exception, dies_at: int):
-    agent = Agent(_Searcher(dies_at=dies_at, error=error))
-    played = await play(agent, search("Ada"), search("Bob"), "Answer: Rome [1] [2]")
+@pytest.mark.parametrize("error", [TimeoutError("10 s"), ValueError("garbage")], ids=lambda error: type(error).__name__)
+async def test_any_error_of_a_search_is_the_servers_unless_a_rule_is_broken_in_the_same_turn(error: Exception):
+    played = await play(Agent(_Searcher(dies_at=2, error=error)), search("Ada"), search("Bob"), "Answer: Rome [1] [2]")
     assert (played.status, played.reward, played.usable) == ("tool_error", None, False)
     assert str(error) in played.error and type(error).__name__ in played.error
-    assert len(played.turns) == dies_at and played.turns[-1].tool_calls[0].failed
+    assert len(played.turns) == 2 and played.turns[-1].tool_calls[0].failed
+    played = await play(Agent(_Searcher(dies_at=2, error=error)), search("Ada"), search("Bob", "Ada"))
+    assert (played.status, played.reward, played.reward_parts["duplicate_search"]) == ("ok", 0.0, 1.0)
 
 
 async def test_a_query_that_the_server_refuses_is_told_to_the_policy():
@@ -154,14 +127,6 @@ async def test_a_refiner_condenses_what_is_shown_and_its_failure_is_recorded_as_
     assert failed.error.startswith("RefineUnavailable: no endpoint")
 
 
-async def test_what_the_policy_asks_wrongly_it_is_told():
-    wrong = [search("  "), search("x" * 2000), "[search {}]", read(passage_id="1"), search("nowhere")]
-    played = await play(Agent(_Searcher()), *wrong, "Answer: Rome", max_tokens=3000)
-    assert (played.status, played.reward) == ("ok", 1.0)
-    expected = [*["1 to 1000 characters"] * 2, "query", "no search has found", "nothing found"]
-    assert all(words in result for words, result in zip(expected, results(played), strict=True))
-
-
 async def test_a_long_passage_is_shown_in_part_and_read_on_with_its_title_if_the_text_does_not_have_it():
     agent = Agent(_Searcher())
     agent.shown = 10  # type: ignore[misc]
@@ -169,21 +134,6 @@ async def test_a_long_passage_is_shown_in_part_and_read_on_with_its_title_if_the
     assert results(played) == ["[1] Ada works  … [8 characters more]", "for Bob."]
     searcher = LocalSearch([Passage(id="7", title="Rome", text="A town in Italy.")])
     assert results(await play(Agent(searcher), search("Rome"), "Answer: Rome")) == ["[7] Rome: A town in Italy."]
-
-
-@pytest.mark.parametrize(
-    ("replies", "settings", "status"),
-    [
-        ([search(f"word {n}") for n in range(4)], {"max_tool_turns": 3}, "max_turns"),
-        ([search("Ada works"), "x" * 200], {"max_tokens": 20}, "truncated"),
-        ([search("Ada works"), "x" * 200], {"max_model_len": 100}, "truncated"),
-    ],
-    ids=["turns", "reply", "context"],
-)
-async def test_an_agent_that_is_too_long_is_not_trained(replies: list[str], settings: Any, status: str):
-    played = await play(Agent(_Searcher()), *replies, **settings)
-    assert (played.status, played.excluded, played.usable) == (status, True, False)
-    assert status == "truncated" or len(played.turns) == 4
 
 
 async def test_a_judge_is_a_part_of_the_score_and_its_failure_no_reward_0():
