@@ -60,8 +60,7 @@ class Fault(enum.Enum):
     KILL_EVERYTHING = ("kill -9 of the process group", -9, "", 60)
     FREEZE_WORKER = ("a rollout worker hangs", 2, "rollout-0 does not answer", 300)
 
-    def __init__(self, what: str, status: int | None, sentence: str, seconds: float) -> None:
-        self.what = what
+    def __init__(self, _: str, status: int | None, sentence: str, seconds: float) -> None:
         self.status = status
         self.sentence = sentence
         self.seconds = seconds
@@ -167,7 +166,7 @@ def disturbed(
         yield run
         for life in run.lives:
             if life.poll() is None:
-                os.killpg(life.pid, signal.SIGKILL)
+                run.inflict(Fault.KILL_EVERYTHING, life)
                 life.wait()
 
 

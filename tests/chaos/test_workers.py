@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,39 +14,17 @@ from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.objects.object_store import LocalStore
 from storage.shards.shards import read_shard
-from tests.chaos.outcomes import check_trained_once, state_of, weights_of
+from tests.chaos.outcomes import check_trained_once, state_of
 from tests.chaos.test_faults import LONG
 from tests.conftest import PROJECT, SCRIPTED, Home
 
 ARITHMETIC = PROJECT / "examples" / "arithmetic.toml"
-STEPS = 30
 ENGINE_REPLACED = 400.0
 """Seconds from the death of an engine to the next step; most of them are the start of another engine."""
 PUBLICATION_ENDED = 120.0
 """Seconds beyond `rollout.stall_timeout` until a run has ended whose engine does not load."""
 REWARD_ENDED = 60.0
 """Seconds beyond `reward.timeout` until groups are committed of which an attempt's reward never comes."""
-
-
-def _wait_for_shards(home: Home, run: str, process: subprocess.Popen[str], producers: set[str]) -> None:
-    home.wait(process, lambda: producers <= {shard.producer for shard in state_of(home, run).shards.values()})
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_replaced_and_changes_nothing(home: Home, base_model: Path) -> None:
-    arguments = ["train", str(SCRIPTED), f"model={base_model}", f"steps={STEPS}", "evaluation.every=0"]
-    home.run(*arguments, "run=alone")
-    # Prompts wait for each other here, so that both workers get some.
-    crowd = [*arguments, "run=crowd", "rollout.num_workers=2", "rollout.max_concurrent=2"]
-    process = home.start(*crowd)
-    _wait_for_shards(home, "crowd", process, {"rollout-0", "rollout-1"})
-    before = set(state_of(home, "crowd").groups)
-    home.process_of("crowd", "rollout-1").send_signal(signal.SIGKILL)
-    assert process.wait(timeout=300) == 0, home.worker_logs()
-    state, alone = state_of(home, "crowd"), state_of(home, "alone")
-    check_trained_once(state, steps=STEPS, committed=before)
-    assert (home.path / "logs" / "crowd" / "rollout-2.log").exists()
-    assert weights_of(state) == weights_of(alone)
 
 
 @pytest.mark.slow
@@ -93,7 +69,7 @@ def test_a_killed_engine_is_replaced_with_its_worker(home: Home, base_model: Pat
     committed: set[str] = set()
     kills = (("rollout-0", runs_requests), ("rollout-1", loads_weights))
     for worker, busy in kills if LONG else kills[:1]:
-        _wait_for_shards(home, run, process, {worker})
+        home.wait(process, lambda name=worker: name in {s.producer for s in state_of(home, run).shards.values()})  # type: ignore[misc]
         below = home.process_of(run, worker).children(recursive=True)
         family = [member for member in below if member.name().startswith("VLLM")]
         assert family
