@@ -15,6 +15,7 @@ from storage.objects.s3_store import S3Store
 from storage.shards.shards import commit_shard
 from tests.builders import SAMPLING, a_group, a_log, provenance
 from tests.ceph import USER, Ceph
+from tests.chaos.test_storm import check, weather
 from tests.unit.storage.test_s3 import *  # noqa: F403
 
 
@@ -65,3 +66,10 @@ def test_a_store_is_read_by_a_process_that_has_only_the_environment(store: Objec
     code = f"from storage.objects.opening import open_store; print(open_store({store.uri!r}).get('key'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "b'written here'", done.stderr
+
+
+@pytest.mark.slow
+def test_200_kills_over_a_real_bucket_lose_nothing(bucket: str, server: dict[str, str]):
+    """Many writers on one log."""
+    uri = f"s3://{bucket}/prefix"
+    check(uri, weather(uri, kills=200, longest_pause=0.5, environment=server))
