@@ -53,7 +53,7 @@ async def _played(
         for kind in kinds:
             workflow = kind(dataset)
             assert [task.id for task in workflow.tasks("train")] == ["q"]
-            groups.append(await play_group(workflow, *replies, exclude_statuses=[], **settings))
+            groups.append(await play_group(workflow, *replies, **settings))
             await workflow.close()
             await close_agent_endpoint()
     return groups, len(library.bodies)
