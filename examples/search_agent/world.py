@@ -219,18 +219,15 @@ def split_questions(
     return {"test": chosen[:held_out], "train": chosen[held_out:]}
 
 
-def problems(questions: Sequence[Question]) -> list[Problem]:
-    """The questions as lines of a file."""
-    return [
-        Problem(
-            id=question.id,
-            question=question.text,
-            answer=question.answer,
-            supporting=question.supporting,
-            hops=len(question.path),
-        )
-        for question in questions
-    ]
+def _problem(question: Question) -> Problem:
+    """The question as a line of a file."""
+    return Problem(
+        id=question.id,
+        question=question.text,
+        answer=question.answer,
+        supporting=question.supporting,
+        hops=len(question.path),
+    )
 
 
 def _other(names: Sequence[str], name: str, draw: random.Random) -> str:
@@ -274,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         splits = split_questions(
             world, questions=given.questions, held_out=given.held_out, hops=given.hops, seed=given.seed
         )
-        lines = {split: problems(questions) for split, questions in splits.items()}
+        lines = {split: list(map(_problem, questions)) for split, questions in splits.items()}
         print(write_dataset(given.out, world.passages, lines))
     except (ValueError, OSError) as error:
         parser.error(str(error))

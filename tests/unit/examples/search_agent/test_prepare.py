@@ -35,9 +35,9 @@ _OTHER = {
 }
 
 
-def _encrypt(text: str, canary: str = _CANARY) -> str:
+def _encrypt(text: str) -> str:
     """As the authors of the set do it: a key as long as the text, of the digest again and again."""
-    data, digest = text.encode(), hashlib.sha256(canary.encode()).digest()
+    data, digest = text.encode(), hashlib.sha256(_CANARY.encode()).digest()
     key = digest * (len(data) // len(digest)) + digest[: len(data) % len(digest)]
     return base64.b64encode(bytes(a ^ b for a, b in zip(data, key, strict=True))).decode()
 
