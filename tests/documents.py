@@ -209,7 +209,7 @@ COVERED_BY = {
     "python -m benchmarks.orchestration --rounds 3000": "needs minutes of an idle machine; its sums:"
     " tests/unit/benchmarks/test_orchestration.py::test_overhead_is_what_is_neither_generation_nor_reward_nor_training",
     "python -m benchmarks.producers": "needs minutes of an idle machine; its sums:"
-    " tests/unit/benchmarks/test_producers.py::test_only_attempts_committed_within_the_window_count",
+    " tests/unit/benchmarks/test_numbers.py::test_only_attempts_committed_within_the_window_count",
     "python -m benchmarks.rollout_speed": "needs minutes of vLLM on an idle machine",
     "python -m benchmarks.trl_speed": "needs minutes of vLLM and TRL on an idle machine",
     "python -m benchmarks.trainer_speed": "needs minutes of an idle machine, also for one pair of steps",
