@@ -77,6 +77,7 @@ def _found(index: PassageIndex, query: str, k: int = 10) -> list[tuple[str, floa
 
 
 def test_every_mode_ranks_by_its_formula_over_all_passages(built):
+    """Of the words, some are in most passages, which are kept in another way than rare ones."""
     words, nearest = (PassageIndex([built / "index"], mode=mode) for mode in (Mode.bm25, Mode.vector))
     hybrid = PassageIndex([built / "index"])
     assert hybrid.mode is Mode.hybrid

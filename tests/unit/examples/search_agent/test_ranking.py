@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.search_agent.ranking import Best, Postings, Vectors
+from examples.search_agent.ranking import Best, Vectors
 
 
 def _order(count: int, seed: int) -> np.ndarray:
@@ -62,15 +62,3 @@ def test_nearest_neighbours_are_exact_also_among_copies(num_rows: int, count: in
         expected = np.lexsort((order, -exact))[:count]
         assert rows.tolist() == expected.tolist()
         assert scores.tolist() == exact[expected].tolist()
-
-
-def test_words_in_most_passages_weigh_as_their_formula_says_too():
-    """`the` is in every passage, and kept in another way than rare words."""
-    rows = np.array([0, 0, 1, 2, 3])
-    postings = Postings(["rare", "the"], np.array([1, 0, 1, 1, 1]), rows, np.array([1, 1, 1, 1, 1]), Best(np.arange(4)))
-    found, scores = postings.rank(["the", "rare", "the", "unknown"], 4)
-    # Mean length 5/4. the: idf ln(1 + 0.5/4.5); rare: idf ln(1 + 3.5/1.5). Row 0 has length 2, the others 1.
-    long, short = 2.2 / (1 + 1.2 * (0.25 + 0.75 * 1.6)), 2.2 / (1 + 1.2 * (0.25 + 0.75 * 0.8))
-    the, rare = np.log(1 + 0.5 / 4.5), np.log(1 + 3.5 / 1.5)
-    assert found.tolist() == [0, 1, 2, 3]
-    assert scores == pytest.approx([(the + rare) * long, the * short, the * short, the * short])
