@@ -121,7 +121,7 @@ async def measure(tokens: ChatTokens) -> Figures:
 
 
 def main() -> None:
-    """Measure, print, and write JSON where a path is given."""
+    """Measure, print, and write JSON if a path is given."""
     from trainers.model.warmup import character_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:

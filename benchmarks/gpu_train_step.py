@@ -125,8 +125,8 @@ class Step:
             output = clip_loss(inputs, clip_low=0.2, clip_high=0.28)
             output.loss.backward()
             loss += output.loss.detach()
-            found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            torch._foreach_add_(self.gradients, found)
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            torch._foreach_add_(self.gradients, gradients)
             for parameter in self.parameters:
                 parameter.grad = None
         norm = torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
@@ -228,10 +228,10 @@ def measure(step: Step, packs: list[Pack], *, device: torch.device, steps: int, 
         step(packs)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds, found = [], {}
+    seconds, metrics = [], {}
     for _ in range(steps):
         started = time.perf_counter()
-        found = step(packs)
+        metrics = step(packs)
         seconds.append(time.perf_counter() - started)
     median, flops = statistics.median(seconds), flops_of(step.model, packs)
     num_tokens = sum(len(pack.input_ids) for pack in packs)
@@ -245,7 +245,7 @@ def measure(step: Step, packs: list[Pack], *, device: torch.device, steps: int, 
         "flops": flops,
         "mfu": flops / median / peak_flops,
         "peak_bytes": torch.cuda.max_memory_allocated() if is_cuda else _resident_peak_bytes(),
-        **found,
+        **metrics,
     }
 
 

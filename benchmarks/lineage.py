@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.run_log import write_run
+from benchmarks.trajectories import provenance_of
 from storage.log.entries import Claim, ClaimedGroup, Policy, Registration, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
@@ -35,7 +36,6 @@ from storage.objects.digests import DIGEST_FILE, seal_folder
 from storage.objects.object_store import ObjectStore
 from storage.objects.opening import open_store
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
-from storage.shards.codec import Provenance
 from storage.shards.shards import commit_shard
 from storage.views.lineage import find_version, policy_lineage, prompt_lineage, trajectory_lineage
 
@@ -50,26 +50,17 @@ def add_real_step(log: RunLog, scratch: Path) -> str:
     assert live is not None
     first = max(log.state.positions) + 1
     groups = [_group(position, version=live.version) for position in range(first, first + GROUPS)]
-    provenance = Provenance(
-        run_id=log.run_id,
-        shard_id="real",
-        producer="benchmark",
-        tokenizer_sha256="",
-        chat_template_sha256="",
-        config_sha256="",
-        code_version="",
-    )
-    shard = commit_shard(log, groups, provenance=provenance, sampling=Sampling())
+    shard = commit_shard(log, groups, provenance=provenance_of("real", run_id=log.run_id), sampling=Sampling())
     folder, path = scratch / "policy", log.key(f"policies/{live.version + 1}-real")
     folder.mkdir()
     (folder / "model.safetensors").write_bytes(random.Random(0).randbytes(WEIGHT_BYTES))
     digest = seal_folder(folder)
     log.store.put_folder(folder, path, last=DIGEST_FILE)
-    taken = [ClaimedGroup(shard_id=shard.id, group_id=group.id) for group in groups]
+    trained = [ClaimedGroup(shard_id=shard.id, group_id=group.id) for group in groups]
     number, version = log.state.step + 1, live.version
     log.append(
         Step(
-            claim=Claim(step=number, base_version=version, trained=taken, stale=[], filtered=[], failed=[]),
+            claim=Claim(step=number, base_version=version, trained=trained, stale=[], filtered=[], failed=[]),
             policy=Policy(version=version + 1, path=path, weights_sha256=digest, parent=version),
             shard_sha256={shard.id: shard.sha256},
             metrics={"loss": 0.0},

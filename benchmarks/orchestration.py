@@ -44,7 +44,7 @@ RUN = "orchestration"
 SKIPPED = 10
 """Rounds at the start that are not counted: first calls compile and allocate."""
 EVERY = 100
-"""Rounds between two looks at memory and processor time; fewer where the run is short."""
+"""Rounds between two looks at memory and processor time; fewer if the run is short."""
 SETTLED = 200
 """Rounds until caches are full and allocators have what they keep; memory before is shown, and not judged."""
 MOST_SECONDS, MOST_TASK_RUNS, MOST_SHARE, MOST_GROWTH = 0.3, 10.0, 0.01, 0.1
@@ -71,7 +71,7 @@ def measure(rounds: int, scratch: Path, *, every: int) -> dict[str, Any]:
     run_file = scratch / "run.toml"
     run_file.write_text(_run_file(model, rounds))
     environment = {**os.environ, "MILLRACE_HOME": str(home), "PYTHONPATH": str(ROOT)}
-    environment.pop("PREFECT_API_URL", None)  # with the server a user has who starts none
+    environment.pop("PREFECT_API_URL", None)  # Prefect starts a server for this run alone
     millrace = str(Path(sys.executable).with_name("millrace"))
     with open(scratch / "output.txt", "w") as output:
         training = subprocess.Popen(

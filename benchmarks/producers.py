@@ -101,7 +101,7 @@ class Crowd:
         return any(release.holder.startswith(name) for release in released)
 
     def until(self, met: Callable[[], bool]) -> None:
-        """Raises `RuntimeError` where a process ends meanwhile, or nothing happens for too long."""
+        """Raises `RuntimeError` if a process ends meanwhile, or nothing happens for too long."""
         deadline = time.monotonic() + PATIENCE
         while not met():
             ended = [name for name, process in self._running.items() if process.poll() is not None]
@@ -157,13 +157,13 @@ def measure(scratch: Path, *, seconds: float, console: Console) -> list[dict[str
     """One producer, two, four, and three that are left of four."""
     make_model(scratch / "model")
     crowd = Crowd(scratch)
-    found = []
+    windows: list[dict[str, Any]] = []
 
     def window(label: str, number: int) -> None:
         begin = time.time()
         crowd.until(lambda: time.time() >= begin + seconds)
-        found.append(rate(crowd.entries(), begin, begin + seconds) | {"producers": number, "label": label})
-        console.print(f"{label}: {found[-1]['attempts_per_second']:.1f} attempts/s")
+        windows.append(rate(crowd.entries(), begin, begin + seconds) | {"producers": number, "label": label})
+        console.print(f"{label}: {windows[-1]['attempts_per_second']:.1f} attempts/s")
 
     try:
         crowd.train(scratch / "model")
@@ -178,11 +178,11 @@ def measure(scratch: Path, *, seconds: float, console: Console) -> list[dict[str
         window(f"{NAMES[1]} killed", 3)
     finally:
         crowd.end()
-    return found
+    return windows
 
 
 def rate(entries: Sequence[LogEntry], begin: float, end: float) -> dict[str, Any]:
-    """Attempts per second in shards committed from `begin` to `end`, and by whom."""
+    """Attempts per second in shards committed from `begin` to `end`, and rows by producer."""
     by: dict[str, int] = {}
     for entry in entries:
         if isinstance(entry.body, Shard) and begin <= entry.written_at < end:

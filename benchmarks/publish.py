@@ -74,7 +74,7 @@ class Masters:
 def publish(
     store: ObjectStore, masters: Masters, scratch: Path, *, policies: int, anchor_every: int
 ) -> list[dict[str, Any]]:
-    """What each policy cost; the anchor before them is not counted where there are deltas."""
+    """What each policy cost; the anchor before them is not counted if there are deltas."""
     log = create_run(store, f"run-{anchor_every}", {})
     log.append(Session(id="first", code_version=""))
     log.append(Policy(version=0, path="models/base", weights_sha256="", parent=None))
@@ -156,8 +156,8 @@ def main(
                 place.mkdir()
                 masters = Masters(millions, learning_rate=learning_rate)
                 num_values = masters.num_values
-                found = publish(open_store(uri), masters, place, policies=policies, anchor_every=anchor_every)
-                results.setdefault(where, {})[kind] = summarise(found)
+                costs = publish(open_store(uri), masters, place, policies=policies, anchor_every=anchor_every)
+                results.setdefault(where, {})[kind] = summarise(costs)
     table = Table(
         title=f"{num_values / 1e6:.0f} M values, bfloat16, learning rate {learning_rate}: medians of {policies}"
     )

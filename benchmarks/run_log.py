@@ -113,7 +113,7 @@ def json_microseconds() -> tuple[float, float]:
 
 
 def delete_run(store: ObjectStore, run_id: str) -> None:
-    """Leave nothing of a synthetic run in a store that may be somebody's."""
+    """Leave nothing of a synthetic run in a store that others may use."""
     store.delete([file.key for file in store.walk(f"runs/{run_id}")])
     if isinstance(store, LocalStore):
         shutil.rmtree(store.root / "runs" / run_id, ignore_errors=True)  # folders that are empty now

@@ -4,7 +4,7 @@ In: a number of rows and the URIs of stores. Out: tables on the terminal, ratios
 
     python -m benchmarks.shards [--rows 2048] [--store s3://bucket/prefix] [--json FILE]
 
-Everybody starts from the Python records a rollout worker holds (`benchmarks.trajectories`), writes one durable file
+Each format starts from the Python records a rollout worker holds (`benchmarks.trajectories`), writes one durable file
 on the local disk, and reads it back from the page cache into flat arrays for the trainer. Ours is committed through a
 run's log as well, and read with digest and rules checked. Medians of several repetitions.
 """
@@ -37,13 +37,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.run_log import delete_run
-from benchmarks.trajectories import ATTEMPTS, make_groups, moved, plain_rows
+from benchmarks.trajectories import ATTEMPTS, make_groups, moved, plain_rows, provenance_of
 from storage.log.entries import ClaimedGroup
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.opening import open_store
 from storage.records import RolloutGroup, Sampling
-from storage.shards.codec import Provenance, shard_table
+from storage.shards.codec import shard_table
 from storage.shards.schema import flat
 from storage.shards.shards import commit_shard, read_shard
 from trainers.data.samples import COLUMNS, gather_samples
@@ -77,7 +77,7 @@ def _committed(log: RunLog, groups: list[RolloutGroup]) -> dict[str, Any]:
 
     def write() -> Any:
         number, fresh = next(pending)
-        return commit_shard(log, fresh, provenance=_provenance(log.run_id, f"{number}"), sampling=Sampling())
+        return commit_shard(log, fresh, provenance=provenance_of(f"{number}", run_id=log.run_id), sampling=Sampling())
 
     written, shard = _timed(write)
     claimed = [ClaimedGroup(shard_id=shard.id, group_id=group.id) for group in shard.groups]
@@ -190,7 +190,7 @@ def memory(num_shards: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         log = create_run(open_store(folder), "benchmark", {})
         for number in range(num_shards):
-            provenance = _provenance("benchmark", f"{number}")
+            provenance = provenance_of(f"{number}")
             commit_shard(log, moved(groups, number), provenance=provenance, sampling=Sampling())
     return {
         "peak_bytes": _resident("VmHWM") - before,
@@ -284,20 +284,8 @@ def _result(write: Cost, num_bytes: int, read: Cost, sample_bytes: int) -> dict[
     }
 
 
-def _provenance(run_id: str, shard_id: str) -> Provenance:
-    return Provenance(
-        run_id=run_id,
-        shard_id=shard_id,
-        producer="rollout-0",
-        tokenizer_sha256="",
-        chat_template_sha256="",
-        config_sha256="",
-        code_version="",
-    )
-
-
 def _table(groups: list[RolloutGroup]) -> pa.Table:
-    return shard_table(groups, provenance=_provenance("benchmark", "0"), sampling=Sampling())
+    return shard_table(groups, provenance=provenance_of("0"), sampling=Sampling())
 
 
 def _gathered(table: pa.Table) -> int:

@@ -63,14 +63,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 3:
         parser.error("--steps: at least 3; what is measured lies between the first and the last")
-    started, found = time.perf_counter(), {}
+    started, numbers = time.perf_counter(), {}
     print("busy   idle  steps/h         dropped  by length   masked  by length    over   lag          held")
     for title, scenarios in SECTIONS.items():
         print(f"── {title}")
-        found[title] = [_measured(scenario, steps=arguments.steps) for scenario in scenarios]
+        numbers[title] = [_measured(scenario, steps=arguments.steps) for scenario in scenarios]
     print(f"{time.perf_counter() - started:.0f} s")
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 _SAME_WHEN_SYNCHRONOUS = {"max_staleness", "stale_policy", "pace", "max_concurrent"}

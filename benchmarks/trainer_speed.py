@@ -168,10 +168,10 @@ def serve(side: str, folder: Path) -> None:
         way.drop_gradients()
         before = _settled_bytes()
         started, cpu_started = time.perf_counter(), time.process_time()
-        found = way.step(samples, **arguments)
+        metrics = way.step(samples, **arguments)
         took = {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu_started}
         tokens = {"tokens": len(samples.mask_T), "trained_tokens": int(samples.mask_T.sum())}
-        print(json.dumps({**found, **took, **tokens, "peak_bytes": _status_bytes("VmHWM") - before}), flush=True)
+        print(json.dumps({**metrics, **took, **tokens, "peak_bytes": _status_bytes("VmHWM") - before}), flush=True)
 
 
 def _settled_bytes() -> int:
@@ -209,8 +209,8 @@ class Side:
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"a side ended with status {self.process.wait()}; its error is above")
-        found: dict[str, float] = json.loads(line)
-        return found
+        measured: dict[str, float] = json.loads(line)
+        return measured
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -219,7 +219,7 @@ class Side:
 
 
 def measure(*, pairs: int, threads: int) -> dict[str, Any]:
-    """Everything, as the JSON it is saved as. Raises `RuntimeError` where the sides do not compute the same."""
+    """Everything, as the JSON it is saved as. Raises `RuntimeError` unless the sides compute the same."""
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         folder = model_folder(Path(scratch), hidden_size=256, num_layers=4)
         ours, defaults, padded = (Side(name, folder, threads=threads) for name in ("ours", "defaults", "padded"))
@@ -234,7 +234,7 @@ def measure(*, pairs: int, threads: int) -> dict[str, Any]:
             for _ in range(TRIES * sum(map(len, MICRO_BATCHES.values()))):  # as many updates of its weights
                 ours.step()
                 defaults.step()
-            best = {padded_to: _smallest_of_the_fastest(found) for padded_to, found in tried.items()}
+            best = {padded_to: _smallest_of_the_fastest(runs) for padded_to, runs in tried.items()}
             runs: dict[str, list[dict[str, float]]] = {"ours": [], "defaults": [], "padded": []}
             for _ in range(pairs):
                 runs["padded"].append(padded.step(micro_batch=best["step"], padded_to="step"))
@@ -271,7 +271,7 @@ def _smallest_of_the_fastest(tried: list[dict[str, Any]]) -> int:
     seconds = {run["micro_batch"]: 0.0 for run in tried}
     for rows in seconds:
         seconds[rows] = statistics.median(run["cpu_seconds"] for run in tried if run["micro_batch"] == rows)
-    return min(rows for rows, taken in seconds.items() if taken <= AS_FAST * min(seconds.values()))
+    return min(rows for rows, median in seconds.items() if median <= AS_FAST * min(seconds.values()))
 
 
 def _check(ours: dict[str, float], padded: dict[str, float]) -> None:
@@ -290,7 +290,7 @@ def show(numbers: dict[str, Any], console: Console) -> None:
     console.print(
         f"{numbers['speed_ratio']:.2f} times the tokens per second ({numbers['cpu_ratio']:.2f} by processor time) and "
         f"{numbers['memory_ratio']:.2f} of the memory of transformers padded to the longest of the step; "
-        f"{numbers['cpu_ratio_to_padded_micro_batches']:.2f} by processor time where it pads each micro-batch"
+        f"{numbers['cpu_ratio_to_padded_micro_batches']:.2f} by processor time if it pads each micro-batch"
     )
     table = Table()
     for column in ("", "tokens/s", "seconds", "CPU seconds", "peak MB", "loss", "gradient norm"):

@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.trajectories import provenance_of
 from settings.run_file import RunConfig
 from storage.log.entries import ClaimedGroup
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
-from storage.shards.codec import Provenance, shard_table
+from storage.shards.codec import shard_table
 from trainers.data.samples import COLUMNS, Samples, gather_samples
 
 VOCABULARY = 64
@@ -89,17 +90,10 @@ def shard_tables(groups: Sequence[RolloutGroup], *, num_shards: int) -> tuple[li
     tables: dict[str, pa.Table] = {}
     for number, part in enumerate(np.array_split(np.arange(len(groups)), num_shards)):
         shard_id = f"shard{number}"
-        provenance = Provenance(
-            run_id="benchmark",
-            shard_id=shard_id,
-            producer="benchmark",
-            tokenizer_sha256="",
-            chat_template_sha256="",
-            config_sha256="",
-            code_version="",
-        )
         mine = [groups[index] for index in part]
-        tables[shard_id] = shard_table(mine, provenance=provenance, sampling=Sampling()).select(list(COLUMNS))
+        tables[shard_id] = shard_table(mine, provenance=provenance_of(shard_id), sampling=Sampling()).select(
+            list(COLUMNS)
+        )
         claimed += [ClaimedGroup(shard_id=shard_id, group_id=group.id) for group in mine]
     return claimed, tables
 

@@ -16,9 +16,23 @@ import numpy as np
 
 from storage.log.entries import to_json
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
+from storage.shards.codec import Provenance
 
 ATTEMPTS = 8
 VOCABULARY = 150_000
+
+
+def provenance_of(shard_id: str, *, run_id: str = "benchmark") -> Provenance:
+    """Where a benchmark's shard comes from."""
+    return Provenance(
+        run_id=run_id,
+        shard_id=shard_id,
+        producer="rollout-0",
+        tokenizer_sha256="",
+        chat_template_sha256="",
+        config_sha256="",
+        code_version="",
+    )
 
 
 def make_groups(num_rows: int) -> list[RolloutGroup]:

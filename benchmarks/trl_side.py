@@ -29,7 +29,7 @@ from infra.user_code import load_object  # noqa: E402
 
 
 class Clock(TrainerCallback):
-    """Notes when training began and each step ended; scores the held-out problems where the workload asks for it."""
+    """Notes when training began and each step ended; scores the held-out problems if the workload asks for it."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
@@ -143,8 +143,8 @@ def _arguments(workload: Workload, folder: str, *, steps: int, options: dict[str
 def main() -> None:
     name, model, steps, out, *rest = sys.argv[1:]
     options = {key: json.loads(value) for key, _, value in (option.partition("=") for option in rest)}
-    found = run(WORKLOADS[name], Path(model), steps=int(steps), options=options)
-    Path(out).write_text(json.dumps(found, indent=1) + "\n")
+    numbers = run(WORKLOADS[name], Path(model), steps=int(steps), options=options)
+    Path(out).write_text(json.dumps(numbers, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -57,16 +57,16 @@ def run_trl(workload: Workload, model: Path, scratch: Path, *, steps: int, threa
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.trl_side"]
     arguments = [workload.name, str(model), str(steps), str(out), f"seed={seed}"]
     seconds = _run([*command, *arguments], scratch, threads=threads)
-    found = json.loads(out.read_text())
-    scores = [(at, score) for _, at, score in found["scores"]]
+    numbers = json.loads(out.read_text())
+    scores = [(at, score) for _, at, score in numbers["scores"]]
     return _numbers(
         workload,
-        step_ends=found["step_ends"],
+        step_ends=numbers["step_ends"],
         scores=scores,
-        began=found["training_began"],
+        began=numbers["training_began"],
         seconds=seconds,
-        tokens_per_sample=found["tokens_per_sample"],
-        truncated=found["truncated"],
+        tokens_per_sample=numbers["tokens_per_sample"],
+        truncated=numbers["truncated"],
     )
 
 
@@ -104,7 +104,7 @@ def run_millrace(
 
 
 def mean_reaches_target(runs: Sequence[dict[str, Any]]) -> float | None:
-    """Seconds of training until the mean accuracy of `runs`, a line between two evaluations, is `TARGET`; null where it
+    """Seconds of training until the mean accuracy of `runs`, a line between two evaluations, is `TARGET`; None if it
     never is, or nothing was evaluated."""
     evaluations = list(zip(*(run["scores"] for run in runs), strict=True))
     curve = [tuple(statistics.mean(values) for values in zip(*those, strict=True)) for those in evaluations]
@@ -167,14 +167,14 @@ class _Meter:
         self._seconds: dict[psutil.Process, float] = {}
 
     def look(self, pid: int) -> None:
-        """Read everybody's clock, and get to know who is new."""
+        """Read the clock of each process, and take in new ones."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             self._seconds |= {other: 0.0 for other in (process, *process.children(True)) if other not in self._seconds}
-        for known in self._seconds:
+        for process in self._seconds:
             with contextlib.suppress(psutil.Error):
-                times = known.cpu_times()
-                self._seconds[known] = times.user + times.system
+                times = process.cpu_times()
+                self._seconds[process] = times.user + times.system
 
     @property
     def seconds(self) -> float:
@@ -245,14 +245,14 @@ def _ratio(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]) -> 
         pairs = [(us[key], them[key]) for us, them in zip(ours, theirs, strict=True)]
         return [them / us if invert else us / them for us, them in pairs if us and them]
 
-    found = {
+    ratios = {
         "samples_per_second": paired("samples_per_second", invert=False),
         "whole_run": paired("wall_seconds", invert=True),
         "processor_time": paired("cpu_seconds", invert=True),
         "to_target": paired("seconds_to_target", invert=True),
         "to_target_from_start": paired("seconds_to_target_from_start", invert=True),
     }
-    return {key: {"median": statistics.median(values), "of": values} for key, values in found.items() if values}
+    return {key: {"median": statistics.median(values), "of": values} for key, values in ratios.items() if values}
 
 
 def _median(runs: Sequence[dict[str, Any]], key: str) -> float:
@@ -264,11 +264,11 @@ def show(name: str, numbers: dict[str, Any], console: Console) -> None:
     """Ratios first, then what they are of."""
     for staleness in (0, 1):
         ratios = numbers[f"ratio_staleness_{staleness}"]
-        parts = [f"{key.replace('_', ' ')} {found['median']:.2f}" for key, found in ratios.items()]
+        parts = [f"{key.replace('_', ' ')} {ratio['median']:.2f}" for key, ratio in ratios.items()]
         console.print(f"{name}, max_staleness = {staleness}, times as fast as TRL: {', '.join(parts)}")
     reached = numbers["mean_reaches_target_seconds"]
-    if said := [f"{side} {seconds:.1f} s" for side, seconds in reached.items() if seconds is not None]:
-        console.print(f"{name}, mean accuracy {TARGET:g}: {', '.join(said)}")
+    if times := [f"{side} {seconds:.1f} s" for side, seconds in reached.items() if seconds is not None]:
+        console.print(f"{name}, mean accuracy {TARGET:g}: {', '.join(times)}")
     columns = {
         "samples/s": "samples_per_second",
         "tokens/sample": "tokens_per_sample",

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from examples.search_agent.dataset import Problem, write_dataset
 from examples.search_agent.passages import Passage
@@ -30,11 +30,9 @@ Style = Literal["notes", "articles"]
 """`notes`: one terse passage per fact, for tiny models; `articles`: one per entity, in sentences."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Relation:
+class Relation(NamedTuple):
     """A function from one kind of entity to another."""
 
-    name: str
     subject: str
     object: str
     sentences: tuple[str, ...]
@@ -42,57 +40,20 @@ class Relation:
 
 
 RELATIONS = {
-    relation.name: relation
-    for relation in (
-        Relation(
-            name="boss",
-            subject="person",
-            object="person",
-            sentences=("{subject} works for {object}.", "The boss of {subject} is {object}."),
-        ),
-        Relation(
-            name="home",
-            subject="person",
-            object="town",
-            sentences=("{subject} lives in {object}.", "The home of {subject} is in {object}."),
-        ),
-        Relation(
-            name="firm",
-            subject="person",
-            object="firm",
-            sentences=("{subject} is employed at {object}.", "The firm of {subject} is called {object}."),
-        ),
-        Relation(
-            name="seat",
-            subject="firm",
-            object="town",
-            sentences=("{subject} has its seat in {object}.", "The offices of {subject} stand in {object}."),
-        ),
-        Relation(
-            name="head",
-            subject="firm",
-            object="person",
-            sentences=("{subject} is led by {object}.", "The head of {subject} is {object}."),
-        ),
-        Relation(
-            name="lake",
-            subject="town",
-            object="lake",
-            sentences=("{subject} lies on the lake {object}.", "The lake of {subject} is named {object}."),
-        ),
-        Relation(
-            name="lord",
-            subject="town",
-            object="person",
-            sentences=("{subject} belongs to {object}.", "The lord of {subject} is {object}."),
-        ),
-        Relation(
-            name="port",
-            subject="lake",
-            object="town",
-            sentences=("Boats on {subject} land in {object}.", "The port of {subject} is {object}."),
-        ),
-    )
+    "boss": Relation("person", "person", ("{subject} works for {object}.", "The boss of {subject} is {object}.")),
+    "home": Relation("person", "town", ("{subject} lives in {object}.", "The home of {subject} is in {object}.")),
+    "firm": Relation(
+        "person", "firm", ("{subject} is employed at {object}.", "The firm of {subject} is called {object}.")
+    ),
+    "seat": Relation(
+        "firm", "town", ("{subject} has its seat in {object}.", "The offices of {subject} stand in {object}.")
+    ),
+    "head": Relation("firm", "person", ("{subject} is led by {object}.", "The head of {subject} is {object}.")),
+    "lake": Relation(
+        "town", "lake", ("{subject} lies on the lake {object}.", "The lake of {subject} is named {object}.")
+    ),
+    "lord": Relation("town", "person", ("{subject} belongs to {object}.", "The lord of {subject} is {object}.")),
+    "port": Relation("lake", "town", ("Boats on {subject} land in {object}.", "The port of {subject} is {object}.")),
 }
 _SHARES = {"person": 0.5, "town": 0.2, "firm": 0.2, "lake": 0.1}
 """Of all entities, by kind."""
@@ -142,9 +103,9 @@ class World:
             self.kinds |= dict.fromkeys(itertools.islice(names, max(2, round(share * entities))), kind)
         self._members = {kind: [name for name in self.kinds if self.kinds[name] == kind] for kind in _SHARES}
         self.facts: dict[tuple[str, str], str] = {
-            (name, relation.name): _other(self._members[relation.object], name, draw)
+            (name, what): _other(self._members[relation.object], name, draw)
             for name, kind in self.kinds.items()
-            for relation in RELATIONS.values()
+            for what, relation in RELATIONS.items()
             if relation.subject == kind
         }
         """(subject, relation) → object."""
@@ -184,9 +145,8 @@ class World:
             start = draw.choice(starts)
             kind, path = self.kinds[start], []
             for _ in range(length):
-                relation = draw.choice([each for each in RELATIONS.values() if each.subject == kind])
-                path.append(relation.name)
-                kind = relation.object
+                path.append(draw.choice([name for name, each in RELATIONS.items() if each.subject == kind]))
+                kind = RELATIONS[path[-1]].object
             met = self.follow(start, path)
             if len(set(met)) < len(met):
                 continue
@@ -259,18 +219,15 @@ def split_questions(
     return {"test": chosen[:held_out], "train": chosen[held_out:]}
 
 
-def problems(questions: Sequence[Question]) -> list[Problem]:
-    """The questions as lines of a file."""
-    return [
-        Problem(
-            id=question.id,
-            question=question.text,
-            answer=question.answer,
-            supporting=question.supporting,
-            hops=len(question.path),
-        )
-        for question in questions
-    ]
+def _problem(question: Question) -> Problem:
+    """The question as a line of a file."""
+    return Problem(
+        id=question.id,
+        question=question.text,
+        answer=question.answer,
+        supporting=question.supporting,
+        hops=len(question.path),
+    )
 
 
 def _other(names: Sequence[str], name: str, draw: random.Random) -> str:
@@ -314,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         splits = split_questions(
             world, questions=given.questions, held_out=given.held_out, hops=given.hops, seed=given.seed
         )
-        lines = {split: problems(questions) for split, questions in splits.items()}
+        lines = {split: list(map(_problem, questions)) for split, questions in splits.items()}
         print(write_dataset(given.out, world.passages, lines))
     except (ValueError, OSError) as error:
         parser.error(str(error))

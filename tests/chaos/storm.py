@@ -8,11 +8,13 @@ policy, so that a test can count them without asking the log.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import random
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import storage.log.run_log
 from storage.log.claims import next_claim
@@ -22,7 +24,6 @@ from storage.log.run_state import Conflict, RunState
 from storage.log.runs import open_run, trainer_lock
 from storage.objects.object_store import ObjectStore
 from storage.objects.opening import open_store
-from storage.records import RolloutGroup
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
 from tests.builders import SAMPLING, a_config, a_group, provenance
 
@@ -30,6 +31,9 @@ BATCH = 3
 RULES = a_config(batch_size=BATCH, max_staleness=3, stale_policy="strict", min_usable=2, max_attempts=10**6)
 LEAD = 8 * BATCH
 """Groups that may wait for the trainer; more than `max_staleness` allows, so that some come too late."""
+GIVEN_UP: dict[str, Any] = {"accepted": False, "reject_reason": "cancelled: 4 updates behind, bound 3"}
+PACE = 0.01
+"""Seconds that generation would take; nothing waits for it to be over."""
 ENDING = "ending"
 """Once this key is in the store, prompts stop at its number and everybody works up to there."""
 
@@ -37,12 +41,11 @@ ENDING = "ending"
 def produce(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None:
     """Commit groups at positions nobody has committed yet."""
     draw, log = _start(uri, run_id, seed, environment)
-    number = 0
-    while True:
+    for number in itertools.count():
         state = log.refresh()
         end = _end(log.store)
         if not end and len(state.pending) > LEAD:
-            _pace()
+            time.sleep(PACE)
             continue
         free = _free_positions(state, end, draw)
         if not free:
@@ -57,8 +60,7 @@ def produce(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> No
             )
             for position in free
         ]
-        groups = [_given_up(group) if draw.random() < 0.05 else group for group in groups]
-        number += 1
+        groups = [dataclasses.replace(group, **GIVEN_UP) if draw.random() < 0.05 else group for group in groups]
         origin = provenance(f"{seed}.{number}", run_id=run_id)
         for _ in range(draw.choice([1, 1, 2])):
             try:
@@ -78,7 +80,7 @@ def train(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None
                 end = _end(log.store)
                 if end and state.positions.issuperset(range(end)):
                     return
-                _pace()
+                time.sleep(PACE)
                 continue
             rows = []
             try:
@@ -107,10 +109,6 @@ def train(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> None
                 log.append(step)
 
 
-def _given_up(group: RolloutGroup) -> RolloutGroup:
-    return dataclasses.replace(group, accepted=False, reject_reason="cancelled: 4 updates behind, bound 3")
-
-
 def _start(uri: str, run_id: str, seed: int, environment: dict[str, str]) -> tuple[random.Random, RunLog]:
     os.environ.update(environment)
     draw = random.Random(seed)
@@ -128,7 +126,3 @@ def _free_positions(state: RunState, end: int, draw: random.Random) -> list[int]
 
 def _end(store: ObjectStore) -> int:
     return int(store.get(ENDING)) if store.exists(ENDING) else 0
-
-
-def _pace() -> None:
-    time.sleep(0.01)  # what generation would take; nothing waits for it to be over

@@ -17,14 +17,6 @@ from storage.records import Task
 from tests.flows.guesses import Guesses, parity
 
 
-class Waits(Guesses):
-    """Waits for ever, and lets the event loop turn: the attempt's own deadline ends it."""
-
-    async def run(self, task: Task, chat: Chat) -> Score:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-
 class Blocks(Guesses):
     """Holds the worker's event loop, so that no deadline in the worker can end it."""
 

@@ -24,6 +24,7 @@ import pytest
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
 from storage.objects.opening import open_store
+from tests.chaos.outcomes import check_trained_once, weights_of
 from tests.conftest import SCRIPTED, Home
 from tests.faulty_s3 import ALWAYS, FaultyS3
 from tests.faulty_s3 import Fault as StoreFault
@@ -42,7 +43,7 @@ AGENTS_OF_RAY = {"ray::RuntimeEnvAgent", "ray::DashboardAgent"}
 
 
 class Fault(enum.Enum):
-    """What happens; the exit status, or null where the run goes on; the sentence; within how many seconds."""
+    """What happens; the exit status, or None if the run goes on; the sentence; within how many seconds."""
 
     KILL_TRAINER = ("kill -9 of the trainer", None, "another trainer takes its place", 240)
     KILL_WORKER = ("kill -9 of a rollout worker", None, "another worker takes its place", 240)
@@ -59,8 +60,7 @@ class Fault(enum.Enum):
     KILL_EVERYTHING = ("kill -9 of the process group", -9, "", 60)
     FREEZE_WORKER = ("a rollout worker hangs", 2, "rollout-0 does not answer", 300)
 
-    def __init__(self, what: str, status: int | None, sentence: str, seconds: float) -> None:
-        self.what = what
+    def __init__(self, _: str, status: int | None, sentence: str, seconds: float) -> None:
         self.status = status
         self.sentence = sentence
         self.seconds = seconds
@@ -113,6 +113,9 @@ class Disturbed:
     def output(self) -> str:
         return (self.home.path / "output.txt").read_text()
 
+    def wait_for_step(self, process: subprocess.Popen[str], goal: int, *, seconds: float = 240) -> None:
+        self.home.wait(process, lambda: self.state().step >= goal, seconds=seconds)
+
     def inflict(self, fault: Fault, process: subprocess.Popen[str]) -> None:
         match fault:
             case Fault.KILL_EVERYTHING:
@@ -163,15 +166,15 @@ def disturbed(
         yield run
         for life in run.lives:
             if life.poll() is None:
-                os.killpg(life.pid, signal.SIGKILL)
+                run.inflict(Fault.KILL_EVERYTHING, life)
                 life.wait()
 
 
-def _name_of(process: psutil.Process) -> str:
+def _is_ours(process: psutil.Process) -> bool:
     try:
-        return process.name()
+        return process.name() not in AGENTS_OF_RAY
     except psutil.NoSuchProcess:
-        return ""
+        return False
 
 
 @pytest.mark.timeout(2400 + 120 * LONG)
@@ -182,21 +185,18 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
     for fault in series():
         if process is None:
             process = run.start()
-        goal = run.state().step + draw.randint(1, 3)
-        run.home.wait(process, lambda goal=goal: run.state().step >= goal)  # type: ignore[misc]
+        run.wait_for_step(process, run.state().step + draw.randint(1, 3))
         family = psutil.Process(process.pid).children(recursive=True)
         said, quarantined = len(run.output()), len(run.state().quarantined)
         run.inflict(fault, process)
         if fault.status is None:
-            goal = run.state().step + 2
-            run.home.wait(process, lambda goal=goal: run.state().step >= goal, seconds=fault.seconds)  # type: ignore[misc]
+            run.wait_for_step(process, run.state().step + 2, seconds=fault.seconds)
             assert run.proxy.all_faults_happened
             assert len(run.state().quarantined) == quarantined + (fault is Fault.DAMAGED_SHARD)
             run.set_clock(0)
         else:
             assert process.wait(timeout=fault.seconds) == fault.status, f"{fault}\n{run.output()[-3000:]}"
-            ours = [member for member in family if _name_of(member) not in AGENTS_OF_RAY]
-            _, alive = psutil.wait_procs(ours, timeout=60)
+            _, alive = psutil.wait_procs(filter(_is_ours, family), timeout=60)
             assert not alive, f"{fault} left {alive}"
             process = None
             run.proxy.heal()
@@ -211,13 +211,14 @@ def test_every_fault_has_its_outcome_and_none_changes_the_weights(disturbed: Dis
     run.home.run(*run.arguments, f"run={RUN}", f"steps={steps}")
     run.home.run(*run.arguments, "run=undisturbed", f"steps={steps}")
     state, undisturbed = run.state(), RunLog(run.store, "undisturbed").refresh()
-    assert state.step == steps and state.positions == set(range(BATCH_SIZE * steps)), "a prompt was skipped"
-    prompts = [state.groups[g.group_id].prompt_id for step in state.steps for g in step.claim.trained]
-    assert len(prompts) == len(set(prompts)) == BATCH_SIZE * steps, "a prompt was trained twice"
-    made = [step.policy.weights_sha256 for step in undisturbed.steps]
+    check_trained_once(state, steps=steps)
+    check_trained_once(undisturbed, steps=steps)
+    made = weights_of(undisturbed)
     assert len(set(made)) == steps, "steps that leave the weights alone would compare equal whatever happened"
+    order = [undisturbed.groups[g.group_id].position for step in undisturbed.steps for g in step.claim.trained]
+    assert order == list(range(BATCH_SIZE * steps)), "the run to compare with took its prompts in another order"
     # What ran again in place of a damaged shard are other attempts, so from there on the weights are others.
     again = (step.claim.step for step in state.steps if any(".retry" in g.group_id for g in step.claim.trained))
     comparable = next(again, steps + 1) - 1
     assert LONG or comparable > len(series())
-    assert [step.policy.weights_sha256 for step in state.steps][:comparable] == made[:comparable]
+    assert weights_of(state)[:comparable] == made[:comparable]

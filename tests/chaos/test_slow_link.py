@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -88,6 +87,12 @@ class _SlowRelay:
             thread.join()
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    """With all that it started, if it still runs."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_producer_behind_a_slow_link_that_is_cut_comes_back_and_nothing_is_lost(
@@ -96,57 +101,40 @@ def test_a_producer_behind_a_slow_link_that_is_cut_comes_back_and_nothing_is_los
     store = f"s3://{bucket}/lake"
     home.environment |= moto
     log = RunLog(open_store(store), "scripted")
-    far = tmp_path / "far"
-    far.mkdir()
-    processes: dict[str, subprocess.Popen[str]] = {}
-
-    def said(ended: object) -> str:
-        texts = [file.read_text()[-3000:] for file in (home.path / "output.txt", far / "output.txt") if file.exists()]
-        return "\n".join([str(ended), *texts])
-
-    def until(met: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not met():
-            ended = {name: process.returncode for name, process in processes.items() if process.poll() is not None}
-            assert not ended and time.monotonic() < deadline, said(ended)
-            time.sleep(0.1)
-
-    with _SlowRelay(moto["AWS_ENDPOINT_URL"]).running() as relay:
-        try:
-            processes["driver"] = home.start(
-                *("train", str(SCRIPTED), f"model={base_model}", f"store={store}", f"steps={STEPS}"),
-                *("workflow=tests.flows.meetings:Held", "evaluation.every=0"),
-                *("rollout.num_workers=0", "rollout.lease_timeout=6"),
-            )
-            until(lambda: log.store.exists("runs/scripted/run.json"))
-            environment = {**os.environ, "MILLRACE_HOME": str(far)}
-            environment |= {"AWS_ENDPOINT_URL": f"http://{HERE}:{relay.port}"}
-            environment.pop("PREFECT_API_URL", None)  # nothing but the store is in reach
-            with open(far / "output.txt", "w") as output:
-                processes["far"] = subprocess.Popen(
-                    ["ip", "netns", "exec", link, str(MILLRACE), "produce", "scripted", "--store", store],
-                    env=environment,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    start_new_session=True,
-                    cwd=PROJECT,
-                )
-            until(lambda: bool(log.refresh().leased))
-            passed = relay.num_bytes
-            _ip("link", "set", link, "down")
-            until(lambda: not log.refresh().producers)
-            [release] = [entry.body for entry in log.entries if isinstance(entry.body, Release)]
-            assert release.reason.startswith("no sign of life") and not log.state.leased
-            _ip("link", "set", link, "up")
-            (far / GO).touch()
-            for name in ("driver", "far"):
-                process = processes.pop(name)
-                assert process.wait(timeout=PATIENCE) == 0, said(name)
-        finally:
-            for process in processes.values():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+    far, output = tmp_path / "far", home.path / "logs" / "far" / "producer.log"  # where a failing `wait` reads it
+    for folder in (far, output.parent):
+        folder.mkdir(parents=True)
+    with _SlowRelay(moto["AWS_ENDPOINT_URL"]).running() as relay, contextlib.ExitStack() as started:
+        driver = home.start(
+            *("train", str(SCRIPTED), f"model={base_model}", f"store={store}", f"steps={STEPS}"),
+            *("workflow=tests.flows.meetings:Held", "evaluation.every=0"),
+            *("rollout.num_workers=0", "rollout.lease_timeout=6"),
+        )
+        started.callback(_kill, driver)
+        home.wait(driver, lambda: log.store.exists("runs/scripted/run.json"), seconds=PATIENCE)
+        environment = {**os.environ, "MILLRACE_HOME": str(far)}
+        environment |= {"AWS_ENDPOINT_URL": f"http://{HERE}:{relay.port}"}
+        environment.pop("PREFECT_API_URL", None)  # nothing but the store is in reach
+        producer = subprocess.Popen(
+            ["ip", "netns", "exec", link, str(MILLRACE), "produce", "scripted", "--store", store],
+            env=environment,
+            stdout=started.enter_context(open(output, "w")),
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=PROJECT,
+        )
+        started.callback(_kill, producer)
+        home.wait(driver, lambda: bool(log.refresh().leased), seconds=PATIENCE)
+        passed = relay.num_bytes
+        _ip("link", "set", link, "down")
+        home.wait(driver, lambda: not log.refresh().producers, seconds=PATIENCE)
+        [release] = [entry.body for entry in log.entries if isinstance(entry.body, Release)]
+        assert release.reason.startswith("no sign of life") and not log.state.leased
+        _ip("link", "set", link, "up")
+        (far / GO).touch()
+        for process in (driver, producer):
+            assert process.wait(timeout=PATIENCE) == 0, home.said()
 
     state = log.refresh()
     assert state.step == STEPS and state.counters()["trained"] == STEPS * BATCH

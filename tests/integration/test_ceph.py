@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import boto3
 import pytest
@@ -15,17 +13,10 @@ from storage.objects.object_store import ObjectStore, StoreError, StoreFull
 from storage.objects.opening import open_store, probe
 from storage.objects.s3_store import S3Store
 from storage.shards.shards import commit_shard
-from tests import apt
-from tests import ceph as ceph_node
-from tests.apt import CannotInstall
 from tests.builders import SAMPLING, a_group, a_log, provenance
-from tests.ceph import USER, Ceph, CephFailed, ceph_server
+from tests.ceph import USER, Ceph
+from tests.chaos.test_storm import check, weather
 from tests.unit.storage.test_s3 import *  # noqa: F403
-
-
-@pytest.fixture  # type: ignore[no-redef]
-def server(ceph: Ceph) -> dict[str, str]:
-    return ceph.variables
 
 
 def test_it_really_is_ceph(ceph: Ceph, bucket: str):
@@ -70,52 +61,15 @@ def test_the_condition_is_not_checked_when_parts_are_put_together(store: ObjectS
         in_parts._fs.pipe_file(in_parts._path("large"), body, chunksize=5 * 2**20, mode="create")
 
 
-def test_two_servers_run_beside_each_other_and_leave_nothing(ceph: Ceph, tmp_path: Path):
-    with ceph_server(tmp_path) as second:
-        assert second.variables["AWS_ENDPOINT_URL"] != ceph.variables["AWS_ENDPOINT_URL"]
-        client = boto3.client(
-            "s3",
-            endpoint_url=second.variables["AWS_ENDPOINT_URL"],
-            aws_access_key_id=second.variables["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=second.variables["AWS_SECRET_ACCESS_KEY"],
-            region_name="us-east-1",
-        )
-        assert client.list_buckets()["Buckets"] == []
-        daemons = list(second._daemons)
-        assert len(daemons) == 3 and all(daemon.poll() is None for daemon in daemons)
-    assert all(daemon.poll() is not None for daemon in daemons)
-
-
-def test_a_start_that_breaks_half_way_leaves_no_daemon(ceph: Ceph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The gateway's port is taken, so it ends."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Breaking(Ceph):
-        def start(self) -> None:
-            with socket.create_server(("127.0.0.1", self.port)):
-                try:
-                    super().start()
-                finally:
-                    started.extend(self._daemons)
-
-    monkeypatch.setattr(ceph_node, "Ceph", Breaking)
-    with pytest.raises(CephFailed, match="the gateway did not come up"), ceph_server(tmp_path):
-        pass
-    assert len(started) == 3 and all(daemon.poll() is not None for daemon in started)
-
-
-def test_what_is_missing_is_said_where_it_cannot_be_installed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ceph_node.shutil, "which", lambda program: "/bin/ceph" if program == "ceph" else None)
-    with pytest.raises(CannotInstall, match="no apt-get to install it: ceph-common ceph-mon ceph-osd radosgw"):
-        ceph_node.install()
-    monkeypatch.setattr(ceph_node.shutil, "which", lambda program: "/bin/x" if program == "apt-get" else None)
-    monkeypatch.setattr(apt.os, "geteuid", lambda: 1000)
-    with pytest.raises(CannotInstall, match="sudo apt-get install .* ceph-common"):
-        ceph_node.install()
-
-
 def test_a_store_is_read_by_a_process_that_has_only_the_environment(store: ObjectStore):
     store.put("key", b"written here")
     code = f"from storage.objects.opening import open_store; print(open_store({store.uri!r}).get('key'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "b'written here'", done.stderr
+
+
+@pytest.mark.slow
+def test_200_kills_over_a_real_bucket_lose_nothing(bucket: str, server: dict[str, str]):
+    """Many writers on one log."""
+    uri = f"s3://{bucket}/prefix"
+    check(uri, weather(uri, kills=200, longest_pause=0.5, environment=server))

@@ -19,7 +19,6 @@ from mlflow import MlflowClient
 from storage.log.runs import open_run
 from storage.objects.opening import open_store
 from tests.apt import CannotInstall
-from tests.ceph import Ceph
 from tests.compose import COMPOSE, PROJECT, Composition
 from tests.postgres import Postgres, postgres_server
 
@@ -27,11 +26,6 @@ pytest.importorskip("psycopg", reason="MLflow reaches PostgreSQL by psycopg, whi
 pytestmark = pytest.mark.slow
 
 RUN = "on-postgres"
-
-
-@pytest.fixture
-def server(ceph: Ceph) -> dict[str, str]:
-    return ceph.variables
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""Without staleness, executor, claims and trainer together are synchronous training, bit for bit.
+"""Without staleness, rollout worker, claims and trainer together are synchronous training, bit for bit.
 
-    executor ─▶ shards ─▶ claim ─▶ train ─▶ publish, all at once     ==     play B prompts, train, again
+    worker ─▶ shards ─▶ claim ─▶ train ─▶ publish, all at once     ==     play B prompts, train, again
 
 What the scripted engine says depends on the weights it serves, so one token of an older policy would change everything
 after it.
@@ -11,31 +11,35 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from infra.user_code import path_of
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.engines.engine import Generation, WeightUpdate
 from rollouts.engines.scripted_engine import ScriptedEngine
+from rollouts.production import worker as worker_module
 from rollouts.production.attempts import Player
-from rollouts.production.executor import Executor
-from rollouts.production.prompts import Prompt, PromptOrder
-from rollouts.production.quota import Quota
+from rollouts.production.prompts import PromptOrder
+from rollouts.production.worker import RolloutWorker
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Score, Workflow
+from settings.run_file import RunConfig
 from storage.log.claims import next_claim
-from storage.log.entries import ClaimedGroup, Lease
+from storage.log.entries import ClaimedGroup
 from storage.log.run_log import RunLog
-from storage.records import RolloutGroup, Sampling, Task
+from storage.records import Sampling, Task
 from storage.shards.shards import read_shard
-from tests.builders import a_config, wait_for_work
+from tests.builders import a_config
 from tests.unit.trainers.builders import commit, config_of, new_run, open_trainer, tiny_model
 from trainers.checkpoint import save_policy
 from trainers.data.samples import COLUMNS, gather_samples
 from trainers.trainer import Trainer
+from trainers.worker import TrainerWorker
 
 _BATCH, _STEPS, _ATTEMPTS = 4, 5, 4
 _TASKS = [Task(id=f"task{n}", prompt=f"{n}+{n}=") for n in range(10)]
@@ -43,15 +47,10 @@ _CONFIG = config_of(learning_rate=1e-2, num_minibatches=2, max_gap=1e9)  # the s
 _SAMPLING = Sampling(max_tokens=8)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+class Sums(Workflow):
+    def tasks(self, split: str) -> Sequence[Task]:
+        return _TASKS
 
-
-class _Workflow(Workflow):
     async def run(self, task: Task, chat: Chat) -> Score:
         reply = await chat.ask(task.prompt)
         return Score(reward=float(sum(map(ord, reply)) % 7))
@@ -65,27 +64,27 @@ class _Engine(ScriptedEngine):
         self._alphabet, self._end_id = tokens.alphabet(), tokens.end_id
         self.weights = ""
 
+    async def load_policy(self, folder: Path, version: int) -> WeightUpdate:
+        update = await super().load_policy(folder, version)
+        self.weights = update.checksum
+        return update
+
+    async def generate(self, prompt_ids: list[int], *, sampling: Sampling, request_id: str) -> Generation:
+        await self._open.wait()  # a reply that began ahead of a policy is that policy's
+        return await super().generate(prompt_ids, sampling=sampling, request_id=request_id)
+
     def _answer(self, prompt_ids: list[int], request_id: str) -> list[int]:
         digest = hashlib.sha256(f"{self.weights}/{request_id}/{prompt_ids}".encode()).digest()
         length = 1 + digest[0] % 6
         return [self._alphabet[digest[1 + n] % len(self._alphabet)] for n in range(length)] + [self._end_id]
 
 
-def _player(engine: ScriptedEngine, tokens: ChatTokens) -> Player:
-    return Player(
-        workflow=_Workflow(),
-        engine=engine,
-        tokens=tokens,
-        rewards=RewardPool(num_processes=1, timeout=5),
-        config=a_config(max_model_len=64),
-    )
-
-
 async def _plain_loop(log: RunLog, model: Path, scratch: Path) -> str:
     """Collect exactly a batch, train on it, serve what came out, again. Returns the last weights' digest."""
     tokens = ChatTokens.load(model)
     engine, prompts = _Engine(tokens), PromptOrder(_TASKS, seed=0)
-    player = _player(engine, tokens)
+    rewards = RewardPool(num_processes=1, timeout=5)
+    player = Player(workflow=Sums(), engine=engine, tokens=tokens, rewards=rewards, config=a_config(max_model_len=64))
     trainer = Trainer(model, _CONFIG)
     engine.weights = log.state.policies[0].weights_sha256
     for step in range(1, _STEPS + 1):
@@ -112,16 +111,46 @@ async def _plain_loop(log: RunLog, model: Path, scratch: Path) -> str:
     return engine.weights
 
 
-class _Pipeline:
-    """Production and training beside each other, as in the flow."""
+async def _pipeline(log: RunLog, config: RunConfig, trainer: TrainerWorker, cache: Path) -> str:
+    """Production and training beside each other, as in the flow. Returns the last weights' digest."""
+    worker = await RolloutWorker.open(
+        config, store_uri=log.store.uri, name="rollout-0", cache=str(cache), code_version="c0de"
+    )
 
-    def __init__(self, log: RunLog, model: Path, cache: Path, *, max_staleness: float) -> None:
-        self._log = log
-        self._cache = cache
-        tokens = ChatTokens.load(model)
-        self._engine, self._prompts = _Engine(tokens), PromptOrder(_TASKS, seed=0)
-        self._engine.weights = log.state.policies[0].weights_sha256
-        self._config = a_config(
+    async def produce() -> None:
+        await worker.refresh()
+        while True:
+            await worker.wait_for_work()
+            await worker.collect()
+
+    async with asyncio.timeout(60):
+        producing = asyncio.create_task(produce())
+        while log.refresh().step < _STEPS:
+            claim = next_claim(log.state, config)
+            if claim is None:
+                assert not producing.done() or producing.result() is None
+                await asyncio.sleep(0.001)
+                continue
+            step = await asyncio.to_thread(
+                trainer.train_step, claim, extra_metrics={}, round_started=time.time(), session_id="session"
+            )
+            await worker.publish(step.policy)
+        producing.cancel()
+        await worker.close()
+    return log.state.steps[-1].policy.weights_sha256
+
+
+def test_without_staleness_the_pipeline_is_synchronous_training_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(tmp_path / "model")
+    monkeypatch.setattr(worker_module, "make_engine", lambda *_, **__: _Engine(ChatTokens.load(model)))
+
+    def pipeline(name: str, *, max_staleness: float) -> tuple[str, RunLog]:
+        log, cache = new_run(tmp_path / name, model), tmp_path / "cache"
+        config = a_config(
+            run=log.run_id,
+            workflow=path_of(Sums),
             n_samples=_ATTEMPTS,
             batch_size=_BATCH,
             steps=_STEPS,
@@ -130,73 +159,15 @@ class _Pipeline:
             max_concurrent=3 * _BATCH,
             retries=0,
             max_tokens=_SAMPLING.max_tokens,
+            attempt_timeout=600.0,
         )
-        self._quota = Quota(self._config)
-        self._executor = Executor(
-            player=_player(self._engine, tokens), lease=self._lease, quota=self._quota, config=self._config
-        )
-        self._trainer = open_trainer(log, _CONFIG.model_copy(update={"max_staleness": max_staleness}), cache=cache)
-
-    async def run(self) -> str:
-        producing = asyncio.create_task(self._produce())
-        while self._log.refresh().step < _STEPS:
-            claim = next_claim(self._log.state, self._config)
-            if claim is None:
-                assert not producing.done() or producing.result() is None
-                await asyncio.sleep(0.001)
-                continue
-            step = await asyncio.to_thread(
-                self._trainer.train_step,
-                claim,
-                extra_metrics={},
-                round_started=time.time(),
-                session_id="session",
-            )
-            folder = self._log.store.fetch_folder(step.policy.path, self._cache)
-            await self._engine.load_policy(folder, step.policy.version)
-            self._engine.weights = step.policy.weights_sha256
-            self._rebase()
-        producing.cancel()
-        await self._executor.close()
-        return self._engine.weights
-
-    async def _produce(self) -> None:
-        self._rebase()
-        number = 0
-        while True:
-            await wait_for_work(self._executor)
-            groups: list[RolloutGroup] = await self._executor.prepare_batch()
-            if groups:
-                number += 1
-                commit(self._log, f"shard{number}", groups)
-                self._executor.mark_committed(groups)
-
-    async def _lease(self) -> list[Prompt]:
-        self._rebase()
-        state = self._log.state
-        positions = state.free_positions(self._quota.wanted)
-        self._log.append(Lease(holder="rollout-0", positions=positions, number=state.num_leases))
-        return [self._prompts.at(position) for position in positions]
-
-    def _rebase(self) -> None:
-        state = self._log.refresh()
-        committed = state.step * _BATCH + state.pending_accepted
-        self._quota.rebase(version=self._engine.version, committed=committed)
-        self._executor.admit()
-
-
-def test_without_staleness_the_pipeline_is_synchronous_training_bit_for_bit(tmp_path: Path) -> None:
-    model = tiny_model(tmp_path / "model")
-
-    def pipeline(name: str, *, max_staleness: float) -> tuple[str, RunLog]:
-        log = new_run(tmp_path / name, model)
-        run = _Pipeline(log, model, tmp_path / "cache", max_staleness=max_staleness).run()
-        return asyncio.run(asyncio.wait_for(run, 60)), log
+        trainer = open_trainer(log, _CONFIG.model_copy(update={"max_staleness": max_staleness}), cache=cache)
+        return asyncio.run(_pipeline(log, config, trainer, cache)), log
 
     plain = new_run(tmp_path / "plain", model)
     expected = asyncio.run(_plain_loop(plain, model, tmp_path / "scratch"))
     weights, log = pipeline("synchronous", max_staleness=0)
-    assert weights == expected == log.refresh().steps[-1].policy.weights_sha256
+    assert weights == expected
     assert all(step.metrics["staleness_max"] == 0 for step in log.state.steps)
     assert log.state.counters()["trained"] == _STEPS * _BATCH == log.state.counters()["submitted"]
 

@@ -39,34 +39,26 @@ def test_overhead_is_what_is_neither_generation_nor_reward_nor_training():
     assert numbers["share_of_usual_round"] == pytest.approx(0.25 / 30)
     assert numbers["task_runs_per_round"] == 4
     assert numbers["met"] == {"overhead": True, "share": True, "task_runs": True, "memory": True}
-
-
-def test_each_bar_is_missed_by_itself():
     slow = report(_entries(rounds=30, first=1.0, then=0.95), _samples("driver", rss=[1000] * 3), task_runs=330)
     assert slow["met"] == {"overhead": False, "share": False, "task_runs": False, "memory": True}
 
 
-def test_memory_is_a_line_through_each_process():
+def test_memory_is_a_line_through_each_process_from_when_it_has_started():
+    entries = _entries(rounds=30, first=1.0, then=0.7)
     samples = [
         *_samples("driver", rss=[1000, 1020, 1040, 1060]),  # 200 more in 1,000 rounds
         *_samples("trainer-0", rss=[2000, 2040, 1960, 2000]),
     ]
-    numbers = report(_entries(rounds=30, first=1.0, then=0.7), samples, task_runs=90)
+    numbers = report(entries, samples, task_runs=90)
     driver, trainer = numbers["processes"]["driver"], numbers["processes"]["trainer-0"]
     assert driver["slope_bytes_per_1000_rounds"] == pytest.approx(200) and driver["growth_per_1000_rounds"] == 0.2
     assert abs(trainer["growth_per_1000_rounds"]) < 0.1
     assert driver["cpu_seconds_per_round"] == pytest.approx(0.08)
     assert numbers["met"]["memory"] is False
 
-
-def test_what_a_process_takes_at_first_is_not_growth():
-    early = [dataclasses.replace(sample, rounds=sample.rounds - 190) for sample in _samples("driver", rss=[500] * 3)]
-    samples = [early[0], *_samples("driver", rss=[1000] * 3)]
-    numbers = report(_entries(rounds=30, first=1.0, then=0.7), samples, task_runs=90)
+    early = Sample(rounds=10, process="driver", rss_bytes=500, cpu_seconds=5.0)
+    numbers = report(entries, [early, *_samples("driver", rss=[1000] * 3)], task_runs=90)
     assert numbers["met"]["memory"] is True
     assert list(numbers["processes"]["driver"]["rss_bytes"]) == [10, 200, 300, 400]
-
-
-def test_two_looks_say_nothing_about_growth():
-    numbers = report(_entries(rounds=30, first=1.0, then=0.7), _samples("driver", rss=[1000, 9000]), task_runs=90)
-    assert numbers["met"]["memory"] is None
+    two_looks = report(entries, _samples("driver", rss=[1000, 9000]), task_runs=90)
+    assert two_looks["met"]["memory"] is None

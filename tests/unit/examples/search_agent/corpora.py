@@ -12,34 +12,33 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
+import pytest
 
-from examples.search_agent.embedding import Embedding, HashingEmbedding, unit_vectors, words_of
+from examples.search_agent.embedding import HashingEmbedding, unit_vectors, words_of
 from examples.search_agent.passages import Passage
 
+_NUM_WORDS = 60
+_WORDS = [f"w{number}" for number in range(_NUM_WORDS)]
 
-def random_passages(count: int, *, seed: int = 0, num_words: int = 60) -> list[Passage]:
+
+def random_passages(count: int, *, seed: int = 0) -> list[Passage]:
     """Passages of words w0, w1, … of which the low ones are frequent."""
     draw = random.Random(seed)
-    weights = [1 / (rank + 1) for rank in range(num_words)]
+    weights = [1 / (rank + 1) for rank in range(_NUM_WORDS)]
     return [
         Passage(
             id=f"p{number:04d}",
-            title=" ".join(draw.choices(_words(num_words), weights, k=2)),
-            text=" ".join(draw.choices(_words(num_words), weights, k=draw.randint(1, 30))),
+            title=" ".join(draw.choices(_WORDS, weights, k=2)),
+            text=" ".join(draw.choices(_WORDS, weights, k=draw.randint(1, 30))),
         )
         for number in range(count)
     ]
 
 
-def random_queries(count: int, *, seed: int = 1, num_words: int = 60) -> list[str]:
+def random_queries(count: int) -> list[str]:
     """Queries of 0 to 6 words, some of which are in no passage."""
-    draw = random.Random(seed)
-    return [" ".join(draw.choices([*_words(num_words), "nowhere"], k=draw.randint(0, 6))) for _ in range(count)]
-
-
-def _words(count: int) -> list[str]:
-    return [f"w{number}" for number in range(count)]
+    draw = random.Random(1)
+    return [" ".join(draw.choices([*_WORDS, "nowhere"], k=draw.randint(0, 6))) for _ in range(count)]
 
 
 def write_corpus(file: Path, passages: Sequence[Passage]) -> Path:
@@ -65,16 +64,12 @@ def bm25_by_the_letter(passages: Sequence[Passage], query: str) -> list[tuple[st
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
 
 
-def cosines_by_the_letter(
-    passages: Sequence[Passage], query: str, embedding: Embedding | None = None
-) -> list[tuple[str, float]]:
+def cosines_by_the_letter(passages: Sequence[Passage], query: str) -> list[tuple[str, float]]:
     """Ids and cosines of all passages, best first; nothing for a query without words."""
-    embedding = embedding or HashingEmbedding()
-    vectors = unit_vectors(embedding, [f"{p.title}\n{p.text}" for p in passages]).astype(np.float64)
-    asked = unit_vectors(embedding, [query])[0].astype(np.float64)
+    *vectors, asked = unit_vectors(HashingEmbedding(), [*(f"{p.title}\n{p.text}" for p in passages), query])
     if not asked.any():
         return []
-    cosines = {p.id: math.fsum(row * asked) for p, row in zip(passages, vectors, strict=True)}
+    cosines = {p.id: math.fsum(row.astype(float) * asked) for p, row in zip(passages, vectors, strict=True)}
     return sorted(cosines.items(), key=lambda item: (-item[1], item[0]))
 
 
@@ -85,3 +80,11 @@ def fused_by_the_letter(*rankings: Sequence[tuple[str, float]], depth: int = 100
         for rank, (name, _) in enumerate(ranking[:depth], 1):
             scores[name] = scores.get(name, 0.0) + 1 / (60 + rank)
     return sorted(scores.items(), key=lambda item: (-item[1], item[0]))
+
+
+def same_ranking(found: Sequence[tuple[str, float]], expected: Sequence[tuple[str, float]]) -> None:
+    """Equal scores at each rank, and equal passages wherever float32 tells scores apart."""
+    assert [score for _, score in found] == pytest.approx([score for _, score in expected], rel=1e-5, abs=1e-7)
+    exact = dict(expected)
+    for (name, _), (other, score) in zip(found, expected, strict=True):
+        assert name == other or exact.get(name, score) == pytest.approx(score, rel=1e-5, abs=1e-7)

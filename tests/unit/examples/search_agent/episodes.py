@@ -77,15 +77,14 @@ async def play_group(
     **settings: Any,
 ) -> RolloutGroup:
     """Attempts of a policy that says these replies; `settings` as in `a_config`."""
-    defaults = {"min_usable": 1, "attempt_timeout": 60.0, "max_tool_turns": 48, "tokens_per_microbatch": 100_000}
-    skipped = {"exclude_statuses": ["truncated", "max_turns"], "max_model_len": 20_000}
+    limits = {"min_usable": 1, "attempt_timeout": 60.0, "max_tool_turns": 48, "max_model_len": 20_000}
     async with RewardPool(num_processes=1, timeout=60) as pool:
         player = Player(
             workflow=workflow,
             engine=engine or an_engine(tokens(), *replies),
             tokens=tokens(),
             rewards=pool,
-            config=a_config(**{**defaults, **skipped, **settings}),
+            config=a_config(**{**limits, "tokens_per_microbatch": 100_000, **settings}),
             tool_parser=Brackets(),  # type: ignore[arg-type]
         )
         place = {"group_id": f"0.{task.id}", "position": 0, "epoch": 0}

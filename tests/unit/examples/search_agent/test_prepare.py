@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from examples.search_agent import prepare_browsecomp, prepare_hotpotqa
 from examples.search_agent.agent import SearchAgent
@@ -19,31 +17,27 @@ from examples.search_agent.passages import read_passages
 from examples.search_agent.prepare_browsecomp import decrypt
 
 _CANARY = "a sentence that nobody else writes, canary 0815"
+_UP = ["Up (film)", ["Up is a film of 2009.", " Pete Docter directed it."]]
+_DOWN = ["Down", ["Down is no film."]]
 _HOTPOT = {
     "_id": "5a8b",
     "question": "Where was the director of Up born?",
     "answer": "Bloomington",
     "supporting_facts": [["Up (film)", 0], ["Pete Docter", 1], ["Up (film)", 1]],
-    "context": [
-        ["Up (film)", ["Up is a film of 2009.", " Pete Docter directed it."]],
-        ["Down", ["Down is no film."]],
-        ["Pete Docter", ["He is a director.", " He was born in Bloomington."]],
-    ],
-    "type": "bridge",
-    "level": "easy",
+    "context": [_UP, _DOWN, ["Pete Docter", ["He is a director.", " He was born in Bloomington."]]],
 }
 _OTHER = {
     "_id": "77aa",
     "question": "What is Down?",
     "answer": "no film",
     "supporting_facts": [["Down", 0]],
-    "context": [["Down", ["Down is no film."]], ["Up", ["A direction."]]],
+    "context": [_DOWN, ["Up", ["A direction."]]],
 }
 
 
-def _encrypt(text: str, canary: str = _CANARY) -> str:
+def _encrypt(text: str) -> str:
     """As the authors of the set do it: a key as long as the text, of the digest again and again."""
-    data, digest = text.encode(), hashlib.sha256(canary.encode()).digest()
+    data, digest = text.encode(), hashlib.sha256(_CANARY.encode()).digest()
     key = digest * (len(data) // len(digest)) + digest[: len(data) % len(digest)]
     return base64.b64encode(bytes(a ^ b for a, b in zip(data, key, strict=True))).decode()
 
@@ -79,19 +73,28 @@ def _jsonl(file: Path, rows: list[Any]) -> str:
     return str(file)
 
 
-def _refused(main: Callable[[list[str]], None], arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ending:
-        main(arguments)
-    assert ending.value.code == 2
-    return capsys.readouterr().err
+Refused = Callable[..., None]
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """That a command names what is wrong and writes nothing."""
+
+    def refused(main: Callable[[list[str]], None], *arguments: str, named: str) -> None:
+        with pytest.raises(SystemExit) as ending:
+            main([str(tmp_path / "out"), *arguments])
+        assert ending.value.code == 2 and named in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+    return refused
 
 
 # --- HotpotQA ---------------------------------------------------------------------------------------------------------
 
 
 def test_hotpotqa_becomes_a_folder_the_agent_reads(tmp_path: Path):
-    train, test = _json(tmp_path / "t.json", [_HOTPOT]), _json(tmp_path / "d.json", [_OTHER])
-    prepare_hotpotqa.main([str(tmp_path / "out"), train, test])
+    train, test = _json(tmp_path / "t.json", [_HOTPOT, {}]), _json(tmp_path / "d.json", [_OTHER])
+    prepare_hotpotqa.main([str(tmp_path / "out"), train, test, "--limit", "1"])
     passages = {passage.title: passage for passage in read_passages(tmp_path / "out" / "corpus.jsonl")}
     assert passages["Pete Docter"].text == "He is a director. He was born in Bloomington."
     assert set(passages) == {"Up (film)", "Down", "Pete Docter", "Up"}  # Down stands in both contexts
@@ -100,12 +103,6 @@ def test_hotpotqa_becomes_a_folder_the_agent_reads(tmp_path: Path):
     assert (problem["id"], problem["answer"], problem["hops"]) == ("5a8b", "Bloomington", 2)
     (task,) = SearchAgent(str(tmp_path / "out")).tasks("test")
     assert (task.prompt, json.loads(task.metadata["supporting"])) == ("What is Down?", [passages["Down"].id])
-
-
-def test_only_the_first_questions_are_taken_where_that_is_asked(tmp_path: Path):
-    train = _json(tmp_path / "t.json", [_HOTPOT, {}])
-    prepare_hotpotqa.main([str(tmp_path / "out"), train, _json(tmp_path / "d.json", [_OTHER]), "--limit", "1"])
-    assert len(_written(tmp_path / "out", "train.jsonl")) == 1
 
 
 @pytest.mark.parametrize(
@@ -124,26 +121,13 @@ def test_only_the_first_questions_are_taken_where_that_is_asked(tmp_path: Path):
         ("[{", "is not JSON"),
     ],
 )
-def test_a_hotpotqa_file_that_cannot_be_used_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: Any, named: str
-):
+def test_a_hotpotqa_file_that_cannot_be_used_is_named(tmp_path: Path, refused: Refused, content: Any, named: str):
     train, test = _json(tmp_path / "t.json", content), _json(tmp_path / "d.json", [_OTHER])
-    said = _refused(prepare_hotpotqa.main, [str(tmp_path / "out"), train, test], capsys)
-    assert named in said
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    missing = str(tmp_path / "nowhere.json")
-    assert "nowhere.json" in _refused(prepare_hotpotqa.main, [str(tmp_path / "out"), missing, missing], capsys)
+    refused(prepare_hotpotqa.main, train, test, named=named)
+    refused(prepare_hotpotqa.main, str(tmp_path / "nowhere.json"), test, named="nowhere.json")
 
 
 # --- BrowseComp-Plus --------------------------------------------------------------------------------------------------
-
-
-@given(st.text(max_size=200), st.text(min_size=1, max_size=50))
-def test_decryption_undoes_encryption(text: str, canary: str):
-    assert decrypt(_encrypt(text, canary), canary) == text
 
 
 def test_decryption_by_hand():
@@ -153,9 +137,9 @@ def test_decryption_by_hand():
 
 
 def test_browsecomp_plus_becomes_a_folder_the_agent_reads(tmp_path: Path):
-    queries = _jsonl(tmp_path / "queries.jsonl", [_query(n) for n in range(4)])
-    out = tmp_path / "out"
-    prepare_browsecomp.main([str(out), queries, "--canary", _CANARY, "--held-out", "1"])
+    queries, out = _jsonl(tmp_path / "queries.jsonl", [_query(n) for n in range(4)]), tmp_path / "out"
+    arguments = [str(out), queries, "--canary", _CANARY, "--held-out", "1"]
+    prepare_browsecomp.main(arguments)
     assert (len(_written(out, "train.jsonl")), len(_written(out, "test.jsonl"))) == (3, 1)
     problem = next(each for each in _written(out, "train.jsonl") + _written(out, "test.jsonl") if each["id"] == "2")
     assert (problem["question"], problem["answer"]) == ("What is in document 2? " * 9, "Number 2")
@@ -164,17 +148,11 @@ def test_browsecomp_plus_becomes_a_folder_the_agent_reads(tmp_path: Path):
     assert set(passages) == {str(n) for start in (0, 10, 20) for n in range(start, start + 4)}
     assert (passages["12"].text, passages["12"].title) == ("Document 12 – über alles.", "http://a/12")
     assert len(SearchAgent(str(out)).tasks("test")) == 1
-
-
-def test_a_corpus_of_its_own_replaces_and_adds(tmp_path: Path):
-    queries = _jsonl(tmp_path / "queries.jsonl", [_query(0), _query(1)])
-    corpus = _jsonl(
-        tmp_path / "corpus.jsonl", [{"docid": "0", "text": "Whole.", "url": "u"}, {"docid": 99, "text": "N"}]
-    )
-    out = tmp_path / "out"
-    prepare_browsecomp.main([str(out), queries, "--canary", _CANARY, "--held-out", "1", "--corpus", corpus])
-    passages = {passage.id: passage.text for passage in read_passages(out / "corpus.jsonl")}
-    assert (passages["0"], passages["99"], len(passages)) == ("Whole.", "N", 7)
+    # A corpus of its own replaces documents and adds others.
+    rows = [{"docid": "0", "text": "Whole.", "url": "u"}, {"docid": 99, "text": "N"}]
+    prepare_browsecomp.main([*arguments, "--corpus", _jsonl(tmp_path / "corpus.jsonl", rows)])
+    texts = {passage.id: passage.text for passage in read_passages(out / "corpus.jsonl")}
+    assert (texts["0"], texts["99"], len(texts)) == ("Whole.", "N", 13)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +170,7 @@ def test_a_corpus_of_its_own_replaces_and_adds(tmp_path: Path):
     ],
 )
 def test_a_browsecomp_file_that_cannot_be_used_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: list[Any], arguments: list[str], named: str
+    tmp_path: Path, refused: Refused, rows: list[Any], arguments: list[str], named: str
 ):
     queries = _jsonl(tmp_path / "queries.jsonl", rows)
-    given = [str(tmp_path / "out"), queries, "--canary", _CANARY, "--held-out", "1", *arguments]
-    assert named in _refused(prepare_browsecomp.main, given, capsys)
-    assert not (tmp_path / "out").exists()
+    refused(prepare_browsecomp.main, queries, "--canary", _CANARY, "--held-out", "1", *arguments, named=named)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from examples.search_agent import program
-from examples.search_agent.agent import Episode, SearchAgent
+from examples.search_agent.agent import FAULTS, Episode, SearchAgent
 from examples.search_agent.program_agent import ProgramAgent, WorldProgram
 from examples.search_agent.world import main as write_world
 from examples.search_agent.world_agent import WorldAgent
@@ -24,50 +23,40 @@ from settings.run_file import load_run_file
 from storage.records import RolloutGroup, Sampling
 from tests.builders import provenance
 from tests.shard_files import decode_shard, encode_shard
-from tests.unit.examples.search_agent.episodes import FOLDER, PASSAGES, play_group, read, search, write_folder
-from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer
+from tests.unit.examples.search_agent.episodes import FOLDER, PASSAGES, play_group, read, results, search, write_folder
+from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer, ok
 
 _LONG = replace(PASSAGES[1], text="Bob lives in Rome. " + "He likes it there. " * 40)
 
 
-class _Library(ScriptedServer):
-    """Finds the passages that have a word of the query; or gives the same answer to every query."""
-
-    def __init__(self, answer: Answer | None = None) -> None:
-        super().__init__()
-        self._answer = answer
-
-    @property
-    def script(self) -> Sequence[Answer]:  # type: ignore[override]
-        if self._answer is not None:
-            return [self._answer]
-        body = self.bodies[-1]
-        fitting = [
-            p
-            for p in (PASSAGES[0], _LONG, PASSAGES[2])
-            if set(body["query"].split()) & set(f"{p.title} {p.text}".split())
-        ]
-        rows = [{"id": p.id, "title": p.title, "text": p.text, "score": 1.0} for p in fitting[: body["k"]]]
-        return [(200, {}, json.dumps({"results": [rows]}).encode())]
-
-    @script.setter
-    def script(self, _: Sequence[Answer]) -> None: ...
+def _find(body: Any) -> Answer:
+    """The passages that have a word of the query."""
+    fitting = [
+        passage
+        for passage in (PASSAGES[0], _LONG, PASSAGES[2])
+        if set(body["query"].split()) & set(f"{passage.title} {passage.text}".split())
+    ]
+    return ok({"results": [[asdict(passage) for passage in fitting[: body["k"]]]]})
 
 
 async def _played(
-    folder: Path, *replies: str, kinds: Sequence[type[Workflow]], answer: Answer | None = None, **settings: Any
-) -> list[RolloutGroup]:
-    """The same replies to every kind of agent."""
+    folder: Path,
+    *replies: str,
+    kinds: Sequence[type[Workflow]],
+    answer: Callable[[Any], Answer] = _find,
+    **settings: Any,
+) -> tuple[list[RolloutGroup], int]:
+    """The same replies to every kind of agent; returns the searches that were sent, too."""
     groups = []
-    async with _Library(answer) as library:
+    async with ScriptedServer(answer=answer) as library:
         dataset = write_folder(folder, services=f'search = ["{library.url}"]')
         for kind in kinds:
             workflow = kind(dataset)
             assert [task.id for task in workflow.tasks("train")] == ["q"]
-            groups.append(await play_group(workflow, *replies, exclude_statuses=[], **settings))
+            groups.append(await play_group(workflow, *replies, **settings))
             await workflow.close()
             await close_agent_endpoint()
-    return groups
+    return groups, len(library.bodies)
 
 
 _BOTH: Any = (SearchAgent, ProgramAgent)
@@ -80,44 +69,58 @@ def _rows(group: RolloutGroup) -> list[dict[str, Any]]:
     return [{key: row[key] for key in row if key in keys} for row in decode_shard(shard, name="s0").to_pylist()]
 
 
-_WON = [
-    f"First the boss, then his home. {search('Ada works', 'Carl')}",
-    *(search("Bob lives"), read(passage_id="2", start=600), "Answer: Rome [1] [2]"),
-]
-_WRONG = [search(5), search("  "), "[find {}]", read(passage_id="9"), "[search {}]", "Answer: Rome"]
+_PLAN = f"First the boss, then his home. {search('Ada works', 'Carl')}"
+_WRONG = {
+    search(5): "query",
+    search("  "): "1 to 1000 characters",
+    search("x" * 1001): "1 to 1000 characters",
+    "[find {}]": "there is no tool 'find'",
+    read(passage_id="9"): "no search has found",
+    "[search {}]": "query",
+}
+_MANY = [search("Ada"), " ".join([search("Bob")] + [read(passage_id="1")] * 8)]
 
 
-@pytest.mark.parametrize(
-    ("replies", "reward"),
-    [
-        (_WON, 1.0),
-        ([search("Ada works"), "Answer: Bob [1] [3]"], 0.0),
-        ([search("Ada works"), search(" ada  WORKS")], 0.0),
-        ([search(*(f"word {n}" for n in range(9)))], 0.0),
-        (_WRONG, 1.0),
-    ],
-    ids=["won", "lost", "duplicate search", "too many calls", "told what is wrong"],
-)
-async def test_a_program_gives_the_rows_that_the_agent_gives(tmp_path: Path, replies: list[str], reward: float):
-    agent, of_program = await _played(tmp_path, *replies, kinds=_BOTH)
+_CASES: dict[str, Any] = {
+    "won": ([_PLAN, search("Bob lives"), read(passage_id="2", start=600), "Answer: Rome [1] [2]"], 1.0, "", 3),
+    "lost": ([search("Ada works"), "Answer: Bob [1] [3]"], 0.0, "", 1),
+    "told what is wrong": ([*_WRONG, "Answer: Rome"], 1.0, "", 0),
+    "duplicate": ([search("Ada works"), search(" ada  WORKS")], 0.0, "duplicate_search", 1),
+    "duplicate in a turn": ([search("Ada", "Bob", "Ada")], 0.0, "duplicate_search", 0),
+    "too many searches": ([search(*(f"word {n}" for n in range(9)))], 0.0, "too_many_calls", 0),
+    "too many calls": (_MANY, 0.0, "too_many_calls", 1),
+}
+
+
+@pytest.mark.parametrize(("replies", "reward", "fault", "num_sent"), _CASES.values(), ids=_CASES)
+async def test_a_program_gives_the_rows_that_the_agent_gives(
+    tmp_path: Path, replies: list[str], reward: float, fault: str, num_sent: int
+):
+    """Nothing of a turn that breaks a rule is sent, and the policy is to blame for it."""
+    [agent, of_program], sent = await _played(tmp_path, *replies, kinds=_BOTH, max_tokens=3000)
     assert _rows(agent) == _rows(of_program)
-    [row] = _rows(of_program)
-    assert (row["reward"], row["status"]) == (reward, "ok") and any(row["loss_mask"])
     [one], [other] = agent.trajectories, of_program.trajectories
+    assert (one.reward, one.status, one.usable) == (reward, "ok", True)
     assert one.reward_parts == other.reward_parts
+    assert {name: one.reward_parts[name] for name in FAULTS} == {name: float(name == fault) for name in FAULTS}
+    assert not fault or one.reward_parts["exact"] == one.reward_parts["format"] == one.reward_parts["cited"] == 0.0
     assert [m.content for m in one.messages] == [m.content for m in other.messages]
+    assert sent == 2 * num_sent
+    for reply, result in zip(replies, results(one), strict=False):
+        assert _WRONG.get(reply, "") in result
 
 
 @pytest.mark.parametrize("answer", [(500, {}, b"ill"), (200, {}, b"[garbage"), "close"], ids=["500", "garbage", "gone"])
 async def test_a_server_that_fails_is_a_tool_error_in_both_and_never_reward_0(tmp_path: Path, answer: Answer):
-    for group in await _played(tmp_path, search("Ada"), kinds=_BOTH, answer=answer):
+    groups, _ = await _played(tmp_path, search("Ada"), kinds=_BOTH, answer=lambda body: answer)
+    for group in groups:
         [played] = group.trajectories
         assert (played.status, played.reward, played.usable) == ("tool_error", None, False)
         assert "127.0.0.1" in played.error
 
 
 async def test_a_conversation_without_room_is_truncated_in_both(tmp_path: Path):
-    groups = await _played(tmp_path, search("Bob lives"), "x" * 3000, kinds=_BOTH, max_model_len=2500)
+    groups, _ = await _played(tmp_path, search("Bob lives"), "x" * 3000, kinds=_BOTH, max_model_len=2500)
     assert [t.status for group in groups for t in group.trajectories] == ["truncated"] * 2
 
 
@@ -125,7 +128,7 @@ async def test_a_program_that_is_not_finished_has_no_reward(tmp_path: Path):
     class _Short(ProgramAgent):
         max_turns = 2
 
-    [group] = await _played(tmp_path, *(search(f"word {n}") for n in range(3)), kinds=[_Short])
+    [group], _ = await _played(tmp_path, *(search(f"word {n}") for n in range(3)), kinds=[_Short])
     [played] = group.trajectories
     assert (len(played.turns), played.reward, played.usable) == (3, None, False)
 

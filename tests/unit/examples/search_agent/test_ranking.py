@@ -1,4 +1,4 @@
-"""Picking, comparing and fusing, against the same done by sorting everything."""
+"""Picking and comparing, against the same done by sorting everything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.search_agent.ranking import Best, Postings, Vectors, fuse
+from examples.search_agent.ranking import Best, Vectors
 
 
 def _order(count: int, seed: int) -> np.ndarray:
@@ -62,33 +62,3 @@ def test_nearest_neighbours_are_exact_also_among_copies(num_rows: int, count: in
         expected = np.lexsort((order, -exact))[:count]
         assert rows.tolist() == expected.tolist()
         assert scores.tolist() == exact[expected].tolist()
-
-
-def test_ranking_smaller_batches_after_larger_ones_sees_nothing_of_them():
-    draw = np.random.default_rng(0)
-    vectors = Vectors(_unit(draw, 3000, 16), Best(np.arange(3000)))
-    queries = _unit(draw, 40, 16)
-    together = vectors.rank(queries, 10)
-    for number in (0, 7, 39):
-        alone = vectors.rank(queries[number : number + 1], 10)[0]
-        assert [part.tolist() for part in alone] == [part.tolist() for part in together[number]]
-
-
-def test_words_in_most_passages_weigh_as_their_formula_says_too():
-    """`the` is in every passage, and kept in another way than rare words."""
-    rows = np.array([0, 0, 1, 2, 3])
-    postings = Postings(["rare", "the"], np.array([1, 0, 1, 1, 1]), rows, np.array([1, 1, 1, 1, 1]), Best(np.arange(4)))
-    found, scores = postings.rank(["the", "rare", "the", "unknown"], 4)
-    # Mean length 5/4. the: idf ln(1 + 0.5/4.5); rare: idf ln(1 + 3.5/1.5). Row 0 has length 2, the others 1.
-    long, short = 2.2 / (1 + 1.2 * (0.25 + 0.75 * 1.6)), 2.2 / (1 + 1.2 * (0.25 + 0.75 * 0.8))
-    the, rare = np.log(1 + 0.5 / 4.5), np.log(1 + 3.5 / 1.5)
-    assert found.tolist() == [0, 1, 2, 3]
-    assert scores == pytest.approx([(the + rare) * long, the * short, the * short, the * short])
-
-
-def test_fusion_by_hand():
-    one = (np.array([4, 2, 7]), np.array([9.0, 8.0, 1.0]))
-    other = (np.array([2, 5]), np.array([0.5, 0.4]))
-    rows, scores = fuse([one, other], Best(np.arange(10)), 3)
-    assert rows.tolist() == [2, 4, 5]
-    assert scores == pytest.approx([1 / 62 + 1 / 61, 1 / 61, 1 / 62])

@@ -1,15 +1,13 @@
-"""The server over HTTP: what is answered, what is refused, and the commands that build and serve."""
+"""The server over HTTP: what is answered, what is refused, the commands that build and serve, and whole episodes."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import re
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,16 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
+from examples.search_agent.agent import SearchAgent
+from examples.search_agent.embedding import HASHING
 from examples.search_agent.index import Mode, PassageIndex, build_index
 from examples.search_agent.passages import Passage
 from examples.search_agent.retrieval_server import cli, create_app
 from examples.search_agent.search_client import SearchClient
+from rollouts.engines.scripted_engine import ScriptedEngine
+from storage.records import RolloutGroup
 from tests.unit.examples.search_agent.corpora import random_passages, random_queries, write_corpus
+from tests.unit.examples.search_agent.episodes import Agent, play_group, results, search, tokens, write_folder
 from tests.unit.examples.search_agent.scripted_server import RetrievalServer
 
 
@@ -69,23 +72,17 @@ class _GatedIndex(PassageIndex):
 async def test_answers_over_http_are_the_index_s_own_whether_batched_or_not(folder, mode: Mode):
     queries, index = random_queries(80), PassageIndex([folder], mode=mode)
     alone = [[vars(passage) for passage in index.search([(query, 7)])[0]] for query in queries]
-    async with _served(index, batch_seconds=0.02) as client:
+    async with _served(index, batch_seconds=0.02, queue=90) as client:
         together = await asyncio.gather(*(_post(client, {"query": query, "k": 7}) for query in queries))
         assert [reply.json()["results"][0] for reply in together] == alone
         health = (await client.get("/health")).json()
-        assert health["queries"] == 80 > health["batches"]
+        assert health["queries"] == 80 > health.pop("batches")
+        served = {"status": "ok", "passages": 500, "mode": mode, "digest": index.digest, "embedding": HASHING}
+        assert health == {**served, "queue": 0, "queue_limit": 90, "queries": 80}
         one_by_one = [await _post(client, {"query": query, "k": 7}) for query in queries[:10]]
         assert [reply.json()["results"][0] for reply in one_by_one] == alone[:10]
         reply = await _post(client, {"queries": queries, "k": 7})
         assert reply.json()["results"] == alone and reply.headers["content-type"] == "application/json"
-
-
-async def test_health_says_what_is_served(folder):
-    index = PassageIndex([folder])
-    async with _served(index, queue=9) as client:
-        health = (await client.get("/health")).json()
-    assert health.items() >= {"status": "ok", "passages": 500, "mode": "hybrid", "queue": 0, "queue_limit": 9}.items()
-    assert health["digest"] == index.digest and re.fullmatch("[0-9a-f]{16}", index.digest)
 
 
 async def test_a_request_that_is_wrong_is_refused_with_its_reason(folder):
@@ -150,50 +147,78 @@ def test_build_says_what_it_made(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", random_passages(20))
     corpus.write_text(corpus.read_text() + "oops\n")
     code, output = _run("build", corpus, tmp_path / "index")
-    assert code == 2 and "line 21" in output and "--skip-broken" in output
+    assert code == 2 and "line 21" in output and "--skip-broken" in output and not (tmp_path / "index").exists()
     code, output = _run("build", corpus, tmp_path / "index", "--skip-broken", "--shard", "1/2")
     assert code == 0 and "10 passages, 1 broken lines left out, digest" in output
     assert _run("build", corpus, tmp_path / "other", "--shard", "two")[0] == 2
 
 
-def test_serve_refuses_what_it_cannot_serve_before_it_listens(folder, tmp_path, monkeypatch):
+def test_serve_refuses_what_it_cannot_serve_before_it_listens_and_other_hosts_without_a_token(
+    folder, tmp_path, monkeypatch
+):
+    hosts: list[str] = []
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: hosts.append(options["host"]))
     monkeypatch.delenv("MILLRACE_SEARCH_TOKEN", raising=False)
-    monkeypatch.setattr(uvicorn, "run", lambda *_, **__: pytest.fail("listens"))
     for arguments, reason in (
         ([folder, "--host", "0.0.0.0"], "MILLRACE_SEARCH_TOKEN"),
         ([tmp_path], "holds no index"),
         ([folder, "--embedding", "some.other:Model"], "was built with embedding"),
     ):
         code, output = _run("serve", *arguments)
-        assert code == 2 and reason in output
-
-
-def test_serve_listens_beyond_loopback_with_a_token(folder, monkeypatch):
-    hosts: list[str] = []
+        assert code == 2 and reason in output and not hosts
     monkeypatch.setenv("MILLRACE_SEARCH_TOKEN", "x")
-    monkeypatch.setattr(uvicorn, "run", lambda app, **options: hosts.append(options["host"]))
     assert (_run("serve", folder, "--host", "0.0.0.0")[0], hosts) == (0, ["0.0.0.0"])
 
 
-async def test_searches_go_on_when_one_of_two_servers_is_killed(folder):
-    """Two servers as they are started by hand; `kill -9` hits one in the middle of a stream of searches."""
-    index, servers = PassageIndex([folder]), [RetrievalServer(folder) for _ in range(2)]
-    expected = {query: index.search([(query, 5)])[0] for query in random_queries(100)}
-    client = SearchClient([server.url for server in servers], deadline=60)
+# --- Episodes: agent ─▶ search client ─▶ servers in processes of their own -------------------------------------------
 
-    async def one(query: str) -> None:
-        assert await client.search(query, k=5) == expected[query]
+_REPLIES = (search("Ada works"), search("Bob lives"), "Answer: Rome [1] [2]")
+_ATTEMPTS = 3
 
-    try:
-        assert [(await server.serves())["passages"] for server in servers] == [500, 500]
-        streams = [asyncio.create_task(one(query)) for query in list(expected) * 3]
-        while sum(stream.done() for stream in streams) < 20:
-            await asyncio.sleep(0)
-        os.kill(servers[0].process.pid, signal.SIGKILL)
-        await asyncio.gather(*streams)
-        await asyncio.gather(*(one(query) for query in expected))
-        assert client.endpoints[0].failures > 0 == client.endpoints[1].failures
-        await client.close()
-    finally:
+
+async def _played(agent: SearchAgent, fault: Callable[[], None] = lambda: None) -> RolloutGroup:
+    """A group of attempts of a policy that says `_REPLIES`; `fault` happens before each second one."""
+
+    def reply(_: list[int], request_id: str) -> list[int]:
+        turn = int(request_id.rpartition("/")[2])
+        if turn == 1:
+            fault()
+        return [*tokens().tokenizer(_REPLIES[turn])["input_ids"], tokens().end_id]
+
+    group = await play_group(agent, engine=ScriptedEngine(reply), n_samples=_ATTEMPTS)
+    await agent.close()
+    return group
+
+
+def _check_won(group: RolloutGroup) -> None:
+    assert [(t.status, t.reward, t.error) for t in group.trajectories] == [("ok", 1.0, "")] * _ATTEMPTS
+    for trajectory in group.usable:
+        first, second = results(trajectory)
+        assert first.startswith("[1] Ada works for Bob.") and second.startswith("[2] Bob lives in Rome.")
+        assert trajectory.reward_parts["cited"] == trajectory.reward_parts["found"] == 1.0
+
+
+async def test_two_servers_share_the_load_until_one_hangs_and_the_attempt_fails_when_the_other_dies(tmp_path: Path):
+    write_folder(tmp_path)
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
+    with contextlib.ExitStack() as stack:
+        servers = [RetrievalServer(tmp_path / "index") for _ in range(2)]
         for server in servers:
-            server.die()
+            stack.callback(server.die)
+        healths = await asyncio.gather(*(server.serves() for server in servers))
+        assert [health["passages"] for health in healths] == [3, 3]
+        urls = [server.url for server in servers]
+        (tmp_path / "services.toml").write_text(f"search = {urls}")
+        agent = SearchAgent(str(tmp_path))
+        _check_won(await _played(agent))
+        requests = [endpoint.requests for endpoint in agent.services()._searcher.endpoints]  # type: ignore[attr-defined]
+        assert sum(requests) == 2 * _ATTEMPTS and all(requests)
+
+        agent = Agent(SearchClient(urls, deadline=4.0))
+        _check_won(await _played(agent, lambda: servers[0].process.send_signal(signal.SIGSTOP)))
+        group = await _played(agent, servers[1].process.kill)
+    for trajectory in group.trajectories:
+        assert (trajectory.status, trajectory.reward, trajectory.usable) == ("tool_error", None, False)
+        assert "SearchUnavailable" in trajectory.error
+    assert any(len(trajectory.turns) == 2 for trajectory in group.trajectories)
+    assert not group.accepted and "0 usable" in group.reject_reason

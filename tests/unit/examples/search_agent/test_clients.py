@@ -1,11 +1,9 @@
-"""The client tool: which server is asked, what a fault leads to, and what the caller is told."""
+"""The clients: which server is asked, what a fault leads to, and what the caller gets."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,16 +15,21 @@ import pytest
 
 from examples.search_agent import endpoints
 from examples.search_agent.passages import Passage
+from examples.search_agent.refine_client import RefineClient, RefineUnavailable
 from examples.search_agent.search_client import BadQuery, SearchClient, SearchUnavailable
 from tests.unit.examples.search_agent.scripted_server import Answer, ScriptedServer, ok
 
-pytestmark = pytest.mark.usefixtures("short_delays")
 _ROW = {"id": "p1", "title": "Oslo", "text": "Oslo is a city.", "score": 1.5}
 _FOUND = ok({"results": [[_ROW]]})
 _PASSAGE = Passage(**_ROW)
 _BUSY: Answer = (429, {"Retry-After": "0"}, b"{}")
 _FULL: Answer = (429, {"Retry-After": "3600"}, b"{}")
 _BROKEN: Answer = (500, {}, b"boom")
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_FIRST_DELAY", 0.01)
 
 
 @asynccontextmanager
@@ -44,13 +47,10 @@ async def _search(*scripts: list[Answer], **options: Any) -> list[Passage]:
         return await client.search("capital of Norway", k=3)
 
 
-async def test_the_passages_come_as_the_server_ranks_them():
+async def test_the_passages_come_as_the_server_ranks_them_or_none_at_all():
     async with _served([_FOUND]) as (client, [server]):
         assert await client.search("capital of Norway", k=3) == [_PASSAGE]
         assert server.bodies == [{"query": "capital of Norway", "k": 3}]
-
-
-async def test_nothing_found_is_an_empty_list_and_no_fault():
     assert await _search([ok({"results": [[]]})]) == []
 
 
@@ -98,29 +98,20 @@ async def test_a_server_that_has_rested_is_tried_with_one_request_and_then_gets_
         assert len(ill.bodies) > 10
 
 
-async def test_a_server_that_hangs_leaves_time_for_the_next():
+async def test_a_server_that_hangs_leaves_time_for_the_next_and_a_search_ends_at_its_deadline():
     for _ in range(3):  # whichever is asked first
         assert await _search(["hang"], [_FOUND], deadline=3.0) == [_PASSAGE]
-
-
-async def test_a_search_ends_at_its_deadline():
     with pytest.raises(SearchUnavailable, match=r"no answer within 0\.\d+ s"):
         await _search(["hang"], deadline=0.2)
 
 
-async def test_a_full_queue_is_waited_for_and_costs_no_retry():
+async def test_a_full_queue_costs_no_retry_and_sends_the_search_to_another_server_at_once():
     async with _served([_BUSY] * 6 + [_FOUND], retries=0) as (client, [server]):
         assert await client.search("q") == [_PASSAGE] and len(server.bodies) == 7
-
-
-async def test_a_full_queue_sends_the_search_to_another_server_at_once():
     for _ in range(4):
         assert await _search([_FULL], [_FOUND], retries=0) == [_PASSAGE]
-
-
-async def test_a_queue_that_stays_full_beyond_the_deadline_is_not_waited_for():
     with pytest.raises(SearchUnavailable, match="429"):
-        await _search([_FULL])
+        await _search([_FULL])  # beyond the deadline
 
 
 @pytest.mark.parametrize(
@@ -138,21 +129,7 @@ async def test_a_query_the_server_will_not_search_for_is_no_fault_of_it():
         assert (len(server.bodies), client.endpoints[0].failures) == (1, 0)
 
 
-async def test_requests_go_where_fewest_are_open():
-    async with _served(["hang", _FOUND], [_FOUND]) as (client, [slow, fast]):
-        pending, arrived = [], asyncio.create_task(slow.arrived.wait())
-        while not slow.bodies:
-            pending.append(asyncio.create_task(client.search("q")))
-            await asyncio.wait([pending[-1], arrived], return_when="FIRST_COMPLETED")
-        already = len(fast.bodies)
-        for _ in range(10):
-            await client.search("q")
-        assert (len(slow.bodies), len(fast.bodies)) == (1, already + 10)
-        slow.release.set()
-        await asyncio.gather(*pending)
-
-
-async def test_equal_servers_get_equal_shares():
+async def test_requests_go_where_fewest_are_open_so_that_equal_servers_get_equal_shares():
     random.seed(1)
     async with _served(*[[_FOUND]] * 3) as (client, servers):
         await asyncio.gather(*(client.search("q") for _ in range(90)))
@@ -199,15 +176,81 @@ def test_a_client_serves_one_event_loop_after_another():
     assert [asyncio.run(one(client)) for _ in range(2)] == [[_PASSAGE]] * 2
 
 
-@pytest.mark.parametrize("urls", [[], ["localhost:8765"], ["ftp://host"], ["http://me:secret@host"], ["http://"]])
-def test_urls_that_are_none_are_named_at_once(urls: list[str]):
-    with pytest.raises(ValueError, match="URL"):
-        SearchClient(urls)
+def test_malformed_urls_are_named_at_once():
+    for urls in ([], ["localhost:8765"], ["ftp://host"], ["http://me:secret@host"], ["http://"]):
+        with pytest.raises(ValueError, match="URL"):
+            SearchClient(urls)
 
 
-def test_importing_the_clients_is_cheap():
-    code = (
-        "import sys, examples.search_agent.search_client, examples.search_agent.refine_client;"
-        "print([m for m in ('lancedb', 'numpy', 'fastapi', 'pyarrow', 'openai') if m in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+# --- The refine client ---------------------------------------------------------------------------------------------
+
+
+_PAIR = [
+    Passage(id="a", title="Oslo", text="Oslo is the capital of Norway."),
+    Passage(id="b", title="Bergen", text="Bergen has rain."),
+]
+
+
+def _says(text: Any, *, reason: str = "stop") -> Answer:
+    choice = {"message": {"role": "assistant", "content": text}, "finish_reason": reason}
+    return ok({"choices": [choice], "usage": {"prompt_tokens": 50, "completion_tokens": 7}})
+
+
+async def _refine(*script: Answer, retries: int = 2) -> tuple[Any, RefineClient, ScriptedServer]:
+    async with ScriptedServer(*script) as server:
+        client = RefineClient([f"{server.url}/v1"], model="reader", retries=retries)
+        try:
+            notes: Any = await client.refine("What is the capital of Norway?", _PAIR)
+        except RefineUnavailable as error:
+            notes = error
+        await client.close()
+        return notes, client, server
+
+
+async def test_question_and_every_passage_with_its_id_are_asked_about():
+    notes, client, server = await _refine(_says(" Oslo is the capital [a]. "))
+    assert notes == "Oslo is the capital [a]."
+    assert server.headers[0].startswith("POST /v1/chat/completions ")
+    body = server.bodies[0]
+    assert (body["model"], body["temperature"]) == ("reader", 0.0)
+    for part in ("What is the capital of Norway?", "[a] Oslo\nOslo is the capital of Norway.", "[b] Bergen"):
+        assert part in body["messages"][0]["content"]
+    counts = {name: value for name, value in vars(client.statistics).items() if name != "seconds"}
+    assert counts == {"requests": 1, "failures": 0, "truncated": 0, "prompt_tokens": 50, "completion_tokens": 7}
+    assert client.statistics.seconds > 0
+
+
+@pytest.mark.parametrize(
+    "garbage", [ok({}), ok({"choices": []}), _says(None), _says(["x"]), _says(""), _says("<think>hm</think> "), ok("x")]
+)
+async def test_garbage_is_a_fault_of_the_server(garbage: Answer):
+    notes, client, _ = await _refine(garbage, _says("fine"))
+    assert (notes, client.endpoints[0].failures) == ("fine", 1)
+    notes, client, _ = await _refine(garbage, retries=0)
+    assert isinstance(notes, RefineUnavailable) and client.statistics.failures == 1
+
+
+async def test_passages_the_model_cannot_take_are_unavailable_notes_without_another_try():
+    notes, client, server = await _refine((400, {}, b"maximum context length is 4096 tokens"))
+    assert isinstance(notes, RefineUnavailable) and "maximum context length" in str(notes)
+    assert (len(server.bodies), client.statistics.failures) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "notes", "counts"),
+    [
+        (_says("<think>Well, Oslo?</think>\nOslo [a]."), "Oslo [a].", {"truncated": 0}),  # thoughts are no notes
+        (_says("Oslo is", reason="length"), "Oslo is", {"truncated": 1}),
+        (ok({"choices": [{"message": {"content": "Oslo"}}]}), "Oslo", {"prompt_tokens": 0}),  # a server without usage
+    ],
+)
+async def test_notes_are_taken_as_they_come(answer: Answer, notes: str, counts: dict[str, int]):
+    text, client, _ = await _refine(answer)
+    assert text == notes and vars(client.statistics).items() >= counts.items()
+
+
+async def test_without_passages_or_model_no_server_is_asked():
+    client = RefineClient(["http://127.0.0.1:1/v1"], model="reader")
+    assert await client.refine("q", []) == "" and client.statistics.requests == 0
+    with pytest.raises(ValueError, match="model"):
+        RefineClient(["http://host/v1"], model="")
