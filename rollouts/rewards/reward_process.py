@@ -21,7 +21,7 @@ def main() -> None:
     die_with_parent()
     if len(sys.argv) > 1:
         limit(resource.RLIMIT_AS, int(sys.argv[1]))
-    # The conversation keeps the real stdin and stdout to itself, under numbers nobody writes to by accident.
+    # The conversation has descriptors of its own, which a reward does not write to by accident.
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     spoken = os.dup(2)
     _replace_standard_streams(spoken)
