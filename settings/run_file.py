@@ -205,8 +205,9 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     for key, value in above.items():
         there = below.get(key)
         there = {"kind": there} if isinstance(there, str) and isinstance(value, dict) else there
-        same = isinstance(there, dict) and isinstance(value, dict) and value.get("kind") in (None, there.get("kind"))
-        merged[key] = _over(there, value) if same else value
+        if isinstance(there, dict) and isinstance(value, dict) and value.get("kind") in (None, there.get("kind")):
+            value = _over(there, value)
+        merged[key] = value
     return merged
 
 

@@ -161,10 +161,10 @@ class Fleet:
         """The held-out score of a policy version, by the evaluator, or by a worker whose engine serves this version."""
         evaluation: Evaluation
         if self.evaluator is not None:
-            evaluation: Evaluation = await self.evaluator.call("evaluate", settings, version)
-            return evaluation
-        await self._has_workers.wait()
-        evaluation = await next(iter(self.workers.values())).call("evaluate", settings)
+            evaluation = await self.evaluator.call("evaluate", settings, version)
+        else:
+            await self._has_workers.wait()
+            evaluation = await next(iter(self.workers.values())).call("evaluate", settings)
         return evaluation
 
     # ── What they serve ─────────────────────────────────────────────────────────────────────────────────────────────

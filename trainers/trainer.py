@@ -249,7 +249,7 @@ class Trainer:
         wanted = {
             "logprobs": recompute,
             "entropy": settings.top_entropy_fraction < 1,
-            "reference": settings.block.kind != "none",
+            "reference": settings.reference.kind != "none",
             "values": self.critic is not None,
         }
         arrays = {name: np.zeros_like(samples.logprobs_T) for name, is_wanted in wanted.items() if is_wanted}

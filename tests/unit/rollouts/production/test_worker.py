@@ -109,7 +109,7 @@ class _Run:
         digest = seal_folder(source)
         if kind == "delta":
             writer = PolicyWriter(self.log, self.folder / "cache", anchor_every=10)
-            anchor = writer.put(source, step.policy.path, version=version).anchor
+            anchor, _ = writer.put(source, step.policy.path, version=version)
         else:
             self.store.put_folder(source, step.policy.path, last=DIGEST_FILE)
         policy = replace(step.policy, weights_sha256=digest, anchor=anchor)
