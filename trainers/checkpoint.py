@@ -1,7 +1,7 @@
 """Weights out, optimizer state out and in: safetensors and JSON, no pickle.
 
-In: a sharded model and its optimizer. Out: a policy folder any HF tool loads, sealed by `digest.json`; a state
-folder that resumes the optimizer bit for bit. Tensors are stored whole, so another world size can read them.
+In: a sharded model and its optimizer. Out: a sealed policy folder that any HF tool loads; a state folder that resumes
+the optimizer bit for bit. Tensors are stored whole, so another number of ranks can read them.
 """
 
 from __future__ import annotations

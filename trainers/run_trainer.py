@@ -89,10 +89,10 @@ class RunTrainer:
         """A claim's rows, read from its shards, with the recorded rewards or those of a rescore; None for a claim that
         trains nothing.
 
-        With `judge`, for a claim the log does not know yet, raises `trainers.refusals.RefusedShards` for shards that
-        this run's policy cannot have sampled, and `ValueError` for a row that does not fit into a forward pass.
-        Raises `storage.shards.shards.DamagedShard` and `storage.shards.reward_sets.DamagedRewards`, and on several
-        ranks `trainers.model.distributed.RanksDiffer` where they have read different rows.
+        With `judge`, for a claim that is not in the log, raises `trainers.refusals.RefusedShards` for shards that this
+        run's policy cannot have sampled, and `ValueError` for a row that does not fit into a forward pass. Raises
+        `storage.shards.shards.DamagedShard` and `storage.shards.reward_sets.DamagedRewards`, and on several ranks
+        `trainers.model.distributed.RanksDiffer` where they have read different rows.
         """
         if claim.fallback:
             return None

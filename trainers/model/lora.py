@@ -6,8 +6,7 @@ In: a causal LM. Out: the same module with frozen weights and trainable adapters
     add_adapters ─▶ FSDP2, training ─▶ write_adapter: adapter_model.safetensors + adapter_config.json
                          └─ without_adapters: the base model, for a reference         └─▶ merge_adapter: a whole model
 
-LoRA: https://arxiv.org/abs/2106.09685: h = W x + (alpha / rank) · B A x, A random, B zero at first, so that the first
-policy is the base model.
+LoRA, https://arxiv.org/abs/2106.09685: h = W x + (alpha / rank) · B A x, A random and B zero at first: the base model.
 """
 
 from __future__ import annotations
