@@ -45,8 +45,10 @@ def check_split(*, workflow: str, dataset: str, split: str) -> None:
 def warn_of_greedy_attempts(settings: EvaluationSettings) -> None:
     """Warn that several attempts per problem tell no more than one at temperature 0."""
     if settings.n_samples > 1 and settings.temperature == 0:
-        alike = f"{settings.n_samples} attempts per problem at temperature 0 are all alike unless the environment draws"
-        logger.warning("%s: set a temperature", alike)
+        logger.warning(
+            "%d attempts per problem at temperature 0 are all alike unless the environment draws: set a temperature",
+            settings.n_samples,
+        )
 
 
 def raise_if_failed(evaluation: Evaluation) -> None:

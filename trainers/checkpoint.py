@@ -123,8 +123,11 @@ def load_state(trainer: Trainer, folder: Path) -> int:
     step, saved_by = int(about["step"]), about.get("world_size", 1)
     if saved_by != num_ranks():
         logger.warning(
-            f"the state of step {step} was saved by {saved_by} rank(s) and {num_ranks()} go on: they add in another "
-            "order, so weights agree to about 1e-6 with those of the old number, not bit for bit"
+            "the state of step %d was saved by %d rank(s) and %d go on: they add in another order, so weights agree to "
+            "about 1e-6 with those of the old number, not bit for bit",
+            step,
+            saved_by,
+            num_ranks(),
         )
     return step
 

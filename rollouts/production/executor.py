@@ -59,6 +59,8 @@ class Executor:
         self._version = quota.version
         self._ready: deque[Prompt] = deque()
         self._called_back: list[Prompt] = []
+        self._called_back_under = 0
+        """The policy that they had begun ahead of: they begin again with it, or with a newer one."""
         self._leasing: asyncio.Task[None] | None = None
         self._running: dict[asyncio.Task[RolloutGroup], _Running] = {}
         self._finished: list[RolloutGroup] = []
@@ -73,7 +75,7 @@ class Executor:
 
     def admit(self) -> None:
         """Start what the quota, which has changed, leaves room for."""
-        if self._quota.version > self._version:
+        if self._quota.version >= self._called_back_under:
             self._ready.extendleft(reversed(self._called_back))
             self._quota.lease(len(self._called_back))
             self._called_back.clear()
@@ -94,7 +96,8 @@ class Executor:
     async def call_back(self) -> None:
         """Cancel what is running, as if it had not started: its prompts are the first to start under a newer policy."""
         running = dict(self._running)
-        await _cancel(running)
+        self._called_back_under = max((each.version for each in running.values()), default=self._called_back_under)
+        await _cancel(running)  # the policy may come meanwhile
         self._called_back += [each.prompt for task, each in running.items() if task.cancelled() and not each.given_up]
 
     def in_flight(self) -> list[int]:

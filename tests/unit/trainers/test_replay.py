@@ -255,7 +255,7 @@ def _rescore(log: RunLog, name: str, *, factor: float | None) -> None:
             for a in attempts
         ]
         if not factor:
-            rewards[0] = dataclasses.replace(rewards[0], reward=1.0)
+            rewards[0] = rewards[0]._replace(reward=1.0)
         files[shard.id], _ = put_rewards(log, shard, wanted, attempts, rewards)
     log.append(Rescore(name=name, reward=wanted.reward, reward_sha256=wanted.reward_sha256, files=files))
 

@@ -46,6 +46,7 @@ SETTINGS: dict[str, Any] = {
     "max_tokens": 8,
     "engine": {"kind": "scripted", "max_model_len": 64},
     "reward": {"timeout": 20.0},
+    "attempt_timeout": 200.0,  # groups that begin ahead are called back after a tenth of it
 }
 
 
@@ -281,7 +282,7 @@ async def _begin_third_batch(run: _Run, worker: RolloutWorker, **seconds: float)
     await _collect(worker)
     collecting = asyncio.create_task(_collect(worker))
     while not seconds and "3 running" not in worker.report():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
     for _ in range(100):  # they come as far as they may
         await asyncio.sleep(0)
     assert sorted(run.log.refresh().leased) == ([] if seconds else [6, 7, 8])
@@ -323,7 +324,7 @@ async def test_attempts_do_not_begin_ahead_of_a_step_that_takes_long(run: _Run):
 async def test_attempts_that_began_ahead_of_a_policy_that_does_not_come_are_called_back(
     run: _Run, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("rollouts.production.head_start.PATIENCE", 0.02)
+    monkeypatch.setattr("rollouts.production.head_start.PATIENCE", 0.001)
 
     async with run.worker() as worker:
         collecting = await _begin_third_batch(run, worker)
@@ -336,6 +337,36 @@ async def test_attempts_that_began_ahead_of_a_policy_that_does_not_come_are_call
         await worker.publish(run.train())
         await _collect_third_batch(run, worker, collecting)
     assert not run.log.refresh().leased and run.log.state.counters()["submitted"] == 9
+
+
+class SlowToCancel(Digits):
+    """An attempt that is cancelled takes until policy 2 is served to end."""
+
+    worker: RolloutWorker
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        try:
+            return await super().run(task, chat)
+        except asyncio.CancelledError:
+            while self.worker.served.version < 2:
+                await asyncio.sleep(0)
+            raise
+
+
+async def test_attempts_that_are_called_back_while_their_policy_comes_are_the_next_to_start(run: _Run):
+    async with run.worker(workflow=f"{__name__}:SlowToCancel") as worker:
+        SlowToCancel.worker = worker
+        collecting = await _begin_third_batch(run, worker)
+        policy = run.train()
+        await worker.refresh()
+
+        async def call_back() -> None:
+            async with worker.lock:
+                await worker._head_start.call_back()
+
+        await asyncio.gather(call_back(), worker.publish(policy))
+        await _collect_third_batch(run, worker, collecting)
+    assert run.committed() == list(range(9)) and not run.log.refresh().leased
 
 
 async def _lose_a_shard(run: _Run, worker: RolloutWorker) -> None:
