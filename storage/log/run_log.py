@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterator
 
@@ -34,7 +35,7 @@ a process may run for weeks."""
 
 
 class RunLog:
-    """A run's log in a store. Not thread-safe; every process opens its own."""
+    """A run's log in a store; every process opens its own. Threads may share one: a call waits for the one before."""
 
     segment_sizes = (100, 10_000)
     """Entries in a short and in a long segment; part of the format, the same for every process."""
@@ -44,6 +45,7 @@ class RunLog:
         self.run_id = run_id
         self.prefix = f"runs/{run_id}"
         self.state = RunState()
+        self._one_at_a_time = threading.RLock()  # a cancelled call leaves its thread behind, which may still fold
         self._is_open = False
         self._segments: list[Segment] = []  # the first entries, still packed
         self._num_at_opening = 0  # entries when the log was opened, or opened again
@@ -64,6 +66,10 @@ class RunLog:
 
         Raises `LogDamaged` for an entry that cannot be read, contradicts the ones before, or is missing.
         """
+        with self._one_at_a_time:
+            return self._refresh()
+
+    def _refresh(self) -> RunState:
         ahead = 1
         if not self._is_open:
             self._open_segments()
@@ -94,17 +100,18 @@ class RunLog:
 
     def append(self, body: Entry) -> RunState:
         """Commit a record unless the log has it; returns the state with it. Raises `Conflict` if it no longer fits."""
-        while True:
-            state = self.refresh()
-            if holds(state, body):
-                return state
-            check_fits(state, body)
-            data = encode_entry(body, number=state.entries, written_at=time.time())
-            decode_entry(data, number=state.entries)  # an entry that cannot be read back is not written
-            if self.store.put_if_absent(self._entry_key(state.entries), data):
-                self.refresh()
-                self._write_segments()
-                return self.state
+        with self._one_at_a_time:
+            while True:
+                state = self.refresh()
+                if holds(state, body):
+                    return state
+                check_fits(state, body)
+                data = encode_entry(body, number=state.entries, written_at=time.time())
+                decode_entry(data, number=state.entries)  # an entry that cannot be read back is not written
+                if self.store.put_if_absent(self._entry_key(state.entries), data):
+                    self.refresh()
+                    self._write_segments()
+                    return self.state
 
     def shard_key(self, shard_id: str) -> str:
         return self.key(f"shards/{shard_id}.arrow")

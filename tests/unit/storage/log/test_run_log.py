@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +89,26 @@ def test_a_lost_race_reads_the_winner_and_an_entry_that_is_overtaken_is_not_writ
     store = _Racing(a_log(), after=Alias(name="rollout", version=0, checksum="rival"))
     state = RunLog(store, "run").append(Alias(name="rollout", version=0, checksum="ours"))
     assert state.entries == 4 and state.aliases["rollout"].checksum == "rival"
+
+
+class _Slow(MemoryStore):
+    """A store whose reads let other threads go first."""
+
+    def get_many(self, keys: Any) -> Any:
+        values = super().get_many(keys)
+        time.sleep(0.001)
+        return values
+
+
+def test_threads_that_share_a_log_fold_each_entry_once_and_leave_no_gap():
+    """A call that is cancelled leaves its thread behind, and the next call begins beside it."""
+    store = _Slow()
+    log = a_log(store)
+    with ThreadPoolExecutor(8) as threads:
+        for call in [threads.submit(log.append, Session(id=f"{n}", code_version="")) for n in range(32)]:
+            call.result()
+    assert log.state.entries == 34 == RunLog(store, "run").refresh().entries
+    assert {session.id for session in log.state.sessions} == {"first", *map(str, range(32))}
 
 
 def test_what_contradicts_the_log_is_refused_and_changes_nothing():
