@@ -21,7 +21,7 @@ class Arithmetic(Workflow):
     def tasks(self, split: str) -> Sequence[Task]:
         pairs = [(a, b) for a in range(100) for b in range(100)]
         random.Random(1).shuffle(pairs)
-        chosen = pairs[:HELD_OUT] if split == "test" else pairs[HELD_OUT:]
+        chosen = {"test": pairs[:HELD_OUT], "train": pairs[HELD_OUT:]}[split]
         return [Task(id=f"{a}+{b}", prompt=f"{a:02d}+{b:02d}=", answer=str(a + b)) for a, b in chosen]
 
     async def run(self, task: Task, chat: Chat) -> Score:

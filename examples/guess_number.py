@@ -42,7 +42,7 @@ class GuessNumber(EnvironmentWorkflow):
     def tasks(self, split: str) -> Sequence[Task]:
         secrets = list(range(1000))
         random.Random(1).shuffle(secrets)
-        chosen = secrets[:HELD_OUT] if split == "test" else secrets[HELD_OUT:]
+        chosen = {"test": secrets[:HELD_OUT], "train": secrets[HELD_OUT:]}[split]
         return [Task(id=str(n), prompt=f"{n // 10:02d}_", answer=f"{n:03d}") for n in chosen]
 
     def make_environment(self) -> Environment:

@@ -37,8 +37,15 @@ def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[s
 
 
 def check_split(*, workflow: str, dataset: str, split: str) -> None:
-    """Raise `InvalidInput` if the split is empty."""
-    if not load_object(workflow)(dataset or None).tasks(split):
+    """Raise `InvalidInput` if the workflow does not know the split, or has no tasks in it."""
+    loaded = load_object(workflow)(dataset or None)
+    try:
+        tasks = loaded.tasks(split)
+    except KeyError as error:
+        if error.args != (split,):
+            raise
+        tasks = []
+    if not tasks:
         raise InvalidInput(f"{workflow} has no tasks in split {split!r}; name another split")
 
 

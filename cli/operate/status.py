@@ -52,8 +52,10 @@ def status(
 
 def run_status(log: RunLog) -> dict[str, Any]:
     """The run in numbers; None for what it does not have yet. Accuracies are held-out scores, 0 to 1."""
+    from storage.log.runs import own_scores
+
     state, live = log.state, log.state.live
-    evaluations = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
+    evaluations = own_scores(log)
     last = evaluations[-1] if evaluations else None
     registration = state.registrations.get(live.version) if live else None
     return {
@@ -67,7 +69,7 @@ def run_status(log: RunLog) -> dict[str, Any]:
         "accuracy_after": last.score if last else None,
         "accuracy_standard_error": last.standard_error if last else None,
         "pass_at": last.pass_at if last else None,
-        "failed_evaluations": len(state.evaluations) - len(evaluations),
+        "failed_evaluations": sum(evaluation.failed for evaluation in state.evaluations),
         "wall_seconds": round(state.worked_seconds, 1),
         "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
         "mlflow_model": registration.model_name if registration else None,
@@ -204,10 +206,10 @@ def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
 
 def _run_facts(log: RunLog) -> dict[str, Any]:
     from storage.log.promotion import CHAMPION
-    from storage.log.runs import is_training, run_config
+    from storage.log.runs import is_training, own_scores, run_config
 
     state = log.state
-    scores = sorted((e for e in state.evaluations if not e.failed), key=lambda evaluation: evaluation.version)
+    scores = own_scores(log)
     champion = state.aliases.get(CHAMPION)
     return {
         "run": log.run_id,

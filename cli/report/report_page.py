@@ -30,7 +30,7 @@ from rollouts.production.evaluation import failure_of
 from settings.errors import in_one_line
 from storage.log.entries import OUTCOMES
 from storage.log.run_log import RunLog
-from storage.log.runs import run_config
+from storage.log.runs import own_scores, run_config
 from storage.shards.failed_attempts import kinds_of, newest_failures
 from storage.views.queries import Queries, open_queries
 
@@ -69,7 +69,7 @@ def gather(log: RunLog) -> dict[str, Any]:
         "losses": _losses(queries),
         "failures": kinds_of(newest_failures(log, MOST_FAILURES, include_eval=True))[:MOST_NOTES],
         "rewards": rewards,
-        "evaluations": evaluations,
+        "evaluations": own_scores(log),
         "settings": _flat(config),
         "figures": report_curves.figures(drawn),
         "time": report_curves.time_budget(metrics),

@@ -74,13 +74,13 @@ class VerifiersWorkflow(Workflow):
         self._serving: _Serving | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The taskset's rows. Without a `split` setting, `test` is every tenth row and other splits are the rest."""
+        """The taskset's rows. If it has no `split` setting, `test` is every tenth row and `train` the rest."""
         config = self._env.config.taskset
         has_splits = "split" in type(config).model_fields
         taskset = vf.load_taskset(config.model_copy(update={"split": split})) if has_splits else self._env.taskset
         rows = list(taskset if taskset.bounded else itertools.islice(taskset, MOST_TASKS))
         if not has_splits:
-            rows = [row for row in rows if (row.data.idx % 10 == 9) == (split == "test")]
+            rows = [row for row in rows if split == ("test" if row.data.idx % 10 == 9 else "train")]
         named = {f"{split}-{row.data.id or row.data.idx}": row for row in rows}
         if len(named) < len(rows):
             raise InvalidInput(f"taskset {config.id!r} has {len(rows) - len(named)} rows with the id of another one")

@@ -41,6 +41,7 @@ class RunState:
     started_at: float = 0.0
     """Unix seconds of the first entry; below, of the newest entry, and of the newest session's."""
     last_at: float = 0.0
+    worked_until: float = 0.0
     session_started_at: float = 0.0
     earlier_seconds: float = 0.0
     """Wall-clock of the sessions before the newest, each from its start to its last entry."""
@@ -118,8 +119,11 @@ class RunState:
 
     @property
     def worked_seconds(self) -> float:
-        """Time from each session's start to its last entry, summed over sessions."""
-        return self.earlier_seconds + (self.last_at - self.session_started_at if self.sessions else 0.0)
+        """Time from each session's start to the last entry of its training, summed over sessions.
+
+        What other commands append to a finished run, such as evaluations and aliases, is not the run's work.
+        """
+        return self.earlier_seconds + (self.worked_until - self.session_started_at if self.sessions else 0.0)
 
     @property
     def pending_accepted(self) -> int:
@@ -194,6 +198,8 @@ class RunState:
             case _:
                 self._change(self.history[number].body, written_at)
         self.last_at = written_at
+        if kind in ("session", "policy", "step", "lease") or (kind == "shard" and num_rows is not None):
+            self.worked_until = written_at
 
     def _change(self, body: Entry, written_at: float) -> None:
         """Change the state by an entry of any other kind."""

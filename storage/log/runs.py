@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput, NotFound, UserError
-from storage.log.entries import Policy
+from storage.log.entries import Evaluation, Policy
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.objects.object_store import LocalStore, ObjectStore
@@ -138,6 +138,13 @@ def run_config(log: RunLog) -> dict[str, Any]:
     """The run's frozen configuration."""
     config: dict[str, Any] = json.loads(log.store.get(log.key("run.json")))["config"]
     return config
+
+
+def own_scores(log: RunLog) -> list[Evaluation]:
+    """Evaluations with a score on the run's own split, by policy version: what "before" and "after" mean of a run."""
+    split = run_config(log).get("evaluation", {}).get("split", "test")
+    scores = [each for each in log.state.evaluations if not each.failed and each.split == split]
+    return sorted(scores, key=lambda evaluation: evaluation.version)
 
 
 @contextlib.contextmanager

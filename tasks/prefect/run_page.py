@@ -32,6 +32,7 @@ from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
+from storage.log.runs import own_scores
 
 logger = logging.getLogger("millrace.artifacts")
 
@@ -106,7 +107,7 @@ def summary(log: RunLog, *, steps: int, mlflow: str, mlflow_run: str) -> str:
     run's page there, empty until MLflow has heard of the run."""
     state, run = log.state, log.run_id
     champion, counters = state.aliases.get(CHAMPION), state.counters()
-    scores = [e for e in state.evaluations if not e.failed]
+    scores = own_scores(log)
     facts = {
         "step": f"{state.step} of {steps}" + (f", **paused**: {_cell(state.paused)}" if state.paused else ""),
         "policy": "none yet" if state.live is None else f"{state.live.version}, `{state.live.weights_sha256[:12]}`",

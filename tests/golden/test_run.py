@@ -68,7 +68,7 @@ def test_it_folds_to_the_counters_that_were_recorded(log: RunLog) -> None:
     assert state.registrations[9].registry_version == "10" and state.policies[12].parent == 11
     assert len(state.retired_shards) == 26 and len(state.retired_policies) == 14 and not state.retired_states
     assert len(state.rescored["parity"].files) == 14 and state.paused == ""
-    assert state.worked_seconds == pytest.approx(143.821, abs=0.001)
+    assert state.worked_seconds == pytest.approx(63.945, abs=0.001), "what other commands appended is no work"
 
 
 def test_its_segments_and_its_entries_fold_to_the_same(log: RunLog) -> None:

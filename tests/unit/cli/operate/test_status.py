@@ -105,6 +105,7 @@ def test_accuracies_are_those_of_the_first_and_last_version_that_has_a_score(log
     facts = {"num_tasks": 2, "n_samples": 2, "pass_at": {"1": 0.5, "2": 0.5}, "standard_error": 0.1}
     for version, score, num_failed in ((5, 0.9, 1), (0, 0.4, 0), (6, 0.0, 4)):
         log.append(an_evaluation(version, score, num_failed=num_failed, **facts))
+    log.append(an_evaluation(5, 0.1, split="train", shard_id="of-another-split"))  # is no before and after
     numbers = run_status(log)
     assert (numbers["accuracy_before"], numbers["accuracy_after"], numbers["failed_evaluations"]) == (0.4, 0.9, 1)
     assert numbers["accuracy_standard_error"] == 0.1 and numbers["pass_at"] == {"1": 0.5, "2": 0.5}
@@ -112,14 +113,18 @@ def test_accuracies_are_those_of_the_first_and_last_version_that_has_a_score(log
     assert "failed evaluations       1" in shown and "pass@k                   1: 0.500, 2: 0.500" in shown
 
 
-def test_wall_seconds_leave_out_the_time_between_sessions(store: LocalStore) -> None:
+def test_wall_seconds_leave_out_the_time_between_sessions_and_what_others_append(store: LocalStore) -> None:
     log = create_run(store, "run", {})
     policy = Policy(version=0, path="x", weights_sha256="", parent=None)
     first, second = (Session(id=name, code_version="") for name in ("a", "b"))
     for number, (at, body) in enumerate(
-        [(100, first), (110, policy), (500, second), (505, replace(policy, version=1))]
+        [
+            *((100, first), (110, policy), (500, second), (505, replace(policy, version=1))),
+            *((900, Alias(name="champion", version=1, checksum="")), (950, an_evaluation(1))),
+        ]
     ):
-        log.state.apply(LogEntry(number=number, kind=type(body).__name__.lower(), written_at=at, body=body))
+        kind = {"evaluation": "eval"}.get(name := type(body).__name__.lower(), name)
+        log.state.apply(LogEntry(number=number, kind=kind, written_at=at, body=body))
     assert run_status(log)["wall_seconds"] == 15.0
 
 
