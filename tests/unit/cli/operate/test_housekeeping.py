@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from storage.log.run_log import RunLog
+from storage.log.runs import trainer_lock
 from storage.objects.object_store import LocalStore
 from storage.retention.retention import reading
 from tests.builders import a_log, a_shard, a_step, a_summary
@@ -89,3 +90,18 @@ def test_what_cannot_be_meant_is_refused(log: RunLog) -> None:
 def test_a_store_without_runs_says_so(home: Path) -> None:
     shown = printed("gc --yes")
     assert "no runs in" in shown and str(home) in shown
+
+
+def test_a_run_is_removed_for_good_after_a_question_and_not_while_it_is_trained(log: RunLog) -> None:
+    question = "Remove run run with 4 steps, 4 shards"
+    assert question in printed("rm run", status=1, answer="n\n") and _policies(log)
+    with trainer_lock(log):
+        assert "is being trained by process" in printed("rm run --yes", status=2)
+    assert "removed run run with 4 steps, 4 shards" in printed("rm run --yes")
+    assert "no run 'run'" in printed("rm run", status=2) and not log.store.names("runs")
+
+
+def test_a_removal_that_was_cut_off_is_gone_on_with(log: RunLog) -> None:
+    log.store.delete([log.key(f"log/{0:020d}.json")])  # the log goes first, `run.json` last
+    printed("rm run --yes")
+    assert not log.store.names("runs")
