@@ -27,7 +27,7 @@ from tasks.control import listening, resumed
 from tasks.evaluation import try_gate
 from tasks.mirror import track
 from tasks.prefect.run_page import announce
-from tasks.preflight import check_run
+from tasks.preflight import CHECKED, check_run
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
 from tasks.session import RunSession, training_session
 from tasks.steps import forget_results, next_batch, start_trainer, train_step, unsearched, watched
@@ -75,7 +75,8 @@ async def train_grpo(
         },
         source="flow parameters",
     )
-    check_run(config)
+    if not CHECKED.get():
+        check_run(config)
     async with training_session(config) as session:
         async with listening(session, steps=config.steps):
             await resumed(session)  # one that was paused stays so, without an engine

@@ -7,6 +7,7 @@ and hints. The text under each field is its help, here and in the Prefect form.
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -102,11 +103,12 @@ class Key:
         return "; ".join(part for part in (self.type, self.range, f"default {self.default}") if part)
 
 
-def keys(model: type[BaseModel]) -> list[Key]:
+@functools.cache
+def keys(model: type[BaseModel]) -> tuple[Key, ...]:
     """Every key of a model in the order of its fields, those at the top level first."""
     schema = model.model_json_schema()
     found = list(_walk(schema, schema.get("$defs", {}), prefix="", kind=""))
-    return sorted(found, key=lambda key: "." in key.name)
+    return tuple(sorted(found, key=lambda key: "." in key.name))
 
 
 def nearest(name: str, model: type[BaseModel]) -> str:

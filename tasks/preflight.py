@@ -6,6 +6,7 @@ In: a run's configuration. Out: the workflow, or an error that names the thing a
 from __future__ import annotations
 
 import inspect
+from contextvars import ContextVar
 from pathlib import Path
 
 from infra.environment import store_uri
@@ -19,7 +20,10 @@ from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
-from tasks.trial import check_tasks, play_tasks
+from tasks.trial import check_tasks, play_tasks, tasks_by_split
+
+CHECKED: ContextVar[bool] = ContextVar("checked", default=False)
+"""True if a command has checked the run: the flow that it starts does not do so again."""
 
 
 def check_run(config: RunConfig) -> Workflow:
@@ -36,12 +40,13 @@ def check_run(config: RunConfig) -> Workflow:
             raise InvalidInput(f"{config.workflow} has no {name}(); write it")
     if not inspect.iscoroutinefunction(inspect.unwrap(loaded.run)):
         raise InvalidInput(f"{config.workflow}.run is no coroutine: write `async def run`, at {place_of(loaded.run)}")
-    for split in dict.fromkeys(["train", config.evaluation.split]):
-        if not loaded.tasks(split):
+    tasks = tasks_by_split(loaded, config)
+    for split, members in tasks.items():
+        if not members:
             raise InvalidInput(
                 f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
             )
-        check_tasks(loaded, split)
+        check_tasks(members, split, where=place_of(loaded.tasks))
     check_tool_parser(config.engine.tool_parser)
     if config.model:
         check_model(config.model)
@@ -50,7 +55,7 @@ def check_run(config: RunConfig) -> Workflow:
     else:
         loaded.demonstrations(1, seed=0)
     check_lengths(config)
-    check_engine_arguments(config.engine)
+    check_engine_arguments(config.engine.vllm)
     if config.train.reference.model:
         check_model(config.train.reference.model)
     if isinstance(loss := config.train.loss, CustomLoss):
@@ -62,23 +67,13 @@ def check_run(config: RunConfig) -> Workflow:
             f"store {store_uri(config.store)} lets a second writer replace what the first one wrote; trainer, rollout "
             "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
         )
-    _play_once(config.model_dump_json(), loaded, config)
+    play_tasks(loaded, tasks, config)
     if config.dataset and workflow_class.__init__ is Workflow.__init__ and not loaded.dataset_was_read:
         raise InvalidInput(
             f"dataset = {config.dataset!r}: {config.workflow} never reads it; use self.dataset in tasks(), or leave "
             "the key out"
         )
     return loaded
-
-
-_played: set[str] = set()
-
-
-def _play_once(name: str, workflow: Workflow, config: RunConfig) -> None:
-    """A command plays before it starts a flow, whose own check comes to the same seconds later."""
-    if name not in _played:
-        play_tasks(workflow, config)
-        _played.add(name)
 
 
 def check_lengths(config: RunConfig) -> None:

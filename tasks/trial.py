@@ -13,7 +13,7 @@ import asyncio
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +26,15 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.engine_choice import local_folder
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import CONTEXT, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
+from rollouts.workflow import CONTEXT, Workflow, WorkflowContext, WrongWorkflow, as_score
 from settings.errors import InvalidInput, failure_text
 from settings.run_file import RunConfig
 from storage.records import Message, Sampling, Task
 
 logger = logging.getLogger("millrace.preflight")
+
+_Replies = Callable[[Task, Sequence[Message]], str | None]
+"""What the policy says next; None if that is not known."""
 
 _PLAYED = 2
 """Tasks of each split that every start plays."""
@@ -45,17 +48,22 @@ _PLAIN_REPLY = "42"
 class _Outcome:
     """How one task went."""
 
-    reward: float | None = None
-    error: Exception | None = None
-    is_known: bool = False
+    reward: float | None
+    error: Exception | None
+    is_known: bool
     """Every reply was the workflow's own: its reference, or one of its demonstrations."""
-    cannot_tell: bool = False
-    """The reference is unknown, or needs what is not here yet."""
 
 
-def check_tasks(workflow: Workflow, split: str) -> None:
-    """Raise `InvalidInput` for the first task of a split whose fields are not text, or whose id another one has."""
-    tasks, where = workflow.tasks(split), place_of(workflow.tasks)
+def tasks_by_split(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[Task]]:
+    """The tasks that the run trains on, and those that it evaluates on."""
+    return {split: workflow.tasks(split) for split in dict.fromkeys(["train", config.evaluation.split])}
+
+
+def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
+    """Raise `InvalidInput` for the first task of a split whose fields are not text, or whose id another one has.
+
+    `where` is the file and line that made them.
+    """
     for task in tasks:
         if not isinstance(task, Task):
             raise InvalidInput(f"tasks({split!r}) has a {type(task).__name__}, not a Task, at {where}")
@@ -71,19 +79,19 @@ def check_tasks(workflow: Workflow, split: str) -> None:
         )
 
 
-def play_tasks(workflow: Workflow, config: RunConfig) -> None:
+def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: RunConfig) -> None:
     """Play the first tasks of each split with replies that the workflow knows, or plain text.
 
     Raises what `run` raises, `WrongWorkflow` if it returns no score. With plain text only errors that no reply can
     cause are raised, the others are warnings: the policy may say anything, and such attempts are `env_error`.
     """
-    known = _known_replies(workflow)
-    splits = dict.fromkeys(["train", config.evaluation.split])
-    tasks = [(split, task) for split in splits for task in workflow.tasks(split)[:_PLAYED]]
-    for (split, task), outcome in zip(tasks, _play(workflow, tasks, config, known, seconds=_SECONDS), strict=True):
+    first = _first(tasks, _PLAYED)
+    played = _attempts(workflow, first, config, _known_replies(workflow), seconds=_SECONDS)
+    for (split, task), outcome in zip(first, _in_own_loop(played), strict=True):
         if (error := outcome.error) is None:
             continue
-        if isinstance(error, WrongWorkflow) or _is_certain(error) or (outcome.is_known and not _is_weather(error)):
+        is_bug = outcome.is_known and not _is_of_a_server(error)
+        if isinstance(error, WrongWorkflow) or _is_certain(error) or is_bug:
             error.add_note(f"This was task {task.id!r} of split {split!r}, played before anything was started.")
             raise error
         logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
@@ -97,10 +105,13 @@ def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 
     """
     if type(workflow).reference_reply is Workflow.reference_reply:
         return 0
-    splits = dict.fromkeys(["train", config.evaluation.split])
-    tasks = [(split, task) for split in splits for task in workflow.tasks(split)[:num_tasks]]
-    outcomes = _play(workflow, tasks, config, workflow.reference_reply, seconds=config.rollout.attempt_timeout)
-    told = [(task, outcome) for task, outcome in zip(tasks, outcomes, strict=True) if not outcome.cannot_tell]
+    tasks, seconds = _first(tasks_by_split(workflow, config), num_tasks), config.rollout.attempt_timeout
+    outcomes = _in_own_loop(_attempts(workflow, tasks, config, workflow.reference_reply, seconds=seconds))
+    told = [
+        (task, outcome)
+        for task, outcome in zip(tasks, outcomes, strict=True)
+        if outcome.is_known and not isinstance(outcome.error, ToolUnavailable)
+    ]
     compares = type(workflow).score_group is not Workflow.score_group  # then `run` has no say
     lost = [(split, task.id, why) for (split, task), outcome in told if (why := _lost(outcome, compares))]
     if lost:
@@ -112,6 +123,10 @@ def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 
     return len(told)
 
 
+def _first(tasks: Mapping[str, Sequence[Task]], count: int) -> list[tuple[str, Task]]:
+    return [(split, task) for split, members in tasks.items() for task in members[:count]]
+
+
 def _lost(outcome: _Outcome, compares: bool) -> str:
     if outcome.error is not None:
         return failure_text(outcome.error)
@@ -119,7 +134,7 @@ def _lost(outcome: _Outcome, compares: bool) -> str:
     return "" if won else f"its reward is {outcome.reward}, and an attempt that wins has {CORRECT:g}"
 
 
-def _known_replies(workflow: Workflow) -> Callable[[Task, Sequence[Message]], str | None]:
+def _known_replies(workflow: Workflow) -> _Replies:
     """The reference where there is one, else the reply of the demonstration that asks the same."""
     demonstrated: dict[str, str] = {}
     if type(workflow).demonstrations is not Workflow.demonstrations:
@@ -142,32 +157,27 @@ def _is_certain(error: Exception) -> bool:
     return ours or isinstance(error, NameError | ImportError)
 
 
-def _is_weather(error: Exception) -> bool:
+def _is_of_a_server(error: Exception) -> bool:
     """True for what may be different when the run is under way: networks, servers, time."""
     of_a_network = type(error).__module__.partition(".")[0] in ("aiohttp", "httpx", "openai", "requests")
     return of_a_network or isinstance(error, OSError | RewardFailed | RewardTimeout | ToolUnavailable)
 
 
-def _play(
-    workflow: Workflow,
-    tasks: Sequence[tuple[str, Task]],
-    config: RunConfig,
-    reply: Callable[[Task, Sequence[Message]], str | None],
-    *,
-    seconds: float,
-) -> list[_Outcome]:
-    """One attempt at each task, all at once, in an event loop of their own: a flow calls this inside another one."""
+def _in_own_loop(attempts: Coroutine[Any, Any, list[_Outcome]]) -> list[_Outcome]:
+    """The outcomes, from an event loop in a thread: a flow calls this inside another loop."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, _attempts(workflow, tasks, config, reply, seconds)).result()
+        return thread.submit(asyncio.run, attempts).result()
 
 
 async def _attempts(
     workflow: Workflow,
     tasks: Sequence[tuple[str, Task]],
     config: RunConfig,
-    reply: Callable[[Task, Sequence[Message]], str | None],
+    reply: _Replies,
+    *,
     seconds: float,
 ) -> list[_Outcome]:
+    """One attempt at each task, all at once."""
     parser, settings = _Parser(config.engine.tool_parser, model=config.model), config.reward
     rewards = RewardPool(num_processes=settings.processes, timeout=settings.timeout, memory_gb=settings.memory_gb)
 
@@ -179,8 +189,7 @@ async def _attempts(
             reward = as_score(await asyncio.wait_for(workflow.run(task, chat), seconds), workflow.run).reward
         except Exception as raised:  # noqa: BLE001 - user code may raise anything; it is the outcome
             error = raised
-        cannot_tell = not chat.all_known or isinstance(error, ToolUnavailable)
-        return _Outcome(reward=reward, error=error, is_known=chat.all_known, cannot_tell=cannot_tell)
+        return _Outcome(reward=reward, error=error, is_known=chat.all_known)
 
     async with rewards:
         try:
@@ -200,7 +209,7 @@ class _Unknown(Exception):
 class _ScriptedChat(Chat):
     """A conversation with a policy that says what the workflow expects, as far as it tells."""
 
-    def __init__(self, task: Task, reply: Callable[[Task, Sequence[Message]], str | None], parser: ToolParser) -> None:
+    def __init__(self, task: Task, reply: _Replies, parser: ToolParser) -> None:
         self._task, self._reply, self._next_reply = task, reply, ""
         self.all_known = True
         tokens = _Characters()

@@ -71,15 +71,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ServersInTur
 
 @pytest.fixture(scope="session")
 def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return a_base_model(tmp_path_factory.mktemp("base") / "tiny")
+
+
+def a_base_model(folder: Path, *, hidden_size: int = 32) -> Path:
     """An arithmetic base model after two supervised steps: the right shape, and knowing nothing."""
     from examples.arithmetic import Arithmetic
     from trainers.model.warmup import make_base_model
 
-    folder = tmp_path_factory.mktemp("base") / "tiny"
     make_base_model(
         folder,
         Arithmetic().demonstrations(200, seed=0),
-        hidden_size=32,
+        hidden_size=hidden_size,
         num_layers=2,
         target_loss=0.1,
         num_steps=2,

@@ -52,10 +52,10 @@ def status(
 
 def run_status(log: RunLog) -> dict[str, Any]:
     """The run in numbers; None for what it does not have yet. Accuracies are held-out scores, 0 to 1."""
-    from storage.log.runs import own_scores
+    from storage.log.runs import own_scores, run_config
 
     state, live = log.state, log.state.live
-    evaluations = own_scores(log)
+    evaluations = own_scores(log, run_config(log))
     last = evaluations[-1] if evaluations else None
     registration = state.registrations.get(live.version) if live else None
     return {
@@ -209,11 +209,12 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
     from storage.log.runs import is_training, own_scores, run_config
 
     state = log.state
-    scores = own_scores(log)
+    config = run_config(log)
+    scores = own_scores(log, config)
     champion = state.aliases.get(CHAMPION)
     return {
         "run": log.run_id,
-        "workflow": run_config(log).get("workflow"),
+        "workflow": config.get("workflow"),
         "is_training": is_training(log),
         "step": state.step,
         "trajectories": state.num_trajectories,

@@ -69,7 +69,7 @@ def gather(log: RunLog) -> dict[str, Any]:
         "losses": _losses(queries),
         "failures": kinds_of(newest_failures(log, MOST_FAILURES, include_eval=True))[:MOST_NOTES],
         "rewards": rewards,
-        "evaluations": own_scores(log),
+        "evaluations": own_scores(log, config),
         "settings": _flat(config),
         "figures": report_curves.figures(drawn),
         "time": report_curves.time_budget(metrics),

@@ -17,7 +17,7 @@ from cli.terminal.formatting import held_out
 from infra.environment import home
 from storage.log.entries import Evaluation, LogEntry, Policy, Session, Step
 from storage.log.run_log import RunLog
-from storage.log.runs import own_scores
+from storage.log.runs import own_scores, run_config
 
 HEADER = f"{'step':>8} {'reward':>6} {'held-out':>8} {'staleness':>10} {'tokens/s':>8} {PHASES_HEADER}"
 
@@ -40,7 +40,7 @@ class Follower:
     def __enter__(self) -> Follower:
         if self._shown:
             self._console.print(f"continuing run [bold]{self._log.run_id}[/] at step {self._log.state.step}")
-            scores = own_scores(self._log)
+            scores = own_scores(self._log, run_config(self._log))
             self._score = scores[-1].score if scores else None
         self._status.start()
         self._thread.start()

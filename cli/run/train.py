@@ -101,7 +101,9 @@ async def _train(config: RunConfig) -> None:
 
     from flows.train_grpo import train_grpo
     from settings.run_file import RunConfig, Settings
+    from tasks.preflight import CHECKED
 
+    CHECKED.set(True)
     knobs = {name: getattr(config, name) for name in RunConfig.model_fields if name not in Settings.model_fields}
     try:
         await train_grpo(**knobs, settings=config.settings)

@@ -107,16 +107,17 @@ def check_tool_parser(name: str) -> None:
 
 
 def known_tool_parsers() -> list[str]:
-    """Names of the parsers in the installed vLLM; empty if it is not installed.
-
-    They are read from its source code, because importing it takes ten seconds.
-    """
-    package = importlib.util.find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
-        return []
-    source = Path(package.submodule_search_locations[0]) / "tool_parsers" / "__init__.py"
-    for statement in ast.parse(source.read_text()).body:
+    """Names of the parsers in the installed vLLM; empty if it is not installed."""
+    for statement in vllm_source("tool_parsers/__init__.py"):
         match statement:
             case ast.Assign(targets=[ast.Name(id="_TOOL_PARSERS_TO_REGISTER")], value=ast.Dict(keys=keys)):
                 return sorted(key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str))
     return []
+
+
+def vllm_source(file: str) -> list[ast.stmt]:
+    """The statements of a file of the installed vLLM; none if it is not installed. Importing it takes ten seconds."""
+    package = importlib.util.find_spec("vllm")
+    if package is None or not package.submodule_search_locations:
+        return []
+    return ast.parse((Path(package.submodule_search_locations[0]) / file).read_text()).body

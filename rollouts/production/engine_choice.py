@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rollouts.chat.chat_tokens import ChatTokens
+from rollouts.chat.tool_parsing import vllm_source
 from rollouts.engines.engine import Engine
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput
@@ -46,23 +48,16 @@ def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
     return config.model_copy(update={"engine": engine})
 
 
-def check_engine_arguments(settings: EngineSettings) -> None:
-    """Raise `InvalidInput` for a key of `engine.vllm` that the installed vLLM does not take.
-
-    The keys are read from vLLM's source code, because importing it takes seconds.
-    """
-    package = importlib.util.find_spec("vllm")
-    if package is None or not package.submodule_search_locations:
-        return
-    source = Path(package.submodule_search_locations[0]) / "engine/arg_utils.py"
+def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` for a key of `engine.vllm` that the installed vLLM does not take."""
     fields = [
         field.target.id
-        for statement in ast.parse(source.read_text()).body
+        for statement in (vllm_source("engine/arg_utils.py") if arguments else [])
         if isinstance(statement, ast.ClassDef) and statement.name in ("EngineArgs", "AsyncEngineArgs")
         for field in statement.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     ]
-    for key in settings.vllm:
+    for key in arguments:
         if fields and key not in fields:
             close = difflib.get_close_matches(key, fields, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -62,15 +62,16 @@ def create_run(
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
         raise InvalidInput(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
-    frozen = {key: value for key, value in config.items() if key not in MAY_CHANGE}
+    frozen = _frozen(config)
     document = {"run_id": run_id, "config": frozen, "config_sha256": sha256_of_json(frozen)}
     key = f"runs/{run_id}/run.json"
     if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
         log = open_run(store, run_id)
-        if not continues(log, config, defaults=defaults):
-            with trainer_lock(log):
-                remove_run(log)
-            return create_run(store, run_id, config, defaults=defaults)
+        if continues(log, config, defaults=defaults):
+            return log
+        with trainer_lock(log):
+            remove_run(log)
+        return create_run(store, run_id, config, defaults=defaults)
     return open_run(store, run_id)
 
 
@@ -79,11 +80,7 @@ def continues(log: RunLog, config: dict[str, Any], *, defaults: dict[str, Any] |
 
     Raises `RunExists` if it has another one and steps.
     """
-    new, filled = (
-        {key: value for key, value in document.items() if key not in MAY_CHANGE}
-        for document in (config, defaults or {})
-    )
-    differences = _differences(_filled_in(run_config(log), filled), new)
+    differences = _differences(_filled_in(run_config(log), _frozen(defaults or {})), _frozen(config))
     if differences and log.state.step:
         raise RunExists(
             f"run {log.run_id!r} in {log.store.uri} was started with another configuration; these keys differ: "
@@ -140,9 +137,12 @@ def run_config(log: RunLog) -> dict[str, Any]:
     return config
 
 
-def own_scores(log: RunLog) -> list[Evaluation]:
-    """Evaluations with a score on the run's own split, by policy version: what "before" and "after" mean of a run."""
-    split = run_config(log).get("evaluation", {}).get("split", "test")
+def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
+    """Evaluations with a score on the run's own split, by policy version: what "before" and "after" mean of a run.
+
+    `config` is the run's configuration, see `run_config`.
+    """
+    split = config.get("evaluation", {}).get("split", "test")
     scores = [each for each in log.state.evaluations if not each.failed and each.split == split]
     return sorted(scores, key=lambda evaluation: evaluation.version)
 
@@ -195,6 +195,11 @@ def _lock_file(log: RunLog, holder: str = "trainer") -> Path:
         path = Path(tempfile.gettempdir()) / f"millrace-{run}.{holder}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _frozen(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a configuration that a run keeps."""
+    return {key: value for key, value in config.items() if key not in MAY_CHANGE}
 
 
 def _filled_in(value: Any, defaults: Any) -> Any:

@@ -32,7 +32,7 @@ from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
 from storage.log.run_log import RunLog
-from storage.log.runs import own_scores
+from storage.log.runs import own_scores, run_config
 
 logger = logging.getLogger("millrace.artifacts")
 
@@ -60,6 +60,7 @@ class RunPage:
     def __init__(self, log: RunLog, *, steps: int, tracking: str, mlflow_run: Callable[[], str]) -> None:
         """`tracking` is MLflow's URI; `mlflow_run` says the run's page there, empty as long as MLflow has not heard."""
         self._log = log
+        self._config = run_config(log)
         self._steps = steps
         self._tracking = tracking
         self._mlflow_run = mlflow_run
@@ -86,7 +87,7 @@ class RunPage:
 
     async def _write(self) -> None:
         log, mlflow = self._log, _mlflow_server(self._tracking)
-        text = summary(log, steps=self._steps, mlflow=mlflow, mlflow_run=self._mlflow_run())
+        text = summary(log, self._config, steps=self._steps, mlflow=mlflow, mlflow_run=self._mlflow_run())
         await acreate_markdown_artifact(text, key=f"run-{artifact_key(log.run_id)}", description=f"run {log.run_id}")
         step, steps = log.state.step, self._steps
         progress, sentence = 100 * min(1.0, step / max(1, steps)), f"step {step} of {steps}"
@@ -102,12 +103,12 @@ def artifact_key(run: str) -> str:
     return re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
 
 
-def summary(log: RunLog, *, steps: int, mlflow: str, mlflow_run: str) -> str:
+def summary(log: RunLog, config: dict[str, Any], *, steps: int, mlflow: str, mlflow_run: str) -> str:
     """A run as Markdown; `mlflow` is the address of a server, empty if none shows the run, and `mlflow_run` the
     run's page there, empty until MLflow has heard of the run."""
     state, run = log.state, log.run_id
     champion, counters = state.aliases.get(CHAMPION), state.counters()
-    scores = own_scores(log)
+    scores = own_scores(log, config)
     facts = {
         "step": f"{state.step} of {steps}" + (f", **paused**: {_cell(state.paused)}" if state.paused else ""),
         "policy": "none yet" if state.live is None else f"{state.live.version}, `{state.live.weights_sha256[:12]}`",

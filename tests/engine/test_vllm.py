@@ -11,12 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from examples.arithmetic import Arithmetic
 from storage.log.entries import Alias
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
-from tests.conftest import PROJECT, Home
-from trainers.model.warmup import make_base_model
+from tests.conftest import PROJECT, Home, a_base_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1200)]
 
@@ -52,18 +50,8 @@ def test_engine_in_a_process_of_its_own(base_model: Path, tmp_path: Path, module
 
 @pytest.mark.slow
 def test_an_engine_of_two_parts_in_a_process_of_its_own(tmp_path: Path) -> None:
-    make_base_model(
-        tmp_path / "base",
-        Arithmetic().demonstrations(200, seed=0),
-        hidden_size=64,  # two heads: each part has one
-        num_layers=2,
-        target_loss=0.1,
-        num_steps=2,
-        batch_size=16,
-        learning_rate=1e-3,
-        seed=0,
-    )
-    _run_checks("check_parallel", tmp_path / "base", tmp_path)
+    base = a_base_model(tmp_path / "base", hidden_size=64)  # two heads: each part has one
+    _run_checks("check_parallel", base, tmp_path)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ policy folder ─▶ sampling in torch ─▶ shard ─▶ claim ─▶ TrainerW
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from transformers import AutoTokenizer
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Step
-from storage.log.replay_plan import ReplayedStep, plan_replay
 from storage.log.run_log import RunLog
 from storage.log.runs import model_key
 from storage.objects.digests import DIGEST_FILE
@@ -36,9 +34,9 @@ from tests.unit.trainers.builders import (
     load_causal_lm,
     new_run,
     open_trainer,
+    replayed,
     tiny_model,
 )
-from trainers.replay import ReplayWorker
 
 _PROMPTS = ["1+1=", "23+4=", "5=", "9+9+9="]
 _ATTEMPTS = 16
@@ -109,28 +107,6 @@ def _train(log: RunLog, config: RunConfig, cache: Path, *, steps: int, judge: Ju
         assert claim is not None
         done.append(worker.train_step(claim, extra_metrics={}, round_started=time.time(), session_id="learning"))
     return done
-
-
-def _replay(log: RunLog, recorded: RunConfig, changed: RunConfig, cache: Path, save: Path) -> list[ReplayedStep]:
-    """Every recorded step with other settings, and the policy that comes out."""
-    plan = plan_replay(log.refresh(), run=log.run_id, first=1, last=log.state.step, rewards="")
-    opening = ReplayWorker.open(
-        store_uri=log.store.uri,
-        run_id=log.run_id,
-        plan=plan,
-        recorded=recorded,
-        changed=changed,
-        rewards="",
-        cache=str(cache),
-    )
-    worker = asyncio.run(opening)
-    try:
-        assert worker.opened == 0
-        steps = [worker.retrain(step) for step in range(plan.first, plan.last + 1)]
-        worker.save_policy(str(save))
-        return steps
-    finally:
-        worker.close()
 
 
 def _first_logprobs(folder: Path) -> torch.Tensor:
@@ -213,6 +189,7 @@ def test_a_teacher_is_copied_and_recorded_shards_train_every_objective(tmp_path:
     taught.store.put_folder(teacher, model_key(str(teacher)), last=DIGEST_FILE)
     for name, objective in (("imitation", {"loss": "sft"}), ("distillation", {"advantage": "distill"})):
         changed = config_of(learning_rate=1e-2, reference=reference, **objective)
-        replayed = _replay(taught, grpo, changed, cache, tmp_path / name)
-        assert not any(step.identical for step in replayed)
+        options = {"recorded": grpo, "changed": changed, "resumed_from": 0, "save": tmp_path / name}
+        again = replayed(taught, cache, 1, taught.refresh().step, **options)
+        assert not any(step.identical for step in again)
         assert _probability_of_seven(tmp_path / name) > 0.7

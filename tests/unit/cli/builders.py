@@ -35,6 +35,13 @@ def printed(line: str, *more: str, **options: Any) -> str:
     return typed(line, *more, **options).output
 
 
+def assert_refused(line: str, sentences: dict[str, str]) -> None:
+    """`millrace LINE ARGUMENTS` leaves with status 2 and a sentence; `sentences` has arguments and sentence."""
+    for arguments, sentence in sentences.items():
+        shown = printed(line.format(arguments), status=2)
+        assert sentence in shown, f"{arguments}: {shown}"
+
+
 @contextlib.contextmanager
 def running(*words: str, **environment: str) -> Iterator[Any]:
     """`python WORDS …` in a process of its own, with pipes of text; it is killed at the end."""

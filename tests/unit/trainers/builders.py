@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from settings.run_file import RunConfig
 from storage.log.entries import Policy, Shard
+from storage.log.replay_plan import ReplayedStep, plan_replay
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
@@ -26,6 +27,7 @@ from trainers.critic import Critic
 from trainers.data.samples import Samples
 from trainers.model.distributed import full
 from trainers.model.warmup import character_tokenizer
+from trainers.replay import ReplayWorker
 from trainers.trainer import Trainer
 from trainers.worker import TrainerWorker
 
@@ -259,3 +261,39 @@ def open_trainer(log: RunLog, config: RunConfig, *, cache: Path, sends: bool = F
         store_uri=log.store.uri, run_id=log.run_id, config=config, cache=str(cache), sends=sends
     )
     return asyncio.run(opening)
+
+
+def replayed(
+    log: RunLog,
+    cache: Path,
+    first: int,
+    last: int,
+    *,
+    recorded: RunConfig,
+    changed: RunConfig,
+    rewards: str = "",
+    resumed_from: int | None = None,
+    save: Path | None = None,
+) -> list[ReplayedStep]:
+    """Steps trained again as the flow does with a worker; the policy that comes out is kept in `save`."""
+    plan = plan_replay(log.refresh(), run=log.run_id, first=first, last=last, rewards=rewards)
+    opening = ReplayWorker.open(
+        store_uri=log.store.uri,
+        run_id=log.run_id,
+        plan=plan,
+        recorded=recorded,
+        changed=changed,
+        rewards=rewards,
+        cache=str(cache),
+    )
+    worker = asyncio.run(opening)
+    try:
+        assert worker.opened == (plan.resumed_from if resumed_from is None else resumed_from)
+        assert all([worker.lead_up(step) for step in range(worker.opened + 1, first)])
+        steps = [worker.retrain(step) for step in range(first, last + 1)]
+        if save is not None:
+            worker.save_policy(str(save))
+        return steps
+    finally:
+        worker.close()
+        assert not worker._scratch.exists()

@@ -1,6 +1,5 @@
 """A replay gives the recorded weights bit for bit, and with one change says how far it went elsewhere."""
 
-import asyncio
 import dataclasses
 import shutil
 import time
@@ -13,7 +12,7 @@ from settings.rollout import Fallback
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Rescore, Retire, Step
-from storage.log.replay_plan import CannotReplay, ReplayedStep, plan_replay
+from storage.log.replay_plan import CannotReplay, ReplayedStep
 from storage.log.run_log import RunLog
 from storage.objects.digests import DIGEST_FILE, seal_folder, verify_folder
 from storage.objects.object_store import LocalStore
@@ -29,8 +28,8 @@ from tests.unit.trainers.builders import (
     new_run,
     open_trainer,
     random_rows,
+    replayed,
 )
-from trainers.replay import ReplayWorker
 
 _STEPS = 4
 
@@ -80,40 +79,8 @@ def _config(**settings: Any) -> RunConfig:
 _CONFIG = _config()
 
 
-def _replay(
-    log: RunLog,
-    tmp_path: Path,
-    first: int,
-    last: int,
-    *,
-    recorded: RunConfig = _CONFIG,
-    changed: RunConfig = _CONFIG,
-    rewards: str = "",
-    resumed_from: int | None = None,
-    save: Path | None = None,
-) -> list[ReplayedStep]:
-    """What the flow does with a worker."""
-    plan = plan_replay(log.refresh(), run=log.run_id, first=first, last=last, rewards=rewards)
-    opening = ReplayWorker.open(
-        store_uri=log.store.uri,
-        run_id=log.run_id,
-        plan=plan,
-        recorded=recorded,
-        changed=changed,
-        rewards=rewards,
-        cache=str(tmp_path / "cache"),
-    )
-    worker = asyncio.run(opening)
-    try:
-        assert worker.opened == (plan.resumed_from if resumed_from is None else resumed_from)
-        assert all([worker.lead_up(step) for step in range(worker.opened + 1, first)])
-        steps = [worker.retrain(step) for step in range(first, last + 1)]
-        if save is not None:
-            worker.save_policy(str(save))
-        return steps
-    finally:
-        worker.close()
-        assert not worker._scratch.exists()
+def _replay(log: RunLog, tmp_path: Path, first: int, last: int, **options: Any) -> list[ReplayedStep]:
+    return replayed(log, tmp_path / "cache", first, last, **{"recorded": _CONFIG, "changed": _CONFIG, **options})
 
 
 @pytest.mark.parametrize(

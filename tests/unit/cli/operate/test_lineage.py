@@ -13,7 +13,7 @@ from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
 from storage.tracking.registry import Registry
 from tests.builders import a_group, a_log, a_step, local_store
-from tests.unit.cli.builders import commit, printed
+from tests.unit.cli.builders import assert_refused, commit, printed
 
 
 @pytest.fixture
@@ -81,8 +81,7 @@ def test_a_question_without_an_answer_says_why(log: RunLog) -> None:
         "run --policy 7": "it has 0 to 2",
         "rnu@2": "runs there: run",
     }
-    for arguments, sentence in refused.items():
-        assert sentence in printed(f"lineage {arguments}", status=2)
+    assert_refused("lineage {}", refused)
 
 
 def test_an_alias_set_in_mlflow_alone_is_found_there_if_it_is_of_this_run(log: RunLog, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from storage.log.entries import Retire, to_json
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from tests.unit.cli.builders import a_run_of_one_step, an_evaluation, printed
+from tests.unit.cli.builders import a_run_of_one_step, an_evaluation, assert_refused
 
 CONFIG: dict[str, Any] = {"workflow": "examples.arithmetic:Arithmetic", "evaluation": {"n_samples": 4, "num_tasks": 9}}
 
@@ -42,8 +42,7 @@ def test_what_cannot_work_is_one_sentence(log: RunLog, monkeypatch: pytest.Monke
         "run --version 0": "policy version 0 of run 'run' was retired",
         "run --split empty": "no tasks in split 'empty'",
     }
-    for arguments, sentence in refused.items():
-        assert sentence in printed(f"eval {arguments}", status=2)
+    assert_refused("eval {}", refused)
 
 
 def test_what_is_not_wanted_is_as_the_run_evaluates(log: RunLog) -> None:

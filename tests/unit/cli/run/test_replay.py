@@ -13,7 +13,7 @@ from settings.run_file import default_values
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
 from tests.builders import BASE
-from tests.unit.cli.builders import a_run_of_one_step, printed
+from tests.unit.cli.builders import a_run_of_one_step, assert_refused
 
 
 def test_what_cannot_work_is_one_sentence_before_anything_starts(store: LocalStore, home: Path) -> None:
@@ -36,8 +36,7 @@ def test_what_cannot_work_is_one_sentence_before_anything_starts(store: LocalSto
         "stepped --step 1 --rewards mine": "no rewards 'mine'",
         "stepped --step 1 --save .": "exists already",
     }
-    for arguments, sentence in refused.items():
-        assert sentence in printed(f"replay {arguments}", status=2)
+    assert_refused("replay {}", refused)
     assert not (home / "logs").exists(), "no worker was started"
 
 

@@ -13,7 +13,7 @@ from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
 from storage.records import Message
 from tests.builders import a_group, a_trajectory
-from tests.unit.cli.builders import commit, printed
+from tests.unit.cli.builders import assert_refused, commit, printed
 from tests.unit.rollouts.rewards.test_rescoring import WORKFLOW
 
 REWARDS = """
@@ -78,6 +78,5 @@ def test_what_is_no_reward_is_one_sentence(log: RunLog) -> None:
         "rollouts.rewards.scoring:RewardPool": "no function at the top level",
         "rollouts.rewards.answers:final_answer": "cannot be called as function(reply, answer)",
     }
-    for reward, sentence in refused.items():
-        assert sentence in printed(f"rescore run --reward {reward}", status=2)
+    assert_refused("rescore run --reward {}", refused)
     assert not log.refresh().rescored

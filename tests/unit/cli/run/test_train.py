@@ -24,6 +24,7 @@ from infra.services import ServiceFailed
 from settings.run_file import default_values, load_run_file, make_config
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
+from tasks import preflight
 from tests.builders import BASE, a_log, a_shard, a_step, a_summary
 from tests.unit.cli.builders import printed, typed
 from tests.unit.trainers.builders import tiny_model
@@ -135,3 +136,17 @@ def test_a_server_that_is_away_at_the_end_spoils_a_run_only_where_steps_are_miss
     else:
         with pytest.raises(httpx.ConnectError):
             asyncio.run(_train(config))
+
+
+def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[bool] = []
+
+    async def train_grpo(**_: Any) -> None:
+        checks.append(preflight.CHECKED.get())
+
+    monkeypatch.setattr(flow_module, "train_grpo", train_grpo)
+    monkeypatch.setattr("cli.run.flow.run_flow", lambda flow, console: asyncio.run(flow))
+    printed(f"train {RUN_FILE}")
+    assert checks == [True] and not preflight.CHECKED.get(), "a deployed flow checks for itself"

@@ -11,6 +11,7 @@ import pytest
 from storage.log.entries import Pause
 from storage.log.promotion import promote
 from storage.log.run_log import RunLog
+from storage.log.runs import run_config
 from tasks.prefect import run_page
 from tasks.prefect.run_page import RunPage, artifact_key, summary
 from tests.builders import a_log, a_shard, a_step, a_summary
@@ -26,7 +27,7 @@ def _log(steps: int) -> RunLog:
 
 
 def _summary(log: RunLog, mlflow: str = "", mlflow_run: str = "") -> str:
-    return summary(log, steps=40, mlflow=mlflow, mlflow_run=mlflow_run)
+    return summary(log, run_config(log), steps=40, mlflow=mlflow, mlflow_run=mlflow_run)
 
 
 def test_the_page_shows_the_newest_steps_first_and_not_all_of_them() -> None:
