@@ -40,6 +40,8 @@ _PLAYED = 2
 """Tasks of each split that every start plays."""
 _SECONDS = 10.0
 """A task that takes longer is passed over at a start."""
+_CALL_MARKS = "<[{"
+"""Each format of tool calls has one of these."""
 _PLAIN_REPLY = "42"
 """What the scripted policy says if nothing better is known."""
 
@@ -86,9 +88,10 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
     cause are raised, the others are warnings: the policy may say anything, and such attempts are `env_error`.
     """
     first = _first(tasks, _PLAYED)
-    played = _attempts(workflow, first, config, _known_replies(workflow), seconds=_SECONDS)
+    played = _attempts(workflow, first, config, _known_replies(workflow), seconds=_SECONDS, loads_vllm=False)
     for (split, task), outcome in zip(first, _in_own_loop(played), strict=True):
-        if (error := outcome.error) is None:
+        error = outcome.error
+        if error is None or isinstance(error, _Unknown):  # what calls tools is left to `check_references`
             continue
         is_bug = outcome.is_known and not _is_of_a_server(error)
         if isinstance(error, WrongWorkflow) or _is_certain(error) or is_bug:
@@ -106,7 +109,8 @@ def check_references(workflow: Workflow, config: RunConfig, *, num_tasks: int = 
     if type(workflow).reference_reply is Workflow.reference_reply:
         return 0
     tasks, seconds = _first(tasks_by_split(workflow, config), num_tasks), config.rollout.attempt_timeout
-    outcomes = _in_own_loop(_attempts(workflow, tasks, config, workflow.reference_reply, seconds=seconds))
+    attempts = _attempts(workflow, tasks, config, workflow.reference_reply, seconds=seconds, loads_vllm=True)
+    outcomes = _in_own_loop(attempts)
     told = [
         (task, outcome)
         for task, outcome in zip(tasks, outcomes, strict=True)
@@ -176,9 +180,11 @@ async def _attempts(
     reply: _Replies,
     *,
     seconds: float,
+    loads_vllm: bool,
 ) -> list[_Outcome]:
     """One attempt at each task, all at once."""
-    parser, settings = _Parser(config.engine.tool_parser, model=config.model), config.reward
+    parser = _Parser(config.engine.tool_parser, model=config.model, loads_vllm=loads_vllm)
+    settings = config.reward
     rewards = RewardPool(num_processes=settings.processes, timeout=settings.timeout, memory_gb=settings.memory_gb)
 
     async def play(split: str, task: Task) -> _Outcome:
@@ -203,7 +209,7 @@ async def _attempts(
 
 
 class _Unknown(Exception):
-    """The parser of tool calls needs a tokenizer that is not here."""
+    """A reply may call tools, and its parser, or the tokenizer that it needs, is not to be loaded."""
 
 
 class _ScriptedChat(Chat):
@@ -252,14 +258,17 @@ class _Characters(ChatTokens):
 class _Parser(ToolParser):
     """Loads vLLM's parser, and the tokenizer that it asks for special tokens, when a reply may have a call."""
 
-    def __init__(self, name: str, *, model: str) -> None:
+    def __init__(self, name: str, *, model: str, loads_vllm: bool) -> None:
         super().__init__(name, None)
         self._model = model
+        self._loads_vllm = loads_vllm
         self._one_at_a_time = asyncio.Lock()
 
     async def parse(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedReply:
-        if text == _PLAIN_REPLY:
+        if not any(mark in text for mark in _CALL_MARKS):
             return ParsedReply(content=text, tool_calls=[])
+        if not self._loads_vllm:
+            raise _Unknown
         async with self._one_at_a_time:  # the first one imports vLLM
             return await super().parse(text, tools)
 

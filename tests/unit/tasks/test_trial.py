@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +140,16 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
 def test_a_setting_that_nothing_takes_is_refused(tmp_path: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         _check(tmp_path, "async def run(self, task, chat):\n    return 1", **settings)
+
+
+def test_a_start_does_not_load_vllm_for_a_reply_that_calls_tools() -> None:
+    code = """
+import sys
+from examples.calculator_agent import CalculatorAgent
+from tasks.trial import play_tasks, tasks_by_split
+from tests.builders import a_config
+play_tasks(workflow := CalculatorAgent(), tasks_by_split(workflow, a_config()), a_config())
+print("vllm" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
