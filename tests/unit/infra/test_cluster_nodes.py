@@ -20,6 +20,7 @@ _SMALL = {"num_cpus": 4, "object_store_memory": 80 * 2**20}
 _BUNDLE = {0: {"CPU": 1.0, "GPU": 2.0}}
 
 
+@pytest.mark.server
 def test_the_place_of_an_engine_is_free_when_its_node_is_lost(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", __name__, str(tmp_path)],

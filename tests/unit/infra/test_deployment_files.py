@@ -342,6 +342,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.server
 def test_a_container_joins_the_ray_cluster_it_is_given_as_a_node_that_offers_nothing(tmp_path: Path):
     """Two nodes on this machine, with a token between them; the entry point starts the second and then the driver."""
     mark, port = uuid.uuid4().hex, 20000 + os.getpid() % 10000  # above 19999 begin the ports Ray leaves free

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from infra.services import end_orphaned_servers
 
@@ -24,6 +25,7 @@ def _server(home: Path, *, orphan: bool) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.server
 def test_the_server_of_a_killed_driver_is_ended_and_no_other(tmp_path: Path) -> None:
     orphan, elsewhere = _server(tmp_path, orphan=True), _server(tmp_path / "another", orphan=True)
     in_use = _server(tmp_path, orphan=False)

@@ -54,6 +54,7 @@ def _python(folder: Path, *arguments: str, path: Path | None = None) -> subproce
     return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.server
 def test_our_imports_find_ours_in_the_driver_in_reward_processes_and_in_sandboxes(tmp_path: Path):
     wrong = "raise RuntimeError('the wrong one')\n"
     work = _write(tmp_path / "work", game=ENVIRONMENT, **{name: wrong for name in OWN_PACKAGES[1:]})

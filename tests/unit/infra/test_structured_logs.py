@@ -76,6 +76,7 @@ class Talker:
         await asyncio.to_thread(logging.getLogger("millrace.talker").warning, "in a thread")
 
 
+@pytest.mark.server
 def test_a_hosted_worker_names_the_run_itself_and_the_step_it_works_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

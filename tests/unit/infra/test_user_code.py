@@ -100,6 +100,7 @@ def test_what_is_wrong_with_a_file_is_one_sentence(file: Path, code: str, messag
         load_object(f"{file}:Chess")
 
 
+@pytest.mark.server
 def test_a_module_in_the_working_directory_loads_in_a_console_script_and_in_reward_processes(tmp_path: Path):
     """A script has its own folder at the front of `sys.path`, and the working directory nowhere."""
     (tmp_path / "bin").mkdir()

@@ -22,6 +22,7 @@ from storage.shards.shards import commit_shard, read_shard
 from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, provenance
 from tests.store_behaviour import *  # noqa: F403
 
+pytestmark = pytest.mark.server
 SMALLEST_PART = 5 * 2**20
 """What S3 allows as a part of a multipart upload, the last one apart."""
 THREE_PARTS = bytes(range(256)) * (12 * 2**20 // 256)

@@ -26,6 +26,7 @@ from tasks.preflight import check_run
 from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, a_shard, a_summary, provenance
 from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
 
+pytestmark = pytest.mark.server
 PASSING = [Fault.SLOW_DOWN, Fault.INTERNAL_ERROR, Fault.CUT_REQUEST, Fault.LOSE_ANSWER]
 BODY = bytes(range(256)) * 4096
 SMALLEST_PART = 5 * 2**20

@@ -64,7 +64,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-@pytest.fixture(params=["disk", "s3"])
+@pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.server)])
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> _Trainer:
     if request.param == "disk":
         return _Trainer(a_log(local_store(tmp_path)), tmp_path)
@@ -183,6 +183,7 @@ def test_an_anchor_that_is_lost_makes_the_next_policy_whole(
     assert _files(made) == on_disk.files(delta)
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("file", [DELTA_FILE, WEIGHTS_FILE, DIGEST_FILE])
 def test_a_damaged_copy_in_the_cache_is_fetched_again(bucket: str, tmp_path: Path, file: str):
     trainer = _Trainer(a_log(open_store(f"s3://{bucket}/x")), tmp_path)

@@ -34,7 +34,7 @@ from tests.builders import MemoryStore, a_group, a_log, a_shard, a_step, a_summa
 HOUR, DAY = 3600.0, 86400.0
 
 
-@pytest.fixture(params=["disk", "s3"])
+@pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.server)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "disk":
         return local_store(tmp_path)

@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> ObjectStore:
     return local_store(tmp_path)
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.server)])
 def any_store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     if request.param == "folder":
         return local_store(tmp_path)
@@ -248,6 +248,7 @@ def test_no_flipped_bit_takes_the_process_down(store: LocalStore, place: int, mo
     assert "sha256" in verified.left_out["s0"]
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("whole_bytes", [query_rows.WHOLE_BYTES, 0])
 def test_a_shard_whose_checksum_on_the_server_differs_is_left_out(
     bucket: str, server: dict[str, str], monkeypatch: pytest.MonkeyPatch, whole_bytes: int
@@ -299,6 +300,7 @@ def test_a_query_reads_the_columns_it_names_and_the_shards_it_may_find_something
     assert {name for name, _ in read} == {"e0"}
 
 
+@pytest.mark.server
 def test_over_s3_a_query_fetches_little_of_a_large_shard_and_asks_once_for_a_small_one(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ):

@@ -373,6 +373,7 @@ def test_many_texts_are_embedded_in_bounded_batches() -> None:
     assert sizes == [256, 256, 88]
 
 
+@pytest.mark.server
 def test_on_s3_each_machine_has_an_index_of_its_own(bucket: str, tmp_path: Path) -> None:
     log = a_log(open_store(f"s3://{bucket}/prefix"))
     _words(log, 0, 1)
