@@ -10,7 +10,7 @@ import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -29,7 +29,9 @@ from storage.objects.object_store import LocalStore, StoredFile
 from storage.records import Message, RolloutGroup, Sampling, Task, Trajectory, Turn
 from storage.shards.codec import Provenance, summarise
 from storage.shards.shards import commit_shard
-from tasks.session import RunSession
+
+if TYPE_CHECKING:
+    from tasks.session import RunSession
 
 
 def a_config(**values: Any) -> RunConfig:
@@ -52,6 +54,8 @@ BASE = Policy(version=0, path="models/base", weights_sha256="0" * 64, parent=Non
 
 def a_session(log: RunLog | None = None, *, id: str = "s", cluster: Any = None, **values: Any) -> RunSession:
     """A session without processes, on a log in memory; `values` as in `a_config`."""
+    from tasks.session import RunSession  # Prefect, a second to import
+
     log = a_log() if log is None else log
     memory: Any = SimpleNamespace(peak_bytes=0)
     return RunSession(log, cluster, a_config(**values), memory=memory, id=id)

@@ -1,4 +1,4 @@
-"""Code that tests run in other processes; nothing here imports pytest, so a child starts in a tenth of a second."""
+"""Code that tests run in other processes: children of a process that has imported this, so each starts at once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _barrier: Any = None
 
 def run_together(function: Callable[..., Any], num_processes: int, *arguments: Any) -> list[Any]:
     """Results of `function(rank, *arguments)` in as many fresh processes; `meet()` holds each until all are there."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     barrier = context.Barrier(num_processes)
-    with context.Pool(num_processes, initializer=_remember, initargs=(barrier,)) as pool:
+    with context.Pool(num_processes, initializer=_start, initargs=(barrier, dict(os.environ))) as pool:
         calls = [pool.apply_async(function, (rank, *arguments)) for rank in range(num_processes)]
         return [call.get(timeout=400) for call in calls]
 
@@ -86,9 +87,10 @@ def has_imported(module: str) -> bool:
     return module in sys.modules
 
 
-def _remember(barrier: Any) -> None:
+def _start(barrier: Any, environment: dict[str, str]) -> None:
     global _barrier
     _barrier = barrier
+    os.environ.update(environment)
 
 
 def num_new_pages(first: str = "pass") -> int:

@@ -27,7 +27,6 @@ from tests.builders import SAMPLING, a_group, a_log, a_policy_folder, a_shard, a
 from tests.processes import commit_shards, race_for_keys, run_together, write_in_turns
 
 
-@pytest.mark.server
 def test_of_many_processes_exactly_one_wins_each_key(store: ObjectStore):
     won = run_together(race_for_keys, 4, store.uri, 20)
     assert Counter(key for keys in won for key in keys) == Counter(range(20))
@@ -86,7 +85,6 @@ def test_a_folder_is_listed_and_only_the_named_keys_in_it_are_deleted(store: Obj
     assert store.names("a") == ["10", "b", "z"] and not store.exists("ab/neighbour")
 
 
-@pytest.mark.server
 def test_what_another_process_writes_is_there_at_once(store: ObjectStore):
     """Two processes write the same keys in turns; after each turn the other one sees exactly that."""
     assert run_together(write_in_turns, 2, store.uri, 6) == [[], []]
@@ -160,7 +158,6 @@ def test_two_writers_of_one_log_take_turns(store: ObjectStore):
     assert store.names("runs/run/log") == [f"{number:020d}.json" for number in range(5)]
 
 
-@pytest.mark.server
 def test_processes_commit_shards_to_one_log_each_once(store: ObjectStore):
     log = a_log(store)
     run_together(commit_shards, 3, store.uri, "run", 4)

@@ -14,7 +14,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -46,9 +46,9 @@ _NUM_RANKS = (2, 4)
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """Settings, and what is done to the rows of four groups before they are trained."""
+    """Settings beside a small budget of tokens, and what is done to the rows of four groups before they are trained."""
 
-    settings: dict[str, object]
+    settings: dict[str, object] = field(default_factory=dict)
     rows: Callable[[Sequence[Row]], Sequence[Row]] = list
 
 
@@ -70,49 +70,31 @@ def _last_group_first(rows: Sequence[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: (-row.group, -row.attempt))
 
 
+_BASE_KL: dict[str, object] = {"kl": {"coefficient": 0.1}, "reference": {"kind": "base"}, "entropy_bonus": 0.01}
 _SCENARIOS = {
-    "small_packs": Scenario(settings={"tokens_per_microbatch": 24}),
+    "small_packs": Scenario(),
     "one_pack": Scenario(settings={"tokens_per_microbatch": 4096}),
     "another_order": Scenario(settings={"tokens_per_microbatch": 32}, rows=_last_group_first),
-    "uneven_minibatches": Scenario(settings={"tokens_per_microbatch": 24, "num_minibatches": 3}),
-    "masked_ranks": Scenario(settings={"tokens_per_microbatch": 24}, rows=_only_one_group_has_rewards),
-    "stale_ranks": Scenario(settings={"tokens_per_microbatch": 24}, rows=_two_groups_are_stale),
-    "idle_ranks": Scenario(settings={"tokens_per_microbatch": 24}, rows=_one_group),
-    "decoupled": Scenario(
-        settings={"tokens_per_microbatch": 24, "num_minibatches": 2, "stale_policy": "correct"},
-    ),
-    "clipped": Scenario(settings={"tokens_per_microbatch": 24, "max_grad_norm": 0.01}),
+    "uneven_minibatches": Scenario(settings={"num_minibatches": 3}),
+    "masked_ranks": Scenario(rows=_only_one_group_has_rewards),
+    "stale_ranks": Scenario(rows=_two_groups_are_stale),
+    "idle_ranks": Scenario(rows=_one_group),
+    "decoupled": Scenario(settings={"num_minibatches": 2, "stale_policy": "correct"}),
+    "clipped": Scenario(settings={"max_grad_norm": 0.01}),
     "everything_added": Scenario(
         settings={
-            "tokens_per_microbatch": 24,
+            **_BASE_KL,
             "loss": {"kind": "gspo"},
             "aggregation": "sequence_mean",
-            "kl": {"coefficient": 0.1},
-            "reference": {"kind": "base"},
-            "entropy_bonus": 0.01,
             "top_entropy_fraction": 0.5,
         },
     ),
-    "masked_ranks_go_backwards": Scenario(
-        settings={
-            "tokens_per_microbatch": 24,
-            "kl": {"coefficient": 0.1},
-            "reference": {"kind": "base"},
-            "entropy_bonus": 0.01,
-        },
-        rows=_only_one_group_has_rewards,
-    ),
+    "masked_ranks_go_backwards": Scenario(settings=_BASE_KL, rows=_only_one_group_has_rewards),
     "sapo": Scenario(
-        settings={
-            "tokens_per_microbatch": 24,
-            "loss": {"kind": "sapo"},
-            "aggregation": "constant",
-            "advantage": {"kind": "leave_one_out"},
-        },
+        settings={"loss": {"kind": "sapo"}, "aggregation": "constant", "advantage": {"kind": "leave_one_out"}}
     ),
     "cispo_under_loglinear_masks": Scenario(
         settings={
-            "tokens_per_microbatch": 24,
             "loss": {"kind": "cispo"},
             "aggregation": "sequence_mean",
             "decoupled": {"proximal": "loglinear", "correction": "sequence_mask"},
@@ -120,18 +102,15 @@ _SCENARIOS = {
     ),
     "kl_in_the_reward": Scenario(
         settings={
-            "tokens_per_microbatch": 24,
             "loss": {"kind": "clip", "dual_clip": 3.0},
             "advantage": {"kind": "opo"},
             "kl": {"coefficient": 0.1, "place": "reward", "estimator": "k1"},
             "reference": {"kind": "base"},
         },
     ),
-    "critic_of_masked_ranks": Scenario(
-        settings={"tokens_per_microbatch": 24, "advantage": {"kind": "gae"}}, rows=_only_one_group_has_rewards
-    ),
-    "critic": Scenario(settings={"tokens_per_microbatch": 24, "advantage": {"kind": "gae"}}),
-    "lora": Scenario(settings={"tokens_per_microbatch": 24, "lora": {"rank": 4}}),
+    "critic_of_masked_ranks": Scenario(settings={"advantage": {"kind": "gae"}}, rows=_only_one_group_has_rewards),
+    "critic": Scenario(settings={"advantage": {"kind": "gae"}}),
+    "lora": Scenario(settings={"lora": {"rank": 4}}),
 }
 _RESUMED: dict[str, object] = {
     "tokens_per_microbatch": 24,
@@ -151,7 +130,8 @@ def _run_scenarios(folder: Path, results: Path) -> None:
     """Two steps of every scenario; their weights, the second one's gradient, and both metrics go to `results`."""
     for name, scenario in _SCENARIOS.items():
         samples = _samples(folder, scenario)
-        trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **scenario.settings)
+        settings = {"tokens_per_microbatch": 24, **scenario.settings}
+        trainer = trainer_of(folder / "model", learning_rate=_LEARNING_RATE, **settings)
         metrics = [take_step(trainer, samples, step=step, max_staleness=1) for step in (1, 2)]
         _write(trainer, metrics, results / name)
 

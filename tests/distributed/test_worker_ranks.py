@@ -46,6 +46,14 @@ from trainers.worker import TrainerWorker
 
 _GROUPS = {"one": 1, "another": 1, "two": 2}
 _NUM_STEPS = 4
+_FAILURES = {
+    "full": ["OSError", "RankFailed"],
+    "unanswered": ["OSError", "RankFailed"],
+    "conflict": ["Conflict"] * 2,
+    "damaged": ["DamagedShard"] * 2,
+    "other_batch": ["RanksDiffer"] * 2,
+}
+"""Failed call → what each rank raises."""
 _RULES = a_config(batch_size=2, max_staleness=8, stale_policy="strict", min_usable=2)
 
 
@@ -179,67 +187,46 @@ def _policies(folder: Path) -> list[Path]:
     return [log.store.fetch_folder(step.policy.path, folder / "cache") for step in log.state.steps]
 
 
-def test_what_is_done_on_every_rank_is_known_to_all(seen: list[dict[str, Any]]) -> None:
+def test_what_is_done_on_every_rank_is_known_to_all_and_a_failure_names_whose_it_is(seen: list[dict[str, Any]]) -> None:
     for rank_seen in seen:
         assert rank_seen["all"] == [[0, 2], [1, 2]]
         assert rank_seen["first"] == "said by 0" and rank_seen["same"] == "yes"
         kind, message, _ = rank_seen["differing"]
         assert kind == "RanksDiffer" and "the same number (rank 0: 0, rank 1: 1), so nothing was done" in message
+    division = seen[0]["one_fails"]
+    assert division[0] == "ZeroDivisionError"
+    assert seen[1]["one_fails"] == ["RankFailed", f"rank 0: ZeroDivisionError: {division[1]}", 0]
 
 
-def test_where_one_rank_fails_all_do_and_say_whose_failure_it_is(seen: list[dict[str, Any]]) -> None:
-    assert seen[0]["one_fails"][0] == "ZeroDivisionError"
-    assert seen[1]["one_fails"] == ["RankFailed", f"rank 0: ZeroDivisionError: {seen[0]['one_fails'][1]}", 0]
-
-
-def test_a_step_that_could_not_be_saved_is_not_trained_a_second_time(folder: Path, seen: list[dict[str, Any]]) -> None:
-    assert seen[0]["full"][:2] == ["OSError", "the store is full"]
+def test_a_step_that_fails_on_one_rank_fails_on_all(seen: list[dict[str, Any]]) -> None:
+    """A store that is full, an answer that is lost, another session, a damaged shard, and different batches."""
+    kinds = {what: [rank_seen[what][0] for rank_seen in seen] for what in seen[0] if what in _FAILURES}
+    assert kinds == _FAILURES
+    assert seen[0]["full"][1] == "the store is full"
     assert seen[1]["full"] == ["RankFailed", "rank 0: OSError: the store is full", 0]
-    _assert_close(_policies(folder / "one")[0], _policies(folder / "two")[0])
-
-
-def test_a_commit_whose_answer_was_lost_is_found_by_all_ranks(folder: Path, seen: list[dict[str, Any]]) -> None:
-    assert [rank_seen["unanswered"][0] for rank_seen in seen] == ["OSError", "RankFailed"]
-    assert [step.claim.step for step in _log(folder / "two").state.steps] == [1, 2, 3, 4]
-
-
-def test_a_step_of_another_session_is_a_conflict_on_all_ranks(seen: list[dict[str, Any]]) -> None:
-    assert [rank_seen["conflict"][0] for rank_seen in seen] == ["Conflict", "Conflict"]
-
-
-def test_a_shard_that_one_rank_cannot_read_is_damaged_for_all(seen: list[dict[str, Any]]) -> None:
-    assert [rank_seen["damaged"][0] for rank_seen in seen] == ["DamagedShard", "DamagedShard"]
-    assert all("shard-2: sha256 differs" in rank_seen["damaged"][1] for rank_seen in seen)
-
-
-def test_ranks_that_hold_different_batches_train_neither(folder: Path, seen: list[dict[str, Any]]) -> None:
     for rank_seen in seen:
-        kind, message, _ = rank_seen["other_batch"]
-        assert kind == "RanksDiffer" and "do not have the same batch for step 4 (rank 0: " in message
-    _assert_close(_policies(folder / "one")[3], _policies(folder / "two")[3])
+        assert "shard-2: sha256 differs" in rank_seen["damaged"][1]
+        assert "do not have the same batch for step 4 (rank 0: " in rank_seen["other_batch"][1]
 
 
-def test_each_step_of_two_ranks_is_committed_once_with_whole_files(folder: Path, seen: list[dict[str, Any]]) -> None:
+def test_each_step_of_two_ranks_is_committed_once_and_makes_the_weights_that_one_rank_makes(
+    folder: Path, seen: list[dict[str, Any]]
+) -> None:
     log = _log(folder / "two")
+    assert [step.claim.step for step in log.state.steps] == [1, 2, 3, 4]
     assert [step.policy.weights_sha256 for step in log.state.steps] == seen[0]["steps"] == seen[1]["steps"]
     assert len(log.store.names(log.key("policies"))) == _NUM_STEPS and len(log.store.names(log.key("state"))) == 1
     state = log.store.fetch_folder(log.state.steps[1].state_path or "", folder / "cache")
     assert json.loads((state / "state.json").read_text()) == {"step": 2, "world_size": 2}
+    for one, two in zip(_policies(folder / "one"), _policies(folder / "two"), strict=True):
+        _assert_close(one, two)
+    digests = [json.loads((folder / name / "seen-0.json").read_text())["steps"] for name in ("one", "another")]
+    assert digests[0] == digests[1] and len(set(digests[0])) == _NUM_STEPS, "bit for bit in separate processes"
 
 
 def test_one_rank_broadcasts_what_both_have_trained(seen: list[dict[str, Any]]) -> None:
     assert [(rank_seen["sendable"], rank_seen["sent"]) for rank_seen in seen] == [(True, 1), (False, 0)]
     assert seen[0]["received"] > 5
-
-
-def test_two_ranks_make_the_weights_that_one_makes(folder: Path) -> None:
-    for one, two in zip(_policies(folder / "one"), _policies(folder / "two"), strict=True):
-        _assert_close(one, two)
-
-
-def test_separate_processes_make_equal_digests(folder: Path) -> None:
-    digests = [json.loads((folder / name / "seen-0.json").read_text())["steps"] for name in ("one", "another")]
-    assert digests[0] == digests[1] and len(set(digests[0])) == _NUM_STEPS
 
 
 @pytest.mark.parametrize("group", _GROUPS)

@@ -140,19 +140,6 @@ def test_what_is_missing_is_said(
                 read()
 
 
-def test_credentials_come_from_a_profile(
-    server: dict[str, str], bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    lines = [f"{name.lower()} = {server[name]}" for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")]
-    (tmp_path / "credentials").write_text("\n".join(["[cluster]", *lines]))
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    monkeypatch.setenv("AWS_PROFILE", "cluster")
-    store = open_store(f"s3://{bucket}/prefix")
-    assert store.put_if_absent("key", b"here") and store.get("key") == b"here"
-
-
 def test_a_uri_with_credentials_in_it_is_refused_without_repeating_them():
     with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID") as raised:
         open_store("s3://AKIDENTIFIER:verysecret@bucket/prefix")

@@ -6,10 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from settings.train import StalePolicy
 from storage.log.claims import NothingAccepted, next_claim, num_counted
 from storage.log.entries import Claim, ClaimedGroup, GroupSummary
 from storage.log.run_state import RunState
@@ -151,43 +148,6 @@ def test_with_nothing_accepted_the_default_is_an_error_that_counts_the_reasons()
         _claim(_state(*groups), max_attempts=4)
     assert "none of 8 groups was accepted: 5 filtered: uniform reward 1; 3 failed: 1 usable of 2" in str(caught.value)
     assert "3 env_error" in str(caught.value) and "rollout.on_nothing_accepted" in str(caught.value)
-
-
-group_kinds = st.fixed_dictionaries(
-    {
-        "rewards": st.lists(st.sampled_from([0.0, 1.0, None]), min_size=1, max_size=4),
-        "accepted": st.booleans(),
-        "version": st.integers(0, 3),
-    }
-)
-
-
-@given(
-    kinds=st.lists(group_kinds, max_size=12),
-    batch_size=st.integers(1, 4),
-    bound=st.integers(0, 3),
-    stale_policy=st.sampled_from(["strict", "mask"]),
-    max_attempts=st.integers(1, 4),
-)
-def test_a_claim_splits_the_queue_into_trained_left_and_done_with(
-    kinds: list[dict[str, Any]], batch_size: int, bound: int, stale_policy: StalePolicy, max_attempts: int
-):
-    groups = [a_summary(position, **kind) for position, kind in enumerate(kinds)]
-    state = _state(*groups, version=3)
-    rules = {"max_staleness": bound, "stale_policy": stale_policy, "max_attempts": max_attempts}
-    claim = _claim(state, batch_size, on_nothing_accepted="skip_step", **rules)
-    fit = [g for g in groups if g.accepted and g.usable >= 2 and g.head_version >= 3 - bound]
-    if len(fit) < batch_size and len(groups) < max_attempts * batch_size:
-        assert claim is None
-        return
-    assert claim is not None and bool(claim.fallback) == (not fit)
-    oldest = sorted(fit, key=lambda group: group.head_version)[:batch_size]
-    assert _ids(claim.trained) == [g.id for g in sorted(oldest, key=lambda group: group.position)]
-    taken = [group_id for ids in _taken(claim).values() for group_id in ids]
-    assert len(taken) == len(set(taken))
-    assert set(state.pending) - set(taken) == {g.id for g in fit} - set(_ids(claim.trained))
-    assert all(group.reason for group in [*claim.stale, *claim.filtered, *claim.failed])
-    assert claim == _claim(state, batch_size, on_nothing_accepted="skip_step", **rules)
 
 
 def test_admission_counts_what_a_step_may_still_train():

@@ -22,7 +22,7 @@ from storage.log.claims import next_claim
 from storage.log.entries import OUTCOMES, Alias, Entry, GroupSummary, Quarantine, Session, claimed_groups
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict, LogDamaged, RunState
-from tests.builders import BASE, MemoryStore, a_claim, a_config, a_log, a_shard, a_step, a_summary
+from tests.builders import BASE, MemoryStore, a_config, a_log, a_shard, a_step, a_summary
 
 
 def _with_groups() -> RunLog:
@@ -36,25 +36,6 @@ def _evaluation(shard_id: str = "e0") -> records.Evaluation:
     return records.Evaluation(
         version=0, split="test", score=0.5, num_tasks=2, num_failed=0, shard_id=shard_id, seconds=1.0
     )
-
-
-def test_the_fold_tells_what_is_pending_what_is_done_and_what_is_live():
-    log = _with_groups()
-    claim = a_claim(log.state, trained=["0.task1"], filtered=["0.task0"], failed=["0.task3"])
-    state = log.append(a_step(log.state, claim))
-    log.append(Alias(name="rollout", version=1, checksum="sum"))
-    log.append(records.Registration(version=1, model_name="run", registry_version="7"))
-    log.append(_evaluation())
-    assert list(state.pending) == ["0.task2"] and state.pending_accepted == 1
-    assert state.outcomes == {"0.task1": "trained", "0.task0": "filtered", "0.task3": "failed"}
-    assert state.positions == {0, 1, 2, 3}
-    assert state.live is not None and state.live.version == 1 and state.step == 1
-    assert state.shard_of["0.task2"] == "s0"
-    assert state.aliases["rollout"].version == 1
-    assert state.registrations[1].registry_version == "7"
-    assert [evaluation.score for evaluation in state.evaluations] == [0.5]
-    ones, none = ("trained", "filtered", "failed", "pending"), ("stale", "cancelled", "quarantined")
-    assert state.counters() == {"submitted": 4, **dict.fromkeys(ones, 1), **dict.fromkeys(none, 0)}
 
 
 def test_a_retried_step_is_recognised_by_its_policy_even_when_its_clock_differs():

@@ -119,7 +119,6 @@ def test_an_unknown_run_is_an_error_that_lists_the_known_ones():
         open_run(store, "third")
 
 
-@pytest.mark.server
 def test_a_second_trainer_is_refused_and_told_who_holds_the_run_until_that_one_is_killed(tmp_path: Path):
     log = a_log(local_store(tmp_path))
     held = tmp_path / "held"
