@@ -74,16 +74,6 @@ def test_compose_files_fit_the_compose_specification():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_docker_compose_itself_takes_both_files():
-    if not shutil.which("docker") or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
-        pytest.skip("docker compose is not installed")
-    for files in ([COMPOSE], [COMPOSE, INFRA / "compose.gpu.yaml"]):
-        command = ["docker", "compose", *(part for file in files for part in ("-f", str(file))), "config", "--quiet"]
-        environment = {"PATH": "/usr/bin:/usr/local/bin", **SECRETS}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-
 def test_compose_has_no_default_secret_and_publishes_on_loopback_unless_told_otherwise():
     for missing in SECRETS:
         with pytest.raises(ValueError, match=f"{missing}: choose"):

@@ -15,7 +15,6 @@ from botocore.retries.standard import ExponentialBackoff
 
 from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
-from storage.log.runs import open_run
 from storage.objects.digests import DIGEST_FILE, verify_folder
 from storage.objects.object_store import ConditionRefused, StoreError, StoreFull
 from storage.objects.opening import open_store, probe
@@ -185,20 +184,6 @@ def test_a_full_store_says_so_at_once(store: S3Store, proxy: FaultyS3, fault: Fa
             write("key", BODY)
     assert len(proxy.requests) == 2, "asking again makes no room"
     assert _content(store) == {}
-
-
-def test_a_shard_is_committed_once_whatever_happens_on_the_way(store: S3Store, proxy: FaultyS3):
-    log = a_log(store)
-    for fault in PASSING:
-        proxy.fail(fault, part="/shards/")
-        proxy.fail(fault, part="/log/")
-    for number in range(len(PASSING)):
-        shard = commit_shard(log, [a_group(number)], provenance=provenance(f"s{number}"), sampling=SAMPLING)
-        assert read_shard(log, shard).num_rows == 2
-    assert proxy.all_faults_happened
-    again = open_run(open_store(store.uri), "run").state
-    assert list(again.shards) == ["s0", "s1", "s2", "s3"] and again.entries == 2 + 4
-    assert again.counters()["submitted"] == 4
 
 
 def test_a_shard_of_which_a_bit_has_changed_is_damaged_also_where_the_server_notices(store: S3Store, proxy: FaultyS3):

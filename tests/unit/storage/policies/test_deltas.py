@@ -55,7 +55,7 @@ def _weights(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, torch.
     return old, new
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(weights=_weights(), chunk=st.sampled_from([1, 3, 256, 2**22]))
 def test_anchor_and_delta_give_the_whole_bit_for_bit(weights, chunk: int, tmp_path: Path):  # type: ignore[no-untyped-def]
     old, new = weights

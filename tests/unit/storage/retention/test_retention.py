@@ -493,7 +493,7 @@ def test_the_log_refuses_to_retire_what_is_needed_and_writers_that_come_after_th
 
 def test_a_writer_and_two_collectors_at_once(tmp_path: Path):
     """Nothing that is needed vanishes: not what was just written, and not what waits."""
-    rounds, rules = 25, Rules(keep_last=1)
+    rounds, rules = 10, Rules(keep_last=1)
     log = a_log(local_store(tmp_path))
     done = threading.Event()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,7 +16,7 @@ from storage.objects.digests import sha256_of
 from storage.shards.codec import shard_table
 from storage.shards.schema import BadShard, NewerSchema
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
-from tests.builders import SAMPLING, a_group, a_log, a_summary, a_trajectory, local_store, provenance
+from tests.builders import SAMPLING, a_group, a_log, a_summary, a_trajectory, provenance
 from tests.shard_files import file_with
 
 
@@ -128,17 +127,6 @@ def test_a_shard_made_with_another_tokenizer_is_damage():
     assert [read_shard(log, shards[i]).num_rows for i in (1, 3, 4)] == [2, 2, 2]
     with pytest.raises(DamagedShard, match="first shard s1"):
         read_shard(log, shards[2])
-
-
-def test_a_local_shard_is_mapped_and_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    log = a_log(local_store(tmp_path))
-    shard = _commit(log)
-
-    def copied(key: str) -> Any:
-        raise AssertionError(f"{key} was read into memory")
-
-    monkeypatch.setattr(log.store, "get", copied)
-    assert read_shard(log, shard).num_rows == 4
 
 
 def test_damage_crosses_processes_with_its_shard_id():
