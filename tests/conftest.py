@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -214,9 +215,13 @@ def home(tmp_path: Path, prefect_api: str) -> Home:
 @pytest.fixture(scope="session")
 def moto() -> Iterator[dict[str, str]]:
     """The AWS variables of a mock S3 server in this process."""
+    from botocore.loaders import JSONFileLoader
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
+    # Every new client reads the description of S3 anew, which takes longer than most tests.
+    load = functools.cache(JSONFileLoader().load_file)
+    JSONFileLoader.load_file = lambda self, file_path: load(file_path)
     put, one_at_a_time = S3Response.put_object, threading.Lock()
 
     def put_alone(self: S3Response) -> Any:
