@@ -155,6 +155,7 @@ class RunLog:
     def _open_anew(self) -> None:
         """Drop records that are in segments by now. Another thread sees the log as it was meanwhile."""
         fresh = type(self)(self.store, self.run_id)
+        fresh._one_at_a_time = self._one_at_a_time  # other threads wait at it
         fresh._segments, fresh._num_merged = self._segments, self._num_merged
         fresh.refresh()
         fresh._num_at_opening = fresh.state.entries

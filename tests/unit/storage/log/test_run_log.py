@@ -81,8 +81,13 @@ class _Slow(MemoryStore):
         return values
 
 
-def test_threads_that_share_a_log_fold_each_entry_once_and_leave_no_gap():
-    """A call that is cancelled leaves its thread behind, and the next call begins beside it."""
+@pytest.mark.parametrize("most_unpacked", [1000, 5])
+def test_threads_that_share_a_log_fold_each_entry_once_and_leave_no_gap(
+    monkeypatch: pytest.MonkeyPatch, most_unpacked: int
+):
+    """A call that is cancelled leaves its thread behind, and the next call begins beside it; also while the log is
+    opened again."""
+    monkeypatch.setattr("storage.log.run_log._MOST_UNPACKED", most_unpacked)
     store = _Slow()
     log = a_log(store)
     with ThreadPoolExecutor(8) as threads:
