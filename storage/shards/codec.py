@@ -55,7 +55,7 @@ class Provenance:
 def summarise(group: RolloutGroup) -> GroupSummary:
     """What the log stores of a group."""
     usable = group.usable
-    versions: set[int] = set().union(*(_distinct(turn.weight_versions) for t in usable for turn in t.turns))
+    versions: set[int] = set().union(*(turn.weight_versions for t in usable for turn in t.turns))
     rewards = [t.reward for t in usable if t.reward is not None]
     failures: Counter[str] = Counter()
     for trajectory in group.trajectories:
@@ -80,12 +80,6 @@ def summarise(group: RolloutGroup) -> GroupSummary:
         mean_reward=float(np.mean(rewards)) if rewards else None,
         retried=group.will_retry,
     )
-
-
-def _distinct(versions: list[int]) -> set[int]:
-    """The policies that sampled a turn. It is nearly always one, and then counting is much faster than hashing."""
-    one = versions[:1]
-    return set(one if one and versions.count(one[0]) == len(versions) else versions)
 
 
 def shard_table(
@@ -188,18 +182,14 @@ def _token_columns(rows: Sequence[_Row]) -> dict[str, pa.Array]:
     total = int(lengths.sum())
     if total > LARGEST:
         raise _Unwritable(f"{total} tokens are more than one shard holds ({LARGEST}); {_FLUSH_EARLIER}")
-    ids, logprobs, one = np.empty(total, np.int32), np.zeros(total, np.float32), np.empty(len(turns), np.int32)
+    ids, logprobs = np.empty(total, np.int32), np.zeros(total, np.float32)
+    versions = np.full(total, NOT_SAMPLED, np.int32)
     ends = np.cumsum(context + sampled)
     _place("input_ids", ids, [turn.context_ids for turn in turns], ends - sampled - context)
     _place("input_ids", ids, [turn.sampled_ids for turn in turns], ends - sampled)
     _place("logprobs", logprobs, [turn.logprobs for turn in turns], ends - sampled)
-    # Nearly every turn was sampled by one policy; only the others are copied version by version.
-    sampled_by = [_distinct(turn.weight_versions) for turn in turns]
-    mixed = [index for index, versions in enumerate(sampled_by) if len(versions) > 1]
-    _place("weight_versions", one, [[next(iter(v), NOT_SAMPLED) for v in sampled_by]], np.zeros(1, np.int64))
+    _place("weight_versions", versions, [turn.weight_versions for turn in turns], ends - sampled)
     spans = np.stack([context, sampled], axis=1).ravel()
-    versions = np.repeat(np.stack([np.full_like(one, NOT_SAMPLED), one], axis=1).ravel(), spans)
-    _place("weight_versions", versions, [turns[index].weight_versions for index in mixed], (ends - sampled)[mixed])
     values = {
         "input_ids": pa.array(ids),
         "loss_mask": pa.array(np.repeat(np.tile([False, True], len(turns)), spans)),
