@@ -9,8 +9,6 @@ import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import pytest
-
 from storage.log.entries import OUTCOMES
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -89,10 +87,3 @@ def check(uri: str, state: RunState) -> None:
 def test_200_kills_over_several_producers_and_a_trainer_lose_nothing(tmp_path: Path):
     uri = (tmp_path / "store").as_uri()
     check(uri, weather(uri, kills=200, longest_pause=0.2, environment={}))
-
-
-@pytest.mark.slow
-def test_kills_over_a_mock_bucket_lose_nothing(bucket: str, server: dict[str, str]):
-    """Fewer and slower: the server is one Python process."""
-    uri = f"s3://{bucket}/prefix"
-    check(uri, weather(uri, kills=30, longest_pause=1.0, environment=server))
