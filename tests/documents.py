@@ -189,7 +189,7 @@ COVERED_BY = {
     "export PREFECT_SERVER_DATABASE_CONNECTION_URL=*": f"needs PostgreSQL: {_POSTGRES}",
     "mlflow server *": f"needs PostgreSQL and a bucket; with the options of compose.yaml: {_POSTGRES}",
     "docker build *": "needs Docker; test_dockerfiles_copy_what_there_is_and_the_build_context_lets_through",
-    "docker compose config": "needs Docker: test_docker_compose_itself_takes_both_files",
+    "docker compose config": "needs Docker: test_compose_files_fit_the_compose_specification",
     "docker compose *": f"needs Docker; the same services as processes: {_POSTGRES}",
     "python3 -m venv docker-worker": "needs what the next command does; the Makefile makes .venv the same way",
     "docker-worker/bin/pip install *": "needs a package index; its version of Prefect: "
