@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from infra.user_code import load_object
 
@@ -121,6 +124,10 @@ class Counting:
         """Call the function of a user's file, where no event loop runs."""
         with ThreadPoolExecutor(1) as pool:
             pool.submit(raise_in_users_code, function, which).result()
+
+    async def warn(self, claim: Any) -> None:
+        """A message in the log, from another thread."""
+        await asyncio.to_thread(logging.getLogger("millrace.counting").warning, "in a thread")
 
     def process(self) -> int:
         """Process id of the first rank."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import traceback
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -30,9 +32,11 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    """The same one for all tests."""
-    async with Cluster(log_folder=tmp_path_factory.mktemp("logs"), num_workers=4) as cluster:
-        yield cluster
+    """The same one for all tests; its workers write JSON into their logs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MILLRACE_LOG_FORMAT", "json")
+        async with Cluster(log_folder=tmp_path_factory.mktemp("logs") / "my-run", num_workers=4) as cluster:
+            yield cluster
 
 
 async def _group(cluster: Cluster, num_ranks: int, name: str, **options: float) -> Hosted | HostedGroup:
@@ -47,6 +51,14 @@ async def test_one_rank_is_an_ordinary_worker_without_rendezvous(cluster: Cluste
     assert await hosted.call("add", 2, times=3) == 16 and "RANK" not in await hosted.call("environment")
     await hosted.prepare({"OMP_NUM_THREADS": "3"})
     assert (await hosted.call("environment"))["OMP_NUM_THREADS"] == "3"
+
+
+async def test_a_worker_names_the_run_itself_and_the_step_it_works_on_in_its_log(cluster: Cluster) -> None:
+    worker = await cluster.host("talker", _COUNTING)
+    await worker.call("open", start=0)
+    await worker.call("warn", SimpleNamespace(step=5))
+    [line] = [json.loads(line) for line in worker.log_file.read_text().splitlines() if "in a thread" in line]
+    assert line.items() >= {"run": "my-run", "worker": "talker", "call": "warn", "step": 5}.items()
 
 
 async def test_a_call_runs_on_every_rank_and_returns_the_first_ones_result(cluster: Cluster) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
 from datetime import UTC, datetime
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from infra.cluster import Cluster
 from infra.environment import prepare_environment
 from infra.structured_logs import log_driver, logs_are_json
 
@@ -61,36 +58,3 @@ def test_an_unknown_format_is_an_error_before_anything_starts(monkeypatch: pytes
         prepare_environment()
     monkeypatch.delenv("MILLRACE_LOG_FORMAT")
     assert not logs_are_json()
-
-
-class Talker:
-    """Hosted by the test below."""
-
-    opened = None
-
-    @classmethod
-    async def open(cls) -> Talker:
-        return cls()
-
-    async def train_step(self, claim: Any) -> None:
-        await asyncio.to_thread(logging.getLogger("millrace.talker").warning, "in a thread")
-
-
-@pytest.mark.server
-def test_a_hosted_worker_names_the_run_itself_and_the_step_it_works_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from storage.log.entries import Claim
-
-    monkeypatch.setenv("MILLRACE_LOG_FORMAT", "json")
-
-    async def talk() -> Path:
-        async with Cluster(log_folder=tmp_path / "my-run") as cluster:
-            worker = await cluster.host("trainer-0", "tests.unit.infra.test_structured_logs:Talker")
-            await worker.call("open")
-            await worker.call("train_step", Claim(step=5, base_version=4, trained=[], stale=[], filtered=[], failed=[]))
-            return worker.log_file
-
-    [line] = [json.loads(line) for line in asyncio.run(talk()).read_text().splitlines() if "in a thread" in line]
-    known = {"run": "my-run", "worker": "trainer-0", "call": "train_step", "step": 5}
-    assert {name: line[name] for name in known} == known
