@@ -73,6 +73,9 @@ class FaultyS3:
         self.server = variables
         self.requests: list[Request] = []
         self.closing = threading.Event()
+        self.is_up = threading.Event()
+        """Requests wait until it is set."""
+        self.is_up.set()
         self._plans: list[_Plan] = []
         self._lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
@@ -113,6 +116,7 @@ class FaultyS3:
             yield self
         finally:
             self.closing.set()
+            self.is_up.set()
             self._http.shutdown()
             self._http.server_close()
             thread.join()
@@ -127,6 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         proxy = self.proxy
+        proxy.is_up.wait()
         assert "Transfer-Encoding" not in self.headers, "the proxy reads bodies by their length"
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {name: value for name, value in self.headers.items() if name.lower() not in NOT_FORWARDED}
