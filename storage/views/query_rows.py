@@ -116,7 +116,7 @@ class ShardRows(_Rows):
         store, key = self._log.store, self._log.shard_key(shard.id)
         whole = store.get(key) if shard.num_bytes <= WHOLE_BYTES else None
         if whole is not None and sha256_of(whole) != shard.sha256:
-            raise DamagedShard(shard.id, _other_bytes(shard, len(whole)), key)
+            return read_shard(self._log, shard)  # raises `DamagedShard`, unless it was the connection
         with store.open_input(key) if whole is None else pa.BufferReader(whole) as source:
             schema = pa.ipc.open_file(source).schema
             check_schema(schema, name=shard.id)
@@ -129,16 +129,10 @@ class ShardRows(_Rows):
     def _damage(self, shard: Shard) -> str:
         """The damage of a file that could not be read; raises the store's error if it is the store's."""
         try:
-            data = self._log.store.get(self._log.shard_key(shard.id))
-        except FileNotFoundError:
-            return "the file is missing"
-        except DigestMismatch as error:
-            return str(error)
-        if sha256_of(data) == shard.sha256:
-            raise StoreError(
-                f"store {self._log.store.uri}: shard {shard.id} could not be read at first; run this again"
-            )
-        return _other_bytes(shard, len(data))
+            read_shard(self._log, shard, columns=())
+        except DamagedShard as error:
+            return error.reason
+        raise StoreError(f"store {self._log.store.uri}: shard {shard.id} could not be read at first; run this again")
 
 
 class RewardRows(_Rows):
@@ -165,10 +159,6 @@ class RewardRows(_Rows):
                 table = table.add_column(0, "name", pa.repeat(pa.scalar(name), len(table)))
                 table = table.append_column("shard_id", pa.repeat(pa.scalar(shard_id), len(table)))
                 yield from _narrowed(table, columns, mask)
-
-
-def _other_bytes(shard: Shard, num_bytes: int) -> str:
-    return f"its sha256 differs from the log's ({num_bytes} of {shard.num_bytes} bytes)"
 
 
 def _narrowed(table: pa.Table | None, columns: list[str], mask: ds.Expression | None) -> list[pa.RecordBatch]:
