@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
@@ -26,18 +24,11 @@ from storage.records import Message
 from tests.unit.rollouts.scripted_text import a_chat, from_tool, said, user
 from trainers.model.warmup import character_tokenizer
 
-QWEN2 = """
-{%- if tools %}<|im_start|>system
-You are helpful.
-
-# Tools
-{% for tool in tools %}
+QWEN2 = """<|im_start|>system
+You are helpful.{% for tool in tools or [] %}
 {{ tool | tojson }}
 {%- endfor %}<|im_end|>
-{% else %}<|im_start|>system
-You are helpful.<|im_end|>
-{% endif %}
-{%- for message in messages %}
+{% for message in messages %}
 {%- if message.role == "tool" %}
 {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}
 <tool_response>
@@ -265,13 +256,9 @@ def test_the_tokenizer_is_known_by_its_digests(tokens: ChatTokens, tokenizer_fol
     assert tokens.text([5, 6, 1]) == "01"
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_with_the_fix(tokenizer_folder: Path, tmp_path: Path):
-    shutil.copytree(tokenizer_folder, tmp_path, ignore=lambda *_: ["chat_template.jinja"], dirs_exist_ok=True)
+def test_a_tokenizer_without_a_template_or_one_that_does_not_close_replies_is_refused_with_the_fix():
     with pytest.raises(ValueError, match="no chat template; use an instruction-tuned model"):
-        ChatTokens.load(tmp_path)
-
-
-def test_a_template_that_does_not_close_replies_cannot_be_continued_and_says_so():
+        ChatTokens(byte_tokenizer(template="", special=["<end>"], end="<end>"))
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokens = ChatTokens(byte_tokenizer(template=template, special=["<end>"], end="<end>"))
     assert tokens.prompt([user("hi")])
@@ -279,20 +266,19 @@ def test_a_template_that_does_not_close_replies_cannot_be_continued_and_says_so(
         tokens.continuation([user("and?")], ended=True)
 
 
+@pytest.mark.server
 def test_the_tokenizer_is_autotokenizers_choice_and_its_import_is_spared_if_that_is_clear(tmp_path: Path):
-    model_types = ("qwen2", "qwen3", "llama")
-    for model_type in model_types:
+    from transformers import AutoTokenizer
+
+    for model_type in ("qwen2", "qwen3", "llama"):
         character_tokenizer(set("0123456789+=")).save_pretrained(tmp_path / model_type)
         (tmp_path / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
+        chosen = AutoTokenizer.from_pretrained(str(tmp_path / model_type))
+        loaded = ChatTokens.load(tmp_path / model_type).tokenizer
+        assert type(loaded) is type(chosen) and loaded.encode("12+7=") == chosen.encode("12+7=")
     code = (
         "import sys; from pathlib import Path; from rollouts.chat.chat_tokens import ChatTokens\n"
-        f"for model_type in {model_types}:\n"
-        f"    loaded = ChatTokens.load(Path({str(tmp_path)!r}, model_type)).tokenizer\n"
-        "    print(type(loaded).__name__, loaded.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
+        f"[ChatTokens.load(Path({str(tmp_path)!r}, name)) for name in ('qwen2', 'qwen3')]\n"
+        "sys.exit('transformers.generation.utils' in sys.modules)"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    chosen = [AutoTokenizer.from_pretrained(str(tmp_path / model_type)) for model_type in model_types]
-    assert printed.splitlines()[-3:] == [
-        f"{type(tokenizer).__name__} {tokenizer.encode('12+7=')} {model_type == 'llama'}"
-        for tokenizer, model_type in zip(chosen, model_types, strict=True)
-    ]
+    subprocess.run([sys.executable, "-c", code], check=True)
