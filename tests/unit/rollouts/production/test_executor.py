@@ -45,17 +45,9 @@ class _Executor(Executor):
     """What a worker does with its quota and its executor, in one call."""
 
     def set_version(self, version: int, *, accepted: int, paused: bool = False) -> None:
-        num_producers = self._quota.num_producers
-        self._quota.rebase(version=version, committed=accepted, num_producers=num_producers, paused=paused)
+        num_producers = self.quota.num_producers
+        self.quota.rebase(version=version, committed=accepted, num_producers=num_producers, paused=paused)
         self.admit()
-
-    @property
-    def room(self) -> int:
-        return self._quota.room
-
-    @property
-    def wanted(self) -> int:
-        return self._quota.wanted
 
 
 _LIMITS: dict[str, Any] = {
@@ -228,7 +220,7 @@ async def test_synchronous_training_stops_at_a_batch_until_the_next_version(toke
     async with _executing(tokens) as executor:
         first = await executor.prepare_batch()
         executor.mark_committed(first)
-        assert _positions(first) == [0, 1, 2, 3] and executor.room == 0
+        assert _positions(first) == [0, 1, 2, 3] and executor.quota.room == 0
         assert await executor.prepare_batch() == []
         waiting = asyncio.create_task(wait_for_work(executor))
         await asyncio.sleep(0.02)
@@ -450,7 +442,7 @@ async def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(
         executor.set_version(0, accepted=0, paused=True)
         gate.set()
         groups = await collecting
-        assert len(groups) == 2 and not executor.in_flight() and executor.wanted == 0
+        assert len(groups) == 2 and not executor.in_flight() and executor.quota.wanted == 0
         executor.mark_committed(groups)
         waiting = asyncio.ensure_future(wait_for_work(executor))
         await asyncio.sleep(0.01)
