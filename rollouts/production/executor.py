@@ -154,16 +154,6 @@ class Executor:
         """These groups, handed out before, are counted by the log from now on."""
         self.quota.commit(sum(self._counts(group) for group in groups))
 
-    async def rollout_batch(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """Attempt these prompts once and return every group, whatever a filter says of it. For debugging."""
-        gate = asyncio.Semaphore(self.config.rollout.max_concurrent)
-
-        async def one(prompt: Prompt) -> RolloutGroup:
-            async with gate:
-                return await self._play(prompt)
-
-        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
-
     async def close(self) -> list[RolloutGroup]:
         """Cancel what is running, whose prompts are free again later; returns what has finished meanwhile."""
         self._ready.clear()
@@ -209,7 +199,7 @@ class Executor:
             return
         while self._ready and self.quota.room > 0:
             prompt = self._ready.popleft()
-            task = asyncio.create_task(self._play(prompt))
+            task = asyncio.create_task(self.play(prompt))
             self._running[task] = _Running(prompt=prompt, version=self._version, started=_now())
             self.quota.start()
             task.add_done_callback(self._end)
@@ -243,7 +233,8 @@ class Executor:
         self.quota.end(counted=sum(map(self._counts, passed)))
         self._changed.set()
 
-    async def _play(self, prompt: Prompt) -> RolloutGroup:
+    async def play(self, prompt: Prompt) -> RolloutGroup:
+        """Attempt a prompt once; nothing is counted."""
         return await self.player.group(
             prompt.task,
             group_id=prompt.group_id,

@@ -264,7 +264,13 @@ class RolloutWorker:
 
     async def rollout_batch(self, num_prompts: int) -> list[RolloutGroup]:
         """Attempt the first prompts of the run once and return every group; for debugging, nothing is committed."""
-        return await self._executor.rollout_batch([self.leases.prompts.at(position) for position in range(num_prompts)])
+        gate = asyncio.Semaphore(self.config.rollout.max_concurrent)
+
+        async def play(position: int) -> RolloutGroup:
+            async with gate:
+                return await self._executor.play(self.leases.prompts.at(position))
+
+        return list(await asyncio.gather(*map(play, range(num_prompts))))
 
     def can_receive(self) -> bool:
         """True if a broadcast would be taken at once, and not after an evaluation."""
