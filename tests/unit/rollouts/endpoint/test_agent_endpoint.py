@@ -325,19 +325,6 @@ async def test_a_client_that_goes_away_and_a_session_that_ends_stop_what_is_gene
         assert len(agent.chat.turns) == 1
 
 
-async def test_parallel_requests_of_one_session_run_at_once_on_their_own_branches(text_tokens: ChatTokens):
-    async with served(text_tokens, "two", "one", "and one", "and two", engine=Waiting) as agent:
-        engine: Any = agent.chat.engine
-        first = asyncio.create_task(agent.ask("1"))
-        await engine.busy.wait()
-        second = await agent.ask("2")  # answered while the first is being generated
-        engine.go.set()
-        await agent.ask("1", (await first).choices[0].message.content, "more")
-        await agent.ask("2", second.choices[0].message.content, "more")
-    assert agent.sequences == [0, 1, 1, 0]
-    assert [text_tokens.text(turn.sampled_ids) for turn in agent.chat.turns] == ["two", "one", "and one", "and two"]
-
-
 def test_an_event_loop_has_one_server_until_it_is_closed():
     async def inside() -> list[Any]:
         first, again = agent_endpoint(), agent_endpoint()

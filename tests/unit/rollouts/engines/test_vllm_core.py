@@ -16,6 +16,8 @@ import pytest
 from rollouts.engines.vllm_core import CoreStart
 from tests.processes import has_imported, num_new_pages
 
+pytestmark = pytest.mark.server
+
 
 def _spawning() -> Any:
     return multiprocessing.get_context("spawn")

@@ -22,6 +22,7 @@ from rollouts.environments.verifiers_environments import VerifiersWorkflow
 from storage.records import RolloutGroup, Task, Trajectory
 from tests.unit.rollouts.scripted_text import an_engine, play_group
 
+pytestmark = pytest.mark.server
 _TASKSETS = Path(__file__).parent / "verifiers_tasksets"
 
 
@@ -51,16 +52,12 @@ def _said(trajectory: Trajectory) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in trajectory.messages]
 
 
-def test_a_taskset_becomes_tasks_and_holds_out_every_tenth():
+def test_a_taskset_becomes_tasks_and_a_single_turn_is_recorded_and_scored_by_verifiers(text_tokens: ChatTokens):
     workflow = VerifiersWorkflow("sums_taskset")
-    assert [task.id for task in workflow.tasks("test")] == ["test-9", "test-19"]
+    assert [task.id for task in workflow.tasks("test")] == ["test-9", "test-19"], "every tenth is held out"
     train = workflow.tasks("train")
     assert len(train) == 18 and train[0] == Task(id="train-0", prompt="0+1=")
-
-
-def test_a_single_turn_is_recorded_and_scored_by_verifiers(text_tokens: ChatTokens):
-    workflow = VerifiersWorkflow("sums_taskset")
-    task = workflow.tasks("train")[5]
+    task = train[5]
     engine = ScriptedEngine(lambda *_: [*text_tokens.tokenizer("6")["input_ids"], text_tokens.end_id])
     group = _group(workflow, task, text_tokens, engine, n_samples=4)
     for trajectory in group.trajectories:
@@ -84,14 +81,9 @@ def test_an_exchange_of_several_turns_is_one_sequence(text_tokens: ChatTokens):
     ]
     assert [turn.sequence_idx for turn in trajectory.turns] == [0, 0, 0]
     assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"found": 1.0, "guesses": 3.0})
-
-
-def test_verifiers_turn_limit_ends_the_attempt_as_max_turns(text_tokens: ChatTokens):
-    workflow = VerifiersWorkflow("guessing_taskset")
-    engine = an_engine(text_tokens, "1", "1", "1", "1")
-    trajectory = _attempt(workflow, workflow.tasks("train")[6], text_tokens, engine)
-    assert (trajectory.status, trajectory.error, len(trajectory.turns)) == ("max_turns", "", 4)
-    assert (trajectory.reward, trajectory.usable) == (0.0, True)
+    lost = _attempt(workflow, task, text_tokens, an_engine(text_tokens, "1", "1", "1", "1"))
+    assert (lost.status, lost.error, len(lost.turns)) == ("max_turns", "", 4), "verifiers' own limit of turns"
+    assert (lost.reward, lost.usable) == (0.0, True)
 
 
 def test_its_tools_are_offered_to_the_policy_and_executed(text_tokens: ChatTokens):
