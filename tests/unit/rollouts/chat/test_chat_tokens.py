@@ -20,7 +20,6 @@ from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import tool
 from rollouts.engines.scripted_engine import ScriptedEngine
-from storage.records import Message
 from tests.unit.rollouts.scripted_text import a_chat, from_tool, said, user
 from trainers.model.warmup import character_tokenizer
 
@@ -169,30 +168,25 @@ def _decoded(tokens: ChatTokens, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3"])
-@pytest.mark.parametrize("new", [[user("and?")], [from_tool("42")], [from_tool("42"), from_tool("43")]])
-def test_what_follows_a_reply_is_what_the_template_puts_there(name: str, new: list[Message]):
+def test_what_follows_a_reply_is_what_the_template_puts_there(name: str):
     tokens = family(name)
-    past = [user("hi"), said("hello")]
     end = tokens.tokenizer.eos_token
-    whole = _decoded(tokens, tokens.prompt([*past, *new]))
-    behind = whole.partition("hello" + end)[2]
-    assert _decoded(tokens, tokens.continuation(new, ended=True)) == behind
-    assert _decoded(tokens, tokens.continuation(new, ended=False)) == end + behind
+    for new in ([user("and?")], [from_tool("42")], [from_tool("42"), from_tool("43")]):
+        behind = _decoded(tokens, tokens.prompt([user("hi"), said("hello"), *new])).partition("hello" + end)[2]
+        assert _decoded(tokens, tokens.continuation(new, ended=True)) == behind
+        assert _decoded(tokens, tokens.continuation(new, ended=False)) == end + behind
 
 
-@pytest.mark.parametrize(
-    ("name", "new", "text"),
-    [
+def test_a_template_with_rules_of_its_own_for_history_is_continued_too():
+    for name, new, text in [
         # Qwen3's drops what was thought before the last question, and a reply that is the last one looks different.
         ("qwen3", user("and?"), "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"),
         ("qwen3", from_tool("42"), "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"),
         # Mistral's insists on the ids of calls.
         ("mistral", from_tool("42"), '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'),
-    ],
-)
-def test_a_template_with_rules_of_its_own_for_history_is_continued_too(name: str, new: Message, text: str):
-    tokens = family(name)
-    assert _decoded(tokens, tokens.continuation([new], ended=True)) == text
+    ]:
+        tokens = family(name)
+        assert _decoded(tokens, tokens.continuation([new], ended=True)) == text
 
 
 def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():

@@ -147,40 +147,34 @@ def _no_schema(a: Callable[[int], int]) -> None: ...
 def _unknown_type(a: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [
+def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_written():
+    for function, problem in [
         (_no_docstring, "'_no_docstring' has no docstring"),
         (_no_hint, "'_no_hint': parameter 'b' has no type hint"),
         (_any_number, r"parameter \*numbers: 'int' cannot be given by name"),
         (_only_by_position, "parameter a: 'int' cannot be given by name"),
         (_no_schema, "type has no JSON schema"),
         (_unknown_type, "name 'Nowhere' is not defined"),
-    ],
-)
-def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_written(function: Callable[..., Any], problem: str):
-    function.__doc__ = None if function is _no_docstring else "Do it."
-    with pytest.raises(ValueError, match=problem):
-        tool(function)
+    ]:
+        function.__doc__ = None if function is _no_docstring else "Do it."
+        with pytest.raises(ValueError, match=problem):
+            tool(function)
     with pytest.raises(ValueError, match="same name"):
         _calls(("add", "{}"), tools=[add, add])
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "told"),
-    [
+def test_what_the_policy_wrote_wrongly_is_told_to_it():
+    for name, arguments, told in [
         ("ad", '{"a": 1}', "error: there is no tool 'ad', only add"),
         ("add", '{"a": 1', "error: Invalid JSON: EOF while parsing an object at line 1 column 7"),
         ("add", "[1, 2]", "error: Input should be an object"),
         ("add", '{"b": 2}', "error: a: Field required"),
         ("add", '{"a": "x", "c": 1}', "error: a: Input should be a valid integer, .*; c: Extra inputs are .*permitted"),
-    ],
-)
-def test_what_the_policy_wrote_wrongly_is_told_to_it(name: str, arguments: str, told: str):
-    wrong, right = _calls((name, arguments), ("add", '{"a": 1}'), tools=[add])
-    assert wrong.failed and (wrong.name, wrong.arguments, wrong.seconds) == (name, arguments, 0.0)
-    assert re.fullmatch(told, wrong.result)
-    assert (right.result, right.failed) == ("4", False)
+    ]:
+        wrong, right = _calls((name, arguments), ("add", '{"a": 1}'), tools=[add])
+        assert wrong.failed and (wrong.name, wrong.arguments, wrong.seconds) == (name, arguments, 0.0)
+        assert re.fullmatch(told, wrong.result)
+        assert (right.result, right.failed) == ("4", False)
 
 
 def _no_parameters(function: Callable[[], Any], name: str = "act") -> Tool:
