@@ -85,14 +85,12 @@ def test_the_observation_of_reset_and_of_every_step_is_in_the_prompt(tokens: Cha
     assert (trajectory.status, trajectory.reward, workflow.made[0].closed) == ("ok", 1.0, 1)
 
 
-@pytest.mark.parametrize(("step_reward", "values"), [(None, [2.0, 4.0, 8.0]), (-1.0, [0.5, 3.0, 8.0])])
-def test_rewards_of_later_turns_are_added_discounted_once_per_turn(
-    tokens: ChatTokens, step_reward: float | None, values: list[float]
-):
-    make = functools.partial(_Counter, prize=8.0, step_reward=step_reward)
-    trajectory = _attempt(tokens, _Workflow(make, discount=0.5))
-    assert trajectory.reward_parts == {f"turn_{turn}": value for turn, value in enumerate(values)}
-    assert trajectory.reward == values[0]
+def test_rewards_of_later_turns_are_added_discounted_once_per_turn(tokens: ChatTokens):
+    for step_reward, values in [(None, [2.0, 4.0, 8.0]), (-1.0, [0.5, 3.0, 8.0])]:
+        make = functools.partial(_Counter, prize=8.0, step_reward=step_reward)
+        trajectory = _attempt(tokens, _Workflow(make, discount=0.5))
+        assert trajectory.reward_parts == {f"turn_{turn}": value for turn, value in enumerate(values)}
+        assert trajectory.reward == values[0]
 
 
 @given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -192,13 +193,13 @@ async def test_uniform_groups_are_dropped_only_where_asked_for_and_give_their_ro
     assert sum(group.accepted for group in groups) == 4 and _positions(groups) == list(range(len(groups)))
 
 
-@pytest.mark.parametrize("returned", [[Score(reward=1.0)], None, "1.0"], ids=["list", "nothing", "text"])
-async def test_a_workflow_that_returns_anything_but_one_score_is_an_error(tokens: ChatTokens, returned: Any):
+async def test_a_workflow_that_returns_anything_but_one_score_is_an_error(tokens: ChatTokens):
     async def play(task: Task, chat: Chat) -> Any:
         return returned
 
-    with pytest.raises(WrongWorkflow, match=f"returned {type(returned).__name__}; one call plays one attempt"):
-        await _one_batch(tokens, play)
+    for returned in ([Score(reward=1.0)], None, "1.0"):
+        with pytest.raises(WrongWorkflow, match=f"returned {type(returned).__name__}; one call plays one attempt"):
+            await _one_batch(tokens, play)
 
 
 async def test_no_more_groups_run_at_once_than_allowed_and_a_reply_cut_off_is_truncated_and_trained(tokens: ChatTokens):
@@ -208,13 +209,12 @@ async def test_no_more_groups_run_at_once_than_allowed_and_a_reply_cut_off_is_tr
     assert engine.peak_running == 3 * 2
 
 
-@pytest.mark.parametrize("wanted", [0, 1, 2, 4, 5, 6])
-@pytest.mark.parametrize("dynamic_batch", [False, True])
-async def test_a_run_makes_exactly_as_many_groups_as_it_needs(tokens: ChatTokens, wanted: int, dynamic_batch: bool):
+async def test_a_run_makes_exactly_as_many_groups_as_it_needs(tokens: ChatTokens):
     """Of five tasks: none, some, all but one, all, one more."""
-    limits = {"total_groups": wanted, "max_staleness": 9, "batch_size": 2, "dynamic_batch": dynamic_batch}
-    groups = await _everything(tokens, num_tasks=5, **limits)
-    assert sorted(_positions(groups)) == list(range(wanted)) and len({group.id for group in groups}) == wanted
+    for wanted, dynamic_batch in itertools.product((0, 1, 2, 4, 5, 6), (False, True)):
+        limits = {"total_groups": wanted, "max_staleness": 9, "batch_size": 2, "dynamic_batch": dynamic_batch}
+        groups = await _everything(tokens, num_tasks=5, **limits)
+        assert sorted(_positions(groups)) == list(range(wanted)) and len({group.id for group in groups}) == wanted
 
 
 async def _broken(task: Task, chat: Chat) -> Score:
@@ -337,22 +337,25 @@ async def test_groups_that_have_not_begun_are_given_up_or_called_back_as_those_t
         assert executor.in_flight().count(0) == 0
 
 
-async def test_groups_at_hand_are_flushed_when_the_version_changes(tokens: ChatTokens):
-    slow = asyncio.Event()
-
+async def test_groups_at_hand_are_flushed_when_the_version_changes_and_closing_cancels_what_runs(tokens: ChatTokens):
     async def play(task: Task, chat: Chat) -> Score:
         if int(task.prompt) % 2:
-            await slow.wait()
+            await asyncio.Event().wait()
         return await _answer(task, chat)
 
     async with _executing(tokens, play) as executor:
         batch = asyncio.create_task(executor.prepare_batch())
-        await asyncio.sleep(0.05)
+        while executor.num_finished < 2:
+            await executor.wait_for_change()
         assert not batch.done()
         executor.set_version(1, accepted=4)
-        first = await batch
-        assert first and all(int(group.task.prompt) % 2 == 0 for group in first)
-        slow.set()
+        first, seen = await batch, executor.num_finished
+        while executor.num_finished == seen:
+            await executor.wait_for_change()
+        handed_out = [*first, *await executor.close()]
+        assert len(handed_out) == executor.num_finished > len(first) > 0
+        assert all(int(group.task.prompt) % 2 == 0 for group in handed_out if group.accepted)
+        assert executor.in_flight() == []
 
 
 @pytest.mark.parametrize("limits", [{"shard_bytes": 1024}, {"shard_seconds": 0.05}], ids=["bytes", "seconds"])
@@ -389,21 +392,6 @@ async def test_rejected_groups_do_not_complete_a_step_and_are_committed_by_the_b
 
     groups = await _one_batch(tokens, play, drop_uniform_groups=True, max_concurrent=1, max_staleness=4)
     assert len(groups) == 4 and 0 < sum(group.accepted for group in groups) < 4
-
-
-async def test_closing_cancels_what_runs_and_hands_out_what_has_finished(tokens: ChatTokens):
-    async def play(task: Task, chat: Chat) -> Score:
-        if int(task.prompt) % 2:
-            await asyncio.Event().wait()
-        return await _answer(task, chat)
-
-    async with _executing(tokens, play) as executor:
-        executor.set_version(0, accepted=0)
-        while executor.num_finished < 2:
-            await executor.wait_for_change()
-        finished = await executor.close()
-        assert len(finished) == executor.num_finished and all(int(group.task.prompt) % 2 == 0 for group in finished)
-        assert executor.in_flight() == []
 
 
 async def test_paused_it_finishes_what_runs_and_begins_nothing_of_what_is_ready(tokens: ChatTokens) -> None:
