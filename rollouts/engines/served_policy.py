@@ -26,7 +26,7 @@ logger = logging.getLogger("millrace.rollout")
 
 @dataclass(kw_only=True, eq=False)
 class ServedPolicy:
-    """The policy of one engine. Call `first`, start the engine with it, and hand the engine over to `serve`."""
+    """The policy of one engine. Call `first`, start an engine with it, and set `engine` and `version`."""
 
     log: RunLog
     log_lock: asyncio.Lock
@@ -35,6 +35,7 @@ class ServedPolicy:
     most_behind: float
     """Versions that the engine may be behind the newest one while that one cannot be made."""
     engine: Engine = field(init=False)
+    """Gets the updates."""
     version: int = field(default=0, init=False)
     """The policy version the engine serves."""
     pin: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -63,10 +64,6 @@ class ServedPolicy:
     def base(self) -> Path:
         """The folder of the base policy, which adapters are for."""
         return self._reader.fetch(find_policy(self.log, 0))
-
-    def serve(self, engine: Engine, version: int) -> None:
-        """From here on updates go to this engine, which has that version."""
-        self.engine, self.version = engine, version
 
     async def publish(self, policy: Policy) -> WeightUpdate | None:
         """Serve a policy from the next token on, read from the store.

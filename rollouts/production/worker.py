@@ -124,7 +124,7 @@ class RolloutWorker:
         engine = make_engine(config.engine, model, seed=config.seed, version=policy.version, lora_rank=lora_rank)
         tokens = ChatTokens.load(model)
         checksum = await engine.start(folder, policy.version)
-        served.serve(engine, policy.version)
+        served.engine, served.version = engine, policy.version
         rewards = RewardPool(
             num_processes=config.reward.processes,
             timeout=config.reward.timeout,
