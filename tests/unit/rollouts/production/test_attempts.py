@@ -18,6 +18,8 @@ from storage.records import RolloutGroup, Sampling, Task
 from tests.builders import a_config
 from tests.unit.rollouts.reward_functions import for_ever, length, nothing
 
+pytestmark = pytest.mark.server
+
 
 class _Lengths(Workflow):
     """The reply's length is worth something, its style is not applicable."""
@@ -91,7 +93,6 @@ def test_a_misspelt_weight_stops_the_first_group(tokens: ChatTokens):
         _group(tokens, _Lengths(), weights={"lenght": 2.0})
 
 
-@pytest.mark.server
 @pytest.mark.parametrize("on_timeout", ["exclude", "zero", "fail"])
 def test_a_reward_that_takes_too_long_excludes_its_attempt_counts_as_zero_or_fails_the_run(
     tokens: ChatTokens, on_timeout: str

@@ -88,22 +88,13 @@ def test_the_order_in_which_groups_finish_changes_no_digit(problems: list[list[f
 
 
 class _Held(Workflow):
-    """Answers, and counts how many attempts stand in it at once; problem 3 fails, 4 is answered with half a reward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak_live = 0
+    """Problem 3 fails, 4 is answered with half a reward."""
 
     async def run(self, task: Task, chat: Chat) -> Score:
-        self.live += 1
-        self.peak_live = max(self.peak_live, self.live)
-        try:
-            await chat.ask(task.prompt)
-            if task.id == "3":
-                raise KeyError("held out by mistake")
-            return Score(reward={"4": 0.5}.get(task.id, float(workflow_context().attempt)))
-        finally:
-            self.live -= 1
+        await chat.ask(task.prompt)
+        if task.id == "3":
+            raise KeyError("held out by mistake")
+        return Score(reward={"4": 0.5}.get(task.id, float(workflow_context().attempt)))
 
 
 class _CountedPlayer(Player):
@@ -127,17 +118,11 @@ class _Bench:
     """A log in memory, a player, and the evaluation between them."""
 
     def __init__(
-        self,
-        tokens: ChatTokens,
-        workflow: Workflow | None = None,
-        *,
-        max_tokens: int = 8,
-        **limits: Any,
+        self, tokens: ChatTokens, workflow: Workflow | None = None, *, max_tokens: int = 8, **limits: Any
     ) -> None:
-        self.workflow = workflow or _Held()
         self.engine = ScriptedEngine(lambda *_: [5, 6, 1])
         self.player = _CountedPlayer(
-            workflow=self.workflow,
+            workflow=workflow or _Held(),
             engine=self.engine,
             tokens=tokens,
             rewards=RewardPool(num_processes=1, timeout=5),
@@ -187,10 +172,10 @@ def test_an_evaluation_says_what_was_asked_and_what_failed_and_an_older_one_can_
 
 
 def test_thousands_of_problems_are_held_a_few_at_a_time_and_committed_in_pieces(tokens: ChatTokens):
-    bench, limit, count = _Bench(tokens), 16, 2_000
+    bench, limit, count = _Bench(tokens), 16, 1_000
     found = asyncio.run(bench.evaluate(count, n_samples=1, max_concurrent=limit))
     assert found.num_tasks == count and found.num_failed == 1
-    assert bench.player.peak_running == limit == bench.workflow.peak_live  # type: ignore[attr-defined]
+    assert bench.player.peak_running == limit
     assert evaluation.GROUPS_PER_SHARD < bench.player.peak_held <= limit + evaluation.GROUPS_PER_SHARD
     assert found.num_shards == math.ceil(count / evaluation.GROUPS_PER_SHARD) == len(bench.log.state.shards)
     assert list(bench.log.state.shards) == found.shard_ids and found.shard_ids[:2] == ["eval0", "eval0-1"]
