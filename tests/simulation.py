@@ -220,7 +220,7 @@ class _Simulation:
         self._executors: list[Executor] = []
         for number in range(scenario.num_workers):
             presence = Presence(self._log, f"rollout-{number}", outside=False, lease_timeout=60.0)
-            leases = Leases(self._log, lock, config=self._config, presence=presence, prompts=prompts)
+            leases = Leases(log=self._log, lock=lock, config=self._config, presence=presence, prompts=prompts)
             executor = Executor(player=player, lease=leases.take, quota=leases.quota, config=self._config)
             self._leases.append(leases)
             self._executors.append(executor)

@@ -206,7 +206,6 @@ def test_only_workers_reach_past_the_records_into_the_store():
     workers = {
         "rollouts/production/worker.py",
         "rollouts/engines/served_policy.py",
-        "rollouts/production/shard_writer.py",
         "rollouts/production/leases.py",
         "rollouts/production/head_start.py",
         "trainers/worker.py",

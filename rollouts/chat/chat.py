@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.chat.chat_tokens import ChatTokens
-from rollouts.chat.tool_parsing import CallRequest, ParsedReply, ToolParser
+from rollouts.chat.tool_parsing import ParsedReply, ToolParser
 from rollouts.chat.tools import Tool, run_calls
 from rollouts.engines.engine import Engine
 from settings.errors import InvalidInput
@@ -31,23 +31,17 @@ class OutOfRoom(Exception):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reply:
-    """The policy's reply in one turn."""
+class Reply(ParsedReply):
+    """The policy's reply in one turn, split into text and calls."""
 
     text: str
     """The whole reply, as recorded. To go on from here, send it as the `content` of an assistant message."""
-    content: str
-    """The reply without its tool calls."""
-    tool_calls: list[CallRequest]
-    """In the order they were written."""
     finish_reason: str
     """`stop` or `length`, from the engine."""
     turn_idx: int
     """Its index in `Chat.turns`."""
     num_prompt_tokens: int
     """Number of tokens before it."""
-    malformed_call: str = ""
-    """The text after the mark that opens a call, if the call cannot be read."""
 
     @property
     def cut_off(self) -> bool:
@@ -171,10 +165,8 @@ class Chat:
             adapters=generation.adapters,
         )
         reply = Reply(
+            **vars(parsed),
             text=text,
-            content=parsed.content,
-            tool_calls=parsed.tool_calls,
-            malformed_call=parsed.malformed_call,
             finish_reason=generation.finish_reason,
             turn_idx=len(self.turns),
             num_prompt_tokens=len(prompt_ids),

@@ -41,7 +41,7 @@ from rollouts.endpoint.openai_wire import (
 )
 from rollouts.engines.engine import EngineError
 from rollouts.workflow import Score
-from storage.records import Message, Sampling
+from storage.records import Message
 
 _KEEP_ALIVE = 60
 """Seconds that an idle connection stays open, so that an agent may think without a new connection."""
@@ -68,22 +68,17 @@ class Session:
         """Why the last request failed; None if it succeeded. It explains an agent that then gave up."""
         self.responses: dict[str, list[WireMessage]] = {}
         """Response id (Responses API) → the conversation up to and with that response, without instructions."""
-        self._chat = chat
+        self.chat = chat
         self._replies_with_calls: dict[Any, tuple[str, str]] = {}
         """Tool calls → the text beside them, and the whole reply of the policy."""
         self._running: set[asyncio.Task[Any]] = set()
-
-    @property
-    def sampling(self) -> Sampling:
-        """The run's sampling settings."""
-        return self._chat.sampling
 
     async def answer(self, request: ChatRequest) -> Answer:
         """Let the policy reply to a conversation. Raises `Refused`."""
         messages = [self._message(message) for message in request.messages]
         tools = [tool.model_dump(exclude_unset=True) for tool in request.tools]
         try:
-            reply = await self._chat.complete(messages, tools=tools, max_tokens=request.limit)
+            reply = await self.chat.complete(messages, tools=tools, max_tokens=request.limit)
         except OutOfRoom as error:
             self.fault = error
             raise Refused(400, str(error), code="context_length_exceeded", param="messages") from error
@@ -103,13 +98,13 @@ class Session:
             ]
         if calls:
             self._replies_with_calls[_form(calls)] = (content, reply.text)
-        turn = self._chat.turns[reply.turn_idx]
+        turn = self.chat.turns[reply.turn_idx]
         return Answer(
             content=content,
             calls=calls,
             turn=turn,
             prompt_tokens=reply.num_prompt_tokens,
-            token_texts=[self._chat.tokens.text([i]) for i in turn.sampled_ids] if request.logprobs else None,
+            token_texts=[self.chat.tokens.text([i]) for i in turn.sampled_ids] if request.logprobs else None,
         )
 
     def post_reward(self, score: Score) -> None:
@@ -257,7 +252,7 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Response:
         session, body = session_of(request), await _json(request)
-        asked = read_request(ChatRequest, body, session.sampling)
+        asked = read_request(ChatRequest, body, session.chat.sampling)
         answer = await session.run(session.answer(asked), until=_disconnected(request))
         completion = chat_completion(answer, model=str(body.get("model", "")))
         if asked.stream:
@@ -267,7 +262,7 @@ def _application(find: Callable[[str], Session | None]) -> FastAPI:
     @app.post("/v1/responses")
     async def respond(request: Request) -> Response:
         session, body = session_of(request), await _json(request)
-        asked = read_request(ResponseRequest, body, session.sampling)
+        asked = read_request(ResponseRequest, body, session.chat.sampling)
         conversation = [*session.earlier(asked.previous_response_id), *asked.messages]
         answer = await session.run(session.answer(asked.chat_request(conversation)), until=_disconnected(request))
         made = response(answer, body)

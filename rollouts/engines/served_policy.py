@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra.weight_broadcast import Broadcast
@@ -23,23 +24,27 @@ from storage.policies.policies import DamagedDelta, PolicyReader
 logger = logging.getLogger("millrace.rollout")
 
 
+@dataclass(kw_only=True, eq=False)
 class ServedPolicy:
-    """The policy of one engine. Call `first`, start the engine with it, and hand the engine over to `serve`."""
+    """The policy of one engine. Call `first`, start an engine with it, and set `engine` and `version`."""
 
-    def __init__(self, log: RunLog, log_lock: asyncio.Lock, *, cache: Path, most_behind: float) -> None:
-        """`log_lock` is held while the log is read anew. `most_behind` is how many versions the engine may be behind
-        the newest one while that one cannot be made."""
-        self._log = log
-        self._log_lock = log_lock
-        self._most_behind = most_behind
-        self._reader = PolicyReader(log, cache)
-        self.engine: Engine
-        self.version = 0
-        """The policy version the engine serves."""
-        self.pin = asyncio.Lock()
-        """Held while the engine must stay with this version."""
-        self.overdue: Policy | None = None
-        """The policy that should be served and could not be made; None if nothing is missing."""
+    log: RunLog
+    log_lock: asyncio.Lock
+    """Held while the log is read anew."""
+    cache: Path
+    most_behind: float
+    """Versions that the engine may be behind the newest one while that one cannot be made."""
+    engine: Engine = field(init=False)
+    """Gets the updates."""
+    version: int = field(default=0, init=False)
+    """The policy version the engine serves."""
+    pin: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held while the engine must stay with this version."""
+    overdue: Policy | None = field(default=None, init=False)
+    """The policy that should be served and could not be made; None if nothing is missing."""
+
+    def __post_init__(self) -> None:
+        self._reader = PolicyReader(self.log, self.cache)
 
     def first(self, version: int | None) -> tuple[Policy, Path]:
         """What to start an engine with, and its folder: a version of the run, the live one by default.
@@ -47,22 +52,18 @@ class ServedPolicy:
         If that is a damaged delta it is overdue, and its anchor is returned: the trainer, which starts at the same
         time, may put the weights back. Raises `InvalidInput` for a version the run does not have, or not any more.
         """
-        wanted = find_policy(self._log, version)
+        wanted = find_policy(self.log, version)
         try:
             return wanted, self._reader.fetch(wanted)
         except DamagedDelta as error:
-            anchor = find_policy(self._log, wanted.anchor)
+            anchor = find_policy(self.log, wanted.anchor)
             logger.warning("starting with policy %d instead of %d: %s", anchor.version, wanted.version, error)
             self.overdue = wanted
             return anchor, self._reader.fetch(anchor)
 
     def base(self) -> Path:
         """The folder of the base policy, which adapters are for."""
-        return self._reader.fetch(find_policy(self._log, 0))
-
-    def serve(self, engine: Engine, version: int) -> None:
-        """From here on updates go to this engine, which has that version."""
-        self.engine, self.version = engine, version
+        return self._reader.fetch(find_policy(self.log, 0))
 
     async def publish(self, policy: Policy) -> WeightUpdate | None:
         """Serve a policy from the next token on, read from the store.
@@ -76,7 +77,7 @@ class ServedPolicy:
         try:
             folder = await asyncio.to_thread(self._reader.fetch, policy)
         except DamagedDelta as error:
-            if policy.version - self.version > self._most_behind:
+            if policy.version - self.version > self.most_behind:
                 raise
             logger.warning("policy %d serves on instead of %d: %s", self.version, policy.version, error)
             self.overdue = policy
@@ -109,14 +110,14 @@ class ServedPolicy:
         """
         if version == self.version:
             return
-        async with self._log_lock:
-            await asyncio.to_thread(self._log.refresh)
-        folder = await asyncio.to_thread(self._reader.fetch, find_policy(self._log, version))
+        async with self.log_lock:
+            await asyncio.to_thread(self.log.refresh)
+        folder = await asyncio.to_thread(self._reader.fetch, find_policy(self.log, version))
         await self.engine.load_policy(folder, version)
         self.version = version
 
     async def _know(self, policy: Policy) -> None:
         """Of a delta the reader needs to know the anchor."""
-        if policy.version not in self._log.state.policies:
-            async with self._log_lock:
-                await asyncio.to_thread(self._log.refresh)
+        if policy.version not in self.log.state.policies:
+            async with self.log_lock:
+                await asyncio.to_thread(self.log.refresh)

@@ -245,7 +245,7 @@ class _PolicyClient(vf.Client):
         prompt = dialect.parse_request(body).messages if turn is None else turn.prompt
         messages = [message_to_wire(message) for message in prompt]
         try:
-            request = read_request(ChatRequest, {**body, "messages": messages}, self._attempt.sampling)
+            request = read_request(ChatRequest, {**body, "messages": messages}, self._attempt.chat.sampling)
             answer = await self._attempt.answer(request)
         except Refused as error:
             raise vf.ProviderError(str(error), status_code=error.status) from error

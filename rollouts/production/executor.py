@@ -37,26 +37,19 @@ class _Running:
     given_up: str = ""
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Executor:
-    """Runs the groups of one rollout worker, in one event loop.
+    """Runs the groups of one rollout worker, in one event loop."""
 
-    `lease` returns prompts that are this executor's to start, about `quota.wanted` many; it may rebase the quota.
-    """
+    player: Player
+    lease: Callable[[], Awaitable[Sequence[Prompt]]]
+    """Returns prompts that are this executor's to start, about `quota.wanted` many; it may rebase the quota."""
+    quota: Quota
+    config: RunConfig
 
-    def __init__(
-        self,
-        *,
-        player: Player,
-        lease: Callable[[], Awaitable[Sequence[Prompt]]],
-        quota: Quota,
-        config: RunConfig,
-    ) -> None:
-        self._player = player
-        self._lease = lease
-        self._quota = quota
-        self._config = config
-        self.sampling = Sampling(**config.sampling.model_dump())
-        self._version = quota.version
+    def __post_init__(self) -> None:
+        self.sampling = Sampling(**self.config.sampling.model_dump())
+        self._version = self.quota.version
         self._ready: deque[Prompt] = deque()
         self._called_back: list[Prompt] = []
         self._called_back_under = 0
@@ -75,14 +68,14 @@ class Executor:
 
     def admit(self) -> None:
         """Start what the quota, which has changed, leaves room for."""
-        if self._quota.version >= self._called_back_under:
+        if self.quota.version >= self._called_back_under:
             self._ready.extendleft(reversed(self._called_back))
-            self._quota.lease(len(self._called_back))
+            self.quota.lease(len(self._called_back))
             self._called_back.clear()
-        self._version = self._quota.version
+        self._version = self.quota.version
         for task, running in self._running.items():  # a group that no step can train gives its room to another
-            if self._quota.is_lost(running.version) and not running.given_up:
-                lag, bound = self._quota.lag(running.version), math.ceil(self._config.max_staleness)
+            if self.quota.is_lost(running.version) and not running.given_up:
+                lag, bound = self.quota.lag(running.version), math.ceil(self.config.max_staleness)
                 running.given_up = f"cancelled: {lag} updates behind, bound {bound}"
                 task.cancel()
         self._start_ready()
@@ -91,7 +84,7 @@ class Executor:
     @property
     def waits_for_policy(self) -> bool:
         """Whether all that may be sampled before the next policy is in the log, and there is more to do then."""
-        return self._is_idle and not self._finished and self._quota.waits_for_policy
+        return self._is_idle and not self._finished and self.quota.waits_for_policy
 
     async def call_back(self) -> None:
         """Cancel what is running, as if it had not started: its prompts are the first to start under a newer policy."""
@@ -107,7 +100,7 @@ class Executor:
     @property
     def has_work(self) -> bool:
         """Whether there is something to collect or room to start something."""
-        return not self._is_idle or bool(self._finished) or self._quota.room > 0 or self._failure is not None
+        return not self._is_idle or bool(self._finished) or self.quota.room > 0 or self._failure is not None
 
     async def wait_for_change(self) -> None:
         """Return when a group has finished or `admit` was called."""
@@ -119,14 +112,14 @@ class Executor:
 
         True when groups of that kind have finished and are to be handed out.
         """
-        while self._failure is None and self._quota.should_wait(self.in_flight(), version):
+        while self._failure is None and self.quota.should_wait(self.in_flight(), version):
             await self.wait_for_change()
         heads = [
             min(turn.weight_versions[0] for t in group.usable for turn in t.turns if turn.sampled_ids)
             for group in self._finished
             if group.accepted
         ]
-        return self._quota.stragglers(heads, version) > 0
+        return self.quota.stragglers(heads, version) > 0
 
     async def prepare_batch(self) -> list[RolloutGroup]:
         """Finished groups for one shard; keeps starting others while it waits.
@@ -142,7 +135,7 @@ class Executor:
             self._changed.clear()
             timeout = None
             if self._finished:
-                timeout = max(0.0, self._oldest_finished + self._config.rollout.shard_seconds - _now())
+                timeout = max(0.0, self._oldest_finished + self.config.rollout.shard_seconds - _now())
             with contextlib.suppress(TimeoutError):  # shard_seconds have passed
                 async with asyncio.timeout(timeout):
                     await self._changed.wait()
@@ -154,22 +147,12 @@ class Executor:
     def hand_out(self) -> list[RolloutGroup]:
         """What has finished by now; tell `mark_committed` when it is in the log, or was dropped."""
         ready, self._finished, self._finished_bytes = self._finished, [], 0
-        self._quota.hand_out()
+        self.quota.hand_out()
         return ready
 
     def mark_committed(self, groups: Sequence[RolloutGroup]) -> None:
         """These groups, handed out before, are counted by the log from now on."""
-        self._quota.commit(sum(self._counts(group) for group in groups))
-
-    async def rollout_batch(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
-        """Attempt these prompts once and return every group, whatever a filter says of it. For debugging."""
-        gate = asyncio.Semaphore(self._config.rollout.max_concurrent)
-
-        async def one(prompt: Prompt) -> RolloutGroup:
-            async with gate:
-                return await self._play(prompt)
-
-        return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+        self.quota.commit(sum(self._counts(group) for group in groups))
 
     async def close(self) -> list[RolloutGroup]:
         """Cancel what is running, whose prompts are free again later; returns what has finished meanwhile."""
@@ -180,8 +163,8 @@ class Executor:
     def report(self) -> str:
         accepted = sum(group.accepted for group in self._finished)
         sentence = (
-            f"policy {self._version}: {accepted} of {self._config.batch_size} accepted and not committed, "
-            f"{len(self._finished) - accepted} rejected, {len(self._running)} running, room for {self._quota.room} more"
+            f"policy {self._version}: {accepted} of {self.config.batch_size} accepted and not committed, "
+            f"{len(self._finished) - accepted} rejected, {len(self._running)} running, room for {self.quota.room} more"
         )
         if self._running:
             oldest = min(self._running.values(), key=lambda running: running.started)
@@ -194,19 +177,19 @@ class Executor:
         return not (self._running or self._leasing)  # what is ready waits for room, as those do that are not leased
 
     def _counts(self, group: RolloutGroup) -> bool:
-        return self._quota.counts(accepted=group.accepted, will_retry=group.will_retry)
+        return self.quota.counts(accepted=group.accepted, will_retry=group.will_retry)
 
     def _flush_due(self, version: int) -> bool:
         if self._failure is not None:
             return True
-        is_over = self._is_idle and self._quota.room <= 0
+        is_over = self._is_idle and self.quota.room <= 0
         if not self._finished:
             return is_over
         return (
-            len(self._finished) >= self._config.batch_size
-            or self._quota.is_batch
-            or self._finished_bytes >= self._config.rollout.shard_bytes
-            or _now() - self._oldest_finished >= self._config.rollout.shard_seconds
+            len(self._finished) >= self.config.batch_size
+            or self.quota.is_batch
+            or self._finished_bytes >= self.config.rollout.shard_bytes
+            or _now() - self._oldest_finished >= self.config.rollout.shard_seconds
             or version != self._version
             or is_over
         )
@@ -214,20 +197,20 @@ class Executor:
     def _start_ready(self) -> None:
         if self._failure is not None:
             return
-        while self._ready and self._quota.room > 0:
+        while self._ready and self.quota.room > 0:
             prompt = self._ready.popleft()
-            task = asyncio.create_task(self._play(prompt))
+            task = asyncio.create_task(self.play(prompt))
             self._running[task] = _Running(prompt=prompt, version=self._version, started=_now())
-            self._quota.start()
+            self.quota.start()
             task.add_done_callback(self._end)
-        if self._quota.wanted and self._leasing is None:
+        if self.quota.wanted and self._leasing is None:
             self._leasing = asyncio.create_task(self._lease_more())
 
     async def _lease_more(self) -> None:
         try:
-            prompts = await self._lease()
+            prompts = await self.lease()
             self._ready.extend(prompts)
-            self._quota.lease(len(prompts))
+            self.quota.lease(len(prompts))
         except Exception as error:  # noqa: BLE001 - whatever the log said: prepare_batch raises it to the caller
             self._failure = error
         finally:
@@ -247,49 +230,50 @@ class Executor:
                 self._failure = error  # a bug in the workflow: prepare_batch raises it to the caller
         elif running.given_up:
             passed = self._take(running.prompt, self._cancelled(running.prompt, running.given_up))
-        self._quota.end(counted=sum(map(self._counts, passed)))
+        self.quota.end(counted=sum(map(self._counts, passed)))
         self._changed.set()
 
-    async def _play(self, prompt: Prompt) -> RolloutGroup:
-        return await self._player.group(
+    async def play(self, prompt: Prompt) -> RolloutGroup:
+        """Attempt a prompt once; nothing is counted."""
+        return await self.player.group(
             prompt.task,
             group_id=prompt.group_id,
             position=prompt.position,
             epoch=prompt.epoch,
-            n_samples=self._config.n_samples,
+            n_samples=self.config.n_samples,
             sampling=self.sampling,
             is_eval=False,
         )
 
     def _take(self, prompt: Prompt, group: RolloutGroup) -> list[RolloutGroup]:
         """A group has finished: let its prompt run again if it came to nothing. Returns what may be committed now."""
-        came_to_nothing = not group.accepted and len(group.usable) < self._config.rollout.min_usable
-        if came_to_nothing and prompt.retry < self._config.rollout.retries:
+        came_to_nothing = not group.accepted and len(group.usable) < self.config.rollout.min_usable
+        if came_to_nothing and prompt.retry < self.config.rollout.retries:
             group = dataclasses.replace(group, will_retry=True)
             self._ready.append(dataclasses.replace(prompt, retry=prompt.retry + 1))
-            self._quota.lease(1)
+            self.quota.lease(1)
         errors = [trajectory.error for trajectory in group.trajectories if trajectory.error]
         self._last_error = in_one_line(errors[-1]) if errors else self._last_error
         self.num_finished += 1
-        passed = self._first_batch.pass_on(group, is_over=self._quota.committed > 0)
+        passed = self._first_batch.pass_on(group, is_over=self.quota.committed > 0)
         if passed and not self._finished:
             self._oldest_finished = _now()
         self._finished += passed
         self._finished_bytes += sum(map(token_bytes, passed))
-        self._failure = self._first_batch.failure(self._config.batch_size) or self._failure
+        self._failure = self._first_batch.failure(self.config.batch_size) or self._failure
         return passed
 
     def _cancelled(self, prompt: Prompt, reason: str) -> RolloutGroup:
         trajectories = [
             Trajectory(attempt=attempt, turns=[], messages=[], status="cancelled", reward=None, error=reason)
-            for attempt in range(self._config.n_samples)
+            for attempt in range(self.config.n_samples)
         ]
         return RolloutGroup(
             id=prompt.group_id,
             task=prompt.task,
             position=prompt.position,
             epoch=prompt.epoch,
-            expected=self._config.n_samples,
+            expected=self.config.n_samples,
             trajectories=trajectories,
             accepted=False,
             reject_reason=reason,

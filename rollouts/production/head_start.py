@@ -10,6 +10,7 @@ rendered and queued. This is done while the trainer computes, when its step is s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Mapping
 
@@ -30,46 +31,44 @@ def is_short(metrics: Mapping[str, float], num_steps: int, *, attempt_timeout: f
     return num_steps * seconds <= SHARE * attempt_timeout
 
 
+@dataclasses.dataclass(kw_only=True, eq=False)
 class HeadStart:
-    """The head start of one worker; `version` is the policy that its groups wait for."""
+    """The head start of one worker."""
 
-    def __init__(
-        self, log: RunLog, *, config: RunConfig, served: ServedPolicy, leases: Leases, executor: Executor
-    ) -> None:
-        self._log = log
-        self._config = config
-        self._served = served
-        self._leases = leases
-        self._executor = executor
-        self._over = asyncio.Event()
-        self.version: int | None = None
-        """None when the engine holds nothing."""
+    log: RunLog
+    config: RunConfig
+    served: ServedPolicy
+    leases: Leases
+    executor: Executor
+    version: int | None = dataclasses.field(default=None, init=False)
+    """The policy that its groups wait for; None when the engine holds nothing."""
+    _over: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
 
     @property
     def next_version(self) -> int:
         """The policy that answers the next request."""
-        return self._served.version if self.version is None else self.version
+        return self.served.version if self.version is None else self.version
 
     async def begin(self) -> bool:
         """Let the engine hold requests for the next policy, if that is soon there and nothing else can be done."""
-        steps, timeout = self._log.state.steps, self._config.rollout.attempt_timeout
-        num_steps = self._config.train.steps_per_update
-        pin = self._served.pin
+        steps, timeout = self.log.state.steps, self.config.rollout.attempt_timeout
+        num_steps = self.config.train.steps_per_update
+        pin = self.served.pin
         if pin.locked() or not (steps and is_short(steps[-1].metrics, num_steps, attempt_timeout=timeout)):
             return False
         async with pin:
-            if not self._executor.waits_for_policy:
+            if not self.executor.waits_for_policy:
                 return False
             # First: a caller that needs the engine meanwhile calls back.
-            self.version = self._served.version + num_steps
+            self.version = self.served.version + num_steps
             self._over.clear()
-            await self._served.engine.hold()
+            await self.served.engine.hold()
         return True
 
     async def is_over_in_time(self) -> bool:
         """Wait until the policy is there or the groups were called back; False when it takes too long."""
         try:
-            async with asyncio.timeout(PATIENCE * self._config.rollout.attempt_timeout):
+            async with asyncio.timeout(PATIENCE * self.config.rollout.attempt_timeout):
                 await self._over.wait()
         except TimeoutError:
             return False
@@ -85,9 +84,9 @@ class HeadStart:
         """Let groups that began ahead wait for their turn again: the engine is needed. The caller holds the log."""
         if self.version is None:
             return
-        await self._executor.call_back()
-        released = self._served.engine.release()
+        await self.executor.call_back()
+        released = self.served.engine.release()
         self.end()
-        self._leases.rebase(self._served.version)
-        self._executor.admit()
+        self.leases.rebase(self.served.version)
+        self.executor.admit()
         await released

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 
 from rollouts.production.prompts import Prompt, PromptOrder
 from rollouts.production.quota import Quota
@@ -14,26 +15,27 @@ from storage.log.run_log import RunLog
 from storage.log.run_state import Conflict
 
 
+@dataclass(kw_only=True, eq=False)
 class Leases:
-    """The leases of one worker. `lock` is held while the log is read or written."""
+    """The leases of one worker."""
 
-    def __init__(
-        self, log: RunLog, lock: asyncio.Lock, *, config: RunConfig, presence: Presence, prompts: PromptOrder
-    ) -> None:
-        self._log = log
-        self._lock = lock
-        self._config = config
-        self.presence = presence
-        self.prompts = prompts
-        self.quota = Quota(config)
+    log: RunLog
+    lock: asyncio.Lock
+    """Held while the log is read or written."""
+    config: RunConfig
+    presence: Presence
+    prompts: PromptOrder
+
+    def __post_init__(self) -> None:
+        self.quota = Quota(self.config)
 
     async def take(self) -> list[Prompt]:
         """Lease what the quota wants, after a look at the log."""
-        async with self._lock:
+        async with self.lock:
             while True:
-                await asyncio.to_thread(self._log.refresh)
+                await asyncio.to_thread(self.log.refresh)
                 self.rebase(self.quota.version)
-                state, wanted = self._log.state, self.quota.wanted
+                state, wanted = self.log.state, self.quota.wanted
                 if not wanted:
                     return []
                 if self.presence.holder not in state.producers:  # given up for dead, and alive after all
@@ -42,21 +44,21 @@ class Leases:
                 positions = state.free_positions(wanted)
                 lease = Lease(holder=self.presence.holder, positions=positions, number=state.num_leases)
                 try:
-                    await asyncio.to_thread(self._log.append, lease)
+                    await asyncio.to_thread(self.log.append, lease)
                 except Conflict:
                     continue  # another worker was first
                 return [self.prompts.at(position, retry=state.retries[position]) for position in positions]
 
     def rebase(self, version: int) -> None:
         """Tell the quota what the log counts, and which policy answers next."""
-        state, batch_size = self._log.state, self._config.batch_size
+        state, batch_size = self.log.state, self.config.batch_size
         session_steps = state.sessions[-1].steps if state.sessions else 0  # the run's end as its newest session has it
         self.quota.rebase(
             version=version,
             # Of steps, not of versions served here: between a step and its publication its groups stay counted.
-            committed=state.step * batch_size + num_counted(state, self._config),
+            committed=state.step * batch_size + num_counted(state, self.config),
             elsewhere=sum(holder != self.presence.holder for holder in state.leased.values()),
             num_producers=len(state.producers.keys() | {self.presence.holder}),
-            total=(session_steps or self._config.steps) * batch_size,
+            total=(session_steps or self.config.steps) * batch_size,
             paused=bool(state.paused),
         )

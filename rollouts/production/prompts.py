@@ -5,6 +5,7 @@ Which positions are free is a fold of the run's log (`RunState.free_positions`),
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class Prompt:
         return f"{self.epoch}.{self.task.id}" + (f".retry{self.retry}" if self.retry else "")
 
 
+@functools.lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, num_tasks: int) -> np.ndarray:
     """Permutation of task indices in one epoch, shape [num_tasks]; every task exactly once."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(num_tasks)
@@ -45,11 +47,9 @@ class PromptOrder:
             raise InvalidInput(f"task ids are not unique: {len(tasks)} tasks, {num_ids} ids")
         self._tasks = tasks
         self._seed = seed
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def at(self, position: int, *, retry: int = 0) -> Prompt:
         """The prompt at a position, from 0."""
         epoch, index = divmod(position, len(self._tasks))
-        if self._order[0] != epoch:
-            self._order = (epoch, epoch_order(self._seed, epoch, len(self._tasks)))
-        return Prompt(position=position, epoch=epoch, task=self._tasks[int(self._order[1][index])], retry=retry)
+        order = epoch_order(self._seed, epoch, len(self._tasks))
+        return Prompt(position=position, epoch=epoch, task=self._tasks[int(order[index])], retry=retry)

@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +31,10 @@ from rollouts.production.attempts import Player
 from rollouts.production.engine_choice import fitted_to_model, make_engine
 from rollouts.production.evaluation import evaluate_tasks
 from rollouts.production.executor import Executor
+from rollouts.production.failures import Failures
 from rollouts.production.head_start import HeadStart
 from rollouts.production.leases import Leases
 from rollouts.production.prompts import PromptOrder
-from rollouts.production.shard_writer import ShardWriter
 from rollouts.rewards.scoring import RewardPool
 from rollouts.workflow import Workflow
 from settings.evaluation import EvaluationSettings
@@ -46,7 +46,10 @@ from storage.log.run_state import Conflict
 from storage.log.runs import open_run, run_config
 from storage.objects.digests import sha256_of_json
 from storage.objects.opening import open_store
-from storage.records import RolloutGroup
+from storage.records import RolloutGroup, Sampling
+from storage.shards.codec import Provenance
+from storage.shards.failed_attempts import failed_attempts
+from storage.shards.shards import commit_shard
 
 logger = logging.getLogger("millrace.rollout")
 
@@ -71,7 +74,8 @@ class RolloutWorker:
     """Held while the log is read or written."""
     served: ServedPolicy
     player: Player
-    shards: ShardWriter
+    provenance: Provenance
+    """Of its shards, each of which has an id of its own."""
     leases: Leases
     opened: str
     """Checksum of the weights that the engine started with."""
@@ -81,8 +85,9 @@ class RolloutWorker:
             player=self.player, lease=self.leases.take, quota=self.leases.quota, config=self.config
         )
         self._head_start = HeadStart(
-            self.log, config=self.config, served=self.served, leases=self.leases, executor=self._executor
+            log=self.log, config=self.config, served=self.served, leases=self.leases, executor=self._executor
         )
+        self._failures = Failures()
         self._collected_at = 0.0  # Unix seconds: when the newest shard was complete, or the next was released
 
     @classmethod
@@ -108,7 +113,7 @@ class RolloutWorker:
         log = open_run(open_store(store_uri), config.run)
         lock = asyncio.Lock()
         most_behind = config.max_staleness * config.train.steps_per_update
-        served = ServedPolicy(log, lock, cache=Path(cache), most_behind=most_behind)
+        served = ServedPolicy(log=log, log_lock=lock, cache=Path(cache), most_behind=most_behind)
         policy, folder = served.first(version)
         lora = config.train.lora
         model = served.base() if lora is not None else folder
@@ -119,7 +124,7 @@ class RolloutWorker:
         engine = make_engine(config.engine, model, seed=config.seed, version=policy.version, lora_rank=lora_rank)
         tokens = ChatTokens.load(model)
         checksum = await engine.start(folder, policy.version)
-        served.serve(engine, policy.version)
+        served.engine, served.version = engine, policy.version
         rewards = RewardPool(
             num_processes=config.reward.processes,
             timeout=config.reward.timeout,
@@ -135,23 +140,25 @@ class RolloutWorker:
             tool_parser=ToolParser(config.engine.tool_parser, tokens.tokenizer),
             config=config,
         )
-        shards = ShardWriter(
-            log=log,
+        provenance = Provenance(
+            run_id=log.run_id,
+            shard_id="",
             producer=name,
-            tokens=tokens,
+            tokenizer_sha256=tokens.tokenizer_sha256,
+            chat_template_sha256=tokens.chat_template_sha256,
             config_sha256=sha256_of_json(run_config(log)),
             code_version=code_version,
         )
         presence = Presence(log, name, outside=outside, lease_timeout=config.rollout.lease_timeout)
         prompts = PromptOrder(workflow.tasks("train"), seed=config.seed)
-        leases = Leases(log, lock, config=config, presence=presence, prompts=prompts)
+        leases = Leases(log=log, lock=lock, config=config, presence=presence, prompts=prompts)
         return cls(
             config=config,
             log=log,
             lock=lock,
             served=served,
             player=player,
-            shards=shards,
+            provenance=provenance,
             leases=leases,
             opened="" if served.overdue else checksum,
         )
@@ -214,11 +221,9 @@ class RolloutWorker:
         shard, prepared = None, groups
         async with self.lock:
             while groups and shard is None:
-                shard_id = f"{self.log.state.step:06d}-{self.shards.producer}-{uuid.uuid4().hex[:8]}"
+                shard_id = f"{self.log.state.step:06d}-{self.provenance.producer}-{uuid.uuid4().hex[:8]}"
                 try:
-                    shard = await asyncio.to_thread(
-                        self.shards.write, shard_id, groups, sampling=self._executor.sampling, wall_seconds=seconds
-                    )
+                    shard = await self._write(shard_id, groups, sampling=self._executor.sampling, wall_seconds=seconds)
                 except Conflict:
                     # A producer that was given up for dead came back and committed some of these prompts first.
                     left = [group for group in groups if not self._is_committed(group)]
@@ -231,9 +236,41 @@ class RolloutWorker:
                 self._executor.admit()
         return shard
 
+    async def _write(
+        self,
+        shard_id: str,
+        groups: Sequence[RolloutGroup],
+        *,
+        sampling: Sampling,
+        wall_seconds: float,
+        is_eval: bool = False,
+    ) -> Shard:
+        """Commit the groups as one shard. Its `wall_seconds` are divided into generating and rewarding as the attempts'
+        own seconds, which overlap."""
+        self._failures.add(failed_attempts(groups))
+        attempts = [trajectory for group in groups for trajectory in group.trajectories]
+        rewarding = sum(trajectory.reward_seconds for trajectory in attempts)
+        generating = sum(turn.generate_seconds for trajectory in attempts for turn in trajectory.turns)
+        share = rewarding / (rewarding + generating) if rewarding + generating else 0.0
+        return await asyncio.to_thread(
+            commit_shard,
+            self.log,
+            groups,
+            provenance=dataclasses.replace(self.provenance, shard_id=shard_id),
+            sampling=sampling,
+            is_eval=is_eval,
+            seconds={"generate": wall_seconds * (1 - share), "reward": wall_seconds * share},
+        )
+
     async def rollout_batch(self, num_prompts: int) -> list[RolloutGroup]:
         """Attempt the first prompts of the run once and return every group; for debugging, nothing is committed."""
-        return await self._executor.rollout_batch([self.leases.prompts.at(position) for position in range(num_prompts)])
+        gate = asyncio.Semaphore(self.config.rollout.max_concurrent)
+
+        async def play(position: int) -> RolloutGroup:
+            async with gate:
+                return await self._executor.play(self.leases.prompts.at(position))
+
+        return list(await asyncio.gather(*map(play, range(num_prompts))))
 
     def can_receive(self) -> bool:
         """True if a broadcast would be taken at once, and not after an evaluation."""
@@ -277,9 +314,7 @@ class RolloutWorker:
 
             async def commit(shard_id: str, groups: list[RolloutGroup], seconds: float) -> None:
                 async with self.lock:
-                    await asyncio.to_thread(
-                        self.shards.write, shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True
-                    )
+                    await self._write(shard_id, groups, sampling=sampling, wall_seconds=seconds, is_eval=True)
 
             evaluation = await evaluate_tasks(
                 itertools.islice(self.player.workflow.tasks(settings.split), settings.num_tasks),
@@ -287,7 +322,7 @@ class RolloutWorker:
                 version=self.served.version,
                 settings=settings,
                 sampling=sampling,
-                shard_id=f"eval{self.served.version}-{self.shards.producer}-{uuid.uuid4().hex[:8]}",
+                shard_id=f"eval{self.served.version}-{self.provenance.producer}-{uuid.uuid4().hex[:8]}",
                 shard_bytes=self.config.rollout.shard_bytes,
                 commit=commit,
             )

@@ -131,19 +131,11 @@ def with_children(file: str, then: str) -> float:
     two = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE)
     assert two.stdout is not None
     ids = [one.pid, two.pid, int(two.stdout.readline())]
+    for _ in range(50 if then == "for ever" else 0):  # a fork bomb with a bound, for the sake of this machine
+        ids.append(os.fork())
+        if ids[-1] == 0:
+            time.sleep(600)
     temporary = Path(f"{file}.part")
     temporary.write_text(" ".join(map(str, ids)))
     temporary.rename(file)
     return for_ever("") if then == "for ever" else dying("")
-
-
-def many_children(file: str) -> float:
-    """A fork bomb with a bound, for the sake of this machine."""
-    Path(file).touch()
-    with open(file, "a") as written:
-        for _ in range(50):
-            if os.fork() == 0:
-                time.sleep(600)
-            written.write("+")
-            written.flush()
-    return for_ever("")

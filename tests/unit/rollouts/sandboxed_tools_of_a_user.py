@@ -26,7 +26,7 @@ def read(path: str) -> str:
 
 
 @tool
-@sandboxed(seconds=3)
+@sandboxed(seconds=1)
 def spin() -> str:
     """Never end."""
     while True:

@@ -12,7 +12,7 @@ from tests.simulation import Outcome, Scenario, run_in_virtual_time, simulate
 
 SMALL = Scenario(batch_size=8, max_concurrent=8, n_samples=4, steps=40)
 """A few tenths of a second each."""
-LARGE: dict[str, Any] = {"batch_size": 32, "max_concurrent": 32, "n_samples": 8, "steps": 60}
+LARGE: dict[str, Any] = {"batch_size": 32, "max_concurrent": 32, "n_samples": 8, "steps": 40}
 
 
 def _outcome(**changes: Any) -> Outcome:
@@ -29,8 +29,7 @@ def test_virtual_time_jumps_to_the_next_timer_and_finds_a_hang():
         run_in_virtual_time(asyncio.Event().wait())
 
 
-@pytest.mark.parametrize("bound", [0, 0.5, 1, 2, 4, 8])
-@pytest.mark.parametrize("max_concurrent", [8, 32])
+@pytest.mark.parametrize(("bound", "max_concurrent"), [(0, 8), (0, 32), (0.5, 32), (1, 8), (2, 32), (8, 32)])
 @pytest.mark.parametrize(
     "kind", [{}, {"rejected": 0.4}, {"rejected": 0.4, "dynamic_batch": True}, {"steps_per_update": 3}]
 )
@@ -47,6 +46,7 @@ def test_no_token_over_the_bound_is_trained(bound: float, max_concurrent: int, k
 
 def test_a_batch_is_always_full_unless_steps_take_attempts_as_they_come():
     full = _outcome(max_staleness=2, rejected=0.4)
+    assert full == _outcome(max_staleness=2, rejected=0.4), "a simulation gives the same twice"
     assert set(full.batches) == {8} and max(full.attempts) > 8
     dynamic = _outcome(max_staleness=2, rejected=0.4, dynamic_batch=True)
     assert set(dynamic.attempts) == {8} and min(dynamic.batches) < 8
@@ -63,12 +63,11 @@ def test_overlap_keeps_the_engine_busy_where_synchronous_training_waits_for_the_
     synchronous = _outcome(max_staleness=0, **LARGE)
     assert synchronous.utilisation < 0.4
     half = _outcome(max_staleness=0.5, stale_policy="correct", **LARGE)
-    for stale_policy in ("mask", "correct"):
-        for bound in (1, 2):
-            overlapped = _outcome(max_staleness=bound, stale_policy=stale_policy, pace=False, **LARGE)
-            assert overlapped.utilisation >= 0.95 and overlapped.drop_rate < 0.01 and overlapped.length_bias < 0.05
-            assert overlapped.steps_per_hour > 2.5 * synchronous.steps_per_hour
-            assert synchronous.steps_per_hour < half.steps_per_hour < overlapped.steps_per_hour
+    for stale_policy, bound in (("mask", 1), ("correct", 2)):
+        overlapped = _outcome(max_staleness=bound, stale_policy=stale_policy, pace=False, **LARGE)
+        assert overlapped.utilisation >= 0.95 and overlapped.drop_rate < 0.01 and overlapped.length_bias < 0.05
+        assert overlapped.steps_per_hour > 2.5 * synchronous.steps_per_hour
+        assert synchronous.steps_per_hour < half.steps_per_hour < overlapped.steps_per_hour
 
 
 def test_pacing_loses_fewer_groups_and_keeps_the_engine_busy():
@@ -83,20 +82,16 @@ def test_pacing_loses_fewer_groups_and_keeps_the_engine_busy():
 @pytest.mark.parametrize("stale_policy", ["strict", "mask"])
 def test_every_run_comes_to_its_last_step_whatever_went_over_the_bound_on_the_way(stale_policy: Any):
     """Only so many groups may start as the run still needs: one that was dropped must not count as one of them."""
-    for seed in range(15):
+    for seed in range(8):
         outcome = _outcome(max_staleness=1, stale_policy=stale_policy, steps=20, seed=seed)
         assert outcome.outcomes["trained"] == 20 * 8
 
 
-def test_a_simulation_gives_the_same_twice():
-    assert _outcome(max_staleness=2, rejected=0.4) == _outcome(max_staleness=2, rejected=0.4)
-
-
 def test_throughput_follows_the_number_of_workers():
     """Each has room for a sixteenth of what may be in flight; sixteen divide the rest, and get in nobody's way."""
-    alone = Scenario(max_concurrent=8, sigma=0.5, train_seconds=1.0, publish_seconds=0.1, steps=20)
-    outcomes = {count: simulate(dataclasses.replace(alone, num_workers=count)) for count in (1, 2, 4, 16)}
+    alone = Scenario(max_concurrent=8, n_samples=4, sigma=0.5, train_seconds=1.0, publish_seconds=0.1, steps=20)
+    outcomes = {count: simulate(dataclasses.replace(alone, num_workers=count)) for count in (1, 4, 16)}
     speed = {count: outcome.steps_per_hour / outcomes[1].steps_per_hour for count, outcome in outcomes.items()}
-    assert speed[2] > 1.8 and speed[4] > 3.2 and speed[16] > 6
+    assert speed[4] > 3.2 and speed[16] > 6
     for outcome in outcomes.values():
         assert outcome.outcomes["trained"] == 20 * alone.batch_size and outcome.over_bound == 0

@@ -120,21 +120,18 @@ def test_a_cut_off_reply_is_closed_by_the_next_context(tokens: ChatTokens):
     assert chat.turns[1].context_ids == [1, 2, 9, 3]  # the end token the policy did not sample, never trained
 
 
-@pytest.mark.parametrize(
-    "edited",
-    [
+def test_any_change_of_history_is_a_fork(tokens: ChatTokens):
+    for edited in [
         [user("1")],  # everything forgotten
         [user("9"), said("7"), user("1")],  # the question rewritten
         [user("3"), said("8"), user("1")],  # the policy's own reply rewritten
         [Message(role="system", content="3"), user("3"), said("7"), user("1")],  # something put before it
         [user("3")],  # the reply taken back
-    ],
-)
-def test_any_change_of_history_is_a_fork(tokens: ChatTokens, edited: list[Message]):
-    chat = _chat(tokens, [12, 1], [13, 1])
-    _run(chat.ask("3"), chat.complete(edited))
-    assert _of(chat, "sequence_idx") == [0, 1]
-    assert chat.turns[1].context_ids == tokens.prompt(edited)
+    ]:
+        chat = _chat(tokens, [12, 1], [13, 1])
+        _run(chat.ask("3"), chat.complete(edited))
+        assert _of(chat, "sequence_idx") == [0, 1]
+        assert chat.turns[1].context_ids == tokens.prompt(edited)
 
 
 def test_a_conversation_that_reaches_the_models_length_ends(tokens: ChatTokens):

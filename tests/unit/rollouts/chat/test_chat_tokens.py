@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,29 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import ToolParser
 from rollouts.chat.tools import tool
 from rollouts.engines.scripted_engine import ScriptedEngine
-from storage.records import Message
 from tests.unit.rollouts.scripted_text import a_chat, from_tool, said, user
 from trainers.model.warmup import character_tokenizer
 
-QWEN2 = """
-{%- if tools %}<|im_start|>system
-You are helpful.
-
-# Tools
-{% for tool in tools %}
+QWEN2 = """<|im_start|>system
+You are helpful.{% for tool in tools or [] %}
 {{ tool | tojson }}
 {%- endfor %}<|im_end|>
-{% else %}<|im_start|>system
-You are helpful.<|im_end|>
-{% endif %}
-{%- for message in messages %}
+{% for message in messages %}
 {%- if message.role == "tool" %}
 {%- if loop.index0 == 0 or messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}
 <tool_response>
@@ -178,30 +168,25 @@ def _decoded(tokens: ChatTokens, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama3"])
-@pytest.mark.parametrize("new", [[user("and?")], [from_tool("42")], [from_tool("42"), from_tool("43")]])
-def test_what_follows_a_reply_is_what_the_template_puts_there(name: str, new: list[Message]):
+def test_what_follows_a_reply_is_what_the_template_puts_there(name: str):
     tokens = family(name)
-    past = [user("hi"), said("hello")]
     end = tokens.tokenizer.eos_token
-    whole = _decoded(tokens, tokens.prompt([*past, *new]))
-    behind = whole.partition("hello" + end)[2]
-    assert _decoded(tokens, tokens.continuation(new, ended=True)) == behind
-    assert _decoded(tokens, tokens.continuation(new, ended=False)) == end + behind
+    for new in ([user("and?")], [from_tool("42")], [from_tool("42"), from_tool("43")]):
+        behind = _decoded(tokens, tokens.prompt([user("hi"), said("hello"), *new])).partition("hello" + end)[2]
+        assert _decoded(tokens, tokens.continuation(new, ended=True)) == behind
+        assert _decoded(tokens, tokens.continuation(new, ended=False)) == end + behind
 
 
-@pytest.mark.parametrize(
-    ("name", "new", "text"),
-    [
+def test_a_template_with_rules_of_its_own_for_history_is_continued_too():
+    for name, new, text in [
         # Qwen3's drops what was thought before the last question, and a reply that is the last one looks different.
         ("qwen3", user("and?"), "\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n"),
         ("qwen3", from_tool("42"), "\n<|im_start|>user\n42<|im_end|>\n<|im_start|>assistant\n"),
         # Mistral's insists on the ids of calls.
         ("mistral", from_tool("42"), '[TOOL_RESULTS] {"content": 42, "call_id": "000000002"}[/TOOL_RESULTS]'),
-    ],
-)
-def test_a_template_with_rules_of_its_own_for_history_is_continued_too(name: str, new: Message, text: str):
-    tokens = family(name)
-    assert _decoded(tokens, tokens.continuation([new], ended=True)) == text
+    ]:
+        tokens = family(name)
+        assert _decoded(tokens, tokens.continuation([new], ended=True)) == text
 
 
 def test_a_conversation_that_thinks_keeps_its_thoughts_in_the_tokens():
@@ -265,13 +250,9 @@ def test_the_tokenizer_is_known_by_its_digests(tokens: ChatTokens, tokenizer_fol
     assert tokens.text([5, 6, 1]) == "01"
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_with_the_fix(tokenizer_folder: Path, tmp_path: Path):
-    shutil.copytree(tokenizer_folder, tmp_path, ignore=lambda *_: ["chat_template.jinja"], dirs_exist_ok=True)
+def test_a_tokenizer_without_a_template_or_one_that_does_not_close_replies_is_refused_with_the_fix():
     with pytest.raises(ValueError, match="no chat template; use an instruction-tuned model"):
-        ChatTokens.load(tmp_path)
-
-
-def test_a_template_that_does_not_close_replies_cannot_be_continued_and_says_so():
+        ChatTokens(byte_tokenizer(template="", special=["<end>"], end="<end>"))
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     tokens = ChatTokens(byte_tokenizer(template=template, special=["<end>"], end="<end>"))
     assert tokens.prompt([user("hi")])
@@ -279,20 +260,19 @@ def test_a_template_that_does_not_close_replies_cannot_be_continued_and_says_so(
         tokens.continuation([user("and?")], ended=True)
 
 
+@pytest.mark.server
 def test_the_tokenizer_is_autotokenizers_choice_and_its_import_is_spared_if_that_is_clear(tmp_path: Path):
-    model_types = ("qwen2", "qwen3", "llama")
-    for model_type in model_types:
+    from transformers import AutoTokenizer
+
+    for model_type in ("qwen2", "qwen3", "llama"):
         character_tokenizer(set("0123456789+=")).save_pretrained(tmp_path / model_type)
         (tmp_path / model_type / "config.json").write_text(json.dumps({"model_type": model_type}))
+        chosen = AutoTokenizer.from_pretrained(str(tmp_path / model_type))
+        loaded = ChatTokens.load(tmp_path / model_type).tokenizer
+        assert type(loaded) is type(chosen) and loaded.encode("12+7=") == chosen.encode("12+7=")
     code = (
         "import sys; from pathlib import Path; from rollouts.chat.chat_tokens import ChatTokens\n"
-        f"for model_type in {model_types}:\n"
-        f"    loaded = ChatTokens.load(Path({str(tmp_path)!r}, model_type)).tokenizer\n"
-        "    print(type(loaded).__name__, loaded.encode('12+7='), 'transformers.generation.utils' in sys.modules)"
+        f"[ChatTokens.load(Path({str(tmp_path)!r}, name)) for name in ('qwen2', 'qwen3')]\n"
+        "sys.exit('transformers.generation.utils' in sys.modules)"
     )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    chosen = [AutoTokenizer.from_pretrained(str(tmp_path / model_type)) for model_type in model_types]
-    assert printed.splitlines()[-3:] == [
-        f"{type(tokenizer).__name__} {tokenizer.encode('12+7=')} {model_type == 'llama'}"
-        for tokenizer, model_type in zip(chosen, model_types, strict=True)
-    ]
+    subprocess.run([sys.executable, "-c", code], check=True)

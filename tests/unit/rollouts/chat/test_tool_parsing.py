@@ -71,26 +71,18 @@ def test_a_call_that_begins_and_cannot_be_read_is_malformed(parser: str, model: 
     assert not logging.getLogger("vllm.tool_parsers.hermes_tool_parser").isEnabledFor(logging.ERROR)
 
 
-@pytest.mark.parametrize(
-    ("parser", "model"),
-    [("hermes", "qwen2"), ("llama3_json", "llama3"), ("mistral", "mistral"), ("pythonic", "llama3")],
-)
-@pytest.mark.parametrize("text", ["", "It rains.", "a > b {sort of}", "[1, 2", "\x00\ud7ff", "weather('Rome')"])
-def test_what_is_no_call_is_content(parser: str, model: str, text: str):
-    reply = _parsed(parser, model, text)
-    assert (reply.content, reply.tool_calls) == (text, [])
+def test_what_is_no_call_is_content_and_a_parser_keeps_nothing_of_the_replies_before():
+    texts = ["", "It rains.", "a > b {sort of}", "[1, 2", "\x00\ud7ff", "weather('Rome')"]
 
-
-def test_one_parser_reads_many_replies_and_keeps_nothing_of_them():
-    parser = ToolParser("mistral", family("mistral").tokenizer)
-
-    async def play() -> list[ParsedReply]:
-        texts = [f"[TOOL_CALLS] [{MISTRAL % BERLIN}]", "It rains."] * 2
+    async def parse(parser: ToolParser, *texts: str) -> list[ParsedReply]:
         return [await parser.parse(text, [weather.schema]) for text in texts]
 
-    replies = asyncio.run(play())
-    assert [len(reply.tool_calls) for reply in replies] == [1, 0, 1, 0]
-    assert [reply.content for reply in replies] == ["", "It rains.", "", "It rains."]
+    for name, model in [("hermes", "qwen2"), ("llama3_json", "llama3"), ("mistral", "mistral"), ("pythonic", "llama3")]:
+        parser = ToolParser(name, family(model).tokenizer)
+        assert [(r.content, r.tool_calls) for r in asyncio.run(parse(parser, *texts))] == [(text, []) for text in texts]
+    parser = ToolParser("mistral", family("mistral").tokenizer)
+    replies = asyncio.run(parse(parser, *[f"[TOOL_CALLS] [{MISTRAL % BERLIN}]", "It rains."] * 2))
+    assert [(reply.content, len(reply.tool_calls)) for reply in replies] == [("", 1), ("It rains.", 0)] * 2
 
 
 def test_the_names_found_in_vllms_source_are_those_it_registers():

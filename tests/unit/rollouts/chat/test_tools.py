@@ -98,9 +98,10 @@ def test_the_schema_is_the_signature_in_openais_format():
             },
         },
     }
+    assert add(1, 2) == 3 and add(a=1) == 4, "it is still a function"
 
 
-def test_types_of_every_kind_have_a_schema_and_are_checked_and_converted():
+def test_types_and_names_of_every_kind_have_a_schema_and_are_checked_and_converted():
     @tool
     def book(
         place: Place, nights: Annotated[int, Field(ge=1)], kind: Literal["bed", "room"], tags: list[str] | None = None
@@ -117,8 +118,6 @@ def test_types_of_every_kind_have_a_schema_and_are_checked_and_converted():
     [call] = _calls(("book", asked), tools=[book])
     assert (call.result, call.failed) == ("Place Rome 2 bed ['quiet']", False)
 
-
-def test_a_decorated_function_is_still_a_function_and_its_parameters_may_have_any_name():
     @tool
     def odd(json: str, _private: int, schema: bool) -> str:
         """Names that mean something to libraries."""
@@ -126,7 +125,6 @@ def test_a_decorated_function_is_still_a_function_and_its_parameters_may_have_an
 
     [call] = _calls(("odd", '{"json": "a", "_private": 1, "schema": true}'), tools=[odd])
     assert call.result == "a 1 True"
-    assert add(1, 2) == 3 and add(a=1) == 4
 
 
 def test_methods_of_an_object_are_tools_of_that_object():
@@ -149,38 +147,34 @@ def _no_schema(a: Callable[[int], int]) -> None: ...
 def _unknown_type(a: Nowhere) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
 
-@pytest.mark.parametrize(
-    ("function", "problem"),
-    [
+def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_written():
+    for function, problem in [
         (_no_docstring, "'_no_docstring' has no docstring"),
         (_no_hint, "'_no_hint': parameter 'b' has no type hint"),
         (_any_number, r"parameter \*numbers: 'int' cannot be given by name"),
         (_only_by_position, "parameter a: 'int' cannot be given by name"),
         (_no_schema, "type has no JSON schema"),
         (_unknown_type, "name 'Nowhere' is not defined"),
-    ],
-)
-def test_a_function_that_cannot_be_a_tool_is_refused_where_it_is_written(function: Callable[..., Any], problem: str):
-    function.__doc__ = None if function is _no_docstring else "Do it."
-    with pytest.raises(ValueError, match=problem):
-        tool(function)
+    ]:
+        function.__doc__ = None if function is _no_docstring else "Do it."
+        with pytest.raises(ValueError, match=problem):
+            tool(function)
+    with pytest.raises(ValueError, match="same name"):
+        _calls(("add", "{}"), tools=[add, add])
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "told"),
-    [
+def test_what_the_policy_wrote_wrongly_is_told_to_it():
+    for name, arguments, told in [
         ("ad", '{"a": 1}', "error: there is no tool 'ad', only add"),
         ("add", '{"a": 1', "error: Invalid JSON: EOF while parsing an object at line 1 column 7"),
         ("add", "[1, 2]", "error: Input should be an object"),
         ("add", '{"b": 2}', "error: a: Field required"),
         ("add", '{"a": "x", "c": 1}', "error: a: Input should be a valid integer, .*; c: Extra inputs are .*permitted"),
-    ],
-)
-def test_what_the_policy_wrote_wrongly_is_told_to_it(name: str, arguments: str, told: str):
-    wrong, right = _calls((name, arguments), ("add", '{"a": 1}'), tools=[add])
-    assert wrong.failed and (wrong.name, wrong.arguments, wrong.seconds) == (name, arguments, 0.0)
-    assert re.fullmatch(told, wrong.result)
-    assert (right.result, right.failed) == ("4", False)
+    ]:
+        wrong, right = _calls((name, arguments), ("add", '{"a": 1}'), tools=[add])
+        assert wrong.failed and (wrong.name, wrong.arguments, wrong.seconds) == (name, arguments, 0.0)
+        assert re.fullmatch(told, wrong.result)
+        assert (right.result, right.failed) == ("4", False)
 
 
 def _no_parameters(function: Callable[[], Any], name: str = "act") -> Tool:
@@ -207,17 +201,14 @@ def test_what_a_tool_raises_is_told_to_the_policy_even_an_exit():
     ]
 
 
-@pytest.mark.parametrize(
-    ("returned", "text"), [("é", "é"), (3, "3"), (None, "null"), ({"a": [1.5]}, '{"a": [1.5]}'), (Path("x"), '"x"')]
-)
-def test_a_result_is_text_or_json(returned: Any, text: str):
-    assert _calls(("act", "{}"), tools=[_no_parameters(lambda: returned)])[0].result == text
+def test_a_result_is_text_or_json_and_a_long_one_is_cut_and_says_so():
+    def result(returned: Any, **limits: Any) -> str:
+        return _calls(("act", "{}"), tools=[_no_parameters(lambda: returned)], **limits)[0].result
 
-
-@pytest.mark.parametrize(("most", "rest"), [(100, ""), (20, " … [cut: 20 of 100 characters]")])
-def test_a_long_result_is_cut_and_says_so(most: int, rest: str):
-    [call] = _calls(("act", "{}"), tools=[_no_parameters(lambda: "x" * 100)], output_chars=most)
-    assert call.result == "x" * most + rest
+    for returned, text in [("é", "é"), (3, "3"), (None, "null"), ({"a": [1.5]}, '{"a": [1.5]}'), (Path("x"), '"x"')]:
+        assert result(returned) == text
+    assert result("x" * 100, output_chars=100) == "x" * 100
+    assert result("x" * 100, output_chars=20) == "x" * 20 + " … [cut: 20 of 100 characters]"
 
 
 def test_tools_of_one_turn_run_at_the_same_time_and_blocking_ones_leave_the_loop_alone():
@@ -266,6 +257,7 @@ def test_a_hung_tool_times_out_and_nobody_waits_for_it():
     assert (added.result, added.failed) == ("4", False)
 
 
+@pytest.mark.server
 def test_a_hung_thread_does_not_keep_the_process_from_ending():
     program = """
 import asyncio, time
@@ -298,11 +290,6 @@ def test_too_many_hung_threads_are_a_fault_of_the_infrastructure(monkeypatch: py
     assert isinstance(unavailable, ToolUnavailable) and "2 earlier calls" in str(unavailable)
 
 
-def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="same name"):
-        _calls(("add", "{}"), tools=[add, add])
-
-
 class _Workflow(Workflow):
     def __init__(self, function: Callable[[], Any]) -> None:
         super().__init__(None)
@@ -319,12 +306,12 @@ def _group(function: Callable[[], Any], tokens: ChatTokens, *replies: str, **lim
 
 
 def test_a_fault_of_a_tools_infrastructure_leaves_the_attempt_without_a_reward(text_tokens: ChatTokens):
-    """One attempt's server answers 500; it enters no mean, and the other two are trained."""
+    """One attempt's server answers 500; it enters no mean, and the others are trained, also one whose tool raises."""
 
     def ask_server() -> str:
         if workflow_context().attempt == 1:  # known in the tool's own thread too
             raise ToolUnavailable("HTTP 500")
-        return "7"
+        return ["7"][workflow_context().attempt]
 
     group = _group(ask_server, text_tokens, "[act {}]", "34")
     assert [t.status for t in group.trajectories] == ["ok", "tool_error", "ok"]
@@ -334,12 +321,7 @@ def test_a_fault_of_a_tools_infrastructure_leaves_the_attempt_without_a_reward(t
     [call] = group.trajectories[1].turns[0].tool_calls
     assert call.failed and "HTTP 500" in call.result
     assert [t.attempt for t in group.usable] == [0, 2] and group.accepted
-
-
-def test_a_tool_that_raises_otherwise_is_the_policys_business(text_tokens: ChatTokens):
-    group = _group(lambda: {}["7"], text_tokens, "[act {}]", "34")  # type: ignore[var-annotated]
-    assert [t.status for t in group.trajectories] == ["ok"] * 3 and len(group.usable) == 3
-    assert group.trajectories[0].turns[0].tool_calls[0].failed
+    assert [group.trajectories[n].turns[0].tool_calls[0].failed for n in (0, 2)] == [False, True]
 
 
 def test_an_attempt_that_wants_ever_more_tools_ends_as_max_turns_and_is_trained(text_tokens: ChatTokens):

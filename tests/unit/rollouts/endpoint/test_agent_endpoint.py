@@ -19,6 +19,8 @@ from rollouts.workflow import Score
 from storage.records import Message, Sampling
 from tests.unit.rollouts.scripted_text import ADD, Served, served, user
 
+pytestmark = pytest.mark.server
+
 
 async def test_a_request_is_a_turn_and_its_reply_is_openais(text_tokens: ChatTokens):
     async with served(text_tokens, "4!") as agent:
@@ -40,15 +42,6 @@ async def test_a_request_is_a_turn_and_its_reply_is_openais(text_tokens: ChatTok
     usage = completion.usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(turn.context_ids), 3)
     assert usage.total_tokens == len(turn.context_ids) + 3
-
-
-async def test_history_that_goes_on_is_one_sequence_and_counts_all_its_tokens(text_tokens: ChatTokens):
-    async with served(text_tokens, "one", "two") as agent:
-        first = await agent.ask("1")
-        second = await agent.ask("1", first.choices[0].message.content, "2")
-    assert first.choices[0].logprobs is None
-    assert agent.sequences == [0, 0]
-    assert second.usage.total_tokens == sum(len(t.context_ids) + len(t.sampled_ids) for t in agent.chat.turns)
 
 
 async def _call_add(agent: Served) -> tuple[list[Any], Any]:
@@ -92,8 +85,10 @@ async def test_a_tool_call_comes_back_and_its_branch_goes_on(text_tokens: ChatTo
         result = str(sum(json.loads(call.function.arguments).values()))
         history += [sent(message), {"role": "tool", "tool_call_id": call.id, "content": result}]
         completion = await agent.client.chat.completions.create(model="any", messages=history, tools=[ADD])
-        assert completion.choices[0].message.content == "5"
+        [choice] = completion.choices
+        assert (choice.message.content, choice.logprobs) == ("5", None)
     assert agent.sequences == [0, 0]
+    assert completion.usage.total_tokens == sum(len(t.context_ids) + len(t.sampled_ids) for t in agent.chat.turns)
     assert [(message.role, message.content, message.is_completion) for message in agent.chat.recorded] == [
         *(("user", "What is 2+3?", False), ("assistant", written, True)),
         *(("tool", "5", False), ("assistant", "5", True)),
@@ -166,20 +161,18 @@ REFUSED: list[dict[str, Any]] = [
 ]
 
 
-async def test_what_would_change_the_distribution_is_refused_by_name(text_tokens: ChatTokens):
-    async with served(text_tokens, "never") as agent:
+async def test_what_would_change_the_distribution_is_refused_by_name_and_the_runs_own_values_are_no_options(
+    text_tokens: ChatTokens,
+):
+    options = {"temperature": 0.7, "top_p": 1.0, "n": 1, "presence_penalty": 0.0, "parallel_tool_calls": True}
+    options |= {"response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"}}
+    async with served(text_tokens, "one", sampling=Sampling(temperature=0.7)) as agent:
         for option in REFUSED:
             with pytest.raises(openai.BadRequestError) as caught:
                 await agent.ask("1", **option)
             [name] = option.get("extra_body", option)
             assert str(caught.value.param).startswith(name) and f"`{name}" in str(caught.value), name
-    assert not agent.chat.turns
-
-
-async def test_options_at_the_runs_own_values_are_no_options(text_tokens: ChatTokens):
-    options = {"temperature": 0.7, "top_p": 1.0, "n": 1, "presence_penalty": 0.0, "parallel_tool_calls": True}
-    options |= {"response_format": {"type": "text"}, "store": False, "metadata": {"a": "b"}}
-    async with served(text_tokens, "one", sampling=Sampling(temperature=0.7)) as agent:
+        assert not agent.chat.turns
         assert (await agent.ask("1", **options)).choices[0].message.content == "one"
 
 
@@ -210,7 +203,7 @@ async def test_messages_the_policy_cannot_read_are_refused(text_tokens: ChatToke
                 await agent.client.chat.completions.create(model="any", messages=messages)
 
 
-async def test_a_key_is_worth_something_only_while_its_attempt_runs(text_tokens: ChatTokens):
+async def test_a_key_is_worth_something_only_while_its_attempt_runs_and_at_the_paths_there_are(text_tokens: ChatTokens):
     async with served(text_tokens, "one") as agent:
         [model] = (await agent.client.models.list()).data
         assert model.id == "policy"
@@ -230,6 +223,8 @@ async def test_a_key_is_worth_something_only_while_its_attempt_runs(text_tokens:
             assert (await nobody.get(f"{agent.endpoint.base_url}/models")).status_code == 401
         await agent.ask("1")
         assert len(agent.chat.turns) == 1
+        with pytest.raises(openai.NotFoundError, match="no /v1/embeddings here, only chat/completions"):
+            await agent.client.embeddings.create(model="any", input="1")
 
 
 async def test_a_session_has_one_reward(text_tokens: ChatTokens):
@@ -270,26 +265,26 @@ async def test_clients_retry_a_failing_engine_and_the_conversation_goes_on_where
         assert agent.session.fault is None and agent.sequences == [0, 0]
 
 
-async def test_a_full_context_is_openais_error_and_a_shorter_history_goes_on(text_tokens: ChatTokens):
-    async with served(text_tokens, "one", max_model_len=32) as agent:
+async def test_a_full_context_and_a_template_that_refuses_are_told_once_and_a_shorter_history_goes_on(
+    text_tokens: ChatTokens,
+):
+    class Picky(ChatTokens):
+        def prompt(self, messages: Any, **keywords: Any) -> list[int]:
+            if messages[0].content == "refuse":
+                calls.append(1)
+                raise ValueError("roles must alternate")
+            return super().prompt(messages, **keywords)
+
+    calls: list[int] = []
+    async with served(Picky(text_tokens.tokenizer), "one", max_model_len=32, max_retries=2) as agent:
         with pytest.raises(openai.BadRequestError) as caught:
             await agent.ask("x" * 40)
         assert caught.value.code == "context_length_exceeded" and agent.session.fault is not None
+        with pytest.raises(openai.InternalServerError, match="roles must alternate"):
+            await agent.ask("refuse")
+        assert calls == [1]
         await agent.ask("short")
         assert agent.session.fault is None and len(agent.chat.turns) == 1
-
-
-async def test_a_template_that_refuses_is_told_once_and_not_retried(text_tokens: ChatTokens):
-    class Refusing(ChatTokens):
-        def prompt(self, *arguments: Any, **keywords: Any) -> list[int]:
-            calls.append(1)
-            raise ValueError("roles must alternate")
-
-    calls: list[int] = []
-    async with served(Refusing(text_tokens.tokenizer), max_retries=2) as agent:
-        with pytest.raises(openai.InternalServerError, match="roles must alternate"):
-            await agent.ask("1")
-    assert calls == [1]
 
 
 class Waiting(ScriptedEngine):
@@ -310,7 +305,7 @@ class Waiting(ScriptedEngine):
         return await super().generate(*arguments, **keywords)
 
 
-async def test_a_client_that_goes_away_stops_its_generation_and_leaves_no_turn(text_tokens: ChatTokens):
+async def test_a_client_that_goes_away_and_a_session_that_ends_stop_what_is_generated(text_tokens: ChatTokens):
     async with served(text_tokens, "one", engine=Waiting) as agent:
         engine: Any = agent.chat.engine
         asking = asyncio.create_task(agent.ask("1"))
@@ -319,37 +314,15 @@ async def test_a_client_that_goes_away_stops_its_generation_and_leaves_no_turn(t
         await engine.cancelled.wait()
         await agent.ask("1")
         assert len(agent.chat.turns) == 1
-
-
-async def test_parallel_requests_of_one_session_run_at_once_on_their_own_branches(text_tokens: ChatTokens):
-    async with served(text_tokens, "two", "one", "and one", "and two", engine=Waiting) as agent:
-        engine: Any = agent.chat.engine
-        first = asyncio.create_task(agent.ask("1"))
-        await engine.busy.wait()
-        second = await agent.ask("2")  # answered while the first is being generated
-        engine.go.set()
-        await agent.ask("1", (await first).choices[0].message.content, "more")
-        await agent.ask("2", second.choices[0].message.content, "more")
-    assert agent.sequences == [0, 1, 1, 0]
-    assert [text_tokens.text(turn.sampled_ids) for turn in agent.chat.turns] == ["two", "one", "and one", "and two"]
-
-
-async def test_a_session_that_ends_takes_its_running_requests_with_it(text_tokens: ChatTokens):
-    async with served(text_tokens, engine=Waiting) as agent:
-        engine: Any = agent.chat.engine
+        engine.busy.clear()
+        engine.cancelled.clear()
         left_behind = asyncio.create_task(agent.ask("1"))
         await engine.busy.wait()
         await agent.session.close()
         assert engine.cancelled.is_set()
         with pytest.raises(openai.AuthenticationError):
             await left_behind
-    assert not agent.chat.turns
-
-
-async def test_unknown_paths_are_told_what_there_is(text_tokens: ChatTokens):
-    async with served(text_tokens) as agent:
-        with pytest.raises(openai.NotFoundError, match="no /v1/embeddings here, only chat/completions"):
-            await agent.client.embeddings.create(model="any", input="1")
+        assert len(agent.chat.turns) == 1
 
 
 def test_an_event_loop_has_one_server_until_it_is_closed():

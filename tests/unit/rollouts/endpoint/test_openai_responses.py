@@ -10,6 +10,7 @@ import pytest
 from rollouts.chat.chat_tokens import ChatTokens
 from tests.unit.rollouts.scripted_text import ADD, said, served, user
 
+pytestmark = pytest.mark.server
 TOOL: Any = {"type": "function", **ADD["function"]}
 
 

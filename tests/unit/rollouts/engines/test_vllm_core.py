@@ -16,6 +16,8 @@ import pytest
 from rollouts.engines.vllm_core import CoreStart
 from tests.processes import has_imported, num_new_pages
 
+pytestmark = pytest.mark.server
+
 
 def _spawning() -> Any:
     return multiprocessing.get_context("spawn")
@@ -40,19 +42,16 @@ def in_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("parts", "imported"), [(1, True), (2, False)], ids=["forked", "spawned"])
-def test_a_core_of_one_part_has_imported_everything_and_every_core_keeps_freed_memory(
-    in_core: Any, parts: int, imported: bool
+@pytest.mark.parametrize(("parts", "on_gpu"), [(1, False), (2, False), (1, True)], ids=["forked", "parts", "GPU"])
+def test_a_core_of_one_part_on_cpus_has_imported_everything_and_every_core_keeps_freed_memory(
+    in_core: Any, monkeypatch: pytest.MonkeyPatch, parts: int, on_gpu: bool
 ):
+    if on_gpu:
+        monkeypatch.setattr("rollouts.engines.vllm_core.CPU_BUILD", "no-such-distribution")
     found, new_pages = in_core({"tensor_parallel_size": parts}, _look)
-    assert found is imported
+    assert found is (parts == 1 and not on_gpu)
     if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc
         assert new_pages < 8_000 < num_new_pages(), "of 16,384 pages, those the kernel had to give anew"
-
-
-def test_on_gpus_the_core_is_started_as_vllm_does_it(in_core: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollouts.engines.vllm_core.CPU_BUILD", "no-such-distribution")
-    assert not in_core({}, has_imported, "tabnanny")
 
 
 def _look() -> tuple[bool, int]:

@@ -26,6 +26,7 @@ from tests.builders import provenance
 from tests.shard_files import decode_shard, encode_shard
 from tests.unit.rollouts.scripted_text import an_engine, play_group
 
+pytestmark = pytest.mark.server
 TASK = Task(id="17*3", prompt="What is 17*3?", answer="51")
 
 
@@ -94,9 +95,11 @@ def test_an_unmodified_client_yields_trainable_rows(text_tokens: ChatTokens):
         assert row["loss_mask"] == [False] * len(prompt) + [True] * 3
 
 
-def test_a_reward_may_be_posted(text_tokens: ChatTokens):
+def test_a_reward_may_be_posted_and_what_is_returned_must_be_one(text_tokens: ChatTokens):
     [one, _] = play(Agent(_post), text_tokens, an_engine(text_tokens, "51")).usable
     assert (one.reward, one.reward_parts) == (1.0, {"sum": 1.5})
+    with pytest.raises(WrongWorkflow, match="Agent.run_agent returned str; one call plays one attempt"):
+        play(Agent(_returns("very good")), text_tokens, an_engine(text_tokens, "51"))
 
 
 def _returns(returned: Any) -> Callable[[AsyncOpenAI], Awaitable[Any]]:
@@ -140,11 +143,6 @@ def test_an_attempt_without_one_reward_enters_no_mean(text_tokens: ChatTokens, a
         assert (trajectory.status, trajectory.reward) == (status, None)
         assert error in trajectory.error
         assert len(trajectory.turns) == 4 or agent is not _endless
-
-
-def test_a_return_value_that_is_no_reward_is_a_mistake_in_the_workflow(text_tokens: ChatTokens):
-    with pytest.raises(WrongWorkflow, match="Agent.run_agent returned str; one call plays one attempt"):
-        play(Agent(_returns("very good")), text_tokens, an_engine(text_tokens, "51"))
 
 
 def test_an_agent_that_gives_up_on_a_dead_engine_is_not_to_blame(text_tokens: ChatTokens):

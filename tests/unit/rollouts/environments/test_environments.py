@@ -85,14 +85,12 @@ def test_the_observation_of_reset_and_of_every_step_is_in_the_prompt(tokens: Cha
     assert (trajectory.status, trajectory.reward, workflow.made[0].closed) == ("ok", 1.0, 1)
 
 
-@pytest.mark.parametrize(("step_reward", "values"), [(None, [2.0, 4.0, 8.0]), (-1.0, [0.5, 3.0, 8.0])])
-def test_rewards_of_later_turns_are_added_discounted_once_per_turn(
-    tokens: ChatTokens, step_reward: float | None, values: list[float]
-):
-    make = functools.partial(_Counter, prize=8.0, step_reward=step_reward)
-    trajectory = _attempt(tokens, _Workflow(make, discount=0.5))
-    assert trajectory.reward_parts == {f"turn_{turn}": value for turn, value in enumerate(values)}
-    assert trajectory.reward == values[0]
+def test_rewards_of_later_turns_are_added_discounted_once_per_turn(tokens: ChatTokens):
+    for step_reward, values in [(None, [2.0, 4.0, 8.0]), (-1.0, [0.5, 3.0, 8.0])]:
+        make = functools.partial(_Counter, prize=8.0, step_reward=step_reward)
+        trajectory = _attempt(tokens, _Workflow(make, discount=0.5))
+        assert trajectory.reward_parts == {f"turn_{turn}": value for turn, value in enumerate(values)}
+        assert trajectory.reward == values[0]
 
 
 @given(st.lists(st.floats(-5, 5), max_size=12), st.floats(0, 1))
@@ -142,10 +140,7 @@ def test_the_methods_of_an_environment_may_be_tools(text_tokens: ChatTokens):
     ]
     assert (shop.looked_up, shop.replies) == ("tea", ["7?", "7!"])  # the environment sees replies, not calls
     assert trajectory.reward_parts == {"turn_0": 1.0, "turn_1": 1.0}
-
-
-def test_a_tool_may_end_the_episode(text_tokens: ChatTokens):
-    trajectory, shop = _in_words(text_tokens, "[leave {}]", "bye bye")
+    trajectory, shop = _in_words(text_tokens, "[leave {}]", "bye bye")  # a tool may end the episode
     assert (trajectory.status, shop.replies, len(trajectory.turns)) == ("ok", ["bye bye"], 2)
 
 
@@ -253,15 +248,6 @@ def _ranks(attempts: Sequence[Trajectory]) -> list[Score]:
     return [Score(reward=rank, parts={"rank": rank}) for rank in ranks]
 
 
-def test_rewards_may_compare_the_usable_attempts_of_a_group(tokens: ChatTokens):
-    group = _group(tokens, _Ranked(_ranks), n_samples=4)
-    assert [t.reward for t in group.trajectories] == [0.0, 0.5, None, 1.0]
-    assert [t.status for t in group.trajectories] == ["ok", "ok", "env_error", "ok"]
-    assert group.trajectories[3].reward_parts == {"length": 1.0, "rank": 1.0}
-    unchanged = _group(tokens, _Ranked(lambda attempts: None), n_samples=4)
-    assert [t.reward for t in unchanged.trajectories] == [0.0, 1.0, None, 3.0], "those of `run`"
-
-
 async def _divided(attempts: Sequence[Trajectory]) -> Sequence[Score]:
     """Scores in a child process, as `run` may."""
     return [await score(divmod, int(attempt.reward or 0), 0) for attempt in attempts]
@@ -282,22 +268,28 @@ def _buggy(attempts: Sequence[Trajectory]) -> Sequence[Score]:
         (_buggy, "reward_error", "score_group: ZeroDivisionError: division by zero"),
         (_divided, "reward_error", "score_group: RewardFailed: builtins:divmod: ZeroDivisionError"),
         (_never, "timeout", "score_group: TimeoutError"),
+        (_ranks, "ok", ""),
+        (lambda attempts: None, "ok", ""),
     ],
 )
-def test_a_group_that_cannot_be_scored_is_lost_and_the_run_goes_on(
+def test_rewards_may_compare_a_group_and_one_that_cannot_be_scored_is_lost(
     tokens: ChatTokens, compare: Callable[..., Any], status: str, words: str
 ):
-    group = _group(tokens, _Ranked(compare), n_samples=4, attempt_timeout=1.0 if compare is _never else 60.0)
+    group = _group(tokens, _Ranked(compare), n_samples=4, attempt_timeout=0.5 if compare is _never else 60.0)
     assert [t.status for t in group.trajectories] == [status, status, "env_error", status]
-    assert [t.reward for t in group.trajectories] == [None] * 4
     assert group.trajectories[0].error.startswith(words)
     assert group.trajectories[2].error.startswith("OSError: no board\n")
-    assert not group.accepted and group.reject_reason.startswith("0 usable of 4")
+    if words:
+        assert [t.reward for t in group.trajectories] == [None] * 4
+        assert not group.accepted and group.reject_reason.startswith("0 usable of 4")
+    elif compare is _ranks:
+        assert [t.reward for t in group.trajectories] == [0.0, 0.5, None, 1.0]
+        assert group.trajectories[3].reward_parts == {"length": 1.0, "rank": 1.0}
+    else:
+        assert [t.reward for t in group.trajectories] == [0.0, 1.0, None, 3.0], "those of `run`"
 
 
-@pytest.mark.parametrize(
-    "returned", [[Score(reward=1.0)], [1.0, 2.0, 3.0], []], ids=["too few", "no scores", "nothing"]
-)
-def test_one_score_per_attempt_or_the_workflow_is_wrong(tokens: ChatTokens, returned: list[Any]):
-    with pytest.raises(WrongWorkflow, match="for 3 attempts; return one Score each"):
-        _group(tokens, _Ranked(lambda _: returned), n_samples=4)
+def test_one_score_per_attempt_or_the_workflow_is_wrong(tokens: ChatTokens):
+    for returned in ([Score(reward=1.0)], [1.0, 2.0, 3.0], []):
+        with pytest.raises(WrongWorkflow, match="for 3 attempts; return one Score each"):
+            _group(tokens, _Ranked(lambda _, returned=returned: returned), n_samples=4)

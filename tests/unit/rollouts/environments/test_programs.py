@@ -15,6 +15,7 @@ import pytest
 
 from rollouts.environments.programs import Launcher, LauncherEnded, Program, start_program
 
+pytestmark = pytest.mark.server
 ABOUT = """
 import json, os, sys
 found = {"argv": sys.argv, "path": sys.path[0], "name": __name__, "file": __file__, "input": sys.stdin.read()}
@@ -56,20 +57,15 @@ async def test_a_forked_program_finds_what_it_finds_when_it_is_started(tmp_path:
     assert json.loads(forked[1])["variables"]["OPENAI_API_KEY"] == "k"
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "errors"),
-    [
-        ("pass", 0, ""),
-        ("raise SystemExit(3)", 3, ""),
-        ("raise SystemExit('no question')", 1, "no question\n"),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
-        ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
-    ],
-)
-async def test_how_it_ended_is_known(tmp_path: Path, text: str, status: int, errors: str):
+async def test_how_it_ended_is_known(tmp_path: Path):
     async with _launcher() as launcher:
-        ended = await _end(launcher.start(_script(tmp_path, text), dict(os.environ)))
-    assert ended[0] == status and ended[2].endswith(errors)
+        for text, status, errors in [
+            *(("pass", 0, ""), ("raise SystemExit(3)", 3, ""), ("raise SystemExit('no question')", 1, "no question\n")),
+            ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+            ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL, ""),
+        ]:
+            ended = await _end(launcher.start(_script(tmp_path, text), dict(os.environ)))
+            assert ended[0] == status and ended[2].endswith(errors), text
 
 
 async def test_what_is_preloaded_is_imported_once_and_each_program_has_its_own(
@@ -106,12 +102,10 @@ async def test_a_launcher_that_dies_takes_its_programs_with_it_and_the_next_has_
     assert ended == (0, "again\n", "")
 
 
-@pytest.mark.parametrize("command", [["/bin/echo", "a.py"], [sys.executable], [sys.executable, "-m", "module"]])
-async def test_only_a_script_of_this_python_can_be_forked_and_only_with_modules_that_are_there(
-    tmp_path: Path, command: list[str]
-):
+async def test_only_a_script_of_this_python_can_be_forked_and_only_with_modules_that_are_there(tmp_path: Path):
     async with _launcher("no_such_module") as launcher:
-        with pytest.raises(ValueError, match="is to be"):
-            await launcher.start(command, {})
+        for command in (["/bin/echo", "a.py"], [sys.executable], [sys.executable, "-m", "module"]):
+            with pytest.raises(ValueError, match="is to be"):
+                await launcher.start(command, {})
         with pytest.raises(LauncherEnded):
             await launcher.start(_script(tmp_path, ""), dict(os.environ))

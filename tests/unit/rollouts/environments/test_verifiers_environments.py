@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +16,9 @@ from rollouts.engines.engine import EngineError
 from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.environments.verifiers_environments import VerifiersWorkflow
 from storage.records import RolloutGroup, Task, Trajectory
-from tests.unit.rollouts.scripted_text import an_engine, play_group
+from tests.unit.rollouts.scripted_text import an_engine, play_group, served
 
+pytestmark = pytest.mark.server
 _TASKSETS = Path(__file__).parent / "verifiers_tasksets"
 
 
@@ -51,16 +48,12 @@ def _said(trajectory: Trajectory) -> list[tuple[str, str]]:
     return [(message.role, message.content) for message in trajectory.messages]
 
 
-def test_a_taskset_becomes_tasks_and_holds_out_every_tenth():
+def test_a_taskset_becomes_tasks_and_a_single_turn_is_recorded_and_scored_by_verifiers(text_tokens: ChatTokens):
     workflow = VerifiersWorkflow("sums_taskset")
-    assert [task.id for task in workflow.tasks("test")] == ["test-9", "test-19"]
+    assert [task.id for task in workflow.tasks("test")] == ["test-9", "test-19"], "every tenth is held out"
     train = workflow.tasks("train")
     assert len(train) == 18 and train[0] == Task(id="train-0", prompt="0+1=")
-
-
-def test_a_single_turn_is_recorded_and_scored_by_verifiers(text_tokens: ChatTokens):
-    workflow = VerifiersWorkflow("sums_taskset")
-    task = workflow.tasks("train")[5]
+    task = train[5]
     engine = ScriptedEngine(lambda *_: [*text_tokens.tokenizer("6")["input_ids"], text_tokens.end_id])
     group = _group(workflow, task, text_tokens, engine, n_samples=4)
     for trajectory in group.trajectories:
@@ -84,14 +77,9 @@ def test_an_exchange_of_several_turns_is_one_sequence(text_tokens: ChatTokens):
     ]
     assert [turn.sequence_idx for turn in trajectory.turns] == [0, 0, 0]
     assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"found": 1.0, "guesses": 3.0})
-
-
-def test_verifiers_turn_limit_ends_the_attempt_as_max_turns(text_tokens: ChatTokens):
-    workflow = VerifiersWorkflow("guessing_taskset")
-    engine = an_engine(text_tokens, "1", "1", "1", "1")
-    trajectory = _attempt(workflow, workflow.tasks("train")[6], text_tokens, engine)
-    assert (trajectory.status, trajectory.error, len(trajectory.turns)) == ("max_turns", "", 4)
-    assert (trajectory.reward, trajectory.usable) == (0.0, True)
+    lost = _attempt(workflow, task, text_tokens, an_engine(text_tokens, "1", "1", "1", "1"))
+    assert (lost.status, lost.error, len(lost.turns)) == ("max_turns", "", 4), "verifiers' own limit of turns"
+    assert (lost.reward, lost.usable) == (0.0, True)
 
 
 def test_its_tools_are_offered_to_the_policy_and_executed(text_tokens: ChatTokens):
@@ -140,41 +128,22 @@ def test_faults_of_the_engine_the_length_limit_and_the_deadline_keep_their_names
     assert (stuck.status, stuck.reward, stuck.turns) == ("timeout", None, [])
 
 
-@pytest.fixture
-def other_model() -> Iterator[str]:
-    """The address of an OpenAI-compatible server whose model says `yes` to everything."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 0, "model": asked["model"]}
-            delta = {"role": "assistant", "content": "yes"}
-            steps = [{"delta": delta, "finish_reason": None}, {"delta": {}, "finish_reason": "stop"}]
-            chunks = [json.dumps({**head, "choices": [{"index": 0, **step}]}) for step in steps]
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            self.wfile.write("".join(f"data: {chunk}\n\n" for chunk in [*chunks, "[DONE]"]).encode())
-
-        def log_message(self, *_: object) -> None:
-            return None
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-
-
 def _debate(tmp_path: Path, text: str) -> VerifiersWorkflow:
     settings = tmp_path / "debate.toml"
     settings.write_text(text + '[taskset]\nid = "debate_taskset"\n')
     return VerifiersWorkflow(str(settings))
 
 
-def test_a_seat_with_a_model_of_its_own_is_not_recorded(text_tokens: ChatTokens, tmp_path: Path, other_model: str):
-    client = f'client = {{ type = "eval", base_url = "{other_model}", api_key_var = "NONE" }}'
-    workflow = _debate(tmp_path, f'[judge]\nmodel = "big"\n{client}\n')
-    trajectory = _attempt(workflow, workflow.tasks("train")[0], text_tokens, an_engine(text_tokens, "it is"))
+async def test_a_seat_with_a_model_of_its_own_is_not_recorded(
+    text_tokens: ChatTokens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with served(text_tokens, "yes") as judge:
+        monkeypatch.setenv("JUDGE_KEY", judge.session.key)
+        client = f'client = {{ type = "eval", base_url = "{judge.endpoint.base_url}", api_key_var = "JUDGE_KEY" }}'
+        workflow = _debate(tmp_path, f'[judge]\nmodel = "big"\n{client}\n')
+        engine = an_engine(text_tokens, "it is")
+        [trajectory] = (await play_group(workflow, text_tokens, engine, workflow.tasks("train")[0])).trajectories
+        await workflow.close()
     assert (trajectory.status, trajectory.error) == ("ok", "")
     assert _said(trajectory) == [("user", "1+1=2?"), ("assistant", "it is")]
     assert (trajectory.reward, trajectory.reward_parts) == (1.0, {"convincing": 1.0})

@@ -18,6 +18,8 @@ from storage.records import RolloutGroup, Sampling, Task
 from tests.builders import a_config
 from tests.unit.rollouts.reward_functions import for_ever, length, nothing
 
+pytestmark = pytest.mark.server
+
 
 class _Lengths(Workflow):
     """The reply's length is worth something, its style is not applicable."""
@@ -91,12 +93,17 @@ def test_a_misspelt_weight_stops_the_first_group(tokens: ChatTokens):
         _group(tokens, _Lengths(), weights={"lenght": 2.0})
 
 
-def test_a_reward_that_takes_too_long_excludes_its_attempt_counts_as_zero_or_fails_the_run(tokens: ChatTokens):
-    group = _group(tokens, _SecondEndless(), timeout=5.0)
-    assert [t.status for t in group.trajectories] == ["ok", "timeout", "ok", "ok"]
-    assert group.trajectories[1].reward is None and len(group.usable) == 3 and group.expected == 4
-    group = _group(tokens, _SecondEndless(), timeout=5.0, on_timeout="zero", bias=1.0)
-    assert [(t.status, t.reward) for t in group.trajectories] == [("ok", 3.0), ("ok", 1.0), ("ok", 5.0), ("ok", 6.0)]
-    assert group.trajectories[1].reward_parts == {"for_ever": 0.0}
-    with pytest.raises(RewardTimeout, match="reward_functions:for_ever took more than 5 s .* 'the task'.*on_timeout"):
-        _group(tokens, _SecondEndless(), timeout=5.0, on_timeout="fail")
+@pytest.mark.parametrize("on_timeout", ["exclude", "zero", "fail"])
+def test_a_reward_that_takes_too_long_excludes_its_attempt_counts_as_zero_or_fails_the_run(
+    tokens: ChatTokens, on_timeout: str
+):
+    if on_timeout == "fail":
+        error = "reward_functions:for_ever took more than 3 s .* 'the task'.*on_timeout"
+        with pytest.raises(RewardTimeout, match=error):
+            _group(tokens, _SecondEndless(), timeout=3.0, on_timeout="fail")
+        return
+    group = _group(tokens, _SecondEndless(), timeout=3.0, on_timeout=on_timeout, bias=1.0)
+    second = (None, {}) if on_timeout == "exclude" else (1.0, {"for_ever": 0.0})
+    assert [t.reward for t in group.trajectories] == [3.0, second[0], 5.0, 6.0]
+    assert group.trajectories[1].reward_parts == second[1]
+    assert [t.status for t in group.trajectories] == ["ok", "timeout" if on_timeout == "exclude" else "ok", "ok", "ok"]

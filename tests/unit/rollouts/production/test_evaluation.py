@@ -33,8 +33,7 @@ from storage.shards.shards import commit_shard, read_shard
 from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, provenance
 
 
-def test_pass_at_k_has_the_known_values():
-    assert pass_at_k(num_attempts=5, num_correct=2, k=2) == pytest.approx(0.7, rel=1e-12)  # 1 − C(3,2)/C(5,2)
+def test_pass_at_k_of_many_attempts_does_not_overflow():
     no_overflow = 1 - math.prod((1000 - i) / (2000 - i) for i in range(20))
     assert pass_at_k(num_attempts=2000, num_correct=20, k=1000) == pytest.approx(no_overflow, rel=1e-12)
 
@@ -89,22 +88,13 @@ def test_the_order_in_which_groups_finish_changes_no_digit(problems: list[list[f
 
 
 class _Held(Workflow):
-    """Answers, and counts how many attempts stand in it at once; problem 3 fails, 4 is answered with half a reward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak_live = 0
+    """Problem 3 fails, 4 is answered with half a reward."""
 
     async def run(self, task: Task, chat: Chat) -> Score:
-        self.live += 1
-        self.peak_live = max(self.peak_live, self.live)
-        try:
-            await chat.ask(task.prompt)
-            if task.id == "3":
-                raise KeyError("held out by mistake")
-            return Score(reward={"4": 0.5}.get(task.id, float(workflow_context().attempt)))
-        finally:
-            self.live -= 1
+        await chat.ask(task.prompt)
+        if task.id == "3":
+            raise KeyError("held out by mistake")
+        return Score(reward={"4": 0.5}.get(task.id, float(workflow_context().attempt)))
 
 
 class _CountedPlayer(Player):
@@ -128,17 +118,11 @@ class _Bench:
     """A log in memory, a player, and the evaluation between them."""
 
     def __init__(
-        self,
-        tokens: ChatTokens,
-        workflow: Workflow | None = None,
-        *,
-        max_tokens: int = 8,
-        **limits: Any,
+        self, tokens: ChatTokens, workflow: Workflow | None = None, *, max_tokens: int = 8, **limits: Any
     ) -> None:
-        self.workflow = workflow or _Held()
         self.engine = ScriptedEngine(lambda *_: [5, 6, 1])
         self.player = _CountedPlayer(
-            workflow=self.workflow,
+            workflow=workflow or _Held(),
             engine=self.engine,
             tokens=tokens,
             rewards=RewardPool(num_processes=1, timeout=5),
@@ -169,7 +153,7 @@ class _Bench:
             return await evaluate_tasks(self.tasks(count), player=self.player, version=0, settings=settings, **given)
 
 
-def test_an_evaluation_says_what_was_asked_and_what_failed(tokens: ChatTokens):
+def test_an_evaluation_says_what_was_asked_and_what_failed_and_an_older_one_can_be_read(tokens: ChatTokens):
     bench = _Bench(tokens)
     found = asyncio.run(bench.evaluate(5))
     # Problems 0, 1, 2 earn 0 and 1; both attempts at 3 fail; 4 earns a half twice.
@@ -182,13 +166,16 @@ def test_an_evaluation_says_what_was_asked_and_what_failed(tokens: ChatTokens):
     assert (found.version, found.split, found.shard_ids) == (0, "test", ["eval0"])
     bench.log.append(found)
     assert bench.log.refresh().evaluations == [found]
+    old_fields = ("version", "split", "score", "num_tasks", "num_failed", "shard_id", "seconds")
+    older = from_json(Evaluation, {key: value for key, value in to_json(found).items() if key in old_fields})
+    assert (older.shard_ids, older.pass_at, older.standard_error, older.n_samples) == ([found.shard_id], {}, None, 0)
 
 
 def test_thousands_of_problems_are_held_a_few_at_a_time_and_committed_in_pieces(tokens: ChatTokens):
-    bench, limit, count = _Bench(tokens), 16, 2_000
+    bench, limit, count = _Bench(tokens), 16, 1_000
     found = asyncio.run(bench.evaluate(count, n_samples=1, max_concurrent=limit))
     assert found.num_tasks == count and found.num_failed == 1
-    assert bench.player.peak_running == limit == bench.workflow.peak_live  # type: ignore[attr-defined]
+    assert bench.player.peak_running == limit
     assert evaluation.GROUPS_PER_SHARD < bench.player.peak_held <= limit + evaluation.GROUPS_PER_SHARD
     assert found.num_shards == math.ceil(count / evaluation.GROUPS_PER_SHARD) == len(bench.log.state.shards)
     assert list(bench.log.state.shards) == found.shard_ids and found.shard_ids[:2] == ["eval0", "eval0-1"]
@@ -258,7 +245,7 @@ def test_tokens_of_another_version_give_the_evaluation_up_before_they_are_commit
     assert not bench.log.state.evaluations and bench.drawn == 3
 
 
-def test_a_fault_of_the_workflow_ends_the_evaluation_with_its_own_words(tokens: ChatTokens):
+def test_a_fault_of_the_workflow_and_an_empty_split_end_the_evaluation_with_their_own_words(tokens: ChatTokens):
     class Listing(_Held):
         async def run(self, task: Task, chat: Chat) -> Any:
             score = await super().run(task, chat)
@@ -268,13 +255,10 @@ def test_a_fault_of_the_workflow_ends_the_evaluation_with_its_own_words(tokens: 
     with pytest.raises(WrongWorkflow, match="returned list"):
         asyncio.run(bench.evaluate(1000))
     assert bench.drawn < 30 and not bench.log.state.evaluations
-
-
-def test_an_empty_split_is_an_error_and_commits_nothing(tokens: ChatTokens):
-    bench = _Bench(tokens)
+    empty = _Bench(tokens)
     with pytest.raises(ValueError, match="'test' split is empty"):
-        asyncio.run(bench.evaluate(0))
-    assert not bench.log.state.shards
+        asyncio.run(empty.evaluate(0))
+    assert not empty.log.state.shards
 
 
 class _Broken(_Held):
@@ -300,12 +284,3 @@ def test_an_evaluation_in_which_every_attempt_failed_is_a_failed_one(tokens: Cha
     assert "says nothing about the policy" in sentence and "ConnectionError: no database" in sentence
     found = asyncio.run(_Bench(tokens, _Broken(1)).evaluate(3))  # one attempt came through
     assert found.score == 0 and found.num_failed == 3 and not found.failed and failure_of(found) == ""
-
-
-def test_an_evaluation_survives_the_log_and_an_older_one_can_be_read(tokens: ChatTokens):
-    found = asyncio.run(_Bench(tokens).evaluate(5))
-    assert from_json(Evaluation, to_json(found)) == found
-    kept = ("version", "split", "score", "num_tasks", "num_failed", "shard_id", "seconds")
-    older = from_json(Evaluation, {key: value for key, value in to_json(found).items() if key in kept})
-    assert older.shard_ids == [found.shard_id] and older.pass_at == {} and older.standard_error is None
-    assert older.n_samples == 0 and not older.failed

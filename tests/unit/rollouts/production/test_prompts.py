@@ -16,12 +16,8 @@ def test_the_order_is_fixed_by_seed_and_epoch_alone():
     assert epoch_order(1, 0, 8).tolist() == [5, 0, 1, 4, 2, 6, 3, 7]  # must never change: runs resume by it
     assert epoch_order(1, 1, 8).tolist() != epoch_order(1, 0, 8).tolist()
     assert epoch_order(2, 0, 8).tolist() != epoch_order(1, 0, 8).tolist()
-    assert epoch_order(1, 0, 8).tolist() == epoch_order(1, 0, 8).tolist()
-
-
-@given(seed=st.integers(0, 2**32), epoch=st.integers(0, 10_000), num_tasks=st.integers(1, 50))
-def test_every_task_comes_once_in_every_epoch(seed: int, epoch: int, num_tasks: int):
-    assert sorted(epoch_order(seed, epoch, num_tasks)) == list(range(num_tasks))
+    for seed, epoch, num_tasks in [(0, 0, 1), (1, 9_999, 50), (2**32, 7, 33)]:
+        assert sorted(epoch_order(seed, epoch, num_tasks)) == list(range(num_tasks)), "every task once"
 
 
 @given(num_tasks=st.integers(1, 5), positions=st.lists(st.integers(0, 60)))
@@ -33,11 +29,7 @@ def test_a_position_holds_the_same_prompt_in_whatever_order_it_is_asked(num_task
         assert prompt == one_by_one[position]
         assert (prompt.position, prompt.epoch) == (position, position // num_tasks)
         assert prompt.group_id == f"{prompt.epoch}.{prompt.task.id}"
-
-
-def test_a_prompt_that_runs_again_has_a_group_of_its_own():
-    order = PromptOrder(TASKS, seed=0)
-    assert order.at(7, retry=2).group_id == order.at(7).group_id + ".retry2"
+        assert order.at(position, retry=2).group_id == prompt.group_id + ".retry2"
 
 
 def test_an_empty_split_and_double_ids_are_refused():

@@ -587,32 +587,19 @@ async def test_on_a_shared_engine_a_publication_waits_for_the_evaluation_and_pro
         assert (await _collect(worker)).head_version == 1
 
 
-async def test_a_worker_on_an_older_version_stores_an_evaluations_trajectories_and_logs_its_score(run: _Run):
+async def test_a_worker_on_an_older_version_evaluates_it_with_the_evaluations_own_sampling(run: _Run):
     await run.collect()
     run.train()
-    settings = EvaluationSettings(split="test", num_tasks=10, n_samples=2, temperature=0.0)
     async with run.worker(version=0) as worker:
-        evaluation = await worker.evaluate(settings)
+        evaluation = await worker.evaluate(EvaluationSettings(split="test", num_tasks=10, n_samples=2, temperature=0.0))
     state = run.log.refresh()
     assert state.evaluations == [evaluation]
     # Of four attempts two fail and count as 0, the others earn 0 and 1.
-    assert (evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0.25, 2, 2)
-    assert (evaluation.version, evaluation.split) == (0, "test")
-    shard = state.shards[evaluation.shard_id]
-    table = read_shard(run.log, shard)
-    assert shard.is_eval and set(table["is_eval"].to_pylist()) == {True}
-    assert table["sampling"].to_pylist()[0]["temperature"] == 0.0
-    assert not any(group_id.startswith("eval") for group_id in state.groups)
+    assert (evaluation.version, evaluation.score, evaluation.num_tasks, evaluation.num_failed) == (0, 0.25, 2, 2)
+    table = read_shard(run.log, state.shards[evaluation.shard_id])
+    assert {sampling["temperature"] for sampling in table["sampling"].to_pylist()} == {0.0}
     with pytest.raises(ValueError, match="no policy version 7; it has 0 to 1"):
         await run.collect(version=7)
-
-
-async def test_a_policy_stored_as_a_delta_is_served(run: _Run):
-    async with run.worker() as worker:
-        for _ in range(3):
-            await _collect(worker)
-            assert await worker.publish(run.train(kind="delta")) is not None
-    assert [policy.anchor for policy in run.log.refresh().policies.values()] == [None, None, 1, 1]
 
 
 def _break(run: _Run, policy: Policy) -> None:
@@ -641,6 +628,8 @@ async def test_a_damaged_delta_leaves_the_engine_where_the_bound_lets_it_and_is_
         run.store.put_folder(run.folder / "made" / "2", broken.path, last=DIGEST_FILE)
         await _collect(worker)  # tried again
         assert worker.served.version == 2
+        await worker.publish(run.train(kind="delta"))  # one that is not damaged
+        assert worker.served.version == 3 and run.log.refresh().policies[3].anchor == 1
 
 
 async def test_a_worker_that_starts_on_a_damaged_delta_begins_with_its_anchor(

@@ -40,9 +40,8 @@ def test_every_form_of_18_equals_18_and_no_other_number(reply: str) -> None:
     assert [gsm8k(reply, other) for other in ("19", "-18", "180", "1", "8", "1.8", "18.01")] == [0.0] * 7
 
 
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [
+def test_equal_numbers_score_1_and_others_0() -> None:
+    for reply, answer in [
         *(("1,234", "1234"), ("1 234", "1234"), ("The answer is 1 234 567 eggs.", "1,234,567"), ("1\u202f234", "1234")),
         *((r"1\,234", "1234"), (r"\boxed{1{,}234}", "1234"), ("#### $1,234.50", "1234.5"), ("-3", "-3"), ("−3", "-3")),
         *(("#### -$3", "-3"), (r"\boxed{-\$3}", "-3"), ("50%", "50"), ("50", "50%"), ("3/4", "0.75")),
@@ -50,86 +49,54 @@ def test_every_form_of_18_equals_18_and_no_other_number(reply: str) -> None:
         *((r"\boxed{-\frac{1}{2}}", "-.5"), ("#### .5", "0.5"), (r"\boxed{2\frac{1}{2}}", "2.5")),
         *(("The answer is 2 1/2 cups.", "2.5"), ("The company is worth 1.5 million dollars.", "1,500,000")),
         *(("0.1", "1/10"), (r"\boxed{2\sqrt{3}}", r"\sqrt{12}")),
-    ],
-)
-def test_equal_numbers_score_1(reply: str, answer: str) -> None:
-    assert gsm8k(reply, answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [
+    ]:
+        assert gsm8k(reply, answer) == 1.0, (reply, answer)
+    for reply, answer in [
         *(("0.333333333333", "1/3"), ("10000000000000000001", "10000000000000000000")),  # exact fractions, not floats
         *(("0.5", "50%"), ("1,234", "234"), ("The answer is 3 100 dollar bills.", "100"), ("-3", "3"), ("9-3", "-3")),
         *(("CO2", "2"), (r"\boxed{2\sqrt{3}}", "2"), (r"\boxed{10^{10^{10}}}", "10"), ("10**10**10", "10")),
         *((r"\boxed{\frac{1}{0}}", "1"), ("1/0", "1")),
-    ],
-)
-def test_unequal_numbers_score_0(reply: str, answer: str) -> None:
-    assert gsm8k(reply, answer) == 0.0
+    ]:
+        assert gsm8k(reply, answer) == 0.0, (reply, answer)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
+def test_the_strongest_mark_wins_and_then_the_last_and_without_an_answer_there_is_none() -> None:
+    for text, expected in [
         *(("#### 1\nThe answer is 3. \\boxed{2} and 4", "1"), ("The answer is 3. \\boxed{2} and 4", "2")),
         *(("The answer is 3, not 4", "3"), ("3 and then 4", "4"), ("#### 1\n#### 2", "2")),
         *((r"\boxed{1} no, \boxed{2}", "2"), ("The answer is 1. No, the answer is 2.", "2")),
         *(("#### Step 2: add\nThe answer is 3", "3"), ("#### 2. Add the eggs\nThe answer is 3", "3")),
         *((r"\boxed{} so 3", "3"), (r"so \boxed{18", "18"), ("The answer is clear. So 3.", "3")),
-    ],
-)
-def test_the_strongest_mark_wins_and_then_the_last(text: str, expected: str) -> None:
-    assert final_answer(text) == expected
+    ]:
+        assert final_answer(text) == expected, text
+    for text in ("", " \n", "I cannot tell.", "####", r"\boxed{}", r"\boxed{x}", "A:", "$", "½"):
+        assert final_answer(text) is None, text
+        assert gsm8k(text, "18") == gsm8k("18", text) == 0.0, text
 
 
-@pytest.mark.parametrize("reply", ["", " \n", "I cannot tell.", "####", r"\boxed{}", r"\boxed{x}", "A:", "$", "½"])
-def test_a_reply_without_an_answer_scores_0(reply: str) -> None:
-    assert final_answer(reply) is None
-    assert gsm8k(reply, "18") == 0.0
-    assert gsm8k("18", reply) == 0.0
-
-
-def test_exact_ignores_only_the_white_space_around() -> None:
-    assert exact(" Paris\n", "Paris") == 1.0
-    assert exact("paris", "Paris") == 0.0
-    assert exact("New  York", "New York") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [
+def test_equal_mathematics_scores_1_other_0_and_a_reference_without_any_is_a_fault_of_the_data() -> None:
+    for reply, answer in [
         *((r"So $x = \boxed{\frac{2}{4}}$.", r"\frac{1}{2}"), (r"\boxed{0.5}", "1/2"), ("so it is 18", "18")),
         *(("The answer is $(x+1)^2$.", "x^2+2x+1"), (r"\boxed{(3, \pi/2)}", r"(3, \frac{\pi}{2})")),
         *((r"\boxed{[-2, 7]}", r"x \in [-2,7]"), (r"\boxed{\{6, 3\}}", r"\{3, 6\}"), (r"$\sqrt{12}$", r"2\sqrt{3}")),
         (r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}"),
         *((r"\boxed{\text{Evelyn}}", r"\text{Evelyn}"), (r"\boxed{B}", "B"), ("It costs $32348$.", r"\$32,348")),
         *((r"It is \boxed{4}.", r"We add: $1 + 3 = \boxed{4}$"), (r"\boxed{3} and \boxed{4}", r"\{3, 4\}")),
-    ],
-)
-def test_equal_mathematics_scores_1(reply: str, answer: str) -> None:
-    assert math_answer(reply, answer) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("reply", "answer"),
-    [
+    ]:
+        assert math_answer(reply, answer) == 1.0, (reply, answer)
+    for reply, answer in [
         *(("I cannot tell.", "4"), ("", "4"), (r"\boxed{4} or \boxed{3}", "4"), (r"\boxed{A}", "B")),
         *((r"\boxed{(3, 4)}", "(4, 3)"), (r"\boxed{x^2}", "x^2+1"), (r"\boxed{[-2, 7)}", "[-2, 7]")),
         *((r"\boxed{\frac{1}{0}}", "1"), (r"\boxed{\frac{1}{3", "1/4")),
-    ],
-)
-def test_other_mathematics_scores_0(reply: str, answer: str) -> None:
-    assert math_answer(reply, answer) == 0.0
+    ]:
+        assert math_answer(reply, answer) == 0.0, (reply, answer)
+    for answer in ("", " ", r"\boxed{}"):
+        with pytest.raises(ValueError, match="holds no mathematical expression"):
+            math_answer(r"\boxed{4}", answer)
 
 
-@pytest.mark.parametrize("answer", ["", " ", r"\boxed{}"])
-def test_a_reference_without_mathematics_is_a_fault_of_the_data(answer: str) -> None:
-    with pytest.raises(ValueError, match="holds no mathematical expression"):
-        math_answer(r"\boxed{4}", answer)
-
-
-def test_a_pattern_is_found_or_not() -> None:
+def test_a_text_is_equal_but_for_the_white_space_around_it_and_a_pattern_is_found_or_not() -> None:
+    assert [exact(reply, "New York") for reply in (" New York\n", "new york", "New  York")] == [1.0, 0.0, 0.0]
     assert matches("<think>a\nb</think> 42", r"^<think>.*</think>\s*\d+$") == 1.0
     assert matches("42", "^<think>") == 0.0
     with pytest.raises(re.error):

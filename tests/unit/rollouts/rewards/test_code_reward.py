@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +15,10 @@ from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout
 from rollouts.sandbox.sandbox import SandboxUnavailable, sandbox_report
 from rollouts.workflow import Score
 
-pytestmark = pytest.mark.skipif(bool(sandbox_report()), reason="; ".join(sandbox_report()))
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(bool(sandbox_report()), reason="; ".join(sandbox_report())),
+]
 
 ASSERTS = "assert add(2, 3) == 5\nassert add(-1, 1) == 0\n"
 PAIRS = json.dumps([{"input": "2 3\n", "output": "5\n"}, {"input": "-1 1", "output": "0"}])
@@ -79,7 +83,6 @@ def test_a_reply_without_working_code_is_worth_nothing():
 )
 def test_tricks_are_worth_nothing(code: str):
     assert unit_tests(_reply(code), ASSERTS) == 0.0
-    assert unit_tests(_reply(code), PAIRS) == 0.0
 
 
 def test_what_the_tests_compare_with_stays_pythons_own():
@@ -87,21 +90,20 @@ def test_what_the_tests_compare_with_stays_pythons_own():
     assert unit_tests(_reply(code), "assert abs(add(2, 3) - 5) < 0.1\nassert len([add(1, 1)]) == 2") == 0.0
     code = "import math\nmath.isclose = lambda *_: True\ndef add(a, b): return 99"
     assert unit_tests(_reply(code), "assert math.isclose(add(2, 3), 5)") == 0.0
+    code = "class A:\n    def __eq__(self, o): return True\n    __lt__ = __gt__ = __le__ = __ge__ = __eq__\n"
+    code += "def f(): return A()"
+    tests = "assert f() == 1\nassert f() > 0\nassert f() < 0\nassert 1 == f()\nassert f() in [1]\nassert not f()"
+    assert unit_tests(_reply(code), tests) == 0.0
 
 
-def test_an_endless_loop_costs_what_comes_after_it():
-    code = "def add(a, b):\n    while a < 0: pass\n    return a + b"
-    assert unit_tests(_reply(code), ASSERTS, 3.0) == 0.5
-    assert unit_tests(_reply("while True: pass"), ASSERTS, 2.0) == 0.0
-    script = "a, b = map(int, input().split())\nwhile a < 0: pass\nprint(a + b)"
-    assert unit_tests(_reply(script), PAIRS, 3.0) == 0.5
-
-
-def test_nothing_is_left_behind(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_an_endless_loop_costs_what_comes_after_it_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     before = set(psutil.Process().children(recursive=True))
-    for code, tests in ((RIGHT, ASSERTS), ("while True: pass", ASSERTS), (RIGHT_SCRIPT, PAIRS)):
-        unit_tests(_reply(code), tests, 2.0)
+    code = "def add(a, b):\n    while a < 0: pass\n    return a + b"
+    script = "a, b = map(int, input().split())\nwhile a < 0: pass\nprint(a + b)"
+    assert unit_tests(_reply(code), ASSERTS, 2.0) == unit_tests(_reply(script), PAIRS, 2.0) == 0.5
     assert list(tmp_path.iterdir()) == []
     assert set(psutil.Process().children(recursive=True)) == before
 
@@ -141,13 +143,6 @@ def test_tests_in_the_forms_that_data_sets_have(code: str, tests: str):
     assert unit_tests(_reply(code), tests) == 1.0
 
 
-def test_objects_of_the_code_are_no_plain_data():
-    code = "class A:\n    def __eq__(self, o): return True\n    __lt__ = __gt__ = __le__ = __ge__ = __eq__\n"
-    code += "def f(): return A()"
-    tests = "assert f() == 1\nassert f() > 0\nassert f() < 0\nassert 1 == f()\nassert f() in [1]\nassert not f()"
-    assert unit_tests(_reply(code), tests) == 0.0
-
-
 @pytest.mark.parametrize(
     ("tests", "words"),
     [
@@ -173,18 +168,14 @@ def test_a_machine_that_cannot_isolate_is_refused_unless_it_is_accepted(monkeypa
     assert unit_tests(_reply(RIGHT), ASSERTS, allow_unsandboxed=True) == 1.0
 
 
-async def test_in_a_reward_process_it_is_a_reward_like_any_other():
-    async with RewardPool(num_processes=1, timeout=30.0, memory_gb=4.0) as pool:
-        scored = await pool.score(unit_tests, _reply(HALF), ASSERTS)
-        with pytest.raises(RewardFailed, match="nothing to pass"):
-            await pool.score(unit_tests, _reply(HALF), "x = 1")
-    assert scored == Score(reward=0.5, parts={"unit_tests": 0.5})
-
-
-async def test_sandboxes_die_with_the_reward_process():
+async def test_in_a_reward_process_it_is_a_reward_like_any_other_and_its_sandboxes_die_with_it():
     others = set(psutil.Process().children(recursive=True))  # servers of other tests
     seen: set[psutil.Process] = set()
-    async with RewardPool(num_processes=1, timeout=3.0) as pool:
+    async with RewardPool(num_processes=1, timeout=4.0, memory_gb=4.0) as pool:
+        scored = await pool.score(unit_tests, _reply(HALF), ASSERTS)
+        assert scored == Score(reward=0.5, parts={"unit_tests": 0.5})
+        with pytest.raises(RewardFailed, match="nothing to pass"):
+            await pool.score(unit_tests, _reply(HALF), "x = 1")
         scoring = asyncio.create_task(pool.score(unit_tests, _reply("while True: pass"), ASSERTS, 600.0))
         while not scoring.done():
             seen |= set(await asyncio.to_thread(psutil.Process().children, recursive=True))

@@ -21,38 +21,28 @@ def _shaped(attempt: Trajectory, *, max_tokens: int = 100, is_eval: bool = False
     return shaped(attempt, RewardSettings(**settings), max_tokens=max_tokens, is_eval=is_eval)
 
 
-BOTH = {"correct": 1.0, "format": 0.5}
+BOTH: dict[str, float | None] = {"correct": 1.0, "format": 0.5}
 
 
-@pytest.mark.parametrize(
-    ("reward", "parts", "settings", "result"),
-    [
+def test_parts_stay_raw_and_the_reward_is_weighted_shifted_scaled_and_clipped():
+    one_part, clipped = {"correct": 1.0, "style": None}, {"bias": -0.5, "scale": 10.0, "clip": 2.0}
+    cases: list[tuple[float | None, dict[str, float | None], dict[str, Any], float | None]] = [
         (1.5, BOTH, {}, 1.5),  # nothing is shaped by default
         (1.5, BOTH, {"weights": {"correct": 2.0, "format": -0.5}}, 1.75),
         (1.5, BOTH, {"weights": {"format": 0.0}}, 1.0),
-        (
-            1.0,
-            {"correct": 1.0, "style": None},
-            {"weights": {"style": 100.0}},
-            1.0,
-        ),  # what does not apply weighs nothing
+        (1.0, one_part, {"weights": {"style": 100.0}}, 1.0),  # what does not apply weighs nothing
         (1.0, {"correct": None, "style": None}, {"weights": {"style": 100.0}}, None),
         (0.25, BOTH, {"scale": 2.0}, 0.5),  # without weights the workflow's total counts
         (0.25, {}, {"weights": {"format": 2.0}}, 0.25),  # nothing to weigh
         (1.0, {}, {"bias": -0.5, "scale": 10.0}, 5.0),  # the bias is scaled too
-        (1.0, {}, {"bias": -0.5, "scale": 10.0, "clip": 2.0}, 2.0),
-        (0.0, {}, {"bias": -0.5, "scale": 10.0, "clip": 2.0}, -2.0),
-        (0.5, {}, {"bias": -0.5, "scale": 10.0, "clip": 2.0}, 0.0),
+        *((1.0, {}, clipped, 2.0), (0.0, {}, clipped, -2.0), (0.5, {}, clipped, 0.0)),
         (1.0, {}, {"bias": 1.0, "scale": -1.0}, -2.0),
         (None, {"correct": 1.0}, {"weights": {"correct": 2.0}, "bias": 1.0}, None),  # and none is made of parts
         (None, {"correct": 1.0}, {"overlong_tokens": 20}, None),  # and no penalty
-    ],
-)
-def test_parts_stay_raw_and_the_reward_is_weighted_shifted_scaled_and_clipped(
-    reward: float | None, parts: dict[str, float | None], settings: dict[str, Any], result: float | None
-):
-    attempt = _attempt(reward, lengths=(100,), **parts)
-    assert _shaped(attempt, **settings) == dataclasses.replace(attempt, reward=result)
+    ]
+    for reward, parts, settings, result in cases:
+        attempt = _attempt(reward, lengths=(100,), **parts)
+        assert _shaped(attempt, **settings) == dataclasses.replace(attempt, reward=result), (parts, settings)
 
 
 def test_the_overlong_penalty_is_the_papers_with_the_papers_numbers():
@@ -76,15 +66,12 @@ def test_a_part_that_is_called_like_the_penalty_is_an_error():
     assert _shaped(_attempt(overlong=0.5)).reward == 1.5
 
 
-def test_a_weight_of_a_part_that_there_is_not_is_an_error_with_the_parts_there_are():
-    with pytest.raises(ValueError, match=r"names formt, but the reward parts are correct, format\."):
-        check_weights({"formt", "correct"}, [_attempt(correct=1.0, format=None), _attempt(None)])
-    with pytest.raises(ValueError, match="none at all"):
-        check_weights({"correct"}, [_attempt(0.5)])
-
-
 def test_weights_wait_for_the_first_group_with_a_reward_and_are_then_checked_for_good():
     unseen = check_weights({"format"}, [_attempt(None), _attempt(None)])
     assert unseen == {"format"}
     unseen = check_weights(unseen, [_attempt(correct=1.0), _attempt(format=None, correct=1.0)])
     assert check_weights(unseen, [_attempt(correct=1.0)]) == set()
+    with pytest.raises(ValueError, match=r"names formt, but the reward parts are correct, format\."):
+        check_weights({"formt", "correct"}, [_attempt(correct=1.0, format=None), _attempt(None)])
+    with pytest.raises(ValueError, match="none at all"):
+        check_weights({"correct"}, [_attempt(0.5)])
