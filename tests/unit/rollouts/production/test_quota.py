@@ -1,11 +1,16 @@
-"""The quota gives the published worked values, and counts a group from its start to the log within the bounds."""
+"""The quota gives the published worked values, counts as a brute-force count does, and never exceeds the bounds."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollouts.production.head_start import is_short
 from rollouts.production.quota import BUSY, LEASE_SHARE, Quota
+from settings.run_file import RunConfig
 from tests.builders import a_config
 
 
@@ -38,7 +43,10 @@ def test_several_steps_per_weight_update_admit_so_many_batches_at_once():
     worked = [(0, 0, 0, 32), (0, 3, 24, 8), (0, 4, 32, 32), (0.5, 0, 0, 48), (0.1, 0, 0, 35), (1, 4, 32, 64)]
     for eta, version, accepted, room in worked:
         assert _quota(eta=eta, version=version, accepted=accepted, k=4).room == room
-    assert int((1 + 0.16) * 50) == 57, "as computers round"
+
+
+def test_a_quota_is_not_one_short_for_the_way_computers_round():
+    assert int((1 + 0.16) * 50) == 57
     assert Quota(a_config(batch_size=50, max_staleness=0.16, max_concurrent=99)).room == 58
 
 
@@ -54,7 +62,7 @@ def test_several_workers_share_what_may_be_in_flight_within_their_own_concurrenc
     assert quota.room == room
 
 
-def test_a_worker_alone_leases_ahead_one_among_several_does_not_and_a_paused_one_wants_nothing():
+def test_a_worker_alone_leases_ahead_and_one_among_several_does_not():
     quota = Quota(a_config(batch_size=80, max_staleness=0, max_concurrent=3))
     assert (quota.room, quota.wanted) == (3, 80 // LEASE_SHARE)
     quota.lease(3)
@@ -62,30 +70,131 @@ def test_a_worker_alone_leases_ahead_one_among_several_does_not_and_a_paused_one
     quota.rebase(version=0, committed=0, num_producers=2)
     quota.waiting = 1
     assert quota.wanted == 2
+
+
+def test_a_paused_worker_wants_nothing():
+    quota = _quota(eta=1)
     quota.rebase(version=0, committed=0, paused=True)
     assert quota.room == quota.wanted == 0
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_group_uses_up_room_from_its_start_to_the_log_and_a_rejected_one_gives_it_back(dynamic: bool):
-    """Unless a step takes attempts as they come: then only what runs again gives it back."""
-    quota = Quota(a_config(batch_size=8, max_staleness=0, dynamic_batch=dynamic))
-    quota.lease(8)
-    assert (quota.room, quota.wanted) == (8, 0), "leased and not started yet"
-    for room in range(7, -1, -1):
-        quota.start()
-        assert (quota.room, quota.waiting) == (room, room)
-    for accepted, will_retry, room in [(True, False, 0), (False, False, 0 if dynamic else 1), (False, True, 1)]:
-        before = quota.room
-        quota.end(counted=quota.counts(accepted=accepted, will_retry=will_retry))
-        assert quota.room - before == room
-    room, counted = quota.room, quota.finished
-    quota.hand_out()
-    assert (quota.room, quota.finished, quota.handed_out) == (room, 0, counted)
-    quota.commit(counted)
-    assert (quota.room, quota.handed_out, quota.committed) == (room, 0, counted)
-    quota.rebase(version=0, committed=counted, elsewhere=1)  # the log says so too, and another worker leases one
-    assert quota.room == room - 1
+# ── Random lives, against a count by hand ───────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Group:
+    state: str = "waiting"
+    counted: bool = False
+
+
+@dataclass
+class _Life:
+    """A worker's groups one by one, and a log that outlives it."""
+
+    config: RunConfig
+    version: int = 0
+    logged: int = 0
+    """Groups that the log counts, since version 0."""
+    elsewhere: int = 0
+    groups: list[_Group] = field(default_factory=list)
+
+    def all(self, state: str) -> list[_Group]:
+        return [group for group in self.groups if group.state == state]
+
+    def _fits(self, extra: int) -> bool:
+        """Whether so many groups more may run, asked of each bound as the documents state it."""
+        running = len(self.all("running")) + extra
+        counted = self.logged + self.elsewhere + sum(group.counted for group in self.groups)
+        k, batch, eta = self.config.train.steps_per_update, self.config.batch_size, self.config.max_staleness
+        updates, ahead = self.version // k, int((1 + eta) * 10) * k * batch // 10  # η has one decimal here
+        return (
+            running <= self.config.rollout.max_concurrent
+            and counted + running <= updates * k * batch + ahead
+            and counted + running <= self.config.steps * batch
+        )
+
+    def room(self) -> int:
+        room = 0
+        while self._fits(room + 1):
+            room += 1
+        return room
+
+
+_CHOICES = ("lease", "start", "accept", "reject", "retry", "hand out", "commit", "version", "elsewhere", "restart")
+
+
+@settings(max_examples=300)
+@given(
+    actions=st.lists(st.tuples(st.sampled_from(_CHOICES), st.integers(1, 4)), max_size=60),
+    eta=st.sampled_from([0, 0.5, 1, 2]),
+    k=st.integers(1, 3),
+    dynamic=st.booleans(),
+    max_concurrent=st.integers(1, 12),
+)
+def test_a_quota_counts_as_a_count_of_every_group_does(
+    actions: list[tuple[str, int]], eta: float, k: int, dynamic: bool, max_concurrent: int
+):
+    config = a_config(
+        batch_size=4,
+        steps=6,
+        max_staleness=eta,
+        steps_per_update=k,
+        dynamic_batch=dynamic,
+        max_concurrent=max_concurrent,
+    )
+    life, quota = _Life(config), Quota(config)
+    for action, number in actions:
+        match action:
+            case "lease":
+                quota.lease(number)
+                life.groups += [_Group() for _ in range(number)]
+            case "start":
+                for group in life.all("waiting")[:number]:
+                    if quota.room > 0:
+                        quota.start()
+                        group.state = "running"
+            case "accept" | "reject" | "retry":
+                for group in life.all("running")[:number]:
+                    accepted, again = action == "accept", action == "retry"
+                    group.state, group.counted = "finished", (not again if dynamic else accepted)
+                    quota.end(counted=quota.counts(accepted=accepted, will_retry=again))
+            case "hand out":
+                quota.hand_out()
+                for group in life.all("finished"):
+                    group.state = "handed out"
+            case "commit":
+                committed = life.all("handed out")
+                counted = sum(group.counted for group in committed)
+                quota.commit(counted)
+                life.logged += counted
+                life.groups = [group for group in life.groups if group.state != "handed out"]
+            case "version":
+                life.version += number
+            case "elsewhere":
+                life.elsewhere = number
+            case "restart":  # only what is in the log outlives it
+                life.groups, quota = [], Quota(config)
+        quota.rebase(version=life.version, committed=life.logged, elsewhere=life.elsewhere)
+        assert max(0, quota.room) == life.room()
+        assert quota.wanted == _wanted(life)
+        assert quota.waits_for_policy == _waits(life)
+
+
+def _wanted(life: _Life) -> int:
+    missing = life.room() - len(life.all("waiting"))
+    return max(missing, life.config.batch_size // LEASE_SHARE) if missing > 0 else 0
+
+
+def _waits(life: _Life) -> bool:
+    busy = life.all("running") or any(group.counted for group in life.groups)
+    if busy or life.logged + life.elsewhere >= life.config.steps * life.config.batch_size:
+        return False
+    k, batch = life.config.train.steps_per_update, life.config.batch_size
+    allowed = life.version // k * k * batch + int((1 + life.config.max_staleness) * 10) * k * batch // 10
+    return life.logged >= allowed
+
+
+# ── Waiting for each other ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_stragglers_are_those_that_the_next_version_pushes_over_the_bound():
