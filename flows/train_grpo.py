@@ -138,9 +138,10 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         for producer in producing:
             producer.cancel()
     announce(session.log, "training.finished", version=session.log.state.newest_version)
+    session.end("finished")
     async with asyncio.TaskGroup() as ending:
         ending.create_task(session.fleet.close())  # engines take as long as MLflow
-        ending.create_task(track(session.mirror, finished=True))
+        ending.create_task(track(session.mirror))
 
 
 def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:

@@ -11,6 +11,7 @@ In: the run's settings. Out: a session that the flow's tasks share. What must ou
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -24,8 +25,9 @@ from infra.environment import code_version, home, prepare_environment, store_uri
 from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
+from settings.errors import failure_text
 from settings.run_file import RunConfig, default_values
-from storage.log.entries import Session
+from storage.log.entries import End, Outcome, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
@@ -63,6 +65,10 @@ class RunSession:
         self.clock = RoundClock(memory)
         self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
 
+    def end(self, outcome: Outcome, *, reason: str = "") -> None:
+        """Say in the log how this session ended; only its first word counts."""
+        self.log.append(End(session_id=self.id, outcome=outcome, reason=reason))
+
 
 def run_log(*, store: str, run: str) -> RunLog:
     """The log of an existing run. Raises `NotFound` for an unknown run."""
@@ -94,7 +100,13 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
         num_engines = config.rollout.num_workers + config.evaluation.own_engine
         options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking, "num_engines": num_engines}
         async with _session(log, config, trains=True, **options) as session:
-            yield session
+            try:
+                yield session
+            except BaseException as error:
+                stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+                session.end("stopped" if stopped else "failed", reason="" if stopped else failure_text(error))
+                raise
+            session.end("finished")
 
 
 @contextlib.asynccontextmanager

@@ -15,13 +15,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput, UserError
+from settings.errors import InvalidInput
 from settings.redaction import without_secrets
 from settings.tracking import TraceSettings
 from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
 from storage.log.run_log import RunLog
-from storage.log.runs import run_config
+from storage.log.runs import outcome, run_config
 from storage.objects.digests import sha256_of_json
+from storage.tracking.follower import FollowerUnavailable
 from storage.tracking.metrics import charted, import_mlflow
 from storage.tracking.traces import Traces
 
@@ -33,7 +34,11 @@ _LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 
 
-class RegistryUnavailable(UserError):
+_STATUS = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "crashed": "FAILED"}
+"""Outcome of a run's newest session → status of the MLflow run."""
+
+
+class RegistryUnavailable(FollowerUnavailable):
     """MLflow did not take everything; the next `sync` sends the rest."""
 
 
@@ -45,6 +50,7 @@ class Registry:
         self._tracking_uri = tracking_uri
         self._run_id = ""
         self._experiment_id = ""
+        self.name = f"MLflow at {without_secrets(tracking_uri)}"
         self._versions: dict[int, str] = {}
         """Policy version → MLflow's number, in the block that is being sent."""
         self.model_name = log.run_id
@@ -60,10 +66,10 @@ class Registry:
         settings = TraceSettings(**self._config.get("traces", {}))  # an older run has no such table
         return Traces(self._log, TracingClient(self._tracking_uri), settings)
 
-    def sync(self, *, finished: bool = False) -> list[Registration]:
+    def sync(self) -> list[Registration]:
         """Bring MLflow up to the log's state; returns the registered versions that the log does not have yet.
 
-        `finished` also ends the MLflow run; a later sync of a continued run opens it again. Raises
+        The MLflow run ends as the run's newest session did; a later sync of a continued run opens it again. Raises
         `RegistryUnavailable` if MLflow cannot be reached or refuses; a later call sends the rest.
         """
         import_mlflow()
@@ -71,7 +77,7 @@ class Registry:
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
-            return self._replay(finished)
+            return self._replay()
         except SQLAlchemyError as error:
             # A kill in the middle of MLflow's own first migration leaves a database that it cannot open again.
             raise RegistryUnavailable(
@@ -93,7 +99,7 @@ class Registry:
         except Exception as error:  # every artifact store has its own errors
             raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
 
-    def _replay(self, finished: bool) -> list[Registration]:
+    def _replay(self) -> list[Registration]:
         run = self._client.get_run(self._ensure_run())
         cursor = int(run.data.tags.get(_CURSOR, "0"))
         if cursor == 0:  # logging the same again changes nothing
@@ -107,10 +113,11 @@ class Registry:
         session = sessions[num_before - 1] if num_before else None
         for block in _blocks(entries):
             session = self._send(block, session)
-        if finished:
-            self._client.set_terminated(self._run_id)
-        elif run.info.status != "RUNNING":
-            self._client.update_run(self._run_id, status="RUNNING")
+        status = _STATUS[outcome(self._log)]
+        if status == "RUNNING" and run.info.status != status:
+            self._client.update_run(self._run_id, status=status)
+        elif status != run.info.status:
+            self._client.set_terminated(self._run_id, status, end_time=int(self._log.state.last_at * 1000))
         # Also those that a session registered which died before it could say so in the log.
         missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
         return [

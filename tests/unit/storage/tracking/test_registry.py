@@ -31,8 +31,8 @@ class _Mirror:
         self.registered = self.sync()
         self.client: Any = MlflowClient(tracking_uri=self.tracking, registry_uri=self.tracking)
 
-    def sync(self, *, finished: bool = False) -> list[Registration]:
-        return Registry(self.log, tracking_uri=self.tracking).sync(finished=finished)
+    def sync(self) -> list[Registration]:
+        return Registry(self.log, tracking_uri=self.tracking).sync()
 
     def versions(self) -> dict[str, Any]:
         """Model versions by our own version number."""
@@ -142,12 +142,22 @@ def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     assert run.data.tags["millrace.store"] == mirror.log.store.uri
 
 
-def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_cursor(mirror: _Mirror):
+def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_cursor(
+    mirror: _Mirror, monkeypatch: pytest.MonkeyPatch
+):
     registry, info, before = Registry(mirror.log, tracking_uri=mirror.tracking), mirror.run().info, mirror.everything()
     assert registry.run_page == ""
-    for finished, status in ((True, "FINISHED"), (False, "RUNNING")):
-        registry.sync(finished=finished)
-        assert mirror.run().info.status == status and mirror.everything() == before
+    ended = int(mirror.log.state.last_at * 1000)
+    for outcome, status, end_time in (
+        ("finished", "FINISHED", ended),
+        ("running", "RUNNING", ended),
+        ("stopped", "KILLED", ended),
+        ("failed", "FAILED", ended),
+    ):
+        monkeypatch.setattr("storage.tracking.registry.outcome", lambda log, outcome=outcome: outcome)
+        registry.sync()
+        info = mirror.run().info
+        assert (info.status, info.end_time, mirror.everything()) == (status, end_time, before)
     assert registry.run_page == f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
     for cursor in ("0", "3"):
         mirror.client.set_tag(info.run_id, "millrace.synced_entries", cursor)
