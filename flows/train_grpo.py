@@ -78,7 +78,7 @@ async def train_grpo(
     if not CHECKED.get():
         check_run(config)
     async with training_session(config) as session:
-        async with listening(session, steps=config.steps):
+        async with listening(session):
             await resumed(session)  # one that was paused stays so, without an engine
             telling_mlflow = asyncio.create_task(track(session.mirror))  # beside the start of the engines
             if await something_is_left(session, config):
