@@ -44,7 +44,7 @@ def up() -> None:
         f"worker   process {services['worker'].pid}, logs in {home() / 'logs'}\n\n"
         "Train through Prefect, here or from the form in the browser:\n"
         f"  export PREFECT_API_URL={api}\n"
-        "  .venv/bin/prefect deployment run 'train-grpo/local' -p run=my-run -p steps=20 --watch\n"
+        "  .venv/bin/prefect deployment run 'train-grpo/train' -p run=my-run -p steps=20 --watch\n"
         "Stop with `make down`.",
         soft_wrap=True,
     )

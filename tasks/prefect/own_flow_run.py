@@ -8,7 +8,7 @@ people are notified.
 | Cancel in Prefect, of a run of a worker | SIGTERM, which Prefect makes a cancellation; its state is Cancelling |
 | Cancel in Prefect, of a run on a terminal | `Cancelling`, at the next look of `tasks/control.py` |
 | Ctrl-C, `millrace stop`, SIGTERM on a terminal | a cancellation |
-| SIGTERM to a process of a worker, as when its machine goes | a cancellation in another state: Crashed |
+| SIGTERM to a process of a worker, as when its machine goes | the same in another state, Prefect's matter |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause, TerminationSignal
-from prefect.states import Cancelled, Paused, Running, State
+from prefect.states import Cancelled, Cancelling, Paused, Running, State
 
 logger = logging.getLogger("millrace.control")
 
@@ -76,7 +76,10 @@ def is_stop(error: BaseException) -> bool:
 
 @contextlib.asynccontextmanager
 async def cancellable() -> AsyncIterator[None]:
-    """Leave the flow run Cancelled if a user ends the body. Raises `prefect.exceptions.Abort` then, as Prefect does."""
+    """Leave the flow run Cancelled if a user ends the body, and Scheduled if Prefect has put it off until later.
+
+    Raises `prefect.exceptions.Abort` then, which ends a flow without another state.
+    """
     try:
         yield
     except BaseException as error:
@@ -88,11 +91,12 @@ async def cancellable() -> AsyncIterator[None]:
             task.uncancel()
         async with get_client() as client:
             flow_run = OwnFlowRun(client, context.flow_run.id)
+            abort = Abort("ended")
             # A worker's process is ended with Cancel, or because it has to go; outside of one nobody else ends a flow.
-            if "PREFECT__FLOW_RUN_ID" in os.environ:
-                state = await flow_run.state()
-                if state is None or state.type not in (StateType.CANCELLING, StateType.CANCELLED):
-                    raise
-            abort = Abort("cancelled")
-            abort.state = await flow_run.cancelled()  # type: ignore[attr-defined]  # Prefect reads it
+            state = await flow_run.state() if "PREFECT__FLOW_RUN_ID" in os.environ else Cancelling()
+            if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+                state = await flow_run.cancelled()
+            elif state is None or state.type != StateType.SCHEDULED:
+                raise
+            abort.state = state  # type: ignore[attr-defined]  # Prefect reads it
         raise abort from error

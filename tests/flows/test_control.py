@@ -107,7 +107,7 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
             "evaluation": {"num_tasks": 8, "every": 0, "gate_score": 0.0, "gate_gap": 1e9},
         },
     }
-    training = server.start("train-grpo/local", steps=NEVER, **parameters)
+    training = server.start("train-grpo/train", steps=NEVER, **parameters)
     wait(lambda: log().state.step >= 2)
     wait(lambda: server.evaluated(A_POLICY_IS_SERVED))  # of a training without an end
     server.switch(A_POLICY_IS_SERVED, enabled=False)
@@ -154,7 +154,7 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
 
     # To its end: the last policy is evaluated because of the event, and passes the run's gate.
     last = state.step + 2
-    again = server.start("train-grpo/local", steps=last, **parameters)
+    again = server.start("train-grpo/train", steps=last, **parameters)
     wait(lambda: server.state(again) == "Completed")
     wait(lambda: "champion" in log().state.aliases and log().state.aliases["champion"].version == last)
     wait(lambda: last in server.evaluated(A_TRAINING_HAS_FINISHED))
@@ -163,7 +163,7 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
     assert event["payload"]["version"] == last
 
     # A gate that is too high says so, and leaves the champion.
-    asked = server.start("evaluate/local", run=RUN, version=last, gate_score=2.0)
+    asked = server.start("evaluate/eval", run=RUN, version=last, gate_score=2.0)
     wait(lambda: server.state(asked) == "Completed")
     [event] = wait(lambda: server.events("millrace.gate.failed"))
     assert "below 2" in event["payload"]["problems"][0] and event["payload"]["version"] == last
