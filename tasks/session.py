@@ -132,6 +132,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
             code_version=code_version(),
             reward_sha256=source_sha256(config.workflow),
             steps=config.steps,
+            register=str(config.tracking.register),
         )
         log.append(entry)
         if log.state.step:
@@ -139,7 +140,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
         if logs_are_json():
             log_driver(lambda: {"run": log.run_id, "session": entry.id, "step": log.state.step + 1}, sys.stderr)
         num_engines = config.rollout.num_workers + config.evaluation.own_engine
-        options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking, "num_engines": num_engines}
+        options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking.uri, "num_engines": num_engines}
         async with _session(log, config, trains=True, **options) as session:
             yield session
 

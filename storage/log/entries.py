@@ -267,6 +267,8 @@ class Session:
     """Digest of the workflow's source file and of those of the functions it scores with."""
     steps: int = 0
     """The step that it trains to; 0 in logs from before this was recorded."""
+    register: str = "all"
+    """Which policies MLflow registers, see `tracking.register`; logs from before this was recorded have all."""
 
 
 @dataclass(frozen=True, kw_only=True)

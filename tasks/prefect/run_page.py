@@ -27,7 +27,7 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
 from infra.environment import home, local_tracking_uri
-from infra.services import running_services
+from infra.services import TRAINING_VIEW, running_services
 from settings.errors import in_one_line
 from settings.redaction import without_secrets
 from storage.log.entries import Step
@@ -120,12 +120,16 @@ def summary(log: RunLog, config: dict[str, Any], *, steps: int, mlflow: str, mlf
         or "not evaluated",
         "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
         "store": f"`{_cell(log.store.uri)}`",
-        "MLflow": f"[policies]({mlflow}/#/models/{quote(run)})" if mlflow else "no server shows it: `millrace up`",
+        "MLflow": f"[policies]({mlflow}/#/models/{quote(run)}{TRAINING_VIEW})"
+        if mlflow
+        else "no server shows it: `millrace up`",
         "web page": f"`millrace report {run}` writes `reports/{run}.html` in the state folder",
     }
     if mlflow and mlflow_run:
-        facts["MLflow"] = f"[run]({mlflow}/{mlflow_run}), {facts['MLflow']}"
-        facts["web page"] += f"; the end of the run puts it [beside the run]({mlflow}/{mlflow_run}/artifacts)"
+        facts["MLflow"] = f"[run]({mlflow}/{mlflow_run}{TRAINING_VIEW}), {facts['MLflow']}"
+        facts["web page"] += (
+            f"; the end of the run puts it [beside the run]({mlflow}/{mlflow_run}/artifacts{TRAINING_VIEW})"
+        )
     lines = [f"# run {run}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), ""]
     if state.step:
         lines += ["| step | reward | staleness | engine gap | tokens/s | seconds |", "|---|---|---|---|---|---|"]

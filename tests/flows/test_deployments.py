@@ -27,16 +27,12 @@ from tests.conftest import PROJECT, Home
 from tests.prefect_api import ask
 
 NAMES = {
-    *{
-        ("flows.train_grpo.train_grpo", "train"),
-        ("flows.replay.replay", "replay"),
-        ("flows.rollout.rollout", "produce"),
-    },
-    *{
-        ("flows.evaluate.evaluate", "eval"),
-        ("flows.evaluate.evaluate", "on-rollout"),
-        ("flows.maintain.maintain", "gc"),
-    },
+    ("flows.train_grpo.train_grpo", "train"),
+    ("flows.evaluate.evaluate", "eval"),
+    ("flows.evaluate.evaluate", "on-rollout"),
+    ("flows.rollout.rollout", "produce"),
+    ("flows.replay.replay", "replay"),
+    ("flows.maintain.maintain", "gc"),
 }
 
 
