@@ -112,7 +112,9 @@ class Registry:
             self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
         for block in _blocks(self._log.entries[cursor:]):
             self._send(block)
-        self._describe(run.data.tags)
+        model = self._client.get_registered_model(self.model_name)
+        self._set_aliases(model.aliases)
+        self._describe(run.data.tags, model.description)
         status = _STATUS[outcome(self._log)]
         if status == "RUNNING" and run.info.status != status:
             self._client.update_run(self._run_id, status=status)
@@ -130,7 +132,6 @@ class Registry:
         from mlflow.entities import Metric
 
         self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
-        aliases: dict[str, int] = {}
         for entry in block:
             match entry.body:
                 case Session() as session:
@@ -144,11 +145,9 @@ class Registry:
                 case Retire() as retire:
                     self._tag_retired(retire)
                 case Alias(name=name, version=version):
-                    aliases[name] = version
+                    self._register_for(name, version)
                 case _:
                     pass
-        for name, version in aliases.items():  # only the newest of each name
-            self._set_alias(name, version)
         for entry in block:
             if isinstance(entry.body, Evaluation | Step):
                 self._traces.send(
@@ -200,13 +199,12 @@ class Registry:
             if tags.get(key) is None:  # else a user may have written something better
                 self._client.set_experiment_tag(self._experiment_id, key, value)
 
-    def _describe(self, tags: dict[str, str]) -> None:
-        """The run and its registered model in words; `tags` are the run's."""
+    def _describe(self, tags: dict[str, str], of_model: str | None) -> None:
+        """The run and its registered model in words, which are a tag and a description."""
         about = describe_run(self._log, self._config)
         if tags.get(_NOTE) == about:
             return
-        model = self._client.get_registered_model(self.model_name)
-        if model.description in (None, "", tags.get(_NOTE)):  # else a user has written something better
+        if of_model in (None, "", tags.get(_NOTE)):  # else a user has written something better
             self._client.update_registered_model(self.model_name, about)
         self._log_batch({_NOTE: about})
 
@@ -234,18 +232,23 @@ class Registry:
             else next(iter(sessions.values()), None)
         )
 
-    def _set_alias(self, name: str, policy_version: int) -> None:
-        """An alias of a user's is of a registered version; `rollout` moves with each step, and is there if its is."""
+    def _register_for(self, name: str, version: int) -> None:
+        """A policy that a user gave a name is registered; those that the engines serve come and go."""
         if name != ROLLOUT:
-            self._register(policy_version)
-        if (version := self._versions.get(policy_version)) is not None:
-            self._client.set_registered_model_alias(self.model_name, name, version)
-        elif policy_version in self._log.state.registrations:
-            logger.warning(
-                "MLflow has no version of policy %d any more, so alias %s is not set there", policy_version, name
-            )
-        elif name in self._client.get_registered_model(self.model_name).aliases:
-            self._client.delete_registered_model_alias(self.model_name, name)
+            self._register(version)
+            if version not in self._versions:
+                logger.warning(
+                    "MLflow has no version of policy %d any more, so alias %s is not set there", version, name
+                )
+
+    def _set_aliases(self, existing: dict[str, str]) -> None:
+        """Make the model's aliases those of the log; one whose policy is not registered is not there."""
+        for name, alias in self._log.state.aliases.items():
+            version = self._versions.get(alias.version)
+            if version is not None and str(existing.get(name)) != version:
+                self._client.set_registered_model_alias(self.model_name, name, version)
+            elif version is None and name in existing:
+                self._client.delete_registered_model_alias(self.model_name, name)
 
     def _tag_retired(self, retire: Retire) -> None:
         """Tag each version whose weights are removed; the other tags stay."""

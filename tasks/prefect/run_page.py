@@ -112,6 +112,7 @@ def summary(log: RunLog, config: dict[str, Any], *, steps: int, mlflow: str, mlf
     state, run = log.state, log.run_id
     champion, counters = state.aliases.get(CHAMPION), state.counters()
     scores = own_scores(log, config)
+    policies = f"{mlflow}/#/models/{quote(run)}{TRAINING_VIEW}"
     facts = {
         "step": f"{state.step} of {steps}{_ended(log)}",
         "policy": "none yet" if state.live is None else f"{state.live.version}, `{state.live.weights_sha256[:12]}`",
@@ -120,16 +121,13 @@ def summary(log: RunLog, config: dict[str, Any], *, steps: int, mlflow: str, mlf
         or "not evaluated",
         "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
         "store": f"`{_cell(log.store.uri)}`",
-        "MLflow": f"[policies]({mlflow}/#/models/{quote(run)}{TRAINING_VIEW})"
-        if mlflow
-        else "no server shows it: `millrace up`",
+        "MLflow": f"[policies]({policies})" if mlflow else "no server shows it: `millrace up`",
         "web page": f"`millrace report {run}` writes `reports/{run}.html` in the state folder",
     }
     if mlflow and mlflow_run:
         facts["MLflow"] = f"[run]({mlflow}/{mlflow_run}{TRAINING_VIEW}), {facts['MLflow']}"
-        facts["web page"] += (
-            f"; the end of the run puts it [beside the run]({mlflow}/{mlflow_run}/artifacts{TRAINING_VIEW})"
-        )
+        beside = f"{mlflow}/{mlflow_run}/artifacts{TRAINING_VIEW}"
+        facts["web page"] += f"; the end of the run puts it [beside the run]({beside})"
     lines = [f"# run {run}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), ""]
     if state.step:
         lines += ["| step | reward | staleness | engine gap | tokens/s | seconds |", "|---|---|---|---|---|---|"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import sqlite3
@@ -18,7 +19,7 @@ from storage.objects.object_store import LocalStore
 from storage.tracking.registry import Registry, RegistryUnavailable, dataset_digest
 from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
 
-CONFIG = {"seed": 0, "train": {"scale": "std"}}
+CONFIG = {"seed": 0, "train": {"scale": "std"}, "workflow": "my.env:Board"}
 
 
 class _Mirror:
@@ -134,7 +135,7 @@ def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
 
 def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     run = mirror.run()
-    assert run.data.params == {"seed": "0", "train.scale": "std"}
+    assert run.data.params == {"seed": "0", "train.scale": "std", "workflow": "my.env:Board"}
     assert [(step, value) for step, value, _ in mirror.history("train/loss")] == [(1, 0.5), (2, 0.5)]
     evaluation = {key.removeprefix("eval/test/"): value for key, value in run.data.metrics.items() if "eval/" in key}
     assert evaluation == {
@@ -199,6 +200,74 @@ def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_databa
     assert read == [log.key("run.json"), repr(slice(0, None))]
     assert [registration.version for registration in again.registered] == [0, 1, 2]
     assert again.everything() == mirror.everything()
+
+
+@pytest.mark.parametrize(
+    ("rule", "registered"),
+    [("evaluated", "0 1 3 5"), ("2", "0 1 2 3 4 5"), ("4", "0 1 3 4 5"), ("all", "0 1 2 3 4 5"), (None, "0 1 2 3 4 5")],
+)
+def test_the_setting_says_which_policies_are_registered_and_rollout_is_an_alias_of_none_else(
+    tmp_path: Path, rule: str | None, registered: str
+):
+    """Sessions from before there was the setting have None. 0, 3 and 5 are evaluated, and 1 is promoted later."""
+    log = create_run(local_store(tmp_path), "run", CONFIG)
+    log.append(Session(id="first", code_version="c0de1", **({"register": rule} if rule else {})))
+    log.append(BASE)
+    _evaluate(log, 0)
+    for number in range(1, 6):
+        log.append(a_shard(f"s{number}", [a_summary(number, version=number - 1)]))
+        log.append(a_step(log.state, trained=[f"0.task{number}"]))
+        log.append(Alias(name="rollout", version=number, checksum="sum"))
+        if number == 3:
+            _evaluate(log, 3)
+            shown = _Mirror(log, tmp_path)
+    shown.sync()
+    aliases = shown.client.get_registered_model("run").aliases
+    assert ("rollout" in aliases) == ("5" in shown.versions())
+    _evaluate(log, 5)
+    log.append(Alias(name="champion", version=1, checksum="sum"))
+    log.append(Retire(shard_ids=[], policy_versions=[2, 3], state_paths=[], reason="old"))
+    new = shown.sync()
+    versions, aliases = shown.versions(), shown.client.get_registered_model("run").aliases
+    assert sorted(versions) == registered.split()
+    assert aliases == {"champion": versions["1"].version, "rollout": versions["5"].version}
+    retired = {number for number, version in versions.items() if "millrace.retired" in version.tags}
+    assert retired == {"2", "3"} & versions.keys()
+    assert {registration.version for registration in new} == set(map(int, versions)), "for the log"
+    assert max(len(version.tags) for version in versions.values()) == 5
+
+
+def _evaluate(log: RunLog, version: int) -> None:
+    about: dict[str, Any] = {
+        "split": "test",
+        "num_tasks": 2,
+        "num_failed": 0,
+        "seconds": 1.0,
+        "shard_id": f"e{version}",
+    }
+    log.append(Evaluation(version=version, score=0.5, **about))
+
+
+def test_experiment_run_model_and_data_say_what_they_are_and_a_users_words_stay(mirror: _Mirror):
+    run, experiment = mirror.run(), mirror.client.get_experiment_by_name("millrace")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert experiment.tags["mlflow.note.content"].startswith("Training runs of Millrace")
+    tags = run.data.tags
+    assert (tags["mlflow.user"], tags["mlflow.source.name"]) == (getpass.getuser(), "my.env:Board")
+    assert run.info.start_time == int(mirror.log.state.started_at * 1000)
+    about = tags["mlflow.note.content"]
+    assert about == mirror.client.get_registered_model("run").description
+    assert about.splitlines()[2:6] == [
+        "* workflow: `my.env:Board`",
+        "* steps: 2",
+        "* held-out: 0.500 (policy 1)",
+        f"* store: `{mirror.log.store.uri}/runs/run`",
+    ]
+    assert "`millrace report run`" in about and "`millrace lineage run --policy N`" in about
+    datasets = {item.dataset.name: item.dataset for item in run.inputs.dataset_inputs}
+    assert json.loads(datasets["step-2"].profile) == {"num_groups": 2, "num_rows": 4, "mean_reward": 0.5}
+    columns = json.loads(datasets["step-2"].schema)["mlflow_colspec"]
+    assert {"name": "reward", "type": "float", "required": False} in columns
 
 
 def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(tmp_path: Path) -> None:
