@@ -110,7 +110,7 @@ class TrackingMirror:
                 for registration in registrations:
                     log.append(registration)
         except Exception:  # whatever it is: a view of the run must not end its training
-            logger.exception("what is new could not be told; the log keeps it for later")
+            logger.exception("MLflow could not be told what is new; the log keeps it for later")
             return 0
         return len(registrations)
 
