@@ -22,6 +22,7 @@ from typing import Any
 from prefect import flow
 
 from settings.run_file import RunConfig, Settings, make_config
+from settings.tracking import TrackingSettings
 from tasks.base_model import provide_base_model, provide_reference
 from tasks.control import listening, resumed
 from tasks.evaluation import try_gate
@@ -38,7 +39,7 @@ async def train_grpo(
     workflow: str = "examples.arithmetic:Arithmetic",
     run: str = "arithmetic",
     store: str = "",
-    tracking: str = "",
+    tracking: str | TrackingSettings = "",
     model: str = "",
     dataset: str = "",
     steps: int = 100,
@@ -55,7 +56,7 @@ async def train_grpo(
         workflow: What to train on: package.module:Class or path/to/file.py:Class.
         run: Name of the run. Starting it again continues it.
         store: A folder, file:///… or s3://bucket/prefix. Empty: $MILLRACE_STORE, or .millrace/store.
-        tracking: MLflow tracking URI. Empty: $MILLRACE_TRACKING, or a SQLite database in .millrace.
+        tracking: MLflow tracking URI, or a block with it. Empty: $MILLRACE_TRACKING, or a SQLite database in .millrace.
         model: Hugging Face id or folder. Empty: make a tiny one from the workflow's demonstrations.
         dataset: Handed to the workflow: a file, a folder with one file per split, or a Hugging Face id.
         steps: Optimizer steps in all.
@@ -69,7 +70,8 @@ async def train_grpo(
     config = make_config(
         {
             **settings.model_dump(exclude_unset=True),
-            **dict(workflow=workflow, run=run, store=store, tracking=tracking, model=model, dataset=dataset),
+            **dict(workflow=workflow, run=run, store=store, model=model, dataset=dataset),
+            "tracking": tracking if isinstance(tracking, str) else tracking.model_dump(),
             **dict(steps=steps, batch_size=batch_size, n_samples=n_samples, max_staleness=max_staleness),
             **dict(learning_rate=learning_rate, seed=seed),
         },
@@ -78,7 +80,7 @@ async def train_grpo(
     if not CHECKED.get():
         check_run(config)
     async with training_session(config) as session:
-        async with listening(session, steps=config.steps):
+        async with listening(session):
             await resumed(session)  # one that was paused stays so, without an engine
             telling_mlflow = asyncio.create_task(track(session.mirror))  # beside the start of the engines
             if await something_is_left(session, config):
@@ -138,9 +140,10 @@ async def train(session: RunSession, config: RunConfig, telling_mlflow: asyncio.
         for producer in producing:
             producer.cancel()
     announce(session.log, "training.finished", version=session.log.state.newest_version)
+    session.end("finished")
     async with asyncio.TaskGroup() as ending:
         ending.create_task(session.fleet.close())  # engines take as long as MLflow
-        ending.create_task(track(session.mirror, finished=True))
+        ending.create_task(track(session.mirror))
 
 
 def evaluation_is_missing(session: RunSession, config: RunConfig) -> bool:

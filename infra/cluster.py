@@ -18,6 +18,8 @@ import asyncio
 import logging
 import os
 import re
+import signal
+import threading
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,7 +199,11 @@ class Cluster:
                 "object_store_memory": 128 * 2**20,
                 "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
             }
-        ray.init(**options)  # on the main thread, where Ray may install its SIGTERM handler
+        # Ray replaces it, and ends the process by SIGTERM. Prefect's tells its Cancel from a crash.
+        handler = signal.getsignal(signal.SIGTERM)
+        ray.init(**options)
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
         self.nodes = node_resources()
         return self
 

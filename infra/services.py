@@ -27,6 +27,8 @@ from infra.user_code import PRODUCT
 from settings.errors import UserError
 
 POOL = "local"
+TRAINING_VIEW = "?workflowType=machine_learning"
+"""End of the address of a page of MLflow's: its menus for training, and not those for agents."""
 GPU_QUEUE = "gpu"
 """Queue of the deployments that use GPUs. A run takes every visible GPU, so the queue runs one at a time."""
 GPU_RUNS = "MILLRACE_GPU_RUNS"

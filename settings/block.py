@@ -67,7 +67,7 @@ OTHER_WORDS = {
     "ppo_epochs": "train.num_epochs",
     "ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
     "ppo_mini_batch_size": "train.num_minibatches",
-    "report_to": "tracking",
+    "report_to": "tracking.uri",
     "rollout_n": "n_samples",
     "save_steps": "train.checkpoint_every",
     "scale_rewards": "train.advantage.scale",

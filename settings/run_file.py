@@ -25,7 +25,7 @@ from settings.redaction import secret_settings
 from settings.reward import RewardSettings
 from settings.rollout import RolloutSettings
 from settings.sampling import SamplingSettings
-from settings.tracking import TraceSettings
+from settings.tracking import TraceSettings, TrackingSettings
 from settings.train import TrainSettings
 from settings.warmup import WarmupSettings
 
@@ -65,8 +65,8 @@ class RunConfig(Settings):
     store: str = ""
     """Where shards and policies live: a folder, file:///… or s3://bucket/prefix. Empty: `$MILLRACE_STORE`,
     or `.millrace/store`."""
-    tracking: str = ""
-    """MLflow tracking URI. Empty: `$MILLRACE_TRACKING`, or a SQLite database in `.millrace`."""
+    tracking: TrackingSettings = Field(default_factory=TrackingSettings)
+    """MLflow: its address, and which policies it registers."""
     model: str = ""
     """Base model: a Hugging Face id or a local folder. Empty: make a tiny one from the workflow's demonstrations."""
     dataset: str = ""

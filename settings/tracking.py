@@ -1,10 +1,30 @@
-"""`[traces]`: which attempts MLflow shows turn by turn."""
+"""`[tracking]`: where MLflow is and what it registers; `[traces]`: which attempts it shows turn by turn."""
 
 from __future__ import annotations
 
-from pydantic import Field
+import warnings
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
 
 from settings.block import Block
+
+with warnings.catch_warnings():  # pydantic's metaclass has a `register`, which nobody calls on settings
+    warnings.filterwarnings("ignore", message='Field name "register"')
+
+    class TrackingSettings(Block):
+        """MLflow; a string is short for its `uri`."""
+
+        uri: str = ""
+        """MLflow tracking URI. Empty: `$MILLRACE_TRACKING`, or a SQLite database in `.millrace`."""
+        register: Literal["all", "evaluated"] | PositiveInt = "evaluated"  # type: ignore[assignment]
+        """Which policies are versions of the registered model: `evaluated`, those with a held-out score and the
+        champion; a number N, every N-th too; `all` of them. `rollout` is an alias there while its policy is one."""
+
+        @model_validator(mode="before")
+        @classmethod
+        def _short(cls, value: Any) -> Any:
+            return {"uri": value} if isinstance(value, str) else value
 
 
 class TraceSettings(Block):

@@ -5,6 +5,7 @@ In: a session. Out: workers that begin nothing new, or go on; entries in the log
     `millrace pause` ──▶ entry in the log ──▶ workers told, flow run set to Paused
     Paused in Prefect ─▶ entry in the log ──▶ the same; both ways back with Resume
     Suspended in Prefect (the button in its UI): the process ends, and resuming starts the run again
+    Cancelling in Prefect: the process ends. A worker's has a signal too, one on a terminal has only this
 
 The log has the last word. While Prefect's server is down only the log is heard.
 """
@@ -14,53 +15,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator
+from typing import Any
 from uuid import UUID
 
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Pause as PrefectPause
-from prefect.states import Paused, Running, State
+from prefect.states import State
 
 from storage.log.entries import Pause, Resume
 from tasks.fleet import ROLLOUT_ALIAS
+from tasks.prefect.own_flow_run import OwnFlowRun
 from tasks.prefect.run_page import RunPage, announce
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.control")
 
-Reply = TypeVar("Reply")
-
 _LOOK_SECONDS = 2.0
-_ANSWER_SECONDS = 5.0
-"""Longest wait for Prefect's server: what stands in the log must not wait for a server that is down."""
-
-
-class OwnFlowRun:
-    """The Prefect flow run this code runs in."""
-
-    def __init__(self, client: PrefectClient, flow_run_id: UUID) -> None:
-        self._client = client
-        self._id = flow_run_id
-
-    async def state(self) -> State[Any] | None:
-        """The flow run's state; None if the server does not answer."""
-        flow_run = await _reply(self._client.read_flow_run(self._id))
-        return None if flow_run is None else flow_run.state
-
-    async def show(self, *, paused: bool) -> None:
-        """Make the flow run Paused, or Running; if the server does not take that in, the next look tries again."""
-        await _reply(self._client.set_flow_run_state(self._id, Paused() if paused else Running()))
-
-
-async def _reply(request: Awaitable[Reply]) -> Reply | None:
-    try:
-        return await asyncio.wait_for(request, _ANSWER_SECONDS)
-    except Exception as error:  # noqa: BLE001 - whatever it is: the run does not need Prefect to go on
-        logger.debug("Prefect did not answer: %r", error)
-        return None
+_LOOKS_BEFORE_CANCELLED = 3
+"""A worker ends its process by a signal within a second or two, and a second cancellation would cut off the first."""
 
 
 class Listener:
@@ -75,16 +50,22 @@ class Listener:
         """The state of Prefect's that we saw last."""
         self._announced: int | None = None
         """Policy version that Prefect has heard of: of those served between two looks only the last."""
-        self.suspended: State[Any] | None = None
-        """Set once Prefect wants this process to end."""
+        self._looks_while_cancelling = 0
+        self.ended: State[Any] | None = None
+        """Set once Prefect wants this process to end: the state Suspended, or Cancelling."""
 
     async def look(self) -> None:
         """Look at Prefect and at the log, and tell each what the other says."""
         log = self._session.log
         state = None if self._platform is None else await self._platform.state()
         if state is not None and state.type == StateType.PAUSED and state.state_details.pause_reschedule:
-            self.suspended = state
+            self.ended = state
             return
+        if state is not None and state.type == StateType.CANCELLING:
+            self._looks_while_cancelling += 1
+            if self._looks_while_cancelling == _LOOKS_BEFORE_CANCELLED:
+                self.ended = state
+                return
         shown = None if state is None else _PAUSED.get(state.type)
         if state is not None and shown is not None:
             # By its id, not by its kind: Prefect may have taken in what we showed, answered too late, and been
@@ -118,11 +99,12 @@ _PAUSED = {StateType.PAUSED: True, StateType.RUNNING: False}
 
 
 @contextlib.asynccontextmanager
-async def listening(session: RunSession, *, steps: int, platform: OwnFlowRun | None = None) -> AsyncIterator[None]:
-    """Hear of pauses, announce policies and keep the page of a run of so many steps while the body runs.
+async def listening(session: RunSession, *, platform: OwnFlowRun | None = None) -> AsyncIterator[None]:
+    """Hear of pauses, announce policies and keep the run's page while the body runs.
 
-    `platform` is by default the flow run this is called in; outside of one only the log is heard.
-    Raises `prefect.exceptions.Pause`, which ends the process and leaves the flow run Suspended, if Prefect says so.
+    `platform` is by default the flow run this is called in; outside of one only the log is heard. The body is
+    cancelled if the flow run stays Cancelling. Raises `prefect.exceptions.Pause`, which ends the process and leaves the
+    flow run Suspended, if Prefect says so.
     """
     async with contextlib.AsyncExitStack() as stack:
         context = FlowRunContext.get()
@@ -132,16 +114,13 @@ async def listening(session: RunSession, *, steps: int, platform: OwnFlowRun | N
         await listener.look()
         body = asyncio.current_task()
         assert body is not None
-        mirror = session.mirror
-        page = RunPage(session.log, steps=steps, tracking=mirror.uri, mlflow_run=lambda: mirror.run_page)
-        listening_on = asyncio.create_task(_listen(listener, page, body))
+        listening_on = asyncio.create_task(_listen(listener, session.page, body))
         try:
             yield
-            await page.update(finished=True)
         except (asyncio.CancelledError, BaseExceptionGroup, PrefectPause) as error:
             # Prefect raises it by itself when the next of its tasks begins, which may be in minutes, or in a group.
-            suspended = listener.suspended or _suspension_in(error)
-            if suspended is None:
+            suspended = _suspension_in(error) or listener.ended
+            if suspended is None or suspended.type == StateType.CANCELLING:
                 raise
             if body.cancelling():
                 body.uncancel()
@@ -168,7 +147,7 @@ async def resumed(session: RunSession) -> None:
 
 async def _listen(listener: Listener, page: RunPage, body: asyncio.Task[Any]) -> None:
     warned = False
-    while listener.suspended is None:
+    while listener.ended is None:
         await asyncio.sleep(_LOOK_SECONDS)
         try:
             await listener.look()

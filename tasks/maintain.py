@@ -15,6 +15,7 @@ from infra.environment import prepare_environment, store_uri
 from storage.objects.opening import open_store
 from storage.retention.retention import collect_garbage
 from storage.retention.rules import make_rules
+from tasks.prefect.run_logs import log_to_prefect
 
 logger = logging.getLogger("millrace.maintain")
 
@@ -25,6 +26,7 @@ async def collect_from_runs(
 ) -> dict[str, Any]:
     """What was, or would be, freed per run by rules as of `make_rules`. Raises `InvalidInput` and `NotFound`."""
     prepare_environment()
+    log_to_prefect()
     reports = await asyncio.to_thread(
         collect_garbage,
         open_store(store_uri(store)),

@@ -1,7 +1,10 @@
 """MLflow as a mirror of the run's log: whatever is new in the log is told there, now or by a later call.
 
-In: the log. Out: metrics, versions, lineage, aliases and traces in MLflow, and the report at the end. MLflow may be
-down: that is one warning, and nothing of a run waits for it.
+    log ──▶ each follower's `sync`, in one thread ──▶ MLflow: metrics, versions, lineage, aliases, traces
+                                                └──▶ the log: which versions are registered
+
+In: the log. Out: the same content elsewhere, and the report beside the MLflow run at the end. A service may be down:
+that is one warning, and nothing of a run waits for it. A follower is added in `TrackingMirror.__init__`.
 """
 
 from __future__ import annotations
@@ -11,18 +14,24 @@ import logging
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 from prefect import task
 
 from infra.environment import tracking_uri
 from infra.user_code import own_command
 from settings.redaction import without_secrets
+from storage.log.entries import Registration
 from storage.log.run_log import RunLog
-from storage.log.runs import is_training, teller_lock
+from storage.log.runs import is_training, outcome, teller_lock
+from storage.tracking.follower import Follower, FollowerUnavailable
 from storage.tracking.registry import Registry, RegistryUnavailable
 
 logger = logging.getLogger("millrace.track")
+
+Made = TypeVar("Made", bound=Follower)
 
 LEAST_PAUSE = 10.0
 """Seconds between two calls during training: rounds may be short, and each call costs MLflow's whole transaction."""
@@ -30,8 +39,39 @@ LONGEST_REPORT = 300.0
 """Seconds; a run's end does not wait for ever for a page that can be made at any time."""
 
 
+class _Following(Generic[Made]):
+    """One follower, made anew after each outage, and whether it is away."""
+
+    def __init__(self, make: Callable[[], Made]) -> None:
+        self._make = make
+        self.follower = make()
+        self.is_away = False
+
+    def tell(self) -> Sequence[Registration]:
+        """Call its `sync`; an outage is said once, and whatever else goes wrong is no reason to end a training."""
+        follower = self.follower
+        try:
+            registrations = follower.sync()
+        except FollowerUnavailable as error:
+            logger.log(
+                logging.DEBUG if self.is_away else logging.WARNING,
+                "%s did not take everything in; the log keeps it for later: %s",
+                follower.name,
+                without_secrets(str(error)),
+            )
+        except Exception:
+            logger.exception("%s could not be told what is new; the log keeps it for later", follower.name)
+        else:
+            if self.is_away:
+                logger.info("%s has everything again that it missed", follower.name)
+            self.is_away = False
+            return registrations
+        self.is_away, self.follower = True, self._make()
+        return ()
+
+
 class TrackingMirror:
-    """Tells one MLflow server of one run."""
+    """Tells MLflow, and what else follows the log, of one run."""
 
     def __init__(self, log: RunLog, *, tracking: str, is_trainer: bool) -> None:
         self.uri = tracking_uri(tracking)
@@ -40,22 +80,23 @@ class TrackingMirror:
         self._log = RunLog(log.store, log.run_id)  # its own: it is folded in a thread, under the lock
         self._is_trainer = is_trainer
         self._told_at = 0.0
-        self._is_away = False
+        self._mlflow = _Following(lambda: Registry(self._log, tracking_uri=self.uri))
+        self._following: list[_Following[Any]] = [self._mlflow]
 
     @property
     def is_due(self) -> bool:
         """False so soon after the last call that the next one had better take in several steps."""
         return time.monotonic() - self._told_at >= LEAST_PAUSE
 
-    async def tell(self, *, finished: bool = False) -> int:
-        """Tell MLflow what is new, at the end with the report; returns the number of registered versions."""
+    async def tell(self) -> int:
+        """Tell each follower what is new, after the last step with the report; returns how many versions are new."""
         self._told_at = time.monotonic()
-        num_registered = await asyncio.to_thread(self._sync, finished)
-        if finished and not self._is_away:
+        num_registered = await asyncio.to_thread(self._sync)
+        if self._is_trainer and outcome(self._log) == "finished" and not self._mlflow.is_away:
             await self._attach_report()
         return num_registered
 
-    def _sync(self, finished: bool) -> int:
+    def _sync(self) -> int:
         log = self._log
         try:
             if not self._is_trainer and is_training(log):
@@ -64,27 +105,14 @@ class TrackingMirror:
             # Two that send the same entries at once would send them twice.
             with teller_lock(log):
                 log.refresh()
-                registry = Registry(log, tracking_uri=self.uri)
-                registrations = registry.sync(finished=finished or not self._is_trainer)
-                self.run_page = registry.run_page
+                registrations = [registration for each in self._following for registration in each.tell()]
+                self.run_page = self._mlflow.follower.run_page or self.run_page
                 for registration in registrations:
                     log.append(registration)
-        except RegistryUnavailable as error:
-            logger.log(
-                logging.DEBUG if self._is_away else logging.WARNING,  # an outage is said once
-                "MLflow at %s did not take everything in; the log keeps it for later: %s",
-                without_secrets(self.uri),
-                without_secrets(str(error)),
-            )
         except Exception:  # whatever it is: a view of the run must not end its training
-            logger.exception("what is new could not be told to MLflow; the log keeps it for later")
-        else:
-            if self._is_away:
-                logger.info("MLflow has everything again that it missed")
-            self._is_away = False
-            return len(registrations)
-        self._is_away = True
-        return 0
+            logger.exception("MLflow could not be told what is new; the log keeps it for later")
+            return 0
+        return len(registrations)
 
     async def _attach_report(self) -> None:
         """The run as a web page beside the MLflow run. A command of its own makes it, with memory of its own."""
@@ -99,7 +127,7 @@ class TrackingMirror:
                     output, _ = await making.communicate()
                 if making.returncode:
                     raise RegistryUnavailable(output.decode(errors="replace").strip()[-500:])
-                await asyncio.to_thread(Registry(log, tracking_uri=self.uri).attach, page)
+                await asyncio.to_thread(self._mlflow.follower.attach, page)
             except (TimeoutError, RegistryUnavailable) as error:
                 reason = without_secrets(str(error)) or f"it took more than {LONGEST_REPORT:g} s"
                 logger.warning(
@@ -112,9 +140,9 @@ class TrackingMirror:
 
 
 @task(name="track", persist_result=False)
-async def track(mirror: TrackingMirror, *, finished: bool = False) -> int:
+async def track(mirror: TrackingMirror) -> int:
     """Log new metrics, versions, lineage, aliases and traces; at the end the report too. An outage is a warning."""
-    return await mirror.tell(finished=finished)
+    return await mirror.tell()
 
 
 def _report_command(log: RunLog, page: Path) -> list[str]:

@@ -29,6 +29,7 @@ logger = logging.getLogger("millrace.producers")
 
 LOOK_SECONDS = 1.0
 """Between two looks at the log: one small request to the store each."""
+SHARDS_PER_LINE = 20
 SILENCE_SECONDS = 60.0
 """After which a producer says that it waits for the run's driver."""
 
@@ -80,7 +81,10 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
         if new := session.log.entries[seen:]:
             seen, heard, waiting = state.entries, time.monotonic(), ""
             ours = [e for e in new if isinstance(e.body, Shard) and e.body.producer in session.fleet.hosted]
-            made += len(ours)
+            for _ in ours:
+                made += 1
+                if made == 1 or not made % SHARDS_PER_LINE:
+                    logger.info("%d shards committed, at step %d of the run", made, state.step)
             if len(new) > len(ours):
                 await session.fleet.refresh()
         elif silence > patience:

@@ -16,6 +16,7 @@ from infra.cluster import WorkerDied
 from rollouts.production.evaluation import failure_of
 from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation, Policy
+from tasks.prefect.run_logs import log_evaluation
 from tasks.session import RunSession
 
 logger = logging.getLogger("millrace.rollout")
@@ -95,6 +96,7 @@ async def produce(session: RunSession, name: str) -> None:
 async def evaluate_policy(session: RunSession, *, version: int, settings: EvaluationSettings) -> Evaluation:
     """Held-out score of a policy version; see `Fleet.evaluate`. If the worker dies, the next one does it again."""
     evaluation = await session.fleet.evaluate(version=version, settings=settings)
+    log_evaluation(evaluation)
     if problem := failure_of(evaluation):
         logger.warning(problem)
     return evaluation

@@ -1,16 +1,19 @@
-"""One start of a run: the log, and the four parts that work on it.
+"""One start of a run: the log, and the parts that work on it.
 
     RunSession ─┬─ log        what is true about the run
                 ├─ fleet      rollout workers, evaluator, what they serve
                 ├─ trainer    the trainer's processes
                 ├─ clock      where the time of a round went
-                └─ mirror     MLflow, kept up to the log
+                ├─ progress   lines on the flow run's page in Prefect
+                ├─ mirror     MLflow, kept up to the log
+                └─ page       the run's page in Prefect
 
 In: the run's settings. Out: a session that the flow's tasks share. What must outlive the process is in the run's log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -24,8 +27,9 @@ from infra.environment import code_version, home, prepare_environment, store_uri
 from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
+from settings.errors import failure_text
 from settings.run_file import RunConfig, default_values
-from storage.log.entries import Session
+from storage.log.entries import End, Outcome, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
@@ -34,9 +38,15 @@ from tasks.clock import PeakMemory, RoundClock
 from tasks.fleet import Fleet
 from tasks.mirror import TrackingMirror
 from tasks.prefect.outages import say_outages_once
+from tasks.prefect.own_flow_run import cancellable, is_stop
+from tasks.prefect.run_logs import Progress, log_to_prefect
+from tasks.prefect.run_page import RunPage
 from tasks.trainer import TrainerHandle
 
 logger = logging.getLogger("millrace.session")
+
+LAST_WORDS_SECONDS = 8.0
+"""For MLflow, when a run stops or fails: Prefect kills a process 30 s after Cancel."""
 
 
 class RunSession:
@@ -61,7 +71,45 @@ class RunSession:
         self.fleet = Fleet(log, cluster, config=config, num_engines=num_engines, names=names, outside=outside)
         self.trainer = TrainerHandle(log, cluster)
         self.clock = RoundClock(memory)
-        self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
+        self.progress = Progress(config.steps)
+        mirror = self.mirror = TrackingMirror(log, tracking=tracking, is_trainer=bool(id))
+        self.page = RunPage(log, steps=config.steps, tracking=mirror.uri, mlflow_run=lambda: mirror.run_page)
+
+    def end(self, outcome: Outcome, reason: str = "") -> None:
+        """Say in the log how this session ended; only its first word counts."""
+        self.log.append(End(session_id=self.id, outcome=outcome, reason=reason))
+
+    @contextlib.asynccontextmanager
+    async def ending(self) -> AsyncIterator[None]:
+        """After the body, and what it started, is over: say how in the log, and bring MLflow and Prefect's page to it.
+
+        A session that does not train says nothing. When the run stops or fails, MLflow has `LAST_WORDS_SECONDS`.
+        """
+        try:
+            yield
+            if self.id:
+                self.end("finished")
+        except BaseException as error:
+            if self.id:
+                await self._give_up(error)
+            raise
+        finally:
+            if self.id:
+                await self.page.update(finished=True)
+
+    async def _give_up(self, error: BaseException) -> None:
+        try:
+            self.end(*(("stopped",) if is_stop(error) else ("failed", failure_text(error))))
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await self.mirror.tell()
+        except Exception as problem:  # noqa: BLE001 - the error itself is what a person has to hear of
+            logger.warning("the end of this session could not be told to everyone: %r", problem)
+
+
+def _prepare() -> None:
+    prepare_environment()
+    say_outages_once(os.environ.get("PREFECT_API_URL", "its address in this process"))
+    log_to_prefect()
 
 
 def run_log(*, store: str, run: str) -> RunLog:
@@ -75,8 +123,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
 
     Raises `RunExists`, `RunBusy`, `StoreError`, and `InvalidInput` for too few GPUs, before anything heavy starts.
     """
-    prepare_environment()
-    say_outages_once(os.environ.get("PREFECT_API_URL", "its address in this process"))
+    _prepare()
     store = open_store(store_uri(config.store))
     log = create_run(store, config.run, config.model_dump(mode="json"), defaults=default_values())
     with trainer_lock(log):
@@ -85,6 +132,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
             code_version=code_version(),
             reward_sha256=source_sha256(config.workflow),
             steps=config.steps,
+            register=str(config.tracking.register),
         )
         log.append(entry)
         if log.state.step:
@@ -92,7 +140,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
         if logs_are_json():
             log_driver(lambda: {"run": log.run_id, "session": entry.id, "step": log.state.step + 1}, sys.stderr)
         num_engines = config.rollout.num_workers + config.evaluation.own_engine
-        options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking, "num_engines": num_engines}
+        options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking.uri, "num_engines": num_engines}
         async with _session(log, config, trains=True, **options) as session:
             yield session
 
@@ -105,7 +153,7 @@ async def reading_session(
 
     There is room for one engine, or for a trainer if it `trains`. Raises `NotFound` for an unknown run.
     """
-    prepare_environment()
+    _prepare()
     log, num_engines = run_log(store=store, run=config.run), 0 if trains else 1
     with reading(log, what):
         async with _session(log, config, trains=trains, tracking=tracking, num_engines=num_engines) as session:
@@ -120,7 +168,7 @@ def producing_session(
     Retention does not wait for it: it reads policies that have the alias `rollout`. Its workers are called `name` and
     something random, so that no two have one name. Raises `NotFound` for an unknown run.
     """
-    prepare_environment()
+    _prepare()
     log = run_log(store=store, run=config.run)
     return _session(log, config, trains=False, names=f"{name}-{uuid.uuid4().hex[:6]}", outside=True)
 
@@ -135,6 +183,7 @@ async def _session(
     shares = max(1, num_engines * gpus_per_engine + num_ranks)
     cluster = Cluster(log_folder=home() / "logs" / log.run_id, num_workers=shares, gpus_per_engine=gpus_per_engine)
     with PeakMemory() as memory:
-        async with cluster:
+        session = RunSession(log, cluster, config, memory=memory, num_engines=max(1, num_engines), **options)
+        async with cancellable(), session.ending(), cluster:
             check_shares(cluster.nodes, num_workers=shares, gpus_per_engine=gpus_per_engine, num_ranks=num_ranks)
-            yield RunSession(log, cluster, config, memory=memory, num_engines=max(1, num_engines), **options)
+            yield session

@@ -135,5 +135,6 @@ async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) ->
     if step is None:
         await session.fleet.refresh()  # the prompts of what was quarantined are free again
     else:
+        session.progress.took(step)
         session.clock.next_round()
     return step

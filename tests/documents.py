@@ -198,7 +198,7 @@ COVERED_BY = {
     "prefect work-pool create --base-job-template": "names the option alone: "
     "test_pools_take_their_templates_and_the_deploy_job_deploys_to_its_pool",
     "kubectl *": "needs kubectl and a cluster; test_manifests_fit_the_schema_of_kubernetes",
-    "prefect deployment run 'train-grpo/local' -p run=my-run --*": "needs Kubernetes; of processes: "
+    "prefect deployment run 'train-grpo/train' -p run=my-run --*": "needs Kubernetes; of processes: "
     "test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on",
     "ray up *": "needs machines with SSH; test_the_ray_launcher_takes_its_file",
     "ray attach *": "needs the cluster that `ray up` makes",

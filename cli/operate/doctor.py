@@ -67,7 +67,7 @@ def diagnose(config: RunConfig | None, console: Console) -> bool:
 def checks(config: RunConfig | None) -> list[tuple[str, Callable[[], Finding]]]:
     """Name and function of every check, cheap ones first."""
     store = store_uri(config.store if config else "")
-    tracking = tracking_uri(config.tracking if config else "")
+    tracking = tracking_uri(config.tracking.uri if config else "")
     return [
         ("Python", check_python),
         ("sandbox", check_sandbox),

@@ -94,13 +94,13 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
 
 def _mlflow_page(made: PolicyLineage, tracking: str) -> str:
     """Address of the version in MLflow's UI, if one is running or `tracking` names a server; else empty."""
-    from infra.services import running_services
+    from infra.services import TRAINING_VIEW, running_services
 
     server = running_services(home()).get("mlflow") if not tracking else None
     root = server.url if server else tracking_uri(tracking)
     if not root.startswith("http") or made.registry_version is None:
         return ""
-    return f"{root}/#/models/{made.registry_model}/versions/{made.registry_version}"
+    return f"{root}/#/models/{made.registry_model}/versions/{made.registry_version}{TRAINING_VIEW}"
 
 
 def _print_policy(made: PolicyLineage, console: Console, *, show_all: bool, mlflow: str) -> None:

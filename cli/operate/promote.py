@@ -69,7 +69,7 @@ def _bring_to_mlflow(log: RunLog, tracking: str) -> str:
         return "the run is being trained, which brings the alias there with its next step"
     try:
         with teller_lock(log):
-            for registration in Registry(log, tracking_uri=uri).sync(finished=True):
+            for registration in Registry(log, tracking_uri=uri).sync():
                 log.append(registration)
     except RegistryUnavailable as error:
         return without_secrets(f"{uri} cannot be reached ({error}); promote again, or continue the run")

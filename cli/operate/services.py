@@ -20,7 +20,7 @@ def up() -> None:
 
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from infra.services import NOTIFY, start_services
+    from infra.services import NOTIFY, TRAINING_VIEW, start_services
     from tasks.prefect.flow_runs import crash_lost_flow_runs
 
     console = Console(highlight=False)
@@ -40,11 +40,11 @@ def up() -> None:
         console.print(f"marked as crashed, their processes are gone: {', '.join(lost)}")
     console.print(
         f"Prefect  [bold]{services['prefect'].url}[/]\n"
-        f"MLflow   [bold]{services['mlflow'].url}[/]\n"
+        f"MLflow   [bold]{services['mlflow'].url}/#/experiments{TRAINING_VIEW}[/]\n"
         f"worker   process {services['worker'].pid}, logs in {home() / 'logs'}\n\n"
         "Train through Prefect, here or from the form in the browser:\n"
         f"  export PREFECT_API_URL={api}\n"
-        "  .venv/bin/prefect deployment run 'train-grpo/local' -p run=my-run -p steps=20 --watch\n"
+        "  .venv/bin/prefect deployment run 'train-grpo/train' -p run=my-run -p steps=20 --watch\n"
         "Stop with `make down`.",
         soft_wrap=True,
     )

@@ -56,7 +56,7 @@ def derived_values(config: RunConfig) -> dict[str, Any]:
     return {
         "run": config.run,
         "store": store.uri,
-        "tracking": without_secrets(tracking_uri(config.tracking)),
+        "tracking": without_secrets(tracking_uri(config.tracking.uri)),
         "workflow": config.workflow,
         "model": config.model or "a tiny one, made from the workflow's demonstrations",
         "steps": config.steps,

@@ -44,6 +44,8 @@ def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
     except UserError:
         flow.close()
         raise
+    from tasks.prefect.run_logs import progress
+
     ours = logging.getLogger("millrace")
     ours.setLevel(logging.INFO)
     if logs_are_json():
@@ -51,8 +53,14 @@ def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
     else:
         handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, log_time_format="%X")
         handler.setLevel(logging.INFO)
+        handler.addFilter(lambda record: record.name != progress.name)
         ours.addHandler(handler)
-    return asyncio.run(_awaited(flow, console))
+    from prefect.exceptions import TerminationSignal
+
+    try:
+        return asyncio.run(_awaited(flow, console))
+    except TerminationSignal:  # SIGTERM; the flow has ended as with Ctrl-C
+        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 def use_running_services() -> None:
@@ -79,6 +87,8 @@ def _check_prefect_answers() -> None:
 
 
 async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
+    from prefect.exceptions import Abort
+
     # Prefect attaches a console handler of its own at import; ours is enough.
     logging.getLogger("millrace").propagate = False
     task = asyncio.ensure_future(flow)
@@ -96,7 +106,7 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Resul
         loop.add_signal_handler(signal.SIGINT, stop)
     try:
         result = await task
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, Abort):  # by Ctrl-C, or by Cancel in Prefect
         raise KeyboardInterrupt from None
     await drain_history()
     return result

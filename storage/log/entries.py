@@ -13,11 +13,14 @@ from __future__ import annotations
 import json
 import typing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 Record = TypeVar("Record")
+
+Outcome = Literal["finished", "stopped", "failed"]
+"""How a session ended: with all its steps, because a user asked, or with an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +267,8 @@ class Session:
     """Digest of the workflow's source file and of those of the functions it scores with."""
     steps: int = 0
     """The step that it trains to; 0 in logs from before this was recorded."""
+    register: str = "all"
+    """Which policies MLflow registers, see `tracking.register`; logs from before this was recorded have all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +316,17 @@ class Resume:
     reason: str
 
 
-_OfRollouts = Session | Join | Lease | Release | Shard | Pause | Resume
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """A session is over, by its own account; one without it runs, or its process was killed."""
+
+    session_id: str
+    outcome: Outcome
+    reason: str = ""
+    """What failed, in a sentence or more; empty if nothing did."""
+
+
+_OfRollouts = Session | End | Join | Lease | Release | Shard | Pause | Resume
 _OfPolicies = Step | Policy | Evaluation | Alias | Registration
 _OfFiles = Quarantine | Rescore | Retire
 Entry = _OfRollouts | _OfPolicies | _OfFiles

@@ -46,6 +46,8 @@ class RunState:
     earlier_seconds: float = 0.0
     """Wall-clock of the sessions before the newest, each from its start to its last entry."""
     sessions: list[records.Session] = field(default_factory=list)
+    ended: records.End | None = None
+    """How the newest session ended; None if it has not said."""
     num_trajectories: int = 0
     """Rows of all training shards."""
     shard_of: dict[str, str] = field(default_factory=dict)
@@ -208,9 +210,13 @@ class RunState:
                 self.earlier_seconds = self.worked_seconds
                 self.session_started_at = written_at
                 self.sessions.append(session)
+                self.ended = None
                 # The workers of an earlier session are gone or too late, except those that it did not start.
                 self.producers = {holder: join for holder, join in self.producers.items() if join.outside}
                 self._free([position for position, name in self.leased.items() if name not in self.producers])
+            case records.End(session_id=session_id) as end:
+                if self.sessions and self.sessions[-1].id == session_id:
+                    self.ended = end
             case records.Join(holder=holder) as join:
                 self._free([position for position, name in self.leased.items() if name == holder])
                 self.producers[holder] = join

@@ -15,10 +15,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from settings.errors import InvalidInput, NotFound, UserError
-from storage.log.entries import Evaluation, Policy
+from storage.log.entries import Evaluation, Outcome, Policy
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of, sha256_of_json
 from storage.objects.object_store import LocalStore, ObjectStore
@@ -177,6 +177,22 @@ def is_training(log: RunLog) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def outcome(log: RunLog) -> Outcome | Literal["running", "crashed"]:
+    """How the run's newest session ended, as the log says; `running` if it has not, as far as this machine can tell.
+
+    `crashed`: it has not said so, and its process is gone. In an object store, where this machine's lock tells nothing
+    of others, such a session is `running`.
+    """
+    state = log.state
+    if state.ended is not None:
+        return state.ended.outcome
+    if not state.sessions or is_training(log):
+        return "running"
+    if 0 < state.sessions[-1].steps <= state.step:  # sessions of older versions did not say how they ended
+        return "finished"
+    return "crashed" if isinstance(log.store, LocalStore) else "running"
 
 
 @contextlib.contextmanager

@@ -15,13 +15,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput, UserError
+from settings.errors import InvalidInput
 from settings.redaction import without_secrets
 from settings.tracking import TraceSettings
 from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
 from storage.log.run_log import RunLog
-from storage.log.runs import run_config
+from storage.log.runs import outcome, run_config
 from storage.objects.digests import sha256_of_json
+from storage.tracking.descriptions import ABOUT, SHARD_SCHEMA, describe_policy, describe_run, step_profile, user_name
+from storage.tracking.follower import FollowerUnavailable
 from storage.tracking.metrics import charted, import_mlflow
 from storage.tracking.traces import Traces
 
@@ -29,11 +31,16 @@ logger = logging.getLogger("millrace.registry")
 
 _EXPERIMENT = "millrace"
 _CURSOR = "millrace.synced_entries"
-_LONGEST_TAG = 5000  # characters MLflow keeps of a model version tag
+_NOTE = "mlflow.note.content"
+_VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
+ROLLOUT = "rollout"
+"""Alias of the policy that the engines serve."""
+_STATUS = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "crashed": "FAILED"}
+"""Outcome of a run's newest session → status of the MLflow run."""
 
 
-class RegistryUnavailable(UserError):
+class RegistryUnavailable(FollowerUnavailable):
     """MLflow did not take everything; the next `sync` sends the rest."""
 
 
@@ -45,8 +52,9 @@ class Registry:
         self._tracking_uri = tracking_uri
         self._run_id = ""
         self._experiment_id = ""
-        self._versions: dict[int, str] = {}
-        """Policy version → MLflow's number, in the block that is being sent."""
+        self._is_filling = False
+        """True while MLflow has nothing of the run yet: then the log's registrations are of another database."""
+        self.name = f"MLflow at {without_secrets(tracking_uri)}"
         self.model_name = log.run_id
 
     @functools.cached_property
@@ -60,10 +68,10 @@ class Registry:
         settings = TraceSettings(**self._config.get("traces", {}))  # an older run has no such table
         return Traces(self._log, TracingClient(self._tracking_uri), settings)
 
-    def sync(self, *, finished: bool = False) -> list[Registration]:
+    def sync(self) -> list[Registration]:
         """Bring MLflow up to the log's state; returns the registered versions that the log does not have yet.
 
-        `finished` also ends the MLflow run; a later sync of a continued run opens it again. Raises
+        The MLflow run ends as the run's newest session did; a later sync of a continued run opens it again. Raises
         `RegistryUnavailable` if MLflow cannot be reached or refuses; a later call sends the rest.
         """
         import_mlflow()
@@ -71,7 +79,7 @@ class Registry:
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
-            return self._replay(finished)
+            return self._replay()
         except SQLAlchemyError as error:
             # A kill in the middle of MLflow's own first migration leaves a database that it cannot open again.
             raise RegistryUnavailable(
@@ -93,71 +101,63 @@ class Registry:
         except Exception as error:  # every artifact store has its own errors
             raise RegistryUnavailable(f"{file.name} was not taken: {error}") from error
 
-    def _replay(self, finished: bool) -> list[Registration]:
+    def _replay(self) -> list[Registration]:
         run = self._client.get_run(self._ensure_run())
         cursor = int(run.data.tags.get(_CURSOR, "0"))
+        self._is_filling = cursor == 0
         if cursor == 0:  # logging the same again changes nothing
             from mlflow.entities import Param
 
             parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
             self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
-        entries, sessions = self._log.entries[cursor:], self._log.state.sessions
-        # A version was made by the session before it, which need not be the one that sends it.
-        num_before = len(sessions) - sum(isinstance(entry.body, Session) for entry in entries)
-        session = sessions[num_before - 1] if num_before else None
-        for block in _blocks(entries):
-            session = self._send(block, session)
-        if finished:
-            self._client.set_terminated(self._run_id)
-        elif run.info.status != "RUNNING":
-            self._client.update_run(self._run_id, status="RUNNING")
+        for block in _blocks(self._log.entries[cursor:]):
+            self._send(block)
+        model = self._client.get_registered_model(self.model_name)
+        self._set_aliases(model.aliases)
+        self._describe(run.data.tags, model.description)
+        status = _STATUS[outcome(self._log)]
+        if status == "RUNNING" and run.info.status != status:
+            self._client.update_run(self._run_id, status=status)
+        elif status != run.info.status:
+            self._client.set_terminated(self._run_id, status, end_time=int(self._log.state.last_at * 1000))
         # Also those that a session registered which died before it could say so in the log.
         missing = self._log.state.policies.keys() - self._log.state.registrations.keys()
         return [
-            Registration(version=policy_version, model_name=self.model_name, registry_version=version)
-            for policy_version in sorted(missing)
-            if (version := self._find_version(policy_version)) is not None
+            Registration(version=version, model_name=self.model_name, registry_version=self._versions[version])
+            for version in sorted(missing & self._versions.keys())
         ]
 
-    def _send(self, block: Sequence[LogEntry], session: Session | None) -> Session | None:
-        """Send some entries, and the cursor last; returns the session of the next entries."""
+    def _send(self, block: Sequence[LogEntry]) -> None:
+        """Send some entries, and the cursor last."""
         from mlflow.entities import Metric
 
         self._log_shards([entry.body for entry in block if isinstance(entry.body, Step)])
-        self._versions = {}
-        if count := sum(isinstance(entry.body, Policy | Step) for entry in block):
-            # Those that were registered before the sending of this block broke off are among the newest.
-            order = ["version_number DESC"]
-            newest = self._client.search_model_versions(self._ours(), max_results=count, order_by=order)
-            self._versions = {int(version.tags["millrace.version"]): str(version.version) for version in newest}
-        aliases: dict[str, int] = {}
         for entry in block:
             match entry.body:
                 case Session() as session:
                     self._log_batch(_code_tags(session))
-                case Policy() as policy:
-                    self._register(policy, step=None, session=session)
-                case Step() as step:
-                    self._register(step.policy, step=step, session=session)
+                case Policy(version=version):
+                    self._register_if_due(version)
+                case Step(policy=policy):
+                    self._register_if_due(policy.version)
+                case Evaluation(version=version, failed=False):
+                    self._register(version)
                 case Retire() as retire:
                     self._tag_retired(retire)
-                case Alias(name=name, version=policy_version):
-                    aliases[name] = policy_version
+                case Alias(name=name, version=version):
+                    self._register_for(name, version)
                 case _:
                     pass
-        for name, policy_version in aliases.items():  # only the newest of each name
-            self._set_alias(name, policy_version)
         for entry in block:
             if isinstance(entry.body, Evaluation | Step):
                 self._traces.send(
-                    entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._find_version
+                    entry, experiment_id=self._experiment_id, run_id=self._run_id, find_model=self._versions.get
                 )
         metrics = []
         for entry in block:
             number, values = charted(entry)
             metrics += [Metric(key, value, int(entry.written_at * 1000), number) for key, value in values.items()]
         self._log_batch({_CURSOR: str(block[-1].number + 1)}, metrics=metrics)
-        return session
 
     def _log_batch(self, tags: dict[str, str], **more: Any) -> None:
         """Tags of the MLflow run, and parameters or metrics, in one call."""
@@ -176,6 +176,7 @@ class Registry:
             # By default, MLflow without a server puts files into the current folder.
             files = (database.parent / "mlartifacts" / _EXPERIMENT).as_uri() if database.is_absolute() else None
             self._experiment_id = str(self._client.create_experiment(_EXPERIMENT, artifact_location=files))
+        self._describe_experiment(experiment.tags if experiment else {})
         identity = {"millrace.run_id": self._log.run_id, "millrace.store": self._log.store.uri}
         wanted = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
         runs = self._client.search_runs([self._experiment_id], filter_string=wanted, max_results=1)
@@ -183,26 +184,76 @@ class Registry:
             # The model before the run: a kill between the two is mended by the next call, which finds no run yet.
             if not self._client.search_registered_models(f"name = '{self.model_name}'", max_results=1):
                 self._client.create_registered_model(self.model_name, tags=identity)
-            runs = [self._client.create_run(self._experiment_id, run_name=self._log.run_id, tags=identity)]
+            source = {"mlflow.source.name": self._config.get("workflow", ""), "mlflow.source.type": "LOCAL"}
+            tags = {**identity, **source, "mlflow.user": user_name()}
+            begun = int(self._log.state.started_at * 1000) or None
+            name = self._log.run_id
+            runs = [self._client.create_run(self._experiment_id, run_name=name, start_time=begun, tags=tags)]
         self._run_id = str(runs[0].info.run_id)
         return self._run_id
+
+    def _describe_experiment(self, tags: dict[str, str]) -> None:
+        """What people see above the list of runs, and MLflow's pages for training instead of those for agents."""
+        wanted = {_NOTE: ABOUT, "mlflow.experimentKind": "custom_model_development"}
+        for key, value in wanted.items():
+            if tags.get(key) is None:  # else a user may have written something better
+                self._client.set_experiment_tag(self._experiment_id, key, value)
+
+    def _describe(self, tags: dict[str, str], of_model: str | None) -> None:
+        """The run and its registered model in words, which are a tag and a description."""
+        about = describe_run(self._log, self._config)
+        if tags.get(_NOTE) == about:
+            return
+        if of_model in (None, "", tags.get(_NOTE)):  # else a user has written something better
+            self._client.update_registered_model(self.model_name, about)
+        self._log_batch({_NOTE: about})
 
     @functools.cached_property
     def _config(self) -> dict[str, Any]:
         return run_config(self._log)
 
-    def _set_alias(self, name: str, policy_version: int) -> None:
-        if (version := self._find_version(policy_version)) is not None:
-            self._client.set_registered_model_alias(self.model_name, name, version)
-        else:  # deleted in MLflow: the log has a policy before its alias
-            logger.warning(
-                "MLflow has no version of policy %d any more, so alias %s is not set there", policy_version, name
-            )
+    @functools.cached_property
+    def _versions(self) -> dict[int, str]:
+        """Policy version → MLflow's number, of all that are registered: what MLflow has, and then what is added."""
+        versions: dict[int, str] = {}
+        token = None
+        while token != "":
+            page = self._client.search_model_versions(self._ours(), max_results=_VERSIONS_AT_ONCE, page_token=token)
+            versions |= {int(version.tags["millrace.version"]): str(version.version) for version in page}
+            token = page.token or ""
+        return versions
+
+    def _session_of(self, version: int) -> Session | None:
+        """The session that made a policy; None if the log does not say."""
+        sessions = {session.id: session for session in self._log.state.sessions}
+        return (
+            sessions.get(self._log.state.steps[version - 1].session_id)
+            if version
+            else next(iter(sessions.values()), None)
+        )
+
+    def _register_for(self, name: str, version: int) -> None:
+        """A policy that a user gave a name is registered; those that the engines serve come and go."""
+        if name != ROLLOUT:
+            self._register(version)
+            if version not in self._versions:
+                logger.warning(
+                    "MLflow has no version of policy %d any more, so alias %s is not set there", version, name
+                )
+
+    def _set_aliases(self, existing: dict[str, str]) -> None:
+        """Make the model's aliases those of the log; one whose policy is not registered is not there."""
+        for name, alias in self._log.state.aliases.items():
+            version = self._versions.get(alias.version)
+            if version is not None and str(existing.get(name)) != version:
+                self._client.set_registered_model_alias(self.model_name, name, version)
+            elif version is None and name in existing:
+                self._client.delete_registered_model_alias(self.model_name, name)
 
     def _tag_retired(self, retire: Retire) -> None:
         """Tag each version whose weights are removed; the other tags stay."""
         for policy_version in retire.policy_versions:
-            if (version := self._find_version(policy_version)) is not None:  # else it was deleted in MLflow
+            if (version := self._versions.get(policy_version)) is not None:  # else it was deleted, or never registered
                 self._client.set_model_version_tag(self.model_name, version, "millrace.retired", retire.reason)
 
     def _log_shards(self, steps: Sequence[Step]) -> None:
@@ -213,7 +264,8 @@ class Registry:
         inputs = []
         for step in steps:
             source = json.dumps(self._shards_of(step))
-            dataset = Dataset(f"step-{step.claim.step}", dataset_digest(step), "millrace_shards", source)
+            about = (SHARD_SCHEMA, step_profile(self._log, step))
+            dataset = Dataset(f"step-{step.claim.step}", dataset_digest(step), "millrace_shards", source, *about)
             inputs.append(DatasetInput(dataset, [tag]))
         if inputs:
             self._client.log_inputs(self._run_id, inputs)
@@ -231,44 +283,33 @@ class Registry:
             for shard_id, digest in step.shard_sha256.items()
         ]
 
-    def _register(self, policy: Policy, *, step: Step | None, session: Session | None) -> None:
-        """Make the policy a version of the registered model; a second call does nothing."""
-        if policy.version in self._versions:
+    def _register_if_due(self, version: int) -> None:
+        """Register a new policy if `tracking.register` says so of every one; others are when they are evaluated."""
+        session = self._session_of(version)
+        rule = "all" if session is None else session.register
+        if rule == "all" or (rule.isdecimal() and version % int(rule) == 0):
+            self._register(version)
+
+    def _register(self, version: int) -> None:
+        """Make the policy a version of the registered model; a second call does nothing, nor if a user deleted it."""
+        state = self._log.state
+        if version in self._versions or (version in state.registrations and not self._is_filling):
             return
-        tags = {
-            "millrace.run_id": self._log.run_id,
-            "millrace.version": str(policy.version),
-            "millrace.parent": "" if policy.parent is None else str(policy.parent),
-            "millrace.weights_sha256": policy.weights_sha256,
-            "millrace.anchor": "" if policy.anchor is None else str(policy.anchor),
-            "millrace.config_sha256": sha256_of_json(self._config),
-            **_code_tags(session),
-        }
-        description = f"Policy {policy.version} of run {self._log.run_id}: the base model."
-        if step is not None:
-            shards = [{key: shard[key] for key in ("id", "sha256", "num_rows")} for shard in self._shards_of(step)]
-            outcomes = {name: len(groups) for name, groups in to_json(step.claim).items() if isinstance(groups, list)}
-            tags["millrace.step"] = str(step.claim.step)
-            tags["millrace.dataset_digest"] = dataset_digest(step)
-            tags["millrace.groups"] = json.dumps(outcomes)
-            if len(listed := json.dumps(shards)) <= _LONGEST_TAG:
-                tags["millrace.shards"] = listed  # longer lists are only in the dataset input
-            counts = ", ".join(f"{count} {name}" for name, count in outcomes.items())
-            description = (
-                f"Policy {policy.version} of run {self._log.run_id}: made by step {step.claim.step} from policy "
-                f"{policy.parent}. Prompt groups: {counts}, from {len(shards)} shards; they are the input "
-                f"`step-{step.claim.step}` of the MLflow run. All of it: "
-                f"`millrace lineage {self._log.run_id} --policy {policy.version}`."
-            )
+        policy = state.policies[version]
+        tags = {"millrace.version": str(version), "millrace.weights_sha256": policy.weights_sha256}
+        if version:
+            step = state.steps[version - 1]
+            tags |= {"millrace.step": str(step.claim.step), "millrace.dataset_digest": dataset_digest(step)}
+        session, config_sha256 = self._session_of(version), sha256_of_json(self._config)
         created = self._client.create_model_version(
             name=self.model_name,
             source=self._source_of(policy),
             run_id=self._run_id,
             tags=tags,
-            description=description,
+            description=describe_policy(self._log, version, session=session, config_sha256=config_sha256),
             await_creation_for=0,
         )
-        self._versions[policy.version] = str(created.version)
+        self._versions[version] = str(created.version)
 
     def _source_of(self, policy: Policy) -> str:
         """URI of the weights. A server refuses file paths, which might be its own: it gets the key alone."""
@@ -276,13 +317,6 @@ class Registry:
         if store.startswith("file:") and self._tracking_uri.startswith("http"):
             store = f"millrace://{self._log.run_id}"
         return f"{store}/{policy.path}"
-
-    def _find_version(self, policy_version: int) -> str | None:
-        if policy_version not in self._versions:
-            wanted = f"{self._ours()} and tags.`millrace.version` = '{policy_version}'"
-            for match in self._client.search_model_versions(wanted, max_results=1):
-                self._versions[policy_version] = str(match.version)
-        return self._versions.get(policy_version)
 
     def _ours(self) -> str:
         return f"name = '{self.model_name}' and run_id = '{self._run_id}'"

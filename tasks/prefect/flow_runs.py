@@ -15,7 +15,14 @@ from uuid import UUID
 import psutil
 from prefect.automations import AutomationCore, EventTrigger, Posture
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterState, FlowRunFilterStateType
+from prefect.client.schemas.filters import (
+    DeploymentFilter,
+    DeploymentFilterId,
+    DeploymentFilterName,
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.events import ResourceSpecification
@@ -30,6 +37,14 @@ SILENT_SECONDS = 90
 """Three heartbeats."""
 _BEAT = "prefect.flow-run.heartbeat"
 _OVER = ("Completed", "Failed", "Crashed", "Cancelled", "TimedOut", "Paused", "Suspended", "Scheduled", "AwaitingRetry")
+_UNFINISHED = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING, StateType.PAUSED]
+_NEW_NAMES = {
+    "flows.train_grpo.train_grpo": "train-grpo/train",
+    "flows.evaluate.evaluate": "evaluate/eval",
+    "flows.rollout.rollout": "rollout/produce",
+    "flows.maintain.maintain": "maintain/gc",
+    "flows.replay.replay": "replay/replay",
+}
 _GONE = "its process is gone; what was committed is safe, start it again"
 
 
@@ -81,11 +96,36 @@ async def limit_gpu_runs(num_runs: int) -> None:
             await client.update_work_queue(queue.id, concurrency_limit=num_runs)
 
 
+async def remove_old_deployments() -> list[str]:
+    """Delete the deployments that an older version named `local`, once no flow run of theirs is left to end.
+
+    A schedule that was on is on in the one that has taken its place. Returns the names of the deleted ones.
+    """
+    removed = []
+    unfinished = FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_UNFINISHED)))
+    of_old_name = DeploymentFilter(name=DeploymentFilterName(any_=["local"]))
+    async with get_client() as client:
+        for old in await client.read_deployments(deployment_filter=of_old_name):
+            new, this = _NEW_NAMES.get(old.entrypoint or ""), DeploymentFilter(id=DeploymentFilterId(any_=[old.id]))
+            waiting = await client.read_flow_runs(deployment_filter=this, flow_run_filter=unfinished)
+            if new is None or not all(flow_run.auto_scheduled for flow_run in waiting):
+                continue
+            if any(schedule.active for schedule in old.schedules):
+                heir = await client.read_deployment_by_name(new)
+                for schedule in heir.schedules:
+                    await client.update_deployment_schedule(heir.id, schedule.id, active=True)
+            await client.delete_deployment(old.id)
+            removed.append(f"{new.split('/')[0]}/local")
+    return removed
+
+
 async def set_up_server() -> None:
     """What a server needs beside the deployments. Raises `InvalidInput` for a bad `$MILLRACE_NOTIFY`."""
     destination = os.environ.get(NOTIFY, "")
     for automation in [crash_silent_flow_runs(), *(await failure_automations(destination) if destination else [])]:
         await make_automation(automation)
+    for name in await remove_old_deployments():
+        print(f"the deployment {name} had a name of an older version, and is removed")
     if num_runs := os.environ.get(GPU_RUNS):
         await limit_gpu_runs(int(num_runs))
 

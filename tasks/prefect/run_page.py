@@ -27,7 +27,8 @@ from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
 from infra.environment import home, local_tracking_uri
-from infra.services import running_services
+from infra.services import TRAINING_VIEW, running_services
+from settings.errors import in_one_line
 from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION
@@ -77,6 +78,8 @@ class RunPage:
             return
         self._written_at, self._written_entries = now, state.entries
         try:
+            if finished:
+                self._log.refresh()  # a trainer may have committed a step that nobody was left to wait for
             async with asyncio.timeout(_ANSWER_SECONDS):
                 await self._write()
             self._warned = False
@@ -109,25 +112,35 @@ def summary(log: RunLog, config: dict[str, Any], *, steps: int, mlflow: str, mlf
     state, run = log.state, log.run_id
     champion, counters = state.aliases.get(CHAMPION), state.counters()
     scores = own_scores(log, config)
+    policies = f"{mlflow}/#/models/{quote(run)}{TRAINING_VIEW}"
     facts = {
-        "step": f"{state.step} of {steps}" + (f", **paused**: {_cell(state.paused)}" if state.paused else ""),
+        "step": f"{state.step} of {steps}{_ended(log)}",
         "policy": "none yet" if state.live is None else f"{state.live.version}, `{state.live.weights_sha256[:12]}`",
         "champion": "none" if champion is None else f"policy {champion.version}",
         "held-out": ", ".join(f"{e.score:.3f} (policy {e.version})" for e in (scores[:1] + scores[-1:] * 2)[:2])
         or "not evaluated",
         "prompt groups": ", ".join(f"{count} {name}" for name, count in counters.items() if count),
         "store": f"`{_cell(log.store.uri)}`",
-        "MLflow": f"[policies]({mlflow}/#/models/{quote(run)})" if mlflow else "no server shows it: `millrace up`",
+        "MLflow": f"[policies]({policies})" if mlflow else "no server shows it: `millrace up`",
         "web page": f"`millrace report {run}` writes `reports/{run}.html` in the state folder",
     }
     if mlflow and mlflow_run:
-        facts["MLflow"] = f"[run]({mlflow}/{mlflow_run}), {facts['MLflow']}"
-        facts["web page"] += f"; the end of the run puts it [beside the run]({mlflow}/{mlflow_run}/artifacts)"
+        facts["MLflow"] = f"[run]({mlflow}/{mlflow_run}{TRAINING_VIEW}), {facts['MLflow']}"
+        beside = f"{mlflow}/{mlflow_run}/artifacts{TRAINING_VIEW}"
+        facts["web page"] += f"; the end of the run puts it [beside the run]({beside})"
     lines = [f"# run {run}", "", "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), ""]
     if state.step:
         lines += ["| step | reward | staleness | engine gap | tokens/s | seconds |", "|---|---|---|---|---|---|"]
         lines += [_row(state.steps[place]) for place in range(state.step - 1, max(-1, state.step - 1 - _ROWS), -1)]
     return "\n".join(lines)
+
+
+def _ended(log: RunLog) -> str:
+    """How the run ended, unless it has all its steps, or that it is paused."""
+    ended, paused = log.state.ended, log.state.paused
+    if ended is not None and ended.outcome != "finished":
+        return f", **{ended.outcome}**" + (f": {_cell(in_one_line(ended.reason))}" if ended.reason else "")
+    return f", **paused**: {_cell(paused)}" if paused else ""
 
 
 def _row(step: Step) -> str:

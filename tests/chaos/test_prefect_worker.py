@@ -77,7 +77,7 @@ def test_a_worker_that_dies_leaves_no_run_running_and_the_next_one_goes_on(
             assert time.monotonic() < deadline, f"{state().counters()}\n{home.worker_logs()}\n{said}"
             time.sleep(0.1)
 
-    flow_run = server.start("train-grpo/local", steps=steps, **parameters)
+    flow_run = server.start("train-grpo/train", steps=steps, **parameters)
     wait(lambda: state().step >= 2)
     driver = psutil.Process(int((home.path / f"store/runs/{run}/trainer.lock").read_text()))
     family = _started(PREFECT__FLOW_RUN_ID=flow_run)
@@ -100,7 +100,7 @@ def test_a_worker_that_dies_leaves_no_run_running_and_the_next_one_goes_on(
     assert found["prefect"].url == services["prefect"].url, "who has outlived the worker could not find it"
     reached = state().step
     assert 2 <= reached <= steps and (reached == steps) is lives_on
-    again = server.start("train-grpo/local", steps=reached + 2, **parameters)
+    again = server.start("train-grpo/train", steps=reached + 2, **parameters)
     wait(lambda: server.state(again) in FINAL)
     assert server.state(again) == "Completed"
     log = state()

@@ -46,6 +46,16 @@ class Server:
     def state(self, flow_run: str) -> str:
         return str(self._ask("GET", f"/flow_runs/{flow_run}")["state"]["name"])
 
+    def history(self, flow_run: str) -> list[str]:
+        """Names of its states, in order."""
+        return [state["name"] for state in self._ask("GET", f"/flow_run_states/?flow_run_id={flow_run}")]
+
+    def messages(self, flow_run: str) -> str:
+        """What its page shows as logs."""
+        return "\n".join(
+            log["message"] for log in self.post("/logs/filter", logs={"flow_run_id": {"any_": [flow_run]}})
+        )
+
     def evaluated(self, because: str) -> set[int]:
         """Policy versions whose evaluation an automation has started."""
         found = self.post("/flow_runs/filter", deployments={"name": {"any_": ["on-rollout"]}})
@@ -107,7 +117,7 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
             "evaluation": {"num_tasks": 8, "every": 0, "gate_score": 0.0, "gate_gap": 1e9},
         },
     }
-    training = server.start("train-grpo/local", steps=NEVER, **parameters)
+    training = server.start("train-grpo/train", steps=NEVER, **parameters)
     wait(lambda: log().state.step >= 2)
     wait(lambda: server.evaluated(A_POLICY_IS_SERVED))  # of a training without an end
     server.switch(A_POLICY_IS_SERVED, enabled=False)
@@ -147,14 +157,21 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
     assert "has stopped at step" in home.run("stop", RUN).stdout
     assert psutil.wait_procs(process, timeout=PATIENCE)[1] == []
     wait(lambda: server.state(training) == "Cancelled")
+    assert "Crashed" not in server.history(training), "of which people would be notified"
     state = log().state
+    assert state.ended is not None and state.ended.outcome == "stopped"
+    assert f"| step | {state.step} of {NEVER}, **stopped** |" in server.page()
+    shown = _mlflow_run(services_home)
+    assert (shown.info.status, shown.data.tags["millrace.run_id"]) == ("KILLED", RUN)
+    assert shown.data.metrics["train/loss"] == state.steps[-1].metrics["loss"], "it has the last step"
+    wait(lambda: "steps 1-" in server.messages(training) or "step 1 " in server.messages(training))
     assert state.counters()["submitted"] == sum(
         state.counters()[key] for key in ("trained", "stale", "failed", "pending")
     )
 
     # To its end: the last policy is evaluated because of the event, and passes the run's gate.
     last = state.step + 2
-    again = server.start("train-grpo/local", steps=last, **parameters)
+    again = server.start("train-grpo/train", steps=last, **parameters)
     wait(lambda: server.state(again) == "Completed")
     wait(lambda: "champion" in log().state.aliases and log().state.aliases["champion"].version == last)
     wait(lambda: last in server.evaluated(A_TRAINING_HAS_FINISHED))
@@ -163,11 +180,22 @@ def test_a_run_is_paused_suspended_stopped_and_its_last_policy_becomes_the_champ
     assert event["payload"]["version"] == last
 
     # A gate that is too high says so, and leaves the champion.
-    asked = server.start("evaluate/local", run=RUN, version=last, gate_score=2.0)
+    asked = server.start("evaluate/eval", run=RUN, version=last, gate_score=2.0)
     wait(lambda: server.state(asked) == "Completed")
     [event] = wait(lambda: server.events("millrace.gate.failed"))
     assert "below 2" in event["payload"]["problems"][0] and event["payload"]["version"] == last
     assert log().state.aliases["champion"].version == last
+
+
+def _mlflow_run(home: Path) -> Any:
+    """The run in the MLflow of a state folder."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=f"sqlite:///{home / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("millrace")
+    assert experiment is not None
+    [run] = client.search_runs([experiment.experiment_id], filter_string=f"attributes.run_name = '{RUN}'")
+    return run
 
 
 def _steps_while_paused(log: RunLog) -> int:

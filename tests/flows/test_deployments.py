@@ -21,16 +21,29 @@ from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.digests import verify_folder
 from storage.objects.object_store import LocalStore
-from tasks.prefect.flow_runs import limit_gpu_runs
+from tasks.prefect.flow_runs import limit_gpu_runs, remove_old_deployments
 from tests.compose import Composition
 from tests.conftest import PROJECT, Home
 from tests.prefect_api import ask
+
+NAMES = {
+    ("flows.train_grpo.train_grpo", "train"),
+    ("flows.evaluate.evaluate", "eval"),
+    ("flows.evaluate.evaluate", "on-rollout"),
+    ("flows.rollout.rollout", "produce"),
+    ("flows.replay.replay", "replay"),
+    ("flows.maintain.maintain", "gc"),
+}
 
 
 def test_the_form_has_flat_knobs_one_block_and_a_help_text_for_each(prefect_api: str) -> None:
     deployments = {d["entrypoint"]: d for d in ask("POST", f"{prefect_api}/deployments/filter", {})}
     training = deployments["flows.train_grpo.train_grpo"]
     assert len(deployments) == 5
+    names = {
+        f"{d['entrypoint'].split('.')[1]}/{d['name']}" for d in ask("POST", f"{prefect_api}/deployments/filter", {})
+    }
+    assert names == set(NAMES), "as the commands that do the same"
     for entrypoint in deployments:
         knobs = deployments[entrypoint]["parameter_openapi_schema"]["properties"]
         assert knobs and all(field.get("description") for field in knobs.values()), entrypoint
@@ -41,6 +54,28 @@ def test_the_form_has_flat_knobs_one_block_and_a_help_text_for_each(prefect_api:
     for block in ("TrainSettings", "RolloutSettings", "EngineSettings"):
         assert all(field.get("description") for field in definitions[block]["properties"].values())
     assert [schedule["active"] for schedule in training["schedules"]] == [False]
+
+
+def test_deployments_of_older_names_go_unless_a_run_is_left_and_hand_their_schedule_on(prefect_api: str) -> None:
+    def find(name: str) -> Any:
+        return ask("GET", f"{prefect_api}/deployments/name/{name}")
+
+    def make(flow: str, entrypoint: str, *, active: bool) -> str:
+        schedule = {"schedule": {"cron": "0 3 * * *"}, "active": active}
+        made = {"name": "local", "flow_id": find(flow)["flow_id"], "entrypoint": entrypoint, "schedules": [schedule]}
+        return str(ask("POST", f"{prefect_api}/deployments/", made)["id"])
+
+    make("maintain/gc", "flows.maintain.maintain", active=True)
+    busy = make("replay/replay", "flows.replay.replay", active=False)
+    waiting = ask("POST", f"{prefect_api}/deployments/{busy}/create_flow_run", {"state": {"type": "PAUSED"}})["id"]
+    with temporary_settings({PREFECT_API_URL: prefect_api}):
+        assert asyncio.run(remove_old_deployments()) == ["maintain/local"]
+        assert [schedule["active"] for schedule in find("maintain/gc")["schedules"]] == [True]
+        ask("DELETE", f"{prefect_api}/flow_runs/{waiting}")
+        assert asyncio.run(remove_old_deployments()) == ["replay/local"]
+        assert asyncio.run(remove_old_deployments()) == []
+    [schedule] = find("maintain/gc")["schedules"]
+    ask("PATCH", f"{prefect_api}/deployments/{find('maintain/gc')['id']}/schedules/{schedule['id']}", {"active": False})
 
 
 @pytest.mark.slow
@@ -68,27 +103,27 @@ def test_deployment_runs_train_replay_produce_score_tidy_up_and_go_on(
             f"settings={json.dumps(settings)}",
         ]
 
-    _run_deployment(home, "train-grpo/local", *training(), "steps=3")
+    _run_deployment(home, "train-grpo/train", *training(), "steps=3")
     assert home.status("deployed")["step"] == 3
-    _run_deployment(home, "replay/local", "run=deployed", "first=2", "last=3", f"save={tmp_path / 'replayed'}")
+    _run_deployment(home, "replay/replay", "run=deployed", "first=2", "last=3", f"save={tmp_path / 'replayed'}")
     assert verify_folder(tmp_path / "replayed") == log().state.steps[2].policy.weights_sha256
 
     # A training without an engine, and the rollouts it waits for.
-    with _deployment(home, "train-grpo/local", *training(rollout={"num_workers": 0}), "steps=4"):
+    with _deployment(home, "train-grpo/train", *training(rollout={"num_workers": 0}), "steps=4"):
         deadline = time.monotonic() + 120
         while log().state.sessions[-1].steps < 4:
             assert time.monotonic() < deadline, home.worker_logs()
             time.sleep(0.1)
-        _run_deployment(home, "rollout/local", "run=deployed", "name=helper")
+        _run_deployment(home, "rollout/produce", "run=deployed", "name=helper")
     state = log().state
     assert state.step == 4 and [s.producer for s in state.shards.values() if s.producer.startswith("helper-")]
 
-    _run_deployment(home, "evaluate/local", "run=deployed", "version=1")
+    _run_deployment(home, "evaluate/eval", "run=deployed", "version=1")
     assert home.status("deployed")["accuracy_after"] is not None
-    _run_deployment(home, "maintain/local", 'runs=["deployed"]', "keep_last=1", "older_than=")
+    _run_deployment(home, "maintain/gc", 'runs=["deployed"]', "keep_last=1", "older_than=")
     kept = sorted(folder.name.split("-")[0] for folder in (services_home / "store/runs/deployed/policies").iterdir())
     assert kept == ["1", "4"], "the best and the newest"
-    _run_deployment(home, "train-grpo/local", *training(), "steps=5")
+    _run_deployment(home, "train-grpo/train", *training(), "steps=5")
     assert home.status("deployed")["step"] == 5
 
 

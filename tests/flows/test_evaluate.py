@@ -205,7 +205,7 @@ def test_somebody_is_told_of_a_policy_that_fails_its_gate_and_of_a_flow_run_that
     # One that passes moves the alias, and is nothing to tell. The next message is that of a flow run without its run.
     evaluated(gate_score=0.0)
     assert _log(home).state.aliases["champion"].version == 1
-    deployment = ask("GET", f"{api}/deployments/name/evaluate/local")["id"]
+    deployment = ask("GET", f"{api}/deployments/name/evaluate/eval")["id"]
     start = f"{api}/deployments/{deployment}/create_flow_run"
     ask("POST", start, {"parameters": {"run": "missing"}})
     told = messages(number=2)[1]

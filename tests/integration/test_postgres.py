@@ -81,7 +81,7 @@ def test_a_deployed_training_leaves_its_state_in_postgres_and_its_shards_in_the_
         "n_samples": 4,
         "settings": json.dumps(settings),
     }
-    command = ["prefect", "deployment", "run", "train-grpo/local", "--watch"]
+    command = ["prefect", "deployment", "run", "train-grpo/train", "--watch"]
     command += [part for key, value in parameters.items() for part in ("-p", f"{key}={value}")]
     done = subprocess.run(
         command, cwd=PROJECT, env=composition.environment("worker"), capture_output=True, text=True, timeout=240

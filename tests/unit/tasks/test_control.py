@@ -92,14 +92,14 @@ def test_a_pause_and_its_end_are_carried_between_log_and_prefect(session: RunSes
 
     asyncio.run(play())
     assert [session.log.state.paused, server.shown, server.looked] == expected
-    assert listener.suspended is None
+    assert listener.ended is None
 
 
 def test_a_suspended_flow_run_ends_with_what_prefect_understands(session: RunSession, server: Any) -> None:
     ended = []
 
     async def body() -> None:
-        async with listening(session, steps=1, platform=server):
+        async with listening(session, platform=server):
             server.now = Suspended()
             try:
                 await asyncio.Event().wait()
@@ -109,6 +109,19 @@ def test_a_suspended_flow_run_ends_with_what_prefect_understands(session: RunSes
     with pytest.raises(PrefectPause):
         asyncio.run(body())
     assert ended == ["cleanly"] and not session.log.state.paused
+
+
+def test_a_flow_run_that_stays_cancelling_ends_the_body(session: RunSession, server: Any) -> None:
+    """One of a terminal, which no worker ends by a signal; Prefect's own states say no more of it."""
+
+    async def body() -> None:
+        async with listening(session, platform=server):
+            server.now = Cancelling()
+            await asyncio.Event().wait()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(body())
+    assert server.shown == []
 
 
 async def _suspended() -> None:
@@ -141,7 +154,7 @@ def test_a_suspension_comes_out_of_its_group_and_other_errors_stay_as_they_are(
     session: RunSession, server: Any, body: Callable[[], Awaitable[None]], raised: type[BaseException]
 ) -> None:
     async def listened() -> None:
-        async with listening(session, steps=1, platform=server):
+        async with listening(session, platform=server):
             await body()
 
     with pytest.raises(raised):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from storage.log.entries import Alias, Registration
+from storage.log.entries import Alias, End, Registration
 from storage.log.run_log import RunLog
 from storage.log.runs import trainer_lock
 from storage.tracking.registry import RegistryUnavailable
@@ -22,7 +23,7 @@ from tests.builders import a_log
 
 
 @pytest.fixture
-def told() -> TrackingMirror:
+def told(registry: Any) -> TrackingMirror:
     return TrackingMirror(a_log(), tracking="", is_trainer=True)
 
 
@@ -30,15 +31,17 @@ class _Registry:
     """A registry that MLflow has told of the run; a test says what its `sync` does."""
 
     run_page = "#/experiments/1/runs/2"
-    made: list[tuple[RunLog, int]]
+    made: list[Any]
     attached: list[str]
-    do: Callable[[bool], Any]
+    do: Callable[[], Any]
 
     def __init__(self, log: RunLog, *, tracking_uri: str) -> None:
-        self.made.append((log, log.state.entries))
+        self.name = f"MLflow at {tracking_uri}"
+        self.log = log
+        self.made.append(self)
 
-    def sync(self, *, finished: bool) -> list[Registration]:
-        return type(self).do(finished) or []
+    def sync(self) -> list[Registration]:
+        return type(self).do() or []
 
     def attach(self, file: Path) -> None:
         self.attached.append(f"{file.name}: {file.read_text()}")
@@ -47,7 +50,7 @@ class _Registry:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     class Registry(_Registry):
-        made, attached, do = [], [], staticmethod(lambda finished: None)
+        made, attached, do = [], [], staticmethod(lambda: None)
 
     monkeypatch.setattr(mirror, "Registry", Registry)
     return Registry
@@ -56,21 +59,24 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_each_call_sees_what_was_committed_since_and_reads_nothing_twice(
     told: TrackingMirror, registry: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sync(finished: bool) -> list[Registration]:
-        if len(registry.made) == 2:
+    seen: list[int] = []
+
+    def sync() -> list[Registration]:
+        seen.append(told._log.state.entries)
+        if len(seen) == 2:
             raise RegistryUnavailable("down")
         return [Registration(version=0, model_name="run", registry_version="1")]
 
     registry.do = sync
-    assert told._sync(False) == 1
+    assert told._sync() == 1
     read: list[str] = []
     get_many = told._log.store.get_many
     monkeypatch.setattr(told._log.store, "get_many", lambda keys: read.extend(keys) or get_many(keys))
     told._log.append(Alias(name="rollout", version=0, checksum="sum"))
-    assert told._sync(False) == 0, "an outage is a warning"
-    assert [entries for _, entries in registry.made] == [2, 4], "what was registered is in the log"
+    assert told._sync() == 0, "an outage is a warning"
+    assert seen == [2, 4], "what was registered is in the log"
     assert told._log.refresh().registrations[0].registry_version == "1"
-    assert registry.made[0][0] is registry.made[1][0]
+    assert [each.log for each in registry.made] == [told._log] * 2, "made anew after the outage, on the same fold"
     assert not any(key.endswith(f"{0:020d}.json") for key in read)
 
 
@@ -80,22 +86,23 @@ def test_the_report_is_attached_at_the_end_and_only_there_or_a_warning_says_why_
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", f"printf page > {page}"])
     asyncio.run(mirror.track.fn(told))
     assert registry.attached == [] and told.run_page == "#/experiments/1/runs/2"
-    asyncio.run(mirror.track.fn(told, finished=True))
+    told._log.append(End(session_id=told._log.state.sessions[-1].id, outcome="finished"))
+    asyncio.run(mirror.track.fn(told))
     assert registry.attached == ["report.html: page"] and not caplog.text
     monkeypatch.setattr(mirror, "_report_command", lambda log, page: ["sh", "-c", "echo no disk left >&2; exit 1"])
-    asyncio.run(mirror.track.fn(told, finished=True))
+    asyncio.run(mirror.track.fn(told))
     assert "MLflow has no report of this run" in caplog.text and "no disk left" in caplog.text
 
 
 def test_who_evaluates_beside_a_training_leaves_mlflow_to_it(told: TrackingMirror, registry: Any) -> None:
-    sent: list[bool] = []
-    registry.do = sent.append
+    sent: list[str] = []
+    registry.do = lambda: sent.append("all")
     told._is_trainer = False
     with trainer_lock(told._log):
-        told._sync(False)
+        told._sync()
     assert sent == [], "both would send the same entries"
-    told._sync(False)
-    assert sent == [True], "nobody trains it: the MLflow run ends as it was"
+    told._sync()
+    assert sent == ["all"], "nobody trains it"
 
 
 def test_two_that_tell_of_a_run_take_turns_and_its_training_may_begin_meanwhile(
@@ -104,20 +111,51 @@ def test_two_that_tell_of_a_run_take_turns_and_its_training_may_begin_meanwhile(
     telling, begun = threading.Event(), threading.Event()
     sent: list[str] = []
 
-    def sync(finished: bool) -> None:
-        if finished:
+    def sync() -> None:
+        if not telling.is_set():
             telling.set()
             assert begun.wait(30)
-        sent.append("evaluation" if finished else "trainer")
+            sent.append("evaluation")
+        else:
+            sent.append("trainer")
 
     registry.do = sync
     evaluation = copy.copy(told)
     evaluation._is_trainer = False
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(evaluation._sync, False)
+        first = pool.submit(evaluation._sync)
         assert telling.wait(30)
         with trainer_lock(told._log):
-            second = pool.submit(told._sync, False)
+            second = pool.submit(told._sync)
             begun.set()
             assert first.result() == second.result() == 0
     assert sent == ["evaluation", "trainer"], "one after the other"
+
+
+def test_what_one_service_refuses_is_said_once_and_does_not_keep_another_from_it(
+    told: TrackingMirror, registry: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[str] = []
+
+    class Other:
+        name = "another place"
+
+        def sync(self) -> list[Registration]:
+            heard.append("all")
+            return []
+
+    def refuse() -> None:
+        raise RegistryUnavailable("down")
+
+    registry.do = refuse
+    told._following.append(mirror._Following(Other))
+    with caplog.at_level(logging.INFO):
+        told._sync(), told._sync()
+        registry.do = lambda: None
+        told._sync()
+    assert heard == ["all"] * 3
+    address = f"MLflow at {told.uri}"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", f"{address} did not take everything in; the log keeps it for later: down"),
+        ("INFO", f"{address} has everything again that it missed"),
+    ]

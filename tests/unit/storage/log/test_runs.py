@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from settings.errors import NotFound
-from storage.log.runs import RunBusy, RunExists, create_run, open_run, remove_run, run_config, trainer_lock
+from storage.log.entries import End, Session
+from storage.log.runs import RunBusy, RunExists, create_run, open_run, outcome, remove_run, run_config, trainer_lock
 from tests.builders import BASE, MemoryStore, a_log, a_shard, a_step, a_summary, local_store
 from tests.processes import hold_trainer_lock
 
@@ -138,3 +139,25 @@ def test_a_second_trainer_is_refused_and_told_who_holds_the_run_until_that_one_i
     for _ in range(2):  # killed, and left as it should be
         with trainer_lock(log):
             pass
+
+
+def test_how_a_run_ended_is_what_its_newest_session_said_or_what_its_lock_says(tmp_path: Path):
+    log = create_run(local_store(tmp_path), "run", CONFIG)
+    assert outcome(log) == "running", "it has not begun"
+    log.append(Session(id="first", code_version="", steps=1))
+    with trainer_lock(log):
+        assert outcome(log) == "running"
+    assert outcome(log) == "crashed"
+    assert outcome(a_log()) == "running", "the lock of this machine tells nothing of another's session"
+    for ended in ("stopped", "failed", "finished"):
+        log.append(Session(id=f"which {ended}", code_version="", steps=1))
+        log.append(End(session_id="first", outcome="finished"))  # from a process that came too late
+        assert log.state.ended is None
+        log.append(End(session_id=f"which {ended}", outcome=ended, reason="so"))
+        log.append(End(session_id=f"which {ended}", outcome="failed"))
+        assert (outcome(log), log.state.ended.reason) == (ended, "so")
+    log.append(Session(id="older", code_version="", steps=1))
+    for body in (BASE, a_shard("s0", [a_summary(0)])):
+        log.append(body)
+    log.append(a_step(log.state, trained=["0.task0"]))
+    assert outcome(log) == "finished", "sessions of older versions do not say so"

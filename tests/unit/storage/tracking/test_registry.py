@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import logging
 import sqlite3
@@ -18,7 +19,7 @@ from storage.objects.object_store import LocalStore
 from storage.tracking.registry import Registry, RegistryUnavailable, dataset_digest
 from tests.builders import BASE, a_claim, a_shard, a_step, a_summary, local_store
 
-CONFIG = {"seed": 0, "train": {"scale": "std"}}
+CONFIG = {"seed": 0, "train": {"scale": "std"}, "workflow": "my.env:Board"}
 
 
 class _Mirror:
@@ -31,8 +32,8 @@ class _Mirror:
         self.registered = self.sync()
         self.client: Any = MlflowClient(tracking_uri=self.tracking, registry_uri=self.tracking)
 
-    def sync(self, *, finished: bool = False) -> list[Registration]:
-        return Registry(self.log, tracking_uri=self.tracking).sync(finished=finished)
+    def sync(self) -> list[Registration]:
+        return Registry(self.log, tracking_uri=self.tracking).sync()
 
     def versions(self) -> dict[str, Any]:
         """Model versions by our own version number."""
@@ -95,25 +96,28 @@ def test_every_policy_is_a_model_version_that_points_into_the_store(mirror: _Mir
 
 def test_a_version_says_what_made_it(mirror: _Mirror):
     versions = mirror.versions()
-    assert [versions[number].tags["millrace.parent"] for number in "012"] == ["", "0", "1"]
-    codes = {n: (v.tags["millrace.code_version"], v.tags["millrace.reward_sha256"]) for n, v in versions.items()}
-    assert codes == {"0": ("c0de1", ""), "1": ("c0de1", ""), "2": ("c0de2", "4e3a")}
     run_tags = mirror.run().data.tags
     assert (run_tags["millrace.code_version"], run_tags["millrace.reward_sha256"]) == ("c0de2", "4e3a")
     tags, description = versions["2"].tags, versions["2"].description
     step = mirror.log.state.steps[1]
-    assert tags["millrace.run_id"] == "run" and tags["millrace.step"] == "2"
-    assert tags["millrace.weights_sha256"] == step.policy.weights_sha256
-    assert tags["millrace.config_sha256"] == sha256_of_json(run_config(mirror.log))
-    assert json.loads(tags["millrace.shards"]) == [
-        {"id": "s0", "sha256": "f" * 64, "num_rows": 6},
-        {"id": "s1", "sha256": "f" * 64, "num_rows": 2},
+    assert tags == {
+        "millrace.version": "2",
+        "millrace.step": "2",
+        "millrace.weights_sha256": step.policy.weights_sha256,
+        "millrace.dataset_digest": dataset_digest(step),
+    }, "at most five, with that of a retired one"
+    assert description.splitlines() == [
+        "Policy 2 of run run: made by step 2 from policy 1.",
+        "",
+        f"* weights: {mirror.log.store.uri}/runs/run/policies/2-a",
+        "* prompt groups: 2 trained, 1 filtered, 0 stale, 0 failed, 0 cancelled",
+        "* shards: 2, the input `step-2` of the MLflow run",
+        "* code: c0de2",
+        "* reward code, sha256: 4e3a",
+        f"* configuration, sha256: {sha256_of_json(run_config(mirror.log))}",
+        "* all of it: `millrace lineage run --policy 2`",
     ]
-    assert json.loads(tags["millrace.groups"]) == {"trained": 2, "stale": 0, "filtered": 1, "failed": 0, "cancelled": 0}
-    assert tags["millrace.dataset_digest"] == dataset_digest(step)
-    assert "made by step 2 from policy 1" in description and "2 trained, 0 stale, 1 filtered" in description
-    assert "from 2 shards" in description and "`millrace lineage run --policy 2`" in description
-    assert "base model" in versions["0"].description
+    assert "base model" in versions["0"].description and "* code: c0de1" in versions["1"].description
 
 
 def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
@@ -131,7 +135,7 @@ def test_the_dataset_inputs_lead_to_the_shards_and_groups(mirror: _Mirror):
 
 def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     run = mirror.run()
-    assert run.data.params == {"seed": "0", "train.scale": "std"}
+    assert run.data.params == {"seed": "0", "train.scale": "std", "workflow": "my.env:Board"}
     assert [(step, value) for step, value, _ in mirror.history("train/loss")] == [(1, 0.5), (2, 0.5)]
     evaluation = {key.removeprefix("eval/test/"): value for key, value in run.data.metrics.items() if "eval/" in key}
     assert evaluation == {
@@ -142,12 +146,22 @@ def test_configuration_and_metrics_are_shown(mirror: _Mirror):
     assert run.data.tags["millrace.store"] == mirror.log.store.uri
 
 
-def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_cursor(mirror: _Mirror):
+def test_syncing_again_adds_nothing_even_if_the_one_before_died_before_its_cursor(
+    mirror: _Mirror, monkeypatch: pytest.MonkeyPatch
+):
     registry, info, before = Registry(mirror.log, tracking_uri=mirror.tracking), mirror.run().info, mirror.everything()
     assert registry.run_page == ""
-    for finished, status in ((True, "FINISHED"), (False, "RUNNING")):
-        registry.sync(finished=finished)
-        assert mirror.run().info.status == status and mirror.everything() == before
+    ended = int(mirror.log.state.last_at * 1000)
+    for outcome, status, end_time in (
+        ("finished", "FINISHED", ended),
+        ("running", "RUNNING", ended),
+        ("stopped", "KILLED", ended),
+        ("failed", "FAILED", ended),
+    ):
+        monkeypatch.setattr("storage.tracking.registry.outcome", lambda log, outcome=outcome: outcome)
+        registry.sync()
+        info = mirror.run().info
+        assert (info.status, info.end_time, mirror.everything()) == (status, end_time, before)
     assert registry.run_page == f"#/experiments/{info.experiment_id}/runs/{info.run_id}"
     for cursor in ("0", "3"):
         mirror.client.set_tag(info.run_id, "millrace.synced_entries", cursor)
@@ -180,12 +194,80 @@ def test_a_sync_decodes_only_the_entries_after_its_cursor_and_fills_a_new_databa
     mirror.client.set_tag(mirror.run().info.run_id, "millrace.synced_entries", str(cursor))
     read.clear()
     Registry(log, tracking_uri=mirror.tracking).sync()
-    assert read == [repr(slice(cursor, None))]
+    assert read == [repr(slice(cursor, None)), log.key("run.json")]
     read.clear()
     again = _Mirror(log, tmp_path)
     assert read == [log.key("run.json"), repr(slice(0, None))]
     assert [registration.version for registration in again.registered] == [0, 1, 2]
     assert again.everything() == mirror.everything()
+
+
+@pytest.mark.parametrize(
+    ("rule", "registered"),
+    [("evaluated", "0 1 3 5"), ("2", "0 1 2 3 4 5"), ("4", "0 1 3 4 5"), ("all", "0 1 2 3 4 5"), (None, "0 1 2 3 4 5")],
+)
+def test_the_setting_says_which_policies_are_registered_and_rollout_is_an_alias_of_none_else(
+    tmp_path: Path, rule: str | None, registered: str
+):
+    """Sessions from before there was the setting have None. 0, 3 and 5 are evaluated, and 1 is promoted later."""
+    log = create_run(local_store(tmp_path), "run", CONFIG)
+    log.append(Session(id="first", code_version="c0de1", **({"register": rule} if rule else {})))
+    log.append(BASE)
+    _evaluate(log, 0)
+    for number in range(1, 6):
+        log.append(a_shard(f"s{number}", [a_summary(number, version=number - 1)]))
+        log.append(a_step(log.state, trained=[f"0.task{number}"]))
+        log.append(Alias(name="rollout", version=number, checksum="sum"))
+        if number == 3:
+            _evaluate(log, 3)
+            shown = _Mirror(log, tmp_path)
+    shown.sync()
+    aliases = shown.client.get_registered_model("run").aliases
+    assert ("rollout" in aliases) == ("5" in shown.versions())
+    _evaluate(log, 5)
+    log.append(Alias(name="champion", version=1, checksum="sum"))
+    log.append(Retire(shard_ids=[], policy_versions=[2, 3], state_paths=[], reason="old"))
+    new = shown.sync()
+    versions, aliases = shown.versions(), shown.client.get_registered_model("run").aliases
+    assert sorted(versions) == registered.split()
+    assert aliases == {"champion": versions["1"].version, "rollout": versions["5"].version}
+    retired = {number for number, version in versions.items() if "millrace.retired" in version.tags}
+    assert retired == {"2", "3"} & versions.keys()
+    assert {registration.version for registration in new} == set(map(int, versions)), "for the log"
+    assert max(len(version.tags) for version in versions.values()) == 5
+
+
+def _evaluate(log: RunLog, version: int) -> None:
+    about: dict[str, Any] = {
+        "split": "test",
+        "num_tasks": 2,
+        "num_failed": 0,
+        "seconds": 1.0,
+        "shard_id": f"e{version}",
+    }
+    log.append(Evaluation(version=version, score=0.5, **about))
+
+
+def test_experiment_run_model_and_data_say_what_they_are_and_a_users_words_stay(mirror: _Mirror):
+    run, experiment = mirror.run(), mirror.client.get_experiment_by_name("millrace")
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+    assert experiment.tags["mlflow.note.content"].startswith("Training runs of Millrace")
+    tags = run.data.tags
+    assert (tags["mlflow.user"], tags["mlflow.source.name"]) == (getpass.getuser(), "my.env:Board")
+    assert run.info.start_time == int(mirror.log.state.started_at * 1000)
+    about = tags["mlflow.note.content"]
+    assert about == mirror.client.get_registered_model("run").description
+    assert about.splitlines()[2:6] == [
+        "* workflow: `my.env:Board`",
+        "* steps: 2",
+        "* held-out: 0.500 (policy 1)",
+        f"* store: `{mirror.log.store.uri}/runs/run`",
+    ]
+    assert "`millrace report run`" in about and "`millrace lineage run --policy N`" in about
+    datasets = {item.dataset.name: item.dataset for item in run.inputs.dataset_inputs}
+    assert json.loads(datasets["step-2"].profile) == {"num_groups": 2, "num_rows": 4, "mean_reward": 0.5}
+    columns = json.loads(datasets["step-2"].schema)["mlflow_colspec"]
+    assert {"name": "reward", "type": "float", "required": False} in columns
 
 
 def test_a_database_whose_first_migration_was_killed_is_an_outage_with_the_fix(tmp_path: Path) -> None:

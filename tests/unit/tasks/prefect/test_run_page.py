@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from storage.log.entries import Pause
+from storage.log.entries import End, Pause
 from storage.log.promotion import promote
 from storage.log.run_log import RunLog
 from storage.log.runs import run_config
@@ -43,14 +43,17 @@ def test_the_page_says_what_a_person_looks_for() -> None:
     log.append(Pause(reason="a|b"))
     text = _summary(log, mlflow="http://host")
     assert "**paused**: a\\|b" in text and "| champion | policy 1 |" in text
-    assert "(http://host/#/models/run)" in text and "millrace report run" in text
+    assert "(http://host/#/models/run?workflowType=machine_learning)" in text and "millrace report run" in text
     assert "2 submitted, 2 trained" in text
+    log.append(End(session_id="first", outcome="failed", reason="KeyError: 'a'\n  at env.py:3 in run"))
+    assert "| step | 2 of 40, **failed**: KeyError: 'a' at env.py:3 |" in _summary(log)
 
 
 def test_the_page_links_the_run_in_mlflow_and_its_report_once_they_can_be_there() -> None:
     log, page = _log(1), "#/experiments/1/runs/abc"
     text = _summary(log, mlflow="http://host", mlflow_run=page)
-    assert f"(http://host/{page})" in text and f"(http://host/{page}/artifacts)" in text
+    view = "?workflowType=machine_learning"
+    assert f"(http://host/{page}{view})" in text and f"(http://host/{page}/artifacts{view})" in text
     assert "/runs/" not in _summary(log, mlflow="http://host") and "/runs/" not in _summary(log, mlflow_run=page)
 
 

@@ -1,0 +1,83 @@
+"""The messages of a flow on its flow run's page in Prefect, and a training's progress among them.
+
+In: our loggers, from INFO on, and the steps and evaluations of a training. Out: lines on the page. Prefect's handler
+sends them from a thread of its own: training waits for no server, and what one misses is in the run's log.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+
+from prefect.context import FlowRunContext
+from prefect.logging.handlers import APILogHandler
+
+from storage.log.entries import Evaluation, Step
+
+progress = logging.getLogger("millrace.progress")
+"""For pages and JSON logs; a terminal shows the run's log as a table instead."""
+
+MOST_LINES = 100
+"""About steps, on the page of one run."""
+_SHOWN = {"reward": "reward", "loss": "loss", "staleness_mean": "staleness", "tokens_per_second": "tokens/s"}
+"""Metrics of a line, by the names of docs/metrics.md."""
+
+
+class _OfFlowRun(logging.Filter):
+    """Says whose message it is, for threads that Prefect's context has not reached."""
+
+    def __init__(self, flow_run_id: str) -> None:
+        super().__init__()
+        self._flow_run_id = flow_run_id
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.flow_run_id = self._flow_run_id
+        return True
+
+
+def log_to_prefect() -> None:
+    """Show our messages on the page of the flow run this is called in, instead of an earlier one's."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return
+    ours = logging.getLogger("millrace")
+    # Prefect's own is for its level, which is WARNING to keep every task out, and is only there with one of our pools.
+    ours.handlers = [handler for handler in ours.handlers if not isinstance(handler, APILogHandler)]
+    handler = APILogHandler(level=logging.INFO)
+    handler.addFilter(_OfFlowRun(str(context.flow_run.id)))
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+
+
+class Progress:
+    """A line about every so many steps, with means over them: at most `MOST_LINES` for a run of `steps`."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        sizes = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
+        self._every = next(size for size in sizes if steps <= MOST_LINES * size)
+        self._taken: list[Step] = []
+
+    def took(self, step: Step) -> None:
+        """Count a step, and write the line if it is due: the run's last step has one in any case."""
+        self._taken.append(step)
+        number = step.claim.step
+        if number % self._every and number != self._steps:
+            return
+        first = self._taken[0].claim.step
+        facts = [f"step {number} of {self._steps}" if first == number else f"steps {first}-{number} of {self._steps}"]
+        for name, shown in _SHOWN.items():
+            if values := [step.metrics[name] for step in self._taken if name in step.metrics]:
+                facts.append(f"{shown} {statistics.fmean(values):.4g}")
+        progress.info("%s", ", ".join(facts))
+        self._taken = []
+
+
+def log_evaluation(evaluation: Evaluation) -> None:
+    """The line of an evaluation."""
+    if evaluation.failed:
+        progress.error("policy %d: all %d attempts failed", evaluation.version, evaluation.num_failed)
+        return
+    error = "" if evaluation.standard_error is None else f" ± {evaluation.standard_error:.3f}"
+    score = f"policy {evaluation.version} scored {evaluation.score:.3f}{error} on {evaluation.split!r}"
+    progress.info("%s: %d tasks, %.1f s", score, evaluation.num_tasks, evaluation.seconds)

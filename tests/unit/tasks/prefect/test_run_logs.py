@@ -1,0 +1,72 @@
+"""A flow run's page has a line per so many steps and per evaluation, and our messages from any thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from prefect.logging import handlers
+
+from storage.log.entries import Evaluation, Step
+from tasks.prefect import run_logs
+from tasks.prefect.run_logs import MOST_LINES, Progress, log_evaluation, log_to_prefect
+
+_EVALUATION: dict[str, Any] = {"version": 3, "split": "test", "num_tasks": 4, "shard_id": "e", "seconds": 1.5}
+
+
+def _step(number: int) -> Step:
+    metrics = {"reward": number / 2, "loss": 0.5, "round_seconds": 1.0}
+    return SimpleNamespace(claim=SimpleNamespace(step=number), metrics=metrics)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("steps", "every"), [(1, 1), (40, 1), (100, 1), (101, 2), (500, 5), (2000, 20), (10**6, 10**4)]
+)
+def test_a_run_of_any_length_has_lines_that_a_person_can_read(steps: int, every: int) -> None:
+    assert Progress(steps)._every == every and steps / every <= MOST_LINES
+
+
+def test_a_line_has_means_over_its_steps_and_the_last_step_has_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="millrace.progress"):
+        progress = Progress(103)
+        for number in (99, 100, 101, 102, 103):  # a session that continues the run
+            progress.took(_step(number))
+        log_evaluation(Evaluation(**_EVALUATION, score=0.25, num_failed=1, n_samples=1, standard_error=0.125))
+        log_evaluation(Evaluation(**_EVALUATION, score=0.0, num_failed=4, n_samples=1))
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", "steps 99-100 of 103, reward 49.75, loss 0.5"),
+        ("INFO", "steps 101-102 of 103, reward 50.75, loss 0.5"),
+        ("INFO", "step 103 of 103, reward 51.5, loss 0.5"),
+        ("INFO", "policy 3 scored 0.250 ± 0.125 on 'test': 4 tasks, 1.5 s"),
+        ("ERROR", "policy 3: all 4 attempts failed"),
+    ]
+
+
+def test_messages_of_every_thread_go_to_the_flow_run_once_and_with_tracebacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(handlers, "emit_api_log", sent.append)
+    ours = logging.getLogger("millrace")
+    monkeypatch.setattr(ours, "handlers", list(ours.handlers))
+    monkeypatch.setattr(ours, "level", logging.WARNING)
+    log_to_prefect()  # outside of a flow run: nothing
+    ids = [uuid4(), uuid4()]
+    for flow_run in ids:
+        context = SimpleNamespace(get=lambda flow_run=flow_run: SimpleNamespace(flow_run=SimpleNamespace(id=flow_run)))
+        monkeypatch.setattr(run_logs, "FlowRunContext", context)
+        log_to_prefect()
+    thread = threading.Thread(target=lambda: logging.getLogger("millrace.elsewhere").info("from a thread"))
+    thread.start()
+    thread.join()
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logging.getLogger("millrace.elsewhere").exception("failed")
+    assert [(log["flow_run_id"], log["level"], log["message"].splitlines()[0]) for log in sent] == [
+        (str(ids[1]), logging.INFO, "from a thread"),
+        (str(ids[1]), logging.ERROR, "failed"),
+    ]
+    assert "ValueError: why" in sent[1]["message"] and "Traceback" in sent[1]["message"]
