@@ -3,8 +3,8 @@
 In: such a path. Out: the object. And back: a path under which a child process finds the same object; and a digest of
 the code behind it. At the end: how our own packages and the user's modules are kept apart.
 
-A file is the module that Python would make of it: `my/env.py` is `env`, and imports what lies beside it; in a package it
-is `package.env`, and relative imports work. If that name is taken, by another file or a library, it gets one of its own.
+A file is the module that Python makes of it: `my/env.py` is `env`, and imports what lies beside it. In a package it is
+`package.env`, and relative imports work. If another file or a library has that name, it gets one of its own.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from infra.environment import home, store_uri, tracking_uri
+from infra.environment import tracking_uri
 from settings.errors import UserError, failure_text, in_one_line
+from settings.places import home, store_uri
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
@@ -40,8 +41,11 @@ class Finding(NamedTuple):
 
 def doctor(run_file: Annotated[Path | None, typer.Argument(help="Check this run file's places too.")] = None) -> None:
     """Check that everything a run needs is here, and say how to fix what is not."""
+    from infra.environment import prepare_environment
     from settings.run_file import load_run_file
 
+    if run_file:
+        prepare_environment(run_file.absolute().parent)
     config = load_run_file(run_file) if run_file else None
     if not diagnose(config, Console(highlight=False, soft_wrap=True)):
         raise typer.Exit(1)

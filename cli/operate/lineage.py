@@ -15,8 +15,9 @@ from rich.markup import escape
 
 from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open_named, print_json
 from cli.terminal.formatting import counted, held_out, number, plain_table, ranges, versions_of
-from infra.environment import home, tracking_uri
+from infra.environment import tracking_uri
 from settings.errors import InvalidInput
+from settings.places import home
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog

@@ -10,8 +10,8 @@ import os
 import typer
 from rich.console import Console
 
-from infra.environment import home
 from settings.errors import path_errors
+from settings.places import home
 
 
 def up() -> None:

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.logging import RichHandler
 
-from infra.environment import home
 from infra.services import ServiceFailed, end_orphaned_servers, running_services
 from infra.structured_logs import log_driver, logs_are_json
 from settings.errors import UserError, path_errors
+from settings.places import home
 from settings.redaction import without_secrets
 
 Result = TypeVar("Result")

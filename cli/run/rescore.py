@@ -37,11 +37,11 @@ def rescore(
     from infra.user_code import absolute_path
     from rollouts.rewards.rescoring import Rescoring, load_reward
     from settings.run_file import make_config
-    from storage.log.runs import run_config
+    from storage.log.runs import local_config
     from storage.retention.retention import reading
 
     log, console = open_named(run, store), Console(highlight=False, stderr=as_json)
-    config = make_config(run_config(log), source=f"run {run}")
+    config = make_config(local_config(log), source=f"run {run}")
     function, rewards = load_reward(absolute_path(reward), name=name)
     rescoring = Rescoring(
         log,

@@ -64,9 +64,9 @@ async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
     from infra.environment import cache_folder, code_version
     from rollouts.production.worker import RolloutWorker
     from settings.run_file import make_config
-    from storage.log.runs import run_config
+    from storage.log.runs import local_config
 
-    config = make_config(run_config(log), source=f"run {log.run_id}")
+    config = make_config(local_config(log), source=f"run {log.run_id}")
     store, cache = log.store.uri, str(cache_folder())
     worker = await RolloutWorker.open(config, store_uri=store, name="debug", cache=cache, code_version=code_version())
     try:

@@ -61,7 +61,7 @@ def kill_group(program: Program) -> None:
 
 
 class Launcher:
-    """Forks Python programs from one process, which starts with the first program and imports `modules`, as this one would."""
+    """Forks Python programs from one process. It starts with the first one and imports `modules` as this one would."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = list(modules)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput, NotFound, UserError
+from settings.paths import absolute_paths, local_paths, moved_paths, recorded_paths
 from storage.log.entries import Evaluation, Policy
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of, sha256_of_json
@@ -51,19 +52,26 @@ class RunBusy(UserError):
 
 
 def create_run(
-    store: ObjectStore, run_id: str, config: dict[str, Any], *, defaults: dict[str, Any] | None = None
+    store: ObjectStore,
+    run_id: str,
+    config: dict[str, Any],
+    *,
+    folder: Path | None = None,
+    defaults: dict[str, Any] | None = None,
 ) -> RunLog:
     """Create the run, or open it again when its configuration is the same; without a step it begins anew with another.
 
-    `defaults` holds the default of every key: an older run was made with it if its configuration lacks the key.
+    Paths are recorded relative to `folder`, by default the current one. `defaults` holds the default of every key: an
+    older run was made with it if its configuration lacks the key.
 
     Raises `RunExists`, which names the keys that differ and a free run id, `RunBusy`, and `InvalidInput` for an
     unusable id.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
         raise InvalidInput(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
-    frozen = _frozen(config)
-    document = {"run_id": run_id, "config": frozen, "config_sha256": sha256_of_json(frozen)}
+    folder = (folder or Path.cwd()).absolute()
+    frozen = recorded_paths(_frozen(config), folder)
+    document = {"run_id": run_id, "folder": str(folder), "config": frozen, "config_sha256": sha256_of_json(frozen)}
     key = f"runs/{run_id}/run.json"
     if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
         log = open_run(store, run_id)
@@ -71,7 +79,7 @@ def create_run(
             return log
         with trainer_lock(log):
             remove_run(log)
-        return create_run(store, run_id, config, defaults=defaults)
+        return create_run(store, run_id, config, folder=folder, defaults=defaults)
     return open_run(store, run_id)
 
 
@@ -80,7 +88,9 @@ def continues(log: RunLog, config: dict[str, Any], *, defaults: dict[str, Any] |
 
     Raises `RunExists` if it has another one and steps.
     """
-    differences = _differences(_filled_in(run_config(log), _frozen(defaults or {})), _frozen(config))
+    recorded, wanted = run_config(log), absolute_paths(_frozen(config), Path.cwd())
+    here = moved_paths(recorded, local_config(log), wanted)
+    differences = _differences(_filled_in(here, _frozen(defaults or {})), wanted)
     if differences and log.state.step:
         raise RunExists(
             f"run {log.run_id!r} in {log.store.uri} was started with another configuration; these keys differ: "
@@ -132,9 +142,27 @@ def find_policy(log: RunLog, version: int | None) -> Policy:
 
 
 def run_config(log: RunLog) -> dict[str, Any]:
-    """The run's frozen configuration."""
-    config: dict[str, Any] = json.loads(log.store.get(log.key("run.json")))["config"]
+    """The run's frozen configuration; its paths are relative to the folder of the run file."""
+    config: dict[str, Any] = _run_document(log)["config"]
     return config
+
+
+def local_config(log: RunLog) -> dict[str, Any]:
+    """The same with absolute paths: from the folder of the run file, or from where that is now, if it was moved or this
+    is another machine, under the current folder or the one with the store. A run of before the folder was recorded has
+    the last two."""
+    document, bases = _run_document(log), [Path.cwd()]
+    if isinstance(log.store, LocalStore):
+        bases += list(log.store.root.parents)[1:2]
+    written = Path(document.get("folder", "/"))
+    tails = [Path(*written.parts[length:]) for length in range(1, len(written.parts) + 1)]
+    moved = [base / tail for base in bases for tail in tails if (base / tail).is_dir()]
+    return local_paths(document["config"], [written, *moved] if "folder" in document else bases)
+
+
+def _run_document(log: RunLog) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(log.store.get(log.key("run.json")))
+    return document
 
 
 def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:

@@ -26,8 +26,9 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifa
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
-from infra.environment import home, local_tracking_uri
+from infra.environment import local_tracking_uri
 from infra.services import running_services
+from settings.places import home
 from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION

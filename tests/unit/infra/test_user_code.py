@@ -155,7 +155,8 @@ def test_a_file_imports_what_lies_beside_it_and_so_do_reward_processes_and_sandb
     (folder / "game.py").write_text(f"{imports}\n{game}")
     (folder / "helpers.py").write_text(
         "from millrace import sandboxed\n\ndef double(n):\n    return 2.0 * n\n\ndef reward(reply, answer):\n"
-        "    return double(reply) + answer\n\n@sandboxed(seconds=20)\ndef doubled(n: int) -> float:\n    return double(n)\n"
+        "    return double(reply) + answer\n\n@sandboxed(seconds=20)\ndef doubled(n: int) -> float:\n"
+        "    return double(n)\n"
     )
     (tmp_path / "elsewhere").mkdir()
     printed = _python(tmp_path / "elsewhere", "-c", PLAY_SIBLINGS, str(folder / "game.py"))
