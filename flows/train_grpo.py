@@ -22,7 +22,7 @@ from typing import Any
 
 from prefect import flow
 
-from settings.paths import absolute_paths
+from settings.places.run_paths import absolute_paths
 from settings.run_file import RunConfig, Settings, make_config
 from tasks.base_model import provide_base_model, provide_reference
 from tasks.control import listening, resumed

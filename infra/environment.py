@@ -1,6 +1,6 @@
 """Environment variables of every Millrace process: the state folder, no telemetry, quiet servers.
 
-In: the state folder (`settings/places.py`), and the store and MLflow server of a deployment (`MILLRACE_STORE`,
+In: the state folder (`settings/places`), and the store and MLflow server of a deployment (`MILLRACE_STORE`,
 `MILLRACE_TRACKING`). Out: `os.environ` with defaults, under which libraries too keep what they write in the state
 folder; what the user has set is kept. Call `prepare_environment` before importing Prefect, Ray, MLflow or vLLM.
 """
@@ -13,8 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
-from settings.hints import COMMAND, executable
-from settings.places import HOME, HOME_FOUND, find_home, home
+from settings.places.hints import COMMAND, executable
+from settings.places.state_folder import HOME, HOME_FOUND, find_home, home
 from settings.redaction import redact_logs
 
 TELEMETRY_OFF = {

@@ -20,7 +20,7 @@ from settings.block import Block, keys, nearest
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
-from settings.paths import absolute_paths
+from settings.places.run_paths import absolute_paths
 from settings.presets import under_preset
 from settings.redaction import secret_settings
 from settings.reward import RewardSettings

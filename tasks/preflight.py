@@ -15,7 +15,7 @@ from rollouts.production.engine_choice import check_engine_arguments, local_fold
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, path_errors
 from settings.loss import CustomLoss
-from settings.places import store_uri
+from settings.places.state_folder import store_uri
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
 from storage.objects.object_store import StoreError

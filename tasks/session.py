@@ -24,7 +24,7 @@ from infra.environment import code_version, prepare_environment
 from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
-from settings.places import home, store_uri
+from settings.places.state_folder import home, store_uri
 from settings.run_file import RunConfig, default_values
 from storage.log.entries import Session
 from storage.log.run_log import RunLog

@@ -21,7 +21,8 @@ from rich.markup import escape
 
 from infra.environment import tracking_uri
 from settings.errors import UserError, failure_text, in_one_line
-from settings.places import home, store_uri
+from settings.places.hints import command
+from settings.places.state_folder import home, store_uri
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def check_ports() -> Finding:
     if running := running_services(home()):
         return Finding("services are up: " + ", ".join(f"{s.name} {s.url}" for s in running.values()))
     busy = [port for port in (4200, 5000) if somebody_listens(port)]
-    return Finding(f"{busy} taken, `make up` will use others" if busy else "4200 and 5000 are free")
+    return Finding(f"{busy} taken, `{command('up')}` will use others" if busy else "4200 and 5000 are free")
 
 
 def check_store(uri: str) -> Finding:
@@ -191,7 +192,7 @@ def check_prefect() -> Finding:
                 return Finding(f"{url} asks for a password, or for another one", fix)
             theirs = reply.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
-        fix = "start it, on this machine by `millrace up`, or unset PREFECT_API_URL and go without its pages"
+        fix = f"start it, on this machine by `{command('up')}`, or unset PREFECT_API_URL and go without its pages"
         return Finding(f"{url} does not answer as Prefect does: {error}", fix)
     ours = importlib.metadata.version("prefect")
     if theirs != ours:

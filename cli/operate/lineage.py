@@ -17,7 +17,8 @@ from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open
 from cli.terminal.formatting import counted, held_out, number, plain_table, ranges, versions_of
 from infra.environment import tracking_uri
 from settings.errors import InvalidInput
-from settings.places import home
+from settings.places.hints import command
+from settings.places.state_folder import home
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -89,7 +90,7 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
         raise InvalidInput(
             f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
             f"(its aliases: {aliases}), and MLflow cannot be asked ({error}); "
-            f"start it with `millrace up`, name it with --tracking, or give --policy N"
+            f"start it with `{command('up')}`, name it with --tracking, or give --policy N"
         ) from error
 
 

@@ -13,7 +13,7 @@ import typer
 
 from cli.terminal.arguments import StoreOption, check_target, open_named
 from settings.errors import InvalidInput
-from settings.places import home
+from settings.places.state_folder import home
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog

@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from cli.terminal.arguments import check_target, open_named, parse_overrides, print_json
 from settings.errors import InvalidInput
-from settings.hints import command
+from settings.places.hints import command
 
 if TYPE_CHECKING:
     from settings.run_file import RunConfig
@@ -83,7 +83,7 @@ def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any]
     raise.
     """
     from infra.environment import prepare_environment
-    from settings.places import store_uri
+    from settings.places.state_folder import store_uri
 
     prepare_environment(folder_of(run))
     from cli.operate.status import run_status

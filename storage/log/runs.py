@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput, NotFound, UserError
-from settings.paths import absolute_paths, local_paths, moved_paths, recorded_paths
+from settings.places.hints import command
+from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
 from storage.log.entries import Evaluation, Policy
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of, sha256_of_json
@@ -42,10 +43,10 @@ class RunExists(InvalidInput):
 class RunBusy(UserError):
     """Another process is training this run."""
 
-    def __init__(self, run_id: str, process: str) -> None:
+    def __init__(self, log: RunLog, process: str) -> None:
         super().__init__(
-            f"run {run_id!r} is being trained by process {process or '?'}; wait for it, stop it with "
-            f"`millrace stop {run_id}`, or use another `run` id"
+            f"run {log.run_id!r} is being trained by process {process or '?'}; wait for it, stop it with "
+            f"`{command('stop', log.run_id, store=log.store.uri)}`, or use another `run` id"
         )
         self.pid = int(process) if process.isdecimal() else None
         """Of that process; None in the moment before it has written it."""
@@ -189,7 +190,7 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
             except BlockingIOError:
                 if not tries_left:
                     file.seek(0)
-                    raise RunBusy(log.run_id, file.read().strip()) from None
+                    raise RunBusy(log, file.read().strip()) from None
                 time.sleep(_LOOK_SECONDS)  # the holder may be `is_training`
         file.truncate(0)
         file.write(str(os.getpid()))

@@ -28,7 +28,7 @@ from prefect.events import emit_event
 
 from infra.environment import local_tracking_uri
 from infra.services import running_services
-from settings.places import home
+from settings.places.state_folder import home
 from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from rollouts.chat.chat import Chat
 from rollouts.workflow import Score, workflow_context
-from settings.places import home, store_uri
+from settings.places.state_folder import home, store_uri
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.opening import open_store

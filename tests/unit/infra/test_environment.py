@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infra.environment import local_tracking_uri, tracking_uri
-from settings.places import store_uri
+from settings.places.state_folder import store_uri
 
 STATED = {"MILLRACE_STORE": "s3://bucket/store", "MILLRACE_TRACKING": "http://mlflow:5000"}
 

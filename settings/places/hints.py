@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from settings.places import find_home, store_uri
+from settings.places.state_folder import find_home, store_uri
 
 COMMAND = "MILLRACE_COMMAND"
 """Environment variable: how the user calls `millrace`, for the processes below."""
@@ -37,9 +37,16 @@ def executable() -> str:
         return f"{shlex.quote(sys.orig_argv[0])} -m millrace"
     if called.name != "millrace":  # a notebook, or a process of Prefect or Ray
         called = Path(sys.executable).with_name("millrace")
-    there = shutil.which("millrace")
-    if there is not None and os.path.realpath(there) == os.path.realpath(called):
-        return "millrace"
-    if not called.exists():
-        return f"{shlex.quote(sys.executable)} -m millrace"
-    return shlex.quote(os.path.relpath(called) if called.is_relative_to(Path.cwd()) else str(called))
+    return _shown(called) if called.exists() else f"{shlex.quote(sys.executable)} -m millrace"
+
+
+def program(name: str) -> str:
+    """Another program of this environment, quoted."""
+    return _shown(Path(sys.executable).with_name(name))
+
+
+def _shown(file: Path) -> str:
+    there = shutil.which(file.name)
+    if there is not None and os.path.realpath(there) == os.path.realpath(file):
+        return file.name
+    return shlex.quote(os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file))

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings.errors import OWN_PACKAGES
-
+OWN_PACKAGES = ("millrace", "cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
+"""Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 
 

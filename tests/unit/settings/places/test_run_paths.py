@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from settings.block import keys
-from settings.paths import PATHS
+from settings.places.run_paths import PATHS
 from settings.run_file import RunConfig, default_values, load_run_file, make_config
 from storage.log.run_log import RunLog
 from storage.log.runs import RunExists, continues, create_run, local_config
