@@ -134,7 +134,8 @@ async def _session(
     num_ranks = config.train.num_ranks if trains and config.train.device != "cpu" else 0
     gpus_per_engine = config.engine.num_gpus if num_engines else 1
     shares = max(1, num_engines * gpus_per_engine + num_ranks)
-    cluster = Cluster(log_folder=home() / "logs" / log.run_id, num_workers=shares, gpus_per_engine=gpus_per_engine)
+    places = {"log_folder": home() / "logs" / log.run_id, "home": home()}
+    cluster = Cluster(**places, num_workers=shares, gpus_per_engine=gpus_per_engine)
     with PeakMemory() as memory:
         async with cluster:
             check_shares(cluster.nodes, num_workers=shares, gpus_per_engine=gpus_per_engine, num_ranks=num_ranks)

@@ -22,6 +22,8 @@ from settings.places.hints import command
 if TYPE_CHECKING:
     from settings.run_file import RunConfig
 
+_WIDEST = 50
+"""Characters of a command with a comment beside the others'."""
 logger = logging.getLogger("millrace.training")
 
 
@@ -157,7 +159,7 @@ def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *
         (command("eval", config.run, "--version", 0, **in_store), "score another policy version"),
         (command("up"), "Prefect and MLflow in the browser, with this history"),
     ]
-    width = max(len(line) for line, _ in lines)
+    width = min(_WIDEST, max(len(line) for line, _ in lines))
     if train:
         again = command("train", *train, f"run={config.run}-2", f"seed={config.seed + 1}")
         lines.insert(-1, (again, "the same with another seed"))

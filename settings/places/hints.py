@@ -10,6 +10,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from settings.places.state_folder import find_home, store_uri
 
@@ -24,7 +25,7 @@ def command(*words: object, store: str = "") -> str:
     >>> command("traj", "sql", "my run", "SELECT 1")
     ".venv/bin/millrace traj sql 'my run' 'SELECT 1'"
     """
-    elsewhere = ["--store", store] if store and store != store_uri(within=find_home()) else []
+    elsewhere = ["--store", _written(store)] if store and store != store_uri(within=find_home()) else []
     return f"{executable()} {shlex.join([str(word) for word in words] + elsewhere)}"
 
 
@@ -43,6 +44,14 @@ def executable() -> str:
 def program(name: str) -> str:
     """Another program of this environment, quoted."""
     return _shown(Path(sys.executable).with_name(name))
+
+
+def _written(store: str) -> str:
+    """A folder as a path, below the current one as a relative path; another address as it is."""
+    if not store.startswith("file://"):
+        return store
+    folder = Path(unquote(urlsplit(store).path))
+    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
 def _shown(file: Path) -> str:
