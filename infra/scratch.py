@@ -1,7 +1,7 @@
 """A folder for what Ray and the workers of one session leave lying about, in the state folder, and a short way there.
 
 In: the state folder. Out: a folder, removed at the end; one that a killed session has left is removed by the next. The
-paths of sockets have at most 107 bytes, so where the state folder's is longer, a link in a temporary folder leads to it.
+paths of sockets have at most 107 bytes, so if the state folder's is longer, a link in a temporary folder leads to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def scratch_folder(home: Path) -> Iterator[Path]:
 
 
 def worker_environment(scratch: Path) -> dict[str, str]:
-    """Variables of a worker: its temporary files are in `scratch`, unless `TMPDIR` says otherwise and is short enough."""
+    """Variables of a worker: its temporary files are in `scratch`, unless `TMPDIR` is set and short enough."""
     folder = scratch / "tmp"
     folder.mkdir(exist_ok=True)
     chosen = os.environ.get("TMPDIR", "")

@@ -11,9 +11,11 @@ In: the run's settings. Out: a session that the flow's tasks share. What must ou
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import platform
 import sys
 import uuid
 from collections.abc import AsyncIterator
@@ -24,9 +26,10 @@ from infra.environment import code_version, prepare_environment
 from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
+from settings.errors import UserError, failure_text, in_one_line
 from settings.places.state_folder import home, store_uri
 from settings.run_file import RunConfig, default_values
-from storage.log.entries import Session
+from storage.log.entries import End, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, open_run, trainer_lock
 from storage.objects.opening import open_store
@@ -38,6 +41,7 @@ from tasks.prefect.outages import say_outages_once
 from tasks.trainer import TrainerHandle
 
 logger = logging.getLogger("millrace.session")
+SECONDS_TO_RECORD = 5.0
 
 
 class RunSession:
@@ -86,6 +90,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
             code_version=code_version(),
             reward_sha256=source_sha256(config.workflow),
             steps=config.steps,
+            host=platform.node(),
         )
         log.append(entry)
         if log.state.step:
@@ -94,8 +99,24 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
             log_driver(lambda: {"run": log.run_id, "session": entry.id, "step": log.state.step + 1}, sys.stderr)
         num_engines = config.rollout.num_workers + config.evaluation.own_engine
         options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking, "num_engines": num_engines}
-        async with _session(log, config, trains=True, **options) as session:
-            yield session
+        async with _end_recorded(log, entry), _session(log, config, trains=True, **options) as session:
+            async with _end_recorded(log, entry):  # before processes are ended, which takes its time
+                yield session
+
+
+@contextlib.asynccontextmanager
+async def _end_recorded(log: RunLog, session: Session) -> AsyncIterator[None]:
+    """Write into the log why a session ends before its last step; the second call of this does nothing."""
+    try:
+        yield
+    except BaseException as error:
+        text = in_one_line(failure_text(error)) if isinstance(error, Exception) else ""  # else it was stopped
+        try:
+            async with asyncio.timeout(SECONDS_TO_RECORD):
+                await asyncio.to_thread(log.append, End(session_id=session.id, error=text))
+        except (OSError, UserError) as unwritten:  # the store may be what failed
+            logger.warning("the log of run %s does not say how this session ended: %r", log.run_id, unwritten)
+        raise
 
 
 @contextlib.asynccontextmanager

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import JsonOption, StoreOption, open_named, open_named_store, print_json
 from cli.terminal.formatting import ago, number, one_line, plain_table
 from settings.errors import InvalidInput
+from settings.places.hints import command
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def run_status(log: RunLog) -> dict[str, Any]:
     registration = state.registrations.get(live.version) if live else None
     return {
         "run": log.run_id,
+        "ended": end_sentence(log),
         "store": log.store.uri,
         "step": state.step,
         "weight_version": live.version if live else None,
@@ -82,10 +85,24 @@ def run_status(log: RunLog) -> dict[str, Any]:
     }
 
 
+def end_sentence(log: RunLog) -> str | None:
+    """How, when and why a run ended that lacks steps; None for one that is finished or may be at work."""
+    from storage.log.runs import end_of
+
+    if (end := end_of(log)) is None:
+        return None
+    how, at, error = end
+    when = f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(at))}, {ago(time.time() - at)}"
+    words = {"crashed": f"crashed at {when}: {error}", "stopped": f"stopped at {when}"}
+    return words.get(how, f"ended without a word, after its last entry at {when}: killed, or the machine went down")
+
+
 def status_table(status: dict[str, Any]) -> Group:
     """The status as a table."""
     table = plain_table()
     for key, value in status.items():
+        if key == "ended" and not value:
+            continue
         if key == "peak_memory_bytes":
             key, value = "peak memory", f"{value / 2**30:.2f} GiB"
         elif key == "pass_at":
@@ -191,9 +208,12 @@ def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
         print_json(listed)
     elif listed:
         console.print(_runs_table(listed))
+        for run in listed:
+            if run["ended"]:
+                console.print(Text(one_line(f"{run['run']} {run['ended']}"), style="yellow"), soft_wrap=True)
     else:
-        sentence = f"no runs in {opened.uri} yet; `millrace train examples/arithmetic.toml` makes one"
-        console.print(sentence, soft_wrap=True)
+        train = command("train", "RUNFILE")
+        console.print(escape(f"no runs in {opened.uri} yet; `{train}` makes one"), soft_wrap=True)
 
 
 def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
@@ -216,6 +236,7 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
         "run": log.run_id,
         "workflow": config.get("workflow"),
         "is_training": is_training(log),
+        "ended": end_sentence(log),
         "step": state.step,
         "trajectories": state.num_trajectories,
         "accuracy_before": scores[0].score if scores else None,
@@ -234,7 +255,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
         table.add_row(
             run["run"],
             one_line(run["workflow"] or "-"),
-            "training" if run["is_training"] else "",
+            "training" if run["is_training"] else (run["ended"] or "").partition(" ")[0],
             str(run["step"]),
             f"{run['trajectories']:,}",
             "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),

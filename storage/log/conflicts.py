@@ -16,6 +16,8 @@ def holds(state: RunState, body: Entry) -> bool:
     match body:
         case entries.Session():
             return any(session.id == body.id for session in state.sessions)
+        case entries.End():
+            return state.end is not None or state.sessions[-1].id != body.session_id
         case entries.Lease():
             return all(state.leased.get(position) == body.holder for position in body.positions)
         case entries.Join():

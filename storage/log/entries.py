@@ -264,6 +264,17 @@ class Session:
     """Digest of the workflow's source file and of those of the functions it scores with."""
     steps: int = 0
     """The step that it trains to; 0 in logs from before this was recorded."""
+    host: str = ""
+    """The machine of its driver; empty in logs from before this was recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """A session's driver has ended before its last step. One that was killed could not write this."""
+
+    session_id: str
+    error: str
+    """What it ended with, in one line; empty if a user stopped it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +322,7 @@ class Resume:
     reason: str
 
 
-_OfRollouts = Session | Join | Lease | Release | Shard | Pause | Resume
+_OfRollouts = Session | End | Join | Lease | Release | Shard | Pause | Resume
 _OfPolicies = Step | Policy | Evaluation | Alias | Registration
 _OfFiles = Quarantine | Rescore | Retire
 Entry = _OfRollouts | _OfPolicies | _OfFiles

@@ -80,6 +80,9 @@ class RunState:
     """Folders of optimizer state that retention removed, and folders of policies that no step committed."""
     paused: str = ""
     """Why the run is paused; empty if it is not."""
+    end: records.End | None = None
+    """How the newest session ended, and when in Unix seconds, if it could still write so."""
+    ended_at: float = 0.0
     _first_free: int = field(default=0, compare=False)
     """No position before this one is free."""
     shards: RecordMap[str, records.Shard] = field(init=False)
@@ -208,9 +211,13 @@ class RunState:
                 self.earlier_seconds = self.worked_seconds
                 self.session_started_at = written_at
                 self.sessions.append(session)
+                self.end = None
                 # The workers of an earlier session are gone or too late, except those that it did not start.
                 self.producers = {holder: join for holder, join in self.producers.items() if join.outside}
                 self._free([position for position, name in self.leased.items() if name not in self.producers])
+            case records.End() as end:
+                if self.sessions and self.sessions[-1].id == end.session_id:
+                    self.end, self.ended_at = end, written_at
             case records.Join(holder=holder) as join:
                 self._free([position for position, name in self.leased.items() if name == holder])
                 self.producers[holder] = join

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -31,6 +32,8 @@ MAY_CHANGE = frozenset({"steps", "tracking", "store"})
 MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers"})
 """Keys that say where a run computes. The recorded values are for its replays; a resumed run may use others."""
 
+_LONGEST_STALL = 1800.0
+"""Seconds, for a run whose configuration does not say."""
 _TRIES = 5
 _LOOK_SECONDS = 0.02
 """Longer than `is_training` holds the lock in order to look."""
@@ -206,6 +209,26 @@ def is_training(log: RunLog) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def end_of(log: RunLog) -> tuple[str, float, str] | None:
+    """How a run that lacks steps came to its end: `crashed`, `stopped` or `vanished`, when, and the error's line.
+
+    None for a run that is finished, paused, or may be at work. A driver that was killed wrote nothing: it has vanished
+    if it worked on this machine and its lock is free, or if elsewhere it has been silent for twice the time after which
+    it would have reported a stall. The time then is that of the newest entry.
+    """
+    state = log.state
+    if not state.sessions or 0 < state.sessions[-1].steps <= state.step:
+        return None
+    if state.end is not None:
+        return "crashed" if state.end.error else "stopped", state.ended_at, state.end.error
+    host = state.sessions[-1].host
+    is_here = host == platform.node() or (not host and isinstance(log.store, LocalStore))
+    stall = float(run_config(log).get("rollout", {}).get("stall_timeout", _LONGEST_STALL))
+    if state.paused or is_training(log) or not (is_here or time.time() - state.last_at > 2 * stall):
+        return None
+    return "vanished", state.last_at, ""
 
 
 @contextlib.contextmanager
