@@ -99,9 +99,10 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
             log_driver(lambda: {"run": log.run_id, "session": entry.id, "step": log.state.step + 1}, sys.stderr)
         num_engines = config.rollout.num_workers + config.evaluation.own_engine
         options: dict[str, Any] = {"id": entry.id, "tracking": config.tracking, "num_engines": num_engines}
-        async with _end_recorded(log, entry), _session(log, config, trains=True, **options) as session:
-            async with _end_recorded(log, entry):  # before processes are ended, which takes its time
-                yield session
+        # The inner one writes before processes are ended, which takes its time; the outer one knows of a failed start.
+        recorded = _end_recorded(log, entry), _end_recorded(log, entry)
+        async with recorded[0], _session(log, config, trains=True, **options) as session, recorded[1]:
+            yield session
 
 
 @contextlib.asynccontextmanager

@@ -143,7 +143,7 @@ class RunView:
             self._failure = ""
         except (OSError, StoreError) as error:
             self._failure = one_line(without_secrets(f"{type(error).__name__}: {error}"))
-        if self._entries != self._log.state.entries:
+        if before[:2] != (self._log.state.entries, self._is_training):
             self._entries = self._log.state.entries
             self._numbers = Group(_rounds(self._log.state), status_table(run_status(self._log)))
         return before != (self._entries, self._is_training, bool(self._failure))

@@ -212,17 +212,19 @@ def is_training(log: RunLog) -> bool:
 
 
 def end_of(log: RunLog) -> tuple[str, float, str] | None:
-    """How a run that lacks steps came to its end: `crashed`, `stopped` or `vanished`, when, and the error's line.
+    """How a run ended too early: `crashed`, `stopped` or `vanished`, when, and the error's line.
 
     None for a run that is finished, paused, or may be at work. A driver that was killed wrote nothing: it has vanished
     if it worked on this machine and its lock is free, or if elsewhere it has been silent for twice the time after which
     it would have reported a stall. The time then is that of the newest entry.
     """
     state = log.state
+    if state.end is not None and state.end.error:
+        return "crashed", state.ended_at, state.end.error
     if not state.sessions or 0 < state.sessions[-1].steps <= state.step:
         return None
     if state.end is not None:
-        return "crashed" if state.end.error else "stopped", state.ended_at, state.end.error
+        return "stopped", state.ended_at, ""
     host = state.sessions[-1].host
     is_here = host == platform.node() or (not host and isinstance(log.store, LocalStore))
     stall = float(run_config(log).get("rollout", {}).get("stall_timeout", _LONGEST_STALL))

@@ -187,6 +187,7 @@ OTHERS: list[Callable[[RunState], Entry]] = [
     ),
     lambda state: records.Pause(reason=f"asked at {state.entries}"),
     lambda state: records.Resume(reason="asked"),
+    lambda state: records.End(session_id=state.sessions[-1].id if state.sessions else "", error="ValueError: no"),
     _retire,
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import re
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from settings.errors import NotFound
-from storage.log.runs import RunBusy, RunExists, create_run, open_run, remove_run, run_config, trainer_lock
+from storage.log.entries import End, Pause, Session
+from storage.log.runs import RunBusy, RunExists, create_run, end_of, open_run, remove_run, run_config, trainer_lock
 from tests.builders import BASE, MemoryStore, a_log, a_shard, a_step, a_summary, local_store
 from tests.processes import hold_trainer_lock
 
@@ -138,3 +140,53 @@ def test_a_second_trainer_is_refused_and_told_who_holds_the_run_until_that_one_i
     for _ in range(2):  # killed, and left as it should be
         with trainer_lock(log):
             pass
+
+
+_HERE = platform.node()
+_ERROR = "KeyError: 'answr' at my/env.py:31"
+
+
+@pytest.mark.parametrize(
+    ("session", "later", "age", "expected"),
+    [
+        ({"host": _HERE}, [End(session_id="a", error=_ERROR)], 0, ("crashed", _ERROR)),
+        ({"host": "other"}, [End(session_id="a", error=_ERROR)], 0, ("crashed", _ERROR)),
+        ({"host": _HERE}, [End(session_id="a", error="")], 0, ("stopped", "")),
+        ({"host": _HERE}, [], 0, ("vanished", "")),
+        ({"host": "other"}, [], 0, None),  # its lock is on another machine
+        ({"host": "other"}, [], 2 * 60 + 1, ("vanished", "")),  # it would have reported a stall
+        ({"host": _HERE, "steps": 0}, [], 0, ("vanished", "")),
+        ({}, [], 0, ("vanished", "")),  # from before hosts were recorded: the lock of a local store counts
+        ({"host": _HERE}, [Pause(reason="later")], 0, None),
+        # A session that began since is at work, whatever the one before ended with.
+        ({"host": _HERE}, [End(session_id="a", error=_ERROR), Session(id="b", code_version="", host="other")], 0, None),
+        ({"host": _HERE}, [Session(id="b", code_version="", host="o"), End(session_id="a", error=_ERROR)], 0, None),
+    ],
+)
+def test_how_a_run_ended_too_early(
+    session: dict[str, Any],
+    later: list[Any],
+    age: float,
+    expected: tuple[str, str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    log = create_run(local_store(tmp_path), "run", {"rollout": {"stall_timeout": 60}})
+    assert end_of(log) is None, "it has not begun"
+    for body in (Session(**{"id": "a", "code_version": "", "steps": 2, **session}), BASE, *later):
+        log.append(body)
+    last_at = log.state.last_at
+    monkeypatch.setattr(time, "time", lambda: last_at + age)
+    end = end_of(open_run(log.store, "run"))
+    assert (end and (end[0], end[2])) == expected and (end is None or end[1] == last_at)
+
+
+def test_a_run_that_is_trained_or_has_its_steps_has_not_ended_too_early(tmp_path: Path):
+    log = create_run(local_store(tmp_path), "run", {})
+    for body in (Session(id="a", code_version="", steps=1, host=_HERE), BASE, a_shard("s", [a_summary(0)])):
+        log.append(body)
+    with trainer_lock(log):
+        assert end_of(log) is None
+    assert end_of(log) == ("vanished", log.state.last_at, "")
+    log.append(a_step(log.state))
+    assert end_of(log) is None
