@@ -60,12 +60,13 @@ class RunConfig(Settings):
     """A whole run."""
 
     workflow: str
-    """What to train on: `package.module:Class` or `path/to/file.py:Class`, a Workflow."""
+    """What to train on: `package.module:Class` or `path/to/file.py:Class`, a Workflow. This path and all others in a
+    run file are relative to the file, those on the command line to the current folder."""
     run: str = "run"
     """Name of the run. Starting it again continues it."""
     store: str = ""
     """Where shards and policies live: a folder, file:///… or s3://bucket/prefix. Empty: `$MILLRACE_STORE`,
-    or `.millrace/store`."""
+    or `.millrace/store`; the nearest `.millrace` in the run file's folder or above."""
     tracking: str = ""
     """MLflow tracking URI. Empty: `$MILLRACE_TRACKING`, or a SQLite database in `.millrace`."""
     model: str = ""
