@@ -30,8 +30,8 @@ def scratch_folder(home: Path) -> Iterator[Path]:
     parent, name = home / "scratch", secrets.token_hex(4)
     with path_errors(f"MILLRACE_HOME {home}"):
         parent.mkdir(parents=True, exist_ok=True)
-        for lock in parent.glob("*.lock"):
-            _remove_if_left(lock)
+        for other in parent.glob("*.lock"):
+            _remove_if_left(other)
         lock = open(parent / f"{name}.lock", "a+")  # noqa: SIM115 - the lock is held until its end
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # before there is a folder: a session beside this one may look for leftovers
