@@ -322,7 +322,7 @@ async def _result(asked: Awaitable[Any], name: str) -> Any:
         raised = getattr(error, "cause", None)
         if raised is None or isinstance(raised, RayError):
             message = failure_text_of_output(text).partition("\n  at ")[0]
-            raised = RaisedInWorker(re.sub(r"^millrace_file_\w+\.", "", message))
+            raised = RaisedInWorker(re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", message))
         raised.add_note(f"{name} raised it:\n{text.strip()}")
         raise raised from None
 
