@@ -150,4 +150,5 @@ $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml
 	echo "[3/3] installing $$(grep -c == requirements/$(DEVICE).lock) packages ($(FIRST_INSTALL); tail -f $(LOG) shows them)"
 	$(PIP_INSTALL) -r requirements/$(DEVICE).lock >>$(LOG) 2>&1 || pip_failed
 	$(PIP_INSTALL) --no-build-isolation -e . >>$(LOG) 2>&1 || pip_failed
+	mkdir -p .millrace # of every run file below, wherever one stands
 	touch $@

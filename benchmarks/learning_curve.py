@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cli.operate.status import run_status
-from infra.environment import store_uri
+from settings.places.state_folder import store_uri
 from storage.log.entries import Evaluation, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run

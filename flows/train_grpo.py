@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from pathlib import Path
 from typing import Any
 
 from prefect import flow
 
+from settings.places.run_paths import absolute_paths
 from settings.run_file import RunConfig, Settings, make_config
 from settings.tracking import TrackingSettings
 from tasks.base_model import provide_base_model, provide_reference
@@ -67,16 +69,14 @@ async def train_grpo(
         seed: Seeds prompt order, sampling, mini-batches and the base model made here.
         settings: Everything else, one block per part.
     """
-    config = make_config(
-        {
-            **settings.model_dump(exclude_unset=True),
-            **dict(workflow=workflow, run=run, store=store, model=model, dataset=dataset),
-            "tracking": tracking if isinstance(tracking, str) else tracking.model_dump(),
-            **dict(steps=steps, batch_size=batch_size, n_samples=n_samples, max_staleness=max_staleness),
-            **dict(learning_rate=learning_rate, seed=seed),
-        },
-        source="flow parameters",
-    )
+    document = {
+        **settings.model_dump(exclude_unset=True),
+        **dict(workflow=workflow, run=run, store=store, model=model, dataset=dataset),
+        "tracking": tracking if isinstance(tracking, str) else tracking.model_dump(),
+        **dict(steps=steps, batch_size=batch_size, n_samples=n_samples, max_staleness=max_staleness),
+        **dict(learning_rate=learning_rate, seed=seed),
+    }
+    config = make_config(absolute_paths(document, Path.cwd()), source="flow parameters")
     if not CHECKED.get():
         check_run(config)
     async with training_session(config) as session:

@@ -15,9 +15,11 @@ methods of what it made; or `HostedGroup`, several ranks. Only this module, `pla
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import threading
 from collections.abc import Awaitable, Sequence
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from infra.placement import Placement, bundle, gpu_share, node_resources, reserve
+from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
 from settings.errors import UserError, failure_text_of_output
 from settings.redaction import without_secrets
@@ -173,12 +176,20 @@ class Cluster:
     closely packed, and a single rank without a GPU is beside the driver. A lost node's workers raise `WorkerDied`.
     """
 
-    def __init__(self, *, log_folder: Path, num_workers: int = 1, gpus_per_engine: int = 1) -> None:
-        """An engine counts `gpus_per_engine` times among `num_workers`. Without GPUs it has that many of Ray's CPUs."""
+    def __init__(
+        self, *, log_folder: Path, home: Path | None = None, num_workers: int = 1, gpus_per_engine: int = 1
+    ) -> None:
+        """An engine counts `gpus_per_engine` times among `num_workers`. Without GPUs it has that many of Ray's CPUs.
+
+        What Ray and workers write beside logs is below `home`, by default `log_folder`, until the end.
+        """
         self._log_folder = log_folder
+        self._home = home or log_folder
         self._num_workers = num_workers
         self._gpus_per_engine = gpus_per_engine
         self._hosted: list[Hosted | HostedGroup] = []
+        self._scratch = contextlib.ExitStack()
+        self._environment: dict[str, str] = {}
         self.nodes: list[dict[str, float]] = []
         """Resources of each node, as they were at the start."""
 
@@ -191,9 +202,14 @@ class Cluster:
         options: dict[str, Any] = {"address": address, "logging_level": logging.ERROR}
         options |= {"log_to_driver": False, "configure_logging": False}
         if address == "local":
-            # A cluster of our own makes its own token, and warns of it.
+            # A cluster of our own has a token of its own: Ray would write one into the user's home, and warn of it.
             logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+            if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            scratch = self._scratch.enter_context(scratch_folder(self._home))
+            self._environment = worker_environment(scratch)
             options |= {
+                "_temp_dir": str(scratch),
                 "include_dashboard": False,
                 "num_cpus": max(64, os.cpu_count() or 1),  # slots, not cores: workers mostly wait for each other
                 "object_store_memory": 128 * 2**20,
@@ -201,7 +217,11 @@ class Cluster:
             }
         # Ray replaces it, and ends the process by SIGTERM. Prefect's tells its Cancel from a crash.
         handler = signal.getsignal(signal.SIGTERM)
-        ray.init(**options)
+        try:
+            ray.init(**options)
+        except BaseException:
+            self._scratch.close()
+            raise
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
         self.nodes = node_resources()
@@ -256,7 +276,7 @@ class Cluster:
 
         log_file = self._log_folder / f"{log_name}.log"
         actor_class = ray.remote(Host).options(max_concurrency=100, **options)
-        return Hosted(name, actor_class.remote(path, str(log_file)), log_file, placement)
+        return Hosted(name, actor_class.remote(path, str(log_file), self._environment), log_file, placement)
 
     @property
     def gpus_per_worker(self) -> float:
@@ -274,7 +294,7 @@ class Cluster:
 
         log_file = str(self._log_folder / f"{name}.log")
         remote = ray.remote(run_function).options(num_cpus=1, max_retries=0)
-        return await _result(remote.remote(path, arguments, log_file), name)
+        return await _result(remote.remote(path, arguments, log_file, self._environment), name)
 
     async def close(self) -> None:
         """Let what is hosted end in its own way. Raises the first error that is not the end of a process."""
@@ -292,6 +312,7 @@ class Cluster:
             await self.close()
         finally:
             await asyncio.to_thread(ray.shutdown)
+            await asyncio.to_thread(self._scratch.close)
 
 
 async def _result(asked: Awaitable[Any], name: str) -> Any:
@@ -307,7 +328,7 @@ async def _result(asked: Awaitable[Any], name: str) -> Any:
         raised = getattr(error, "cause", None)
         if raised is None or isinstance(raised, RayError):
             message = failure_text_of_output(text).partition("\n  at ")[0]
-            raised = RaisedInWorker(re.sub(r"^millrace_file_\w+\.", "", message))
+            raised = RaisedInWorker(re.sub(r"^(?:\w+\.)+(?=\w+(?::|$))", "", message))
         raised.add_note(f"{name} raised it:\n{text.strip()}")
         raise raised from None
 

@@ -1,8 +1,8 @@
 """Environment variables of every Millrace process: the state folder, no telemetry, quiet servers.
 
-In: the state folder (`MILLRACE_HOME`, by default `.millrace` in the working directory), and the store and MLflow server
-of a deployment (`MILLRACE_STORE`, `MILLRACE_TRACKING`). Out: `os.environ` with defaults; what the user has set is kept.
-Call `prepare_environment` before importing Prefect, Ray, MLflow or vLLM.
+In: the state folder (`settings/places`), and the store and MLflow server of a deployment (`MILLRACE_STORE`,
+`MILLRACE_TRACKING`). Out: `os.environ` with defaults, under which libraries too keep what they write in the state
+folder; what the user has set is kept. Call `prepare_environment` before importing Prefect, Ray, MLflow or vLLM.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from infra.structured_logs import logs_are_json
+from settings.places.hints import COMMAND, executable
+from settings.places.state_folder import HOME, HOME_FOUND, find_home, home
 from settings.redaction import redact_logs
 
 TELEMETRY_OFF = {
@@ -22,20 +24,17 @@ TELEMETRY_OFF = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "WANDB_ERROR_REPORTING": "false",
 }
+_ours: dict[str, str] = {}
+"""What `prepare_environment` has set in this process: a later call with another folder may set it to something else."""
 
 
-def home() -> Path:
-    """The state folder: runs, databases and logs, unless the run file names other places."""
-    return Path(os.environ.get("MILLRACE_HOME", ".millrace")).resolve()
-
-
-def store_uri(store: str) -> str:
-    """The run file's `store`, else `$MILLRACE_STORE`, else a folder in the state folder; absolute, for workers."""
-    store = store or os.environ.get("MILLRACE_STORE", "")
-    if "://" in store:
-        return store
-    return (Path(store).expanduser().resolve() if store else home() / "store").as_uri()
+def turn_telemetry_off() -> None:
+    """Let no library of this process and its children send usage data, unless the user has said otherwise."""
+    for key, value in TELEMETRY_OFF.items():
+        os.environ.setdefault(key, value)
 
 
 def tracking_uri(tracking: str) -> str:
@@ -67,14 +66,29 @@ def _git(*arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def prepare_environment() -> Path:
-    """Set the defaults, redact logs, return the state folder. Raises `ValueError` for a bad `MILLRACE_LOG_FORMAT`."""
-    folder = home()
+def _hub_folder() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(cache) / "huggingface"
+
+
+def _is_writable(folder: Path) -> bool:
+    """True if files can be made in a folder, which may not exist yet."""
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
+def prepare_environment(run_folder: Path | None = None) -> Path:
+    """Set the defaults, redact logs, return the state folder, for a run file in `run_folder` or where one stands.
+
+    Raises `ValueError` for a bad `MILLRACE_LOG_FORMAT`.
+    """
+    folder = home() if run_folder is None else find_home(run_folder)
+    caches = folder / "cache" / "libraries"
     logs_are_json()
     redact_logs()
     defaults = {
         **TELEMETRY_OFF,
-        "MILLRACE_HOME": str(folder),
+        COMMAND: executable(),
         "PREFECT_HOME": str(folder / "prefect"),
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
@@ -105,7 +119,25 @@ def prepare_environment() -> Path:
         # Engine and trainer share the cores: a waiting thread must sleep instead of spinning on a core.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),  # Ray would give every actor one
+        # What libraries compile, or find out about models.
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "VLLM_CONFIG_ROOT": str(caches / "vllm-config"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "torchinductor"),
+        "TORCH_EXTENSIONS_DIR": str(caches / "torch-extensions"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "FLASHINFER_WORKSPACE_BASE": str(caches),
+        "TILELANG_CACHE_DIR": str(caches / "tilelang"),
+        "DG_JIT_CACHE_DIR": str(caches / "deep-gemm"),
+        "CUDA_CACHE_PATH": str(caches / "cuda"),
+        "NUMBA_CACHE_DIR": str(caches / "numba"),
+        "OUTLINES_CACHE_DIR": str(caches / "outlines"),
+        "MPLCONFIGDIR": str(caches / "matplotlib"),
+        # Models and data sets of the hub stay where all programs of the user share them, if that place can be written.
+        **({} if _is_writable(_hub_folder()) else {"HF_HOME": str(caches / "huggingface")}),
     }
+    if HOME not in os.environ or os.environ[HOME] == os.environ.get(HOME_FOUND):
+        os.environ[HOME] = os.environ[HOME_FOUND] = str(folder)
     for key, value in defaults.items():
-        os.environ.setdefault(key, value)
+        if key not in os.environ or os.environ[key] == _ours.get(key):
+            os.environ[key] = _ours[key] = value
     return folder

@@ -2,6 +2,9 @@
 
 In: such a path. Out: the object. And back: a path under which a child process finds the same object; and a digest of
 the code behind it. At the end: how our own packages and the user's modules are kept apart.
+
+A file is the module that Python makes of it: `my/env.py` is `env`, and imports what lies beside it. In a package it is
+`package.env`, and relative imports work. If another file or a library has that name, it gets one of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ PRODUCT = Path(__file__).resolve().parents[1]
 """The folder of our packages."""
 MOVED = {"rollouts.verifiers_environments:VerifiersWorkflow": "millrace:VerifiersWorkflow"}
 """Import paths that recorded runs have in their configuration, and where the object is now."""
+_FOLDERS: set[str] = set()
+"""Folders that `load_object` has put into `sys.path`, of files; another process does not have them."""
 
 
 def load_object(path: str) -> Any:
@@ -73,9 +78,11 @@ def absolute_path(path: str) -> str:
 
 def path_of(target: Any) -> str:
     """The import path under which another process can load a module-level function or class."""
-    module = sys.modules[target.__module__]
-    file = getattr(module, "__millrace_file__", None)
-    return f"{file or target.__module__}:{target.__qualname__}"
+    file = ""
+    with contextlib.suppress(InvalidInput):
+        file = str(source_file(inspect.unwrap(target)))
+    is_beside_a_file = any(Path(file).is_relative_to(folder) for folder in _FOLDERS) and not _is_installed(file)
+    return f"{file if is_beside_a_file else target.__module__}:{target.__qualname__}"
 
 
 def source_file(target: Any) -> Path:
@@ -92,14 +99,18 @@ def source_sha256(path: str) -> str:
     Functions of Python and of installed packages do not count: the lock names their versions. Raises as `load_object`.
     """
     target = load_object(path)
-    installed = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
     files = {source_file(target)}
     for function in filter(inspect.isfunction, vars(sys.modules[target.__module__]).values()):
         with contextlib.suppress(InvalidInput):  # a function made by `exec` has no file
             file = source_file(function)
-            if not any(file.is_relative_to(folder) for folder in installed):
+            if not _is_installed(file):
                 files.add(file)
     return sha256_of_json(sorted(sha256_of_file(file) for file in files))
+
+
+def _is_installed(file: str | Path) -> bool:
+    """True for a file of Python or of an installed package."""
+    return any(Path(file).is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib"))
 
 
 def _load_module(name: str) -> Any:
@@ -117,22 +128,78 @@ def _load_file(path: Path) -> Any:
     path = path.resolve()
     with path_errors(f"{path} cannot be imported"):
         if not path.exists():
-            raise InvalidInput(f"{str(path)!r} cannot be imported: no file {path}; run from the folder that holds it")
+            raise InvalidInput(
+                f"{str(path)!r} cannot be imported: no file {path}; paths in a run file are relative to it, those on "
+                "the command line to the current folder"
+            )
         path.open("rb").close()  # what its own code opens is another matter
-    name = f"millrace_file_{path.stem}_{abs(hash(str(path)))}"
+    root, names = path.parent, [path.stem]
+    while (root / "__init__.py").exists() and root != root.parent:
+        root, names = root.parent, [root.name, *names]
+    for folder in dict.fromkeys([path.parent, root]):
+        _FOLDERS.add(str(folder))
+        if str(folder) not in sys.path:
+            sys.path.insert(0, str(folder))
+    name = ".".join(names)
+    if _is_taken(names, root):
+        name = ".".join([f"millrace_file_{names[0]}_{abs(hash(str(root)))}", *names[1:]])
+        if len(names) > 1 and name.partition(".")[0] not in sys.modules:
+            _execute(name.partition(".")[0], root / names[0] / "__init__.py", is_package=True)
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        module.__millrace_file__ = str(path)  # type: ignore[attr-defined]
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]  # half a module would hide the error from the next call
-            raise
+        with _siblings(path.parent):
+            if len(names) > 1:
+                importlib.import_module(name)
+            else:
+                _execute(name, path)
         _refuse_shadowed(path.parent)
     return sys.modules[name]
+
+
+def _is_taken(names: list[str], root: Path) -> bool:
+    """True if the module `names` is another than the one that lies in `root`, or would hide a library."""
+    top, place = names[0], root / names[0]
+    if root == PRODUCT and len(names) > 1:
+        return False
+    if any("." in name for name in names) or top in sys.builtin_module_names or top in OWN_PACKAGES:
+        return True
+    if (module := sys.modules.get(top)) is not None:
+        file = Path(str(getattr(module, "__file__", ""))).resolve()
+        return file not in (place.with_suffix(".py"), place / "__init__.py")
+    spec = PathFinder.find_spec(top, [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")])
+    return spec is not None
+
+
+def _execute(name: str, path: Path, *, is_package: bool = False) -> None:
+    places = [str(path.parent)] if is_package else None
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=places)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module would hide the error from the next call
+        raise
+
+
+@contextlib.contextmanager
+def _siblings(folder: Path) -> Iterator[None]:
+    """What is imported meanwhile is what lies in `folder`, although files of the same names elsewhere are loaded."""
+    beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()}
+    others = {}
+    for name, module in list(sys.modules.items()):
+        file = Path(str(getattr(module, "__file__", None) or "/")).resolve()
+        of_files = any(file.is_relative_to(other) for other in _FOLDERS) and not _is_installed(file)
+        if name.partition(".")[0] in beside and of_files and not file.is_relative_to(folder):
+            others[name] = sys.modules.pop(name)
+    path = sys.path.copy()
+    if others:
+        sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.modules.update(others)
+        if others:
+            sys.path[:] = path
 
 
 def _public_names(module: Any) -> str:

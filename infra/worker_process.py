@@ -16,9 +16,11 @@ import pkgutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from infra.environment import turn_telemetry_off
 from infra.ports import free_port
 from infra.structured_logs import CALL, json_handler, logs_are_json
 from settings.redaction import redact_logs
@@ -32,7 +34,8 @@ _WATCHERS: list[subprocess.Popen[bytes]] = []
 class Host:
     """Runs inside the actor: opens the plain object there and forwards calls to it."""
 
-    def __init__(self, path: str, log_file: str) -> None:
+    def __init__(self, path: str, log_file: str, environment: dict[str, str]) -> None:
+        _set(environment)
         _die_with_parent()
         _redirect_output(log_file)
         self._path = path
@@ -73,10 +76,18 @@ async def _log_stacks_when_stuck() -> None:
         await asyncio.sleep(_STUCK_SECONDS / 4)
 
 
-def run_function(path: str, arguments: dict[str, Any], log_file: str) -> Any:
+def run_function(path: str, arguments: dict[str, Any], log_file: str, environment: dict[str, str]) -> Any:
+    _set(environment)
     _die_with_parent()
     _redirect_output(log_file)
     return pkgutil.resolve_name(path)(**arguments)
+
+
+def _set(environment: dict[str, str]) -> None:
+    """Set variables before a library reads them; telemetry is off on another node's environment too."""
+    turn_telemetry_off()
+    os.environ.update(environment)
+    tempfile.tempdir = None
 
 
 def _die_with_parent() -> None:

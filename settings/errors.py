@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from settings.places.run_paths import OWN_PACKAGES
 from settings.redaction import without_secrets
 
 MOST_FRAMES = 8
@@ -24,8 +25,6 @@ MOST_CHARACTERS = 2000
 """Of the text of one failure, frames included."""
 _LONGEST_FRAME = 160  # characters
 _LONGEST_LINE = 300  # characters, without the place
-OWN_PACKAGES = ("millrace", "cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
-"""Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
 _FRAME = re.compile(r"^  at (?P<place>.+?:\d+) in .*$", re.MULTILINE)
 _PYTHON_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n    +(?! *[\^~])(.+))?', re.MULTILINE)
 

@@ -20,6 +20,7 @@ from settings.block import Block, keys, nearest
 from settings.engine import EngineSettings
 from settings.errors import InvalidInput, path_errors
 from settings.evaluation import EvaluationSettings
+from settings.places.run_paths import absolute_paths
 from settings.presets import under_preset
 from settings.redaction import secret_settings
 from settings.reward import RewardSettings
@@ -59,12 +60,13 @@ class RunConfig(Settings):
     """A whole run."""
 
     workflow: str
-    """What to train on: `package.module:Class` or `path/to/file.py:Class`, a Workflow."""
+    """What to train on: `package.module:Class` or `path/to/file.py:Class`, a Workflow. This path and all others in a
+    run file are relative to the file, those on the command line to the current folder."""
     run: str = "run"
     """Name of the run. Starting it again continues it."""
     store: str = ""
     """Where shards and policies live: a folder, file:///… or s3://bucket/prefix. Empty: `$MILLRACE_STORE`,
-    or `.millrace/store`."""
+    or `.millrace/store`; the nearest `.millrace` in the run file's folder or above."""
     tracking: TrackingSettings = Field(default_factory=TrackingSettings)
     """MLflow: its address, and which policies it registers."""
     model: str = ""
@@ -177,14 +179,15 @@ def load_run_file(run: Path | dict[str, Any] | Sequence[Path], overrides: dict[s
     """Read a run file, or take its content, and apply overrides, dotted keys as in `train.num_minibatches`.
 
     Of several files each is read over those before it, key by key; a table of another `kind` replaces the one before.
+    Relative paths in a file are relative to its folder, those of overrides and of content to the current one.
     Raises `ConfigError` whose message names the key, what is wrong, and the nearest known key.
     """
     if isinstance(run, dict):
-        document, source = copy.deepcopy(run), "run"
+        document, source = absolute_paths(copy.deepcopy(run), Path.cwd()), "run"
     else:
         files = [run] if isinstance(run, Path) else run
         document, source = functools.reduce(_over, map(_read, files), {}), " + ".join(map(str, files))
-    for key, value in (overrides or {}).items():
+    for key, value in absolute_paths(overrides or {}, Path.cwd()).items():
         _set(document, key, value, source=source)
     return make_config(document, source=source)
 
@@ -194,7 +197,7 @@ def _read(path: Path) -> dict[str, Any]:
         with path_errors(f"run file {path}"):
             if not path.exists():
                 raise ConfigError(f"no run file {path}; see examples/ for some")
-            return tomllib.loads(path.read_text(encoding="utf-8"))
+            return absolute_paths(tomllib.loads(path.read_text(encoding="utf-8")), path.absolute().parent)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
@@ -251,7 +254,7 @@ def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConf
     `train.loss` and `train.advantage` take a kind, with its defaults; `train.preset` comes before any other key. Raises
     `ConfigError` for a key that does not exist or that says how trajectories were made, and for a bad value.
     """
-    changeable = _training_settings(config)
+    changeable, changes = _training_settings(config), absolute_paths(changes, Path.cwd())
     document = config.model_dump()
     if "train.preset" in changes:
         document["train"] = under_preset(document["train"], changes["train.preset"])

@@ -25,6 +25,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Pause as PrefectPause
 from prefect.states import State
 
+from settings.places.hints import command
 from storage.log.entries import Pause, Resume
 from tasks.fleet import ROLLOUT_ALIAS
 from tasks.prefect.own_flow_run import OwnFlowRun
@@ -85,11 +86,10 @@ class Listener:
         await self._session.fleet.refresh()
         if self._paused:
             logger.warning(
-                "paused at step %d (%s): what runs is finished, nothing new begins; "
-                "`millrace resume %s` lets the run go on",
+                "paused at step %d (%s): what runs is finished, nothing new begins; `%s` lets the run go on",
                 log.state.step,
                 log.state.paused,
-                log.run_id,
+                command("resume", log.run_id, store=log.store.uri),
             )
         else:
             logger.info("resumed at step %d", log.state.step)

@@ -19,7 +19,7 @@ from settings.evaluation import EvaluationSettings
 from storage.log.entries import Evaluation
 from storage.log.promotion import CHAMPION, NotPromoted, pass_gate
 from storage.log.run_log import RunLog
-from storage.log.runs import find_policy, run_config
+from storage.log.runs import find_policy, local_config
 from tasks.prefect.run_page import announce
 from tasks.session import run_log
 
@@ -33,7 +33,7 @@ class EvaluationFailed(UserError):
 def look_up_policy(*, store: str, run: str, version: int | None) -> tuple[dict[str, Any], int]:
     """A run's configuration, and a policy version, by default the newest. Raises `NotFound` and `InvalidInput`."""
     log = run_log(store=store, run=run)
-    return run_config(log), find_policy(log, version).version
+    return local_config(log), find_policy(log, version).version
 
 
 def check_split(*, workflow: str, dataset: str, split: str) -> None:

@@ -25,6 +25,7 @@ from rollouts.engines.engine import WeightUpdate
 from rollouts.production.failures import Failures
 from settings.errors import InvalidInput
 from settings.evaluation import EvaluationSettings
+from settings.places.hints import command
 from settings.run_file import RunConfig
 from storage.log.entries import Alias, Evaluation, Policy, Shard
 from storage.log.producers import Lookout, withdraw
@@ -271,7 +272,8 @@ class Fleet:
         if elsewhere := [join.holder for join in state.producers.values() if join.outside]:
             queue += f", producers elsewhere: {', '.join(elsewhere)}"
         elif not self.workers:
-            queue += f"; nothing produces: `millrace produce {self.log.run_id}` on another machine starts a producer"
+            produce = command("produce", self.log.run_id, store=self.log.store.uri)
+            queue += f"; nothing produces: `{produce}` on another machine starts a producer"
         hosted = [*self.workers.values(), *([self.evaluator] if self.evaluator else [])]
         return "\n".join([queue, *await asyncio.gather(*map(_report, hosted))])
 

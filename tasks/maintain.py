@@ -11,7 +11,8 @@ from typing import Any
 
 from prefect import task
 
-from infra.environment import prepare_environment, store_uri
+from infra.environment import prepare_environment
+from settings.places.state_folder import store_uri
 from storage.objects.opening import open_store
 from storage.retention.retention import collect_garbage
 from storage.retention.rules import make_rules

@@ -22,6 +22,7 @@ from prefect import task
 
 from infra.environment import tracking_uri
 from infra.user_code import own_command
+from settings.places.hints import command
 from settings.redaction import without_secrets
 from storage.log.entries import Registration
 from storage.log.run_log import RunLog
@@ -131,7 +132,9 @@ class TrackingMirror:
             except (TimeoutError, RegistryUnavailable) as error:
                 reason = without_secrets(str(error)) or f"it took more than {LONGEST_REPORT:g} s"
                 logger.warning(
-                    "MLflow has no report of this run, `millrace report %s` makes it: %s", log.run_id, reason
+                    "MLflow has no report of this run, `%s` makes it: %s",
+                    command("report", log.run_id, store=log.store.uri),
+                    reason,
                 )
             finally:
                 if making.returncode is None:

@@ -9,13 +9,13 @@ import inspect
 from contextvars import ContextVar
 from pathlib import Path
 
-from infra.environment import store_uri
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_tool_parser
 from rollouts.production.engine_choice import check_engine_arguments, local_folder, num_positions
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, path_errors
 from settings.loss import CustomLoss
+from settings.places.state_folder import store_uri
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
 from storage.objects.object_store import StoreError

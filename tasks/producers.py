@@ -20,7 +20,7 @@ from settings.errors import InvalidInput
 from storage.log.entries import Shard
 from storage.log.producers import check_name
 from storage.log.run_state import RunState
-from storage.log.runs import run_config
+from storage.log.runs import local_config
 from storage.objects.object_store import StoreError
 from tasks.rollout import load_policy
 from tasks.session import RunSession, run_log
@@ -36,7 +36,7 @@ SILENCE_SECONDS = 60.0
 
 def look_up_run(*, store: str, run: str) -> dict[str, Any]:
     """The configuration a run was started with. Raises `NotFound` for an unknown run."""
-    return run_config(run_log(store=store, run=run))
+    return local_config(run_log(store=store, run=run))
 
 
 def producer_name(name: str) -> str:

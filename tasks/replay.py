@@ -18,7 +18,7 @@ from settings.errors import InvalidInput
 from settings.run_file import RunConfig
 from storage.log.entries import to_json
 from storage.log.replay_plan import Replay, ReplayedStep, ReplayPlan, plan_replay
-from storage.log.runs import run_config
+from storage.log.runs import local_config
 from tasks.session import RunSession, run_log
 
 logger = logging.getLogger("millrace.replay")
@@ -32,7 +32,7 @@ def check_replay(
     if save and Path(save).exists():
         raise InvalidInput(f"{save} exists already; name a folder that does not, for the replayed policy")
     last = log.state.step if last is None else last
-    return plan_replay(log.state, run=run, first=first, last=last, rewards=rewards), run_config(log)
+    return plan_replay(log.state, run=run, first=first, last=last, rewards=rewards), local_config(log)
 
 
 @task(name="start-replay", persist_result=False)

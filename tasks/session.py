@@ -17,17 +17,19 @@ import asyncio
 import contextlib
 import logging
 import os
+import platform
 import sys
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
 from infra.cluster import Cluster
-from infra.environment import code_version, home, prepare_environment, store_uri
+from infra.environment import code_version, prepare_environment
 from infra.placement import check_shares
 from infra.structured_logs import log_driver, logs_are_json
 from infra.user_code import source_sha256
 from settings.errors import failure_text
+from settings.places.state_folder import home, store_uri
 from settings.run_file import RunConfig, default_values
 from storage.log.entries import End, Outcome, Session
 from storage.log.run_log import RunLog
@@ -133,6 +135,7 @@ async def training_session(config: RunConfig) -> AsyncIterator[RunSession]:
             reward_sha256=source_sha256(config.workflow),
             steps=config.steps,
             register=str(config.tracking.register),
+            host=platform.node(),
         )
         log.append(entry)
         if log.state.step:
@@ -181,7 +184,8 @@ async def _session(
     num_ranks = config.train.num_ranks if trains and config.train.device != "cpu" else 0
     gpus_per_engine = config.engine.num_gpus if num_engines else 1
     shares = max(1, num_engines * gpus_per_engine + num_ranks)
-    cluster = Cluster(log_folder=home() / "logs" / log.run_id, num_workers=shares, gpus_per_engine=gpus_per_engine)
+    places = {"log_folder": home() / "logs" / log.run_id, "home": home()}
+    cluster = Cluster(**places, num_workers=shares, gpus_per_engine=gpus_per_engine)
     with PeakMemory() as memory:
         session = RunSession(log, cluster, config, memory=memory, num_engines=max(1, num_engines), **options)
         async with cancellable(), session.ending(), cluster:

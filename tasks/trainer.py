@@ -11,6 +11,7 @@ from typing import Any
 from infra.cluster import Cluster, Hosted, HostedGroup
 from infra.environment import cache_folder
 from settings.errors import UserError
+from settings.places.hints import command
 from settings.train import TrainSettings
 from storage.log.entries import Claim, Quarantine, Step
 from storage.log.run_log import RunLog
@@ -98,7 +99,8 @@ def _give_up(claim: Claim, refused: RefusedShards) -> str:
     gap = max(refused.gaps.values())
     return (
         f"{count}: engine and trainer disagree by {gap:.3g} nats per token about policy {claim.base_version}, above "
-        f"train.max_gap = {refused.max_gap:g}. Check that the engine loads this very policy (`millrace lineage RUN "
-        f"--policy {claim.base_version} --verify` checks its files), that it runs the model in the trainer's precision "
-        "and code, and that top_p, top_k and min_p do not cut its probabilities short; then start this run again"
+        f"train.max_gap = {refused.max_gap:g}. Check that the engine loads this very policy "
+        f"(`{command('lineage', 'RUN', '--policy', claim.base_version, '--verify')}` checks its files), that it runs "
+        "the model in the trainer's precision and code, and that top_p, top_k and min_p do not cut its "
+        "probabilities short; then start this run again"
     )

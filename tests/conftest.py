@@ -26,6 +26,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from infra.environment import TELEMETRY_OFF
+from settings.places.hints import COMMAND
 from tests.apt import CannotInstall
 from tests.ceph import Ceph, ceph_server
 
@@ -41,6 +42,7 @@ settings.load_profile("no-deadline")
 
 def pytest_configure() -> None:
     os.environ.update(TELEMETRY_OFF)
+    os.environ[COMMAND] = "millrace"  # in hints, however the tests were started
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch's threads must not spin beside other tests
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from settings.errors import UserError
+from settings.places.hints import command
 from storage.log.promotion import GAP
 from trainers.refusals import RefusedShards
 
@@ -63,8 +64,8 @@ class NonFinite(UserError):
         before = f" for it, nor are the {num_updates} updates before it in this step committed" if num_updates else ""
         super().__init__(
             f"{what} is NaN or infinite at {named or 'no row in particular'}; the optimizer was not touched{before}. "
-            "Look at these attempts with `millrace traj show RUN ID`; if their tokens and rewards are sane, lower "
-            'learning_rate or set train.dtype = "float32", and start the run again'
+            f"Look at these attempts with `{command('traj', 'show', 'RUN', 'ID')}`; if their tokens and rewards are "
+            'sane, lower learning_rate or set train.dtype = "float32", and start the run again'
         )
         self.what = what
         self.rows = list(rows)

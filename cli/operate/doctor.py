@@ -19,8 +19,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from infra.environment import home, store_uri, tracking_uri
+from infra.environment import tracking_uri
 from settings.errors import UserError, failure_text, in_one_line
+from settings.places.hints import command
+from settings.places.state_folder import home, store_uri
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
@@ -40,8 +42,11 @@ class Finding(NamedTuple):
 
 def doctor(run_file: Annotated[Path | None, typer.Argument(help="Check this run file's places too.")] = None) -> None:
     """Check that everything a run needs is here, and say how to fix what is not."""
+    from infra.environment import prepare_environment
     from settings.run_file import load_run_file
 
+    if run_file:
+        prepare_environment(run_file.absolute().parent)
     config = load_run_file(run_file) if run_file else None
     if not diagnose(config, Console(highlight=False, soft_wrap=True)):
         raise typer.Exit(1)
@@ -143,7 +148,7 @@ def check_ports() -> Finding:
     if running := running_services(home()):
         return Finding("services are up: " + ", ".join(f"{s.name} {s.url}" for s in running.values()))
     busy = [port for port in (4200, 5000) if somebody_listens(port)]
-    return Finding(f"{busy} taken, `make up` will use others" if busy else "4200 and 5000 are free")
+    return Finding(f"{busy} taken, `{command('up')}` will use others" if busy else "4200 and 5000 are free")
 
 
 def check_store(uri: str) -> Finding:
@@ -187,7 +192,7 @@ def check_prefect() -> Finding:
                 return Finding(f"{url} asks for a password, or for another one", fix)
             theirs = reply.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
-        fix = "start it, on this machine by `millrace up`, or unset PREFECT_API_URL and go without its pages"
+        fix = f"start it, on this machine by `{command('up')}`, or unset PREFECT_API_URL and go without its pages"
         return Finding(f"{url} does not answer as Prefect does: {error}", fix)
     ours = importlib.metadata.version("prefect")
     if theirs != ours:

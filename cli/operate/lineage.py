@@ -15,8 +15,10 @@ from rich.markup import escape
 
 from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open_named, print_json
 from cli.terminal.formatting import counted, held_out, number, plain_table, ranges, versions_of
-from infra.environment import home, tracking_uri
+from infra.environment import tracking_uri
 from settings.errors import InvalidInput
+from settings.places.hints import command
+from settings.places.state_folder import home
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -88,7 +90,7 @@ def _version(log: RunLog, name: str, tracking: str) -> int:
         raise InvalidInput(
             f"the log of run {log.run_id!r} has no {'registered version' if name.isdigit() else 'alias'} {name!r} "
             f"(its aliases: {aliases}), and MLflow cannot be asked ({error}); "
-            f"start it with `millrace up`, name it with --tracking, or give --policy N"
+            f"start it with `{command('up')}`, name it with --tracking, or give --policy N"
         ) from error
 
 

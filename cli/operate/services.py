@@ -10,8 +10,9 @@ import os
 import typer
 from rich.console import Console
 
-from infra.environment import home
 from settings.errors import path_errors
+from settings.places.hints import command, program
+from settings.places.state_folder import home
 
 
 def up() -> None:
@@ -44,8 +45,8 @@ def up() -> None:
         f"worker   process {services['worker'].pid}, logs in {home() / 'logs'}\n\n"
         "Train through Prefect, here or from the form in the browser:\n"
         f"  export PREFECT_API_URL={api}\n"
-        "  .venv/bin/prefect deployment run 'train-grpo/train' -p run=my-run -p steps=20 --watch\n"
-        "Stop with `make down`.",
+        f"  {program('prefect')} deployment run 'train-grpo/train' -p run=my-run -p steps=20 --watch\n"
+        f"Stop with `{command('down')}`.",
         soft_wrap=True,
     )
 

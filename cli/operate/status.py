@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import JsonOption, StoreOption, open_named, open_named_store, print_json
 from cli.terminal.formatting import ago, number, one_line, plain_table
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, in_one_line
+from settings.places.hints import command
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def run_status(log: RunLog) -> dict[str, Any]:
     registration = state.registrations.get(live.version) if live else None
     return {
         "run": log.run_id,
+        "ended": end_sentence(log),
         "store": log.store.uri,
         "step": state.step,
         "weight_version": live.version if live else None,
@@ -82,10 +85,26 @@ def run_status(log: RunLog) -> dict[str, Any]:
     }
 
 
+def end_sentence(log: RunLog) -> str | None:
+    """How, when and why a run ended that lacks steps; None for one that is finished or may be at work."""
+    from storage.log.runs import outcome
+
+    state, how = log.state, outcome(log)
+    if how in ("running", "finished"):
+        return None
+    at = state.ended_at if state.ended else state.last_at
+    when = f"{time.strftime('%Y-%m-%d %H:%M', time.localtime(at))}, {ago(time.time() - at)}"
+    if state.ended is None:
+        return f"ended without a word, after its last entry at {when}: killed, or the machine went down"
+    return f"stopped at {when}" if how == "stopped" else f"crashed at {when}: {in_one_line(state.ended.reason)}"
+
+
 def status_table(status: dict[str, Any]) -> Group:
     """The status as a table."""
     table = plain_table()
     for key, value in status.items():
+        if key == "ended" and not value:
+            continue
         if key == "peak_memory_bytes":
             key, value = "peak memory", f"{value / 2**30:.2f} GiB"
         elif key == "pass_at":
@@ -126,7 +145,7 @@ class RunView:
             self._failure = ""
         except (OSError, StoreError) as error:
             self._failure = one_line(without_secrets(f"{type(error).__name__}: {error}"))
-        if self._entries != self._log.state.entries:
+        if before[:2] != (self._log.state.entries, self._is_training):
             self._entries = self._log.state.entries
             self._numbers = Group(_rounds(self._log.state), status_table(run_status(self._log)))
         return before != (self._entries, self._is_training, bool(self._failure))
@@ -191,9 +210,12 @@ def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
         print_json(listed)
     elif listed:
         console.print(_runs_table(listed))
+        for run in listed:
+            if run["ended"]:
+                console.print(Text(one_line(f"{run['run']} {run['ended']}"), style="yellow"), soft_wrap=True)
     else:
-        sentence = f"no runs in {opened.uri} yet; `millrace train examples/arithmetic.toml` makes one"
-        console.print(sentence, soft_wrap=True)
+        train = command("train", "RUNFILE")
+        console.print(escape(f"no runs in {opened.uri} yet; `{train}` makes one"), soft_wrap=True)
 
 
 def list_runs(store: ObjectStore) -> list[dict[str, Any]]:
@@ -216,6 +238,7 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
         "run": log.run_id,
         "workflow": config.get("workflow"),
         "is_training": is_training(log),
+        "ended": end_sentence(log),
         "step": state.step,
         "trajectories": state.num_trajectories,
         "accuracy_before": scores[0].score if scores else None,
@@ -234,7 +257,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
         table.add_row(
             run["run"],
             one_line(run["workflow"] or "-"),
-            "training" if run["is_training"] else "",
+            "training" if run["is_training"] else (run["ended"] or "").partition(" ")[0],
             str(run["step"]),
             f"{run['trajectories']:,}",
             "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),

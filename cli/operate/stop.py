@@ -15,6 +15,7 @@ import typer
 
 from cli.terminal.arguments import StoreOption, open_named
 from settings.errors import InvalidInput
+from settings.places.hints import command
 from settings.redaction import without_secrets
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def pause(run: str, reason: ReasonOption = "", store: StoreOption = "") -> None:
     log.append(Pause(reason=reason or _who_asked()))
     typer.echo(
         f"run {run} pauses at step {log.state.step}{_where(log)}; "
-        f"`millrace resume {run}` continues it, also after it was stopped and started again"
+        f"`{command('resume', run, store=log.store.uri)}` continues it, also after it was stopped and started again"
     )
 
 

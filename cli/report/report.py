@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.terminal.arguments import StoreOption, check_target, open_named
-from infra.environment import home
 from settings.errors import InvalidInput
+from settings.places.state_folder import home
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.terminal.arguments import JsonOption, print_json
+from settings.places.hints import command
 
 if TYPE_CHECKING:
     from settings.block import Key
@@ -50,7 +51,7 @@ def keys_of(key: str) -> list[Key]:
     rows = [row for row in keys(RunConfig) if not key or row.name == key or row.name.startswith(f"{key}.")]
     if not rows:
         close = nearest(key, RunConfig)
-        hint = f"did you mean {close!r}?" if close else "`millrace config` lists all keys"
+        hint = f"did you mean {close!r}?" if close else f"`{command('config')}` lists all keys"
         raise InvalidInput(f"{key}: no such key; {hint}")
     return rows
 

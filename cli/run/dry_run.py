@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.formatting import plain_table, size
-from infra.environment import store_uri, tracking_uri
+from infra.environment import tracking_uri
 from rollouts.production.engine_choice import local_folder
+from settings.places.state_folder import store_uri
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values
 from storage.log.runs import continues, open_run

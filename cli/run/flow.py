@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.logging import RichHandler
 
-from infra.environment import home
 from infra.services import ServiceFailed, end_orphaned_servers, running_services
 from infra.structured_logs import log_driver, logs_are_json
 from settings.errors import UserError, path_errors
+from settings.places.hints import command
+from settings.places.state_folder import home
 from settings.redaction import without_secrets
 
 Result = TypeVar("Result")
@@ -82,7 +83,7 @@ def _check_prefect_answers() -> None:
     except httpx.TransportError as error:
         raise ServiceFailed(
             f"Prefect at {without_secrets(url)} does not answer ({type(error).__name__}): start it, on this machine "
-            "by `millrace up`, or unset PREFECT_API_URL and go without its pages"
+            f"by `{command('up')}`, or unset PREFECT_API_URL and go without its pages"
         ) from error
 
 

@@ -14,7 +14,7 @@ from rich.status import Status
 
 from cli.operate.status import LEGEND, PHASES_HEADER, phases
 from cli.terminal.formatting import held_out
-from infra.environment import home
+from settings.places.state_folder import home
 from storage.log.entries import Evaluation, LogEntry, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import own_scores, run_config

@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named, print_json
 from cli.terminal.formatting import plain_table
+from settings.places.hints import command
 
 if TYPE_CHECKING:
     from rollouts.rewards.rescoring import Rescored
@@ -37,11 +38,11 @@ def rescore(
     from infra.user_code import absolute_path
     from rollouts.rewards.rescoring import Rescoring, load_reward
     from settings.run_file import make_config
-    from storage.log.runs import run_config
+    from storage.log.runs import local_config
     from storage.retention.retention import reading
 
     log, console = open_named(run, store), Console(highlight=False, stderr=as_json)
-    config = make_config(run_config(log), source=f"run {run}")
+    config = make_config(local_config(log), source=f"run {run}")
     function, rewards = load_reward(absolute_path(reward), name=name)
     rescoring = Rescoring(
         log,
@@ -88,7 +89,8 @@ def _print(log: RunLog, result: Rescored, console: Console) -> None:
     for shard_id, reason in result.skipped.items():
         console.print(f"[yellow]shard {shard_id} was left out[/]: {escape(reason)}", soft_wrap=True)
     if log.state.step:
-        console.print(f"[dim]train on them: millrace replay {log.run_id} --step {log.state.step} --rewards {name}[/]")
+        replay = command("replay", log.run_id, "--step", log.state.step, "--rewards", name, store=log.store.uri)
+        console.print(f"[dim]train on them: {escape(replay)}[/]", soft_wrap=True)
 
 
 def _document(result: Rescored) -> dict[str, object]:

@@ -60,19 +60,30 @@ def once(
 
 
 async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
-    """Attempt the run's first prompts with its live policy, on an engine in this process; commits nothing."""
-    from infra.environment import cache_folder, code_version
-    from rollouts.production.worker import RolloutWorker
-    from settings.run_file import make_config
-    from storage.log.runs import run_config
+    """Attempt the run's first prompts with its live policy, on an engine of its own; commits nothing.
 
-    config = make_config(run_config(log), source=f"run {log.run_id}")
-    store, cache = log.store.uri, str(cache_folder())
-    worker = await RolloutWorker.open(config, store_uri=store, name="debug", cache=cache, code_version=code_version())
-    try:
-        return await worker.rollout_batch(num_prompts)
-    finally:
-        await worker.close()
+    What the engine and its libraries print goes to a log file; if something fails, its path is printed.
+    """
+    from infra.cluster import Cluster
+    from infra.environment import cache_folder, code_version
+    from settings.places.state_folder import home
+    from settings.run_file import make_config
+    from storage.log.runs import local_config
+
+    config = make_config(local_config(log), source=f"run {log.run_id}")
+    gpus = config.engine.num_gpus
+    folder = home() / "logs" / log.run_id
+    async with Cluster(log_folder=folder, home=home(), num_workers=gpus, gpus_per_engine=gpus) as cluster:
+        path = "rollouts.production.worker:RolloutWorker"
+        worker = await cluster.host("rollout-once", path, num_gpus=cluster.gpus_per_engine)
+        facts = {"store_uri": log.store.uri, "cache": str(cache_folder()), "code_version": code_version()}
+        try:
+            await worker.call("open", config, name="debug", **facts)
+            groups: list[RolloutGroup] = await worker.call("rollout_batch", num_prompts)
+        except Exception:
+            Console(stderr=True, highlight=False).print(f"its log is {worker.log_file}", soft_wrap=True)
+            raise
+    return groups
 
 
 def _print_attempt(trajectory: Trajectory, console: Console) -> None:

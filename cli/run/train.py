@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from cli.terminal.arguments import check_target, open_named, parse_overrides, print_json
 from settings.errors import InvalidInput
+from settings.places.hints import command
 
 if TYPE_CHECKING:
     from settings.run_file import RunConfig
 
+_WIDEST = 50
+"""Characters of a command with a comment beside the others'."""
 logger = logging.getLogger("millrace.training")
 
 
@@ -44,6 +47,9 @@ def train(
             raise InvalidInput("--json and --write go with --dry-run")
         train_run(files, changes)
         return
+    from infra.environment import prepare_environment
+
+    prepare_environment(folder_of(files))
     from cli.run.dry_run import derived_values, print_values
     from settings.run_file import as_toml, load_run_file
 
@@ -66,16 +72,25 @@ def _is_run_file(word: str) -> bool:
     return word.endswith(".toml") and "=" not in word
 
 
+def folder_of(run: Path | dict[str, Any] | list[Path]) -> Path:
+    """The folder that a run's paths are relative to: of its first file, else the current one."""
+    file = run[0] if isinstance(run, list) else run
+    return Path.cwd() if isinstance(file, dict) else file.absolute().parent
+
+
 def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train the run of files, or of their content, until its last step; returns its status, as `run_status` does.
 
     `overrides` go over the file's settings, by dotted key. Raises `ConfigError`, and what `check_run` and the flow
     raise.
     """
+    from infra.environment import prepare_environment
+    from settings.places.state_folder import store_uri
+
+    prepare_environment(folder_of(run))
     from cli.operate.status import run_status
     from cli.run.flow import run_flow
     from cli.run.progress import Follower
-    from infra.environment import store_uri
     from settings.run_file import default_values, load_run_file
     from storage.log.runs import create_run, trainer_lock
     from storage.objects.opening import open_store
@@ -84,7 +99,7 @@ def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any]
     config, console = load_run_file(run, overrides), Console(highlight=False)
     check_run(config)
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
-    log = create_run(store, config.run, document, defaults=default_values())
+    log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values())
     with trainer_lock(log):
         pass  # another trainer is an error before anything heavy starts
     with Follower(log, steps=config.steps, console=console):
@@ -92,7 +107,7 @@ def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any]
     status = run_status(log)
     files = [] if isinstance(run, dict) else [run] if isinstance(run, Path) else run
     words = [*map(str, files), *(f"{key}={_typed(value)}" for key, value in (overrides or {}).items())]
-    _print_ending(status, config, console, train=shlex.join(words) if files else "")
+    _print_ending(status, config, console, train=words if files else [])
     return status
 
 
@@ -117,7 +132,7 @@ async def _train(config: RunConfig) -> None:
         )
 
 
-def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *, train: str) -> None:
+def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *, train: list[str]) -> None:
     """Accuracy before and after, where everything is, and what to try next."""
     before, after = (
         "-" if status[key] is None else f"{status[key]:.3f}" for key in ("accuracy_before", "accuracy_after")
@@ -133,15 +148,21 @@ def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *
         f"MLflow   {status['mlflow_model']} version {status['mlflow_version']}\n",
         soft_wrap=True,
     )
-    command = ".venv/bin/millrace"
-    again = f"  {command} train {train} run={config.run}-2 seed={config.seed + 1}\n" if train else ""
-    console.print(
-        "next:\n"
-        f"  {command} status {config.run}              [dim]# the run in numbers; --json for scripts[/]\n"
-        f"  {command} report {config.run}              [dim]# one web page: curves, time, groups, prompts[/]\n"
-        f"  {command} traj show {config.run} --worst   [dim]# the worst trajectories, with reward and versions[/]\n"
-        f"  {command} eval {config.run} --version 0    [dim]# score another policy version[/]\n"
-        f"{again}"
-        "  make up                                   [dim]# Prefect and MLflow in the browser, with this history[/]",
-        soft_wrap=True,
-    )
+    in_store = {"store": status["store"]}
+    lines = [
+        (command("status", config.run, **in_store), "the run in numbers; --json for scripts"),
+        (command("report", config.run, **in_store), "one web page: curves, time, groups, prompts"),
+        (
+            command("traj", "show", config.run, "--worst", **in_store),
+            "the worst trajectories, with reward and versions",
+        ),
+        (command("eval", config.run, "--version", 0, **in_store), "score another policy version"),
+        (command("up"), "Prefect and MLflow in the browser, with this history"),
+    ]
+    width = min(_WIDEST, max(len(line) for line, _ in lines))
+    if train:
+        again = command("train", *train, f"run={config.run}-2", f"seed={config.seed + 1}")
+        lines.insert(-1, (again, "the same with another seed"))
+    console.print("next:")
+    for line, what in lines:
+        console.print(f"  {escape(f'{line:<{width}}')}   [dim]# {what}[/]", soft_wrap=True)

@@ -26,7 +26,7 @@ WhereOption = Annotated[str, typer.Option(help='Only those that satisfy this SQL
 
 def open_named_store(store: str) -> ObjectStore:
     """The store that an option names, or the default one."""
-    from infra.environment import store_uri
+    from settings.places.state_folder import store_uri
     from storage.objects.opening import open_store
 
     return open_store(store_uri(store))

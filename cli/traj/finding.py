@@ -14,6 +14,7 @@ from rich.text import Text
 
 from cli.terminal.formatting import counted, one_line
 from settings.errors import InvalidInput
+from settings.places.hints import command
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -84,7 +85,7 @@ def find_trajectories(
         missing = trajectory_id or (f"group {group}" if group is not None else "such trajectory")
         raise InvalidInput(
             f"run {log.run_id!r} has no {missing}{why_missing(queries.left_out)}; "
-            f"`millrace traj ls {log.run_id}` lists what it has"
+            f"`{command('traj', 'ls', log.run_id, store=log.store.uri)}` lists what it has"
         )
     note_left_out(queries.left_out)
     return rows
@@ -199,7 +200,8 @@ def _shards_of_group(log: RunLog, group: str) -> list[str]:
     held_out = [shard for shard in log.state.shards.values() if shard.is_eval]
     shard_ids = [shard.id for shard in held_out if any(summary.id == group for summary in shard.groups)]
     if not shard_ids:
-        raise InvalidInput(f"run {log.run_id!r} has no group {group!r}; `millrace traj ls {log.run_id}` lists its ids")
+        listing = command("traj", "ls", log.run_id, store=log.store.uri)
+        raise InvalidInput(f"run {log.run_id!r} has no group {group!r}; `{listing}` lists its ids")
     return shard_ids
 
 

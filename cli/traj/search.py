@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named
@@ -20,6 +21,7 @@ from cli.terminal.formatting import counted, number, one_line, plain_table, vers
 from cli.traj.finding import check_step
 from infra.environment import cache_folder
 from settings.errors import InvalidInput
+from settings.places.hints import command
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -55,10 +57,11 @@ def index(
     news = f"{counted(report.shards_added, 'shard')} added" if report.shards_added else "nothing new"
     if report.shards_removed:
         news += f", {counted(report.shards_removed, 'shard')} removed"
+    again = escape(command("index", run, store=log.store.uri))
     console.print(
         f"run {run}: {news} in {time.perf_counter() - started:.1f} s; {report.trajectories} trajectories to search, "
         f"{f'vectors by {report.embedding}' if report.embedding else 'without vectors'}\n"
-        f"index    {index.folder}  [dim](safe to delete: `millrace index` makes it again)[/]",
+        f"index    {index.folder}  [dim](safe to delete: `{again}` makes it again)[/]",
         soft_wrap=True,
     )
 

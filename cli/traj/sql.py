@@ -23,6 +23,7 @@ from cli.terminal.arguments import JsonOption, StoreOption, open_named
 from cli.terminal.formatting import facts_table, one_line, plain_table, shortened
 from cli.traj.finding import note_left_out
 from settings.errors import InvalidInput
+from settings.places.hints import command
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -58,7 +59,8 @@ def sql(
     try:
         queries.stream(query, lambda reader: write(reader, sys.stdout) if write else _print(reader, console))
     except ValueError as error:
-        raise InvalidInput(f"{error}\n`millrace traj sql {run}` lists the views and their columns") from error
+        views = command("traj", "sql", run, store=log.store.uri)
+        raise InvalidInput(f"{error}\n`{views}` lists the views and their columns") from error
     note_left_out(queries.left_out)
 
 
@@ -75,7 +77,7 @@ def _print_views(log: RunLog, console: Console) -> None:
             columns.append(f":{_short(kind)}  ", style="dim")
         console.print(Padding(columns, (0, 0, 1, 2), expand=False))
     example = "select step, avg(reward), avg(num_sampled) from trajectories group by step order by step"
-    console.print(f'[dim]millrace traj sql {log.run_id} "{example}"[/]', soft_wrap=True)
+    console.print(f"[dim]{escape(command('traj', 'sql', log.run_id, example, store=log.store.uri))}[/]", soft_wrap=True)
     console.print("[dim]the SQL is DuckDB's: https://duckdb.org/docs/stable/sql/introduction[/]", soft_wrap=True)
 
 

@@ -4,7 +4,7 @@ In: a socket as file descriptor 0. Each message on it carries four descriptors: 
 environment), standard output, standard error, and one for reports. Out: reports, the process id and later the exit
 status.
 
-    python rollouts/environments/program_launcher.py MODULE …
+    python rollouts/environments/program_launcher.py SYS_PATH MODULE …
 
 It imports nothing of Millrace: a forked program must find what it would find if Python had started it.
 """
@@ -107,10 +107,13 @@ def _report(reports: int, number: int) -> None:
 
 
 def main() -> None:
-    """Import the modules named as arguments, then serve."""
+    """Import the modules named as arguments, as a process with that `sys.path` (JSON) finds them; then serve."""
     with socket.socket(fileno=os.dup(0)) as control:
-        for module in sys.argv[1:]:
+        path = sys.path.copy()
+        sys.path[:0] = json.loads(sys.argv[1])
+        for module in sys.argv[2:]:
             importlib.import_module(module)
+        sys.path[:] = path
         gc.collect()
         gc.freeze()  # a garbage collection in a program would copy every shared page
         serve(control)

@@ -61,7 +61,7 @@ def kill_group(program: Program) -> None:
 
 
 class Launcher:
-    """Forks Python programs from one process, which starts with the first program and imports `modules` once."""
+    """Forks Python programs from one process. It starts with the first one and imports `modules` as this one would."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = list(modules)
@@ -103,7 +103,7 @@ class Launcher:
                 self._control, theirs = socket.socketpair()
                 with theirs:
                     self._process = await asyncio.create_subprocess_exec(
-                        sys.executable, str(_LAUNCHER), *self._modules, stdin=theirs.fileno()
+                        sys.executable, str(_LAUNCHER), json.dumps(sys.path), *self._modules, stdin=theirs.fileno()
                     )
             return self._control
 

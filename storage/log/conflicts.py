@@ -17,7 +17,8 @@ def holds(state: RunState, body: Entry) -> bool:
         case entries.Session():
             return any(session.id == body.id for session in state.sessions)
         case entries.End(session_id=session_id):
-            return state.ended is not None and state.ended.session_id == session_id
+            newest = state.sessions[-1].id if state.sessions else session_id
+            return state.ended is not None or newest != session_id
         case entries.Lease():
             return all(state.leased.get(position) == body.holder for position in body.positions)
         case entries.Join():

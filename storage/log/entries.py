@@ -269,6 +269,8 @@ class Session:
     """The step that it trains to; 0 in logs from before this was recorded."""
     register: str = "all"
     """Which policies MLflow registers, see `tracking.register`; logs from before this was recorded have all."""
+    host: str = ""
+    """The machine of its driver; empty in logs from before this was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ In: a run's log and a policy version, or an evaluation of it. Out: sentences aga
 from __future__ import annotations
 
 from settings.errors import InvalidInput
+from settings.places.hints import command
 from storage.log.entries import Alias, Evaluation
 from storage.log.run_log import RunLog
 from storage.log.run_state import RunState
@@ -57,7 +58,7 @@ def why_not_promote(state: RunState, version: int, *, max_gap: float) -> list[st
     newest = {e.split: e for e in state.evaluations if e.version == version}
     problems += [
         f"every attempt of its evaluation on split {split!r} failed: {evaluation.last_error or 'no error was kept'}; "
-        "evaluate it again with `millrace eval`"
+        f"evaluate it again with `{command('eval', 'RUN', '--version', version, '--split', split)}`"
         for split, evaluation in newest.items()
         if evaluation.failed
     ]
@@ -75,7 +76,7 @@ def pass_gate(log: RunLog, evaluation: Evaluation, *, min_score: float, max_gap:
     if not evaluation.failed and not evaluation.score >= min_score:
         problems.append(f"it scored {evaluation.score:.3f} on split {evaluation.split!r}, below {min_score:g}")
     champion = state.aliases.get(CHAMPION)
-    by_hand = f"`millrace promote {log.run_id} --version {version}` would do it all the same"
+    by_hand = f"`{command('promote', log.run_id, '--version', version, store=log.store.uri)}` would do it all the same"
     if champion is not None and version < champion.version:
         problems.append(f"policy {champion.version}, the champion, is newer; {by_hand}")
     elif champion is not None and version > champion.version and version in {a.version for a in _champions(log)}:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from settings.errors import InvalidInput
+from settings.places.hints import command
 from storage.log.entries import Step
 from storage.log.run_state import RunState
 
@@ -98,7 +99,9 @@ def plan_replay(state: RunState, *, run: str, first: int, last: int, rewards: st
         raise CannotReplay(f"run {run!r} has no {asked}; it has steps 1 to {state.step}")
     if rewards and rewards not in state.rescored:
         names = ", ".join(state.rescored) or "none"
-        raise CannotReplay(f"run {run!r} has no rewards {rewards!r}; it has: {names}. `millrace rescore` makes them")
+        raise CannotReplay(
+            f"run {run!r} has no rewards {rewards!r}; it has: {names}. `{command('rescore', run)}` makes them"
+        )
     saved = next(saved_steps(state, at_most=first - 1), None)
     plan = ReplayPlan(resumed_from=saved.claim.step if saved else 0, first=first, last=last)
     for number in plan.steps:
@@ -112,7 +115,7 @@ def plan_replay(state: RunState, *, run: str, first: int, last: int, rewards: st
             reward = state.rescored[rewards].reward
             raise CannotReplay(
                 f"rewards {rewards!r} do not cover shard {min(missing)} of step {number}; "
-                f"continue them with `millrace rescore {run} --reward {reward} --name {rewards}`"
+                f"continue them with `{command('rescore', run, '--reward', reward, '--name', rewards)}`"
             )
     return plan
 

@@ -82,6 +82,8 @@ class RunState:
     """Folders of optimizer state that retention removed, and folders of policies that no step committed."""
     paused: str = ""
     """Why the run is paused; empty if it is not."""
+    ended_at: float = 0.0
+    """When the newest session ended, in Unix seconds, if it could still write so."""
     _first_free: int = field(default=0, compare=False)
     """No position before this one is free."""
     shards: RecordMap[str, records.Shard] = field(init=False)
@@ -216,7 +218,7 @@ class RunState:
                 self._free([position for position, name in self.leased.items() if name not in self.producers])
             case records.End(session_id=session_id) as end:
                 if self.sessions and self.sessions[-1].id == session_id:
-                    self.ended = end
+                    self.ended, self.ended_at = end, written_at
             case records.Join(holder=holder) as join:
                 self._free([position for position, name in self.leased.items() if name == holder])
                 self.producers[holder] = join

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from settings.errors import InvalidInput, NotFound, UserError
+from settings.places.hints import command
+from settings.places.run_paths import absolute_paths, local_paths, moved_paths, recorded_paths
 from storage.log.entries import Evaluation, Outcome, Policy
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of, sha256_of_json
@@ -29,6 +32,8 @@ MAY_CHANGE = frozenset({"steps", "tracking", "store"})
 MAY_DIFFER = frozenset({"train.num_ranks", "rollout.num_workers"})
 """Keys that say where a run computes. The recorded values are for its replays; a resumed run may use others."""
 
+_LONGEST_STALL = 1800.0
+"""Seconds, for a run whose configuration does not say."""
 _TRIES = 5
 _LOOK_SECONDS = 0.02
 """Longer than `is_training` holds the lock in order to look."""
@@ -41,29 +46,36 @@ class RunExists(InvalidInput):
 class RunBusy(UserError):
     """Another process is training this run."""
 
-    def __init__(self, run_id: str, process: str) -> None:
+    def __init__(self, log: RunLog, process: str) -> None:
         super().__init__(
-            f"run {run_id!r} is being trained by process {process or '?'}; wait for it, stop it with "
-            f"`millrace stop {run_id}`, or use another `run` id"
+            f"run {log.run_id!r} is being trained by process {process or '?'}; wait for it, stop it with "
+            f"`{command('stop', log.run_id, store=log.store.uri)}`, or use another `run` id"
         )
         self.pid = int(process) if process.isdecimal() else None
         """Of that process; None in the moment before it has written it."""
 
 
 def create_run(
-    store: ObjectStore, run_id: str, config: dict[str, Any], *, defaults: dict[str, Any] | None = None
+    store: ObjectStore,
+    run_id: str,
+    config: dict[str, Any],
+    *,
+    folder: Path | None = None,
+    defaults: dict[str, Any] | None = None,
 ) -> RunLog:
     """Create the run, or open it again when its configuration is the same; without a step it begins anew with another.
 
-    `defaults` holds the default of every key: an older run was made with it if its configuration lacks the key.
+    Paths are recorded relative to `folder`, by default the current one. `defaults` holds the default of every key: an
+    older run was made with it if its configuration lacks the key.
 
     Raises `RunExists`, which names the keys that differ and a free run id, `RunBusy`, and `InvalidInput` for an
     unusable id.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
         raise InvalidInput(f"run id {run_id!r}: use letters, digits, dot, dash and underscore, at most 100")
-    frozen = _frozen(config)
-    document = {"run_id": run_id, "config": frozen, "config_sha256": sha256_of_json(frozen)}
+    folder = (folder or Path.cwd()).absolute()
+    frozen = recorded_paths(_frozen(config), folder)
+    document = {"run_id": run_id, "folder": str(folder), "config": frozen, "config_sha256": sha256_of_json(frozen)}
     key = f"runs/{run_id}/run.json"
     if not store.put_if_absent(key, json.dumps(document, indent=1).encode()):
         log = open_run(store, run_id)
@@ -71,7 +83,7 @@ def create_run(
             return log
         with trainer_lock(log):
             remove_run(log)
-        return create_run(store, run_id, config, defaults=defaults)
+        return create_run(store, run_id, config, folder=folder, defaults=defaults)
     return open_run(store, run_id)
 
 
@@ -80,7 +92,9 @@ def continues(log: RunLog, config: dict[str, Any], *, defaults: dict[str, Any] |
 
     Raises `RunExists` if it has another one and steps.
     """
-    differences = _differences(_filled_in(run_config(log), _frozen(defaults or {})), _frozen(config))
+    recorded, wanted = run_config(log), absolute_paths(_frozen(config), Path.cwd())
+    here = moved_paths(recorded, local_config(log), wanted)
+    differences = _differences(_filled_in(here, _frozen(defaults or {})), wanted)
     if differences and log.state.step:
         raise RunExists(
             f"run {log.run_id!r} in {log.store.uri} was started with another configuration; these keys differ: "
@@ -132,9 +146,27 @@ def find_policy(log: RunLog, version: int | None) -> Policy:
 
 
 def run_config(log: RunLog) -> dict[str, Any]:
-    """The run's frozen configuration."""
-    config: dict[str, Any] = json.loads(log.store.get(log.key("run.json")))["config"]
+    """The run's frozen configuration; its paths are relative to the folder of the run file."""
+    config: dict[str, Any] = _run_document(log)["config"]
     return config
+
+
+def local_config(log: RunLog) -> dict[str, Any]:
+    """The same with absolute paths: from the folder of the run file, or from where that is now, if it was moved or this
+    is another machine, under the current folder or the one with the store. A run of before the folder was recorded has
+    the last two."""
+    document, bases = _run_document(log), [Path.cwd()]
+    if isinstance(log.store, LocalStore):
+        bases += list(log.store.root.parents)[1:2]
+    written = Path(document.get("folder", "/"))
+    tails = [Path(*written.parts[length:]) for length in range(1, len(written.parts) + 1)]
+    moved = [base / tail for base in bases for tail in tails if (base / tail).is_dir()]
+    return local_paths(document["config"], [written, *moved] if "folder" in document else bases)
+
+
+def _run_document(log: RunLog) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(log.store.get(log.key("run.json")))
+    return document
 
 
 def own_scores(log: RunLog, config: dict[str, Any]) -> list[Evaluation]:
@@ -161,7 +193,7 @@ def trainer_lock(log: RunLog) -> Iterator[None]:
             except BlockingIOError:
                 if not tries_left:
                     file.seek(0)
-                    raise RunBusy(log.run_id, file.read().strip()) from None
+                    raise RunBusy(log, file.read().strip()) from None
                 time.sleep(_LOOK_SECONDS)  # the holder may be `is_training`
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -179,20 +211,23 @@ def is_training(log: RunLog) -> bool:
     return False
 
 
-def outcome(log: RunLog) -> Outcome | Literal["running", "crashed"]:
-    """How the run's newest session ended, as the log says; `running` if it has not, as far as this machine can tell.
+def outcome(log: RunLog) -> Outcome | Literal["running", "vanished"]:
+    """How the run's newest session ended, as the log says; `running` if it has not, or if the run is paused.
 
-    `crashed`: it has not said so, and its process is gone. In an object store, where this machine's lock tells nothing
-    of others, such a session is `running`.
+    A driver that was killed wrote nothing: it has `vanished` if it worked on this machine and its lock is free, or if
+    elsewhere it has been silent for twice the time after which it would have reported a stall.
     """
     state = log.state
     if state.ended is not None:
         return state.ended.outcome
-    if not state.sessions or is_training(log):
+    if not state.sessions or state.paused or is_training(log):
         return "running"
     if 0 < state.sessions[-1].steps <= state.step:  # sessions of older versions did not say how they ended
         return "finished"
-    return "crashed" if isinstance(log.store, LocalStore) else "running"
+    host = state.sessions[-1].host
+    is_here = host == platform.node() or (not host and isinstance(log.store, LocalStore))
+    stall = float(run_config(log).get("rollout", {}).get("stall_timeout", _LONGEST_STALL))
+    return "vanished" if is_here or time.time() - state.last_at > 2 * stall else "running"
 
 
 @contextlib.contextmanager

@@ -22,11 +22,11 @@ from typing import BinaryIO, Protocol
 import pyarrow as pa
 
 from settings.errors import UserError
+from settings.places.hints import command
 
 MIN_FREE_VARIABLE = "MILLRACE_MIN_FREE_GB"
 """Environment variable: gigabytes (10^9 bytes) that shards and policies leave free on a disk; default 1."""
 
-STORE_REMEDY = "Make room with `millrace gc`, choose another `store`"
 BLOCK_BYTES = 2**20
 """Bytes of a file in memory while it is copied."""
 
@@ -231,14 +231,15 @@ def checked_key(key: str) -> str:
 
 
 @contextlib.contextmanager
-def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy: str = STORE_REMEDY) -> Iterator[None]:
+def room_for(num_bytes: int, folder: Path, *, reserve: float, what: str, remedy: str = "") -> Iterator[None]:
     """Raise `StoreFull` unless `num_bytes` and `reserve` fit on the disk of `folder`, or a write inside exceeds it."""
 
     def full(free: int) -> StoreFull:
+        room = f"Make room with `{command('gc')}`, choose another `store`"
         reserved = f" and {_size(reserve)} to be left free ({MIN_FREE_VARIABLE})" if reserve else ""
         return StoreFull(
             f"{what} is full: {_size(free)} free, {_size(num_bytes)} to write{reserved}. "
-            f"{remedy}, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
+            f"{remedy or room}, or set {MIN_FREE_VARIABLE} (gigabytes) lower. "
             "Nothing that was committed is lost: the same command continues"
         )
 

@@ -32,6 +32,7 @@ import s3fs
 from s3fs.core import S3_RETRYABLE_ERRORS
 
 from settings.errors import InvalidInput
+from settings.places.hints import command
 from settings.redaction import without_secrets
 from storage.objects.digests import DigestMismatch, sha256_of
 from storage.objects.object_store import (
@@ -264,8 +265,9 @@ class S3Store:
                 raise DigestMismatch(f"store {self.uri}: {key} is not what was written there: {reason}") from error
             if re.search("QuotaExceeded|StorageFull", code) or status == 507:
                 raise StoreFull(
-                    f"store {self.uri} is full: it refuses {key}: {reason}. Make room with `millrace gc`, raise its "
-                    "quota, or choose another `store`. Nothing that was committed is lost: the same command continues"
+                    f"store {self.uri} is full: it refuses {key}: {reason}. Make room with "
+                    f"`{command('gc', store=self.uri)}`, raise its quota, or choose another `store`. "
+                    "Nothing that was committed is lost: the same command continues"
                 ) from error
             raise StoreError(f"store {self.uri}: cannot {action} {key}: {reason}") from error
 

@@ -36,7 +36,7 @@ _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
 ROLLOUT = "rollout"
 """Alias of the policy that the engines serve."""
-_STATUS = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "crashed": "FAILED"}
+_STATUS = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "vanished": "FAILED"}
 """Outcome of a run's newest session → status of the MLflow run."""
 
 

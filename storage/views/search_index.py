@@ -28,6 +28,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from settings.errors import InvalidInput, NotFound
+from settings.places.hints import command
 from storage.log.entries import Shard, claimed_groups
 from storage.log.run_log import RunLog
 from storage.objects.digests import sha256_of
@@ -181,7 +182,8 @@ class SearchIndex:
         return self.folder / f"{_TABLE}.lance"
 
     def _again(self, embedding: str = "") -> str:
-        return f"`millrace index {self.log.run_id} --rebuild{f' --embedding {embedding}' if embedding else ''}`"
+        options = ["--rebuild", *(["--embedding", embedding] if embedding else [])]
+        return f"`{command('index', self.log.run_id, *options, store=self.log.store.uri)}`"
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
@@ -232,7 +234,8 @@ class SearchIndex:
         import lancedb
 
         if not self._exists():
-            raise NotFound(f"run {self.log.run_id!r} has no search index; `millrace index {self.log.run_id}` makes it")
+            index = command("index", self.log.run_id, store=self.log.store.uri)
+            raise NotFound(f"run {self.log.run_id!r} has no search index; `{index}` makes it")
         with self._damage_named():
             table = lancedb.connect(str(self.folder)).open_table(_TABLE)
             version = (table.schema.metadata or {}).get(b"millrace_index", b"none").decode()

@@ -26,9 +26,10 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_progress_artifa
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 
-from infra.environment import home, local_tracking_uri
+from infra.environment import local_tracking_uri
 from infra.services import TRAINING_VIEW, running_services
 from settings.errors import in_one_line
+from settings.places.state_folder import home
 from settings.redaction import without_secrets
 from storage.log.entries import Step
 from storage.log.promotion import CHAMPION

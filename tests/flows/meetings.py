@@ -9,9 +9,9 @@ import asyncio
 import functools
 from collections.abc import Callable
 
-from infra.environment import home, store_uri
 from rollouts.chat.chat import Chat
 from rollouts.workflow import Score, workflow_context
+from settings.places.state_folder import home, store_uri
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
 from storage.objects.opening import open_store

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from settings.errors import InvalidInput
+from settings.places.hints import command
 
 if TYPE_CHECKING:
     from settings.advantage import Advantage
@@ -42,7 +43,7 @@ def advantages_of(
     if settings.kind != "distill" and rewards_B.isnan().all():
         raise InvalidInput(
             f"all {len(rewards_B)} rewards are null, which is for faults of the environment; an attempt that is merely"
-            " wrong gets a number, 0 for example. `millrace rollout once RUN --n 4` shows the errors"
+            f" wrong gets a number, 0 for example. `{command('rollout', 'once', 'RUN', '--n', 4)}` shows the errors"
         )
     groups = _Groups(rewards_B, groups_B)
     options = settings.model_dump(exclude={"kind", "per_reward", "baseline_part"})

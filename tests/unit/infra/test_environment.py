@@ -1,12 +1,18 @@
-"""Where state lives: what the run file says, else the environment, else the state folder."""
+"""Where state lives: what the run file says, else the environment, else the state folder; what libraries are told."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from infra.environment import local_tracking_uri, store_uri, tracking_uri
+from infra.environment import TELEMETRY_OFF, local_tracking_uri, tracking_uri
+from infra.user_code import PRODUCT
+from settings.places.state_folder import store_uri
 
 STATED = {"MILLRACE_STORE": "s3://bucket/store", "MILLRACE_TRACKING": "http://mlflow:5000"}
 
@@ -36,3 +42,62 @@ def test_the_run_file_comes_before_the_environment_and_that_before_the_state_fol
     store, tracking = (value.replace("HOME", str(tmp_path)) for value in run_file)
     assert (store_uri(store), tracking_uri(tracking)) == tuple(e.replace("HOME", str(tmp_path)) for e in expected)
     assert local_tracking_uri() == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+SHOW = """
+import json, os
+from pathlib import Path
+{imports}
+print(json.dumps(dict(os.environ)))
+"""
+
+
+def _environment_after(imports: str, folder: Path, **variables: str) -> dict[str, str]:
+    """The environment of a Python process in a folder after some statements."""
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PRODUCT), "HOME": str(folder / "home"), **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", SHOW.format(imports=imports)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("imports", ["import millrace", "import flows"])
+def test_whoever_imports_millrace_or_a_flow_has_turned_telemetry_off(imports: str, tmp_path: Path):
+    """The folder of flows is imported before any module in it, and so before Prefect, which looks as it is imported."""
+    imports += "\nimport sys; assert 'prefect' not in sys.modules"
+    assert TELEMETRY_OFF.items() <= _environment_after(imports, tmp_path).items()
+    assert _environment_after(imports, tmp_path, HF_HUB_DISABLE_TELEMETRY="0")["HF_HUB_DISABLE_TELEMETRY"] == "0"
+
+
+def test_libraries_keep_their_files_in_the_state_folder_and_the_hubs_models_where_the_user_has_them(tmp_path: Path):
+    prepare = "from infra.environment import prepare_environment\nprepare_environment(Path('my'))"
+    (tmp_path / "my").mkdir()
+    (tmp_path / "home").mkdir()
+    found = _environment_after(prepare, tmp_path)
+    caches = tmp_path / "my" / ".millrace" / "cache" / "libraries"
+    assert (
+        found["MILLRACE_HOME"] == str(tmp_path / "my" / ".millrace") == found["PREFECT_HOME"].removesuffix("/prefect")
+    )
+    assert found["VLLM_CACHE_ROOT"] == str(caches / "vllm") and "HF_HOME" not in found
+    below = _environment_after(prepare.replace("Path('my')", ""), tmp_path, **found)
+    assert below["MILLRACE_HOME"] == found["MILLRACE_HOME"], "a child process has its parent's"
+    (tmp_path / "no home").touch()
+    unwritable = _environment_after(prepare, tmp_path, HOME=str(tmp_path / "no home" / "x"), TRITON_CACHE_DIR="/mine")
+    assert unwritable["HF_HOME"] == str(caches / "huggingface") and unwritable["TRITON_CACHE_DIR"] == "/mine"
+
+
+def test_a_later_call_for_another_run_file_has_its_state_folder(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    twice = (
+        "from infra.environment import prepare_environment\nprepare_environment()\nprepare_environment(Path('other'))"
+    )
+    found = _environment_after(twice, tmp_path)
+    assert found["PREFECT_HOME"] == str(tmp_path / "other" / ".millrace" / "prefect")
+    assert _environment_after(twice, tmp_path, MILLRACE_HOME="mine")["PREFECT_HOME"] == str(
+        tmp_path / "mine" / "prefect"
+    )

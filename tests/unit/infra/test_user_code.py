@@ -81,7 +81,7 @@ def test_what_is_no_import_path_says_how_one_looks(path: str):
 
 @pytest.mark.parametrize("path", ["no.such.module:Name", "examples.nothing:Name", "/no/such/file.py:Name"])
 def test_a_missing_module_or_file_is_named_with_the_likely_reason(path: str):
-    with pytest.raises(ValueError, match="cannot be imported.*run from the folder that holds it"):
+    with pytest.raises(ValueError, match="cannot be imported.*(run from the folder that holds it|relative to it)"):
         load_object(path)
 
 
@@ -117,6 +117,66 @@ def test_an_error_in_the_users_file_is_raised_as_it_is_every_time(file: Path):
             load_object(f"{file}:Game")
     file.write_text(FILE)
     assert load_object(f"{file}:Game.Board").size == 9
+
+
+PLAY_SIBLINGS = """
+import asyncio, sys
+from infra.user_code import load_object, path_of
+from rollouts.rewards.rescoring import load_reward
+from rollouts.rewards.scoring import RewardPool
+
+game = load_object(sys.argv[1] + ":Game")
+
+async def play():
+    async with RewardPool(num_processes=1, timeout=60) as pool:
+        return (await pool.score(game.reward, 2, 1)).reward
+
+rescore = load_reward(path_of(game.reward))[0](2, 1)
+print(game.__module__, game.double.__module__, asyncio.run(play()), rescore, game.doubled(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "files", "modules"),
+    [
+        ("import helpers\nfrom helpers import double, reward", "game.py helpers.py", "game helpers"),
+        ("from . import helpers\nfrom .helpers import double, reward", "__init__.py", "my.game my.helpers"),
+        ("from my import helpers\nfrom my.helpers import double, reward", "__init__.py", "my.game my.helpers"),
+        ("import helpers\nfrom helpers import double, reward", "__init__.py", "my.game helpers"),
+    ],
+)
+def test_a_file_imports_what_lies_beside_it_and_so_do_reward_processes_and_sandboxes(
+    tmp_path: Path, imports: str, files: str, modules: str
+):
+    folder = tmp_path / "my"
+    folder.mkdir()
+    for file in files.split():
+        (folder / file).touch()
+    game = "class Game:\n    double, reward, doubled = map(staticmethod, (double, reward, helpers.doubled))\n"
+    (folder / "game.py").write_text(f"{imports}\n{game}")
+    (folder / "helpers.py").write_text(
+        "from millrace import sandboxed\n\ndef double(n):\n    return 2.0 * n\n\ndef reward(reply, answer):\n"
+        "    return double(reply) + answer\n\n@sandboxed(seconds=20)\ndef doubled(n: int) -> float:\n"
+        "    return double(n)\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    printed = _python(tmp_path / "elsewhere", "-c", PLAY_SIBLINGS, str(folder / "game.py"))
+    assert printed == f"{modules} 5.0 5.0 8.0"
+
+
+def test_files_of_two_folders_have_their_own_siblings_and_a_taken_name_is_no_obstacle(tmp_path: Path):
+    values = []
+    for place in ("a", "b", "c/tasks", "d/json"):
+        folder = tmp_path / place
+        folder.mkdir(parents=True)
+        package = "." if "/" in place else ""
+        (folder / "siblings.py").write_text(f"PLACE = {place!r}\n")
+        (folder / "places.py").write_text(f"from {package}siblings import PLACE\n\nclass Place:\n    name = PLACE\n")
+        if package:
+            (folder / "__init__.py").touch()
+    for place in ("a", "b", "a", "c/tasks", "d/json"):
+        values.append(load_object(f"{tmp_path}/{place}/places.py:Place").name)
+    assert values == ["a", "b", "a", "c/tasks", "d/json"]
 
 
 WORKFLOW = """

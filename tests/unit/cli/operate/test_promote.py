@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from storage.log.entries import Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, trainer_lock
 from storage.objects.object_store import LocalStore
@@ -19,7 +20,8 @@ from tests.unit.cli.builders import printed, typed
 def log(store: LocalStore) -> RunLog:
     """A run whose first step is fine and whose second has a gap of 0.7 nats, allowed by its own settings."""
     log = create_run(store, "run", {"train": {"max_gap": 0.8}})
-    log.append(BASE)
+    for body in (Session(id="s", code_version="", steps=2), BASE):
+        log.append(body)
     for number, gap in ((1, 0.0), (2, 0.7)):
         log.append(a_shard(f"s{number}", [a_summary(number)]))
         step = a_step(log.state, trained=[f"0.task{number}"])

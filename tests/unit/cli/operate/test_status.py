@@ -16,7 +16,7 @@ from rich.console import Console
 
 from cli.operate import status
 from cli.operate.status import RunView, follow_run, run_status, status_table
-from storage.log.entries import Alias, LogEntry, Pause, Policy, Session, Step
+from storage.log.entries import Alias, End, LogEntry, Pause, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.run_state import LogDamaged
 from storage.log.runs import create_run, open_run, trainer_lock
@@ -275,3 +275,17 @@ def test_runs_have_steps_scores_champion_and_who_trains(store: LocalStore, monke
 def test_an_empty_store_says_what_makes_a_run(store: LocalStore) -> None:
     assert "no runs in" in printed("runs") and "millrace train" in printed("runs")
     assert json.loads(printed("runs --json")) == []
+
+
+def test_a_run_that_crashed_says_when_and_why_in_status_and_runs(log: RunLog) -> None:
+    log.append(Session(id="s", code_version="", steps=5))
+    assert "run ended without a word, after its last entry at 20" in printed("runs")
+    log.append(End(session_id="s", outcome="failed", reason="KeyError: 'answr' at my/env.py:31"))
+    shown = printed("status run", columns=160)
+    assert re.search(r"^ended +crashed at 20.* ago: KeyError: .answr. at my/env.py:31 *$", shown, re.M)
+    shown = printed("runs")
+    assert re.search(r"^run .* crashed .*\n.*^run crashed at 20.* ago: KeyError: 'answr'", shown, re.M)
+    assert json.loads(printed("runs --json"))[0]["ended"].startswith("crashed at 20")
+    with trainer_lock(log):
+        log.append(Session(id="t", code_version="", steps=5))
+        assert run_status(log)["ended"] is None and "crashed" not in printed("runs"), "it is at work again"

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import shlex
 import shutil
 from functools import partial
 from pathlib import Path
@@ -380,7 +381,7 @@ def test_sql_fits_the_terminal_and_knows_the_views(log: RunLog):
     names = "trajectories groups turns tokens steps evaluations mean_logprob:double loss:double"
     assert [name for name in names.split() if name not in views] == []
     example = next(line for line in views.splitlines() if line.startswith("millrace traj sql run"))
-    assert "reward" in sql(example.split('"')[1])
+    assert "reward" in sql(shlex.split(example)[-1])
     wrong = sql("select rewrd from trajectories", status=2)
     assert '"reward"' in wrong and "`millrace traj sql run` lists" in wrong
     assert "exclude each other" in sql("select 1", "--json", "--csv", status=2)

@@ -72,7 +72,7 @@ async def test_what_is_preloaded_is_imported_once_and_each_program_has_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "slow_library.py").write_text(f"open({str(tmp_path / 'imports')!r}, 'a').write('.')\nused = []\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     text = "import random, slow_library\nslow_library.used.append(1)\nprint(len(slow_library.used), random.random())"
     command = _script(tmp_path, text)
     async with _launcher("slow_library") as launcher:

@@ -95,7 +95,8 @@ def test_a_shard_quarantined_for_its_gap_counts_until_a_step_has_shown_the_contr
 def test_an_evaluation_that_failed_counts_until_one_succeeds(log: RunLog) -> None:
     log.append(_evaluation(3, num_failed=6))
     assert _why(log) == [
-        "every attempt of its evaluation on split 'test' failed: no sandbox; evaluate it again with `millrace eval`"
+        "every attempt of its evaluation on split 'test' failed: no sandbox; evaluate it again with "
+        "`millrace eval RUN --version 3 --split test`"
     ]
     assert _why(log, 2) == []
     with pytest.raises(NotPromoted, match="every attempt of its evaluation"):
@@ -140,7 +141,9 @@ def test_an_evaluation_moves_the_champion_only_forward_and_only_with_the_score(l
     for _ in range(2):
         assert _passed(log, 2) == 2
     assert log.entries[-2].kind == "alias", "the second time, only the evaluation is new"
-    with pytest.raises(NotPromoted, match="policy 2, the champion, is newer; `millrace promote run --version 1`"):
+    with pytest.raises(
+        NotPromoted, match="policy 2, the champion, is newer; `millrace promote run --version 1 --store memory:`"
+    ):
         _passed(log, 1)
     with pytest.raises(NotPromoted, match="it scored 0.500 on split 'test', below 0.8"):
         _passed(log, 2, score=0.5)  # it stays the champion

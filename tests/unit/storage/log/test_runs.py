@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import platform
 import re
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from settings.errors import NotFound
-from storage.log.entries import End, Session
+from storage.log.entries import End, Pause, Session
 from storage.log.runs import RunBusy, RunExists, create_run, open_run, outcome, remove_run, run_config, trainer_lock
 from tests.builders import BASE, MemoryStore, a_log, a_shard, a_step, a_summary, local_store
 from tests.processes import hold_trainer_lock
@@ -141,23 +142,53 @@ def test_a_second_trainer_is_refused_and_told_who_holds_the_run_until_that_one_i
             pass
 
 
-def test_how_a_run_ended_is_what_its_newest_session_said_or_what_its_lock_says(tmp_path: Path):
-    log = create_run(local_store(tmp_path), "run", CONFIG)
+_HERE = platform.node()
+
+
+@pytest.mark.parametrize(
+    ("session", "later", "age", "expected"),
+    [
+        *(({"host": host}, [End(session_id="a", outcome="failed")], 0, "failed") for host in (_HERE, "other")),
+        (
+            {"host": _HERE},
+            [End(session_id="a", outcome="stopped"), End(session_id="a", outcome="failed")],
+            0,
+            "stopped",
+        ),
+        ({"host": _HERE}, [], 0, "vanished"),
+        ({"host": "other"}, [], 0, "running"),  # its lock is on another machine
+        ({"host": "other"}, [], 2 * 60 + 1, "vanished"),  # it would have reported a stall
+        ({"host": _HERE, "steps": 0}, [], 0, "vanished"),
+        ({}, [], 0, "vanished"),  # from before hosts were recorded: the lock of a local store counts
+        ({"host": _HERE}, [Pause(reason="later")], 0, "running"),
+        # A session that began since is at work, whatever the one before ended with, or says too late.
+        ({}, [End(session_id="a", outcome="failed"), Session(id="b", code_version="", host="o")], 0, "running"),
+        ({}, [Session(id="b", code_version="", host="o"), End(session_id="a", outcome="failed")], 0, "running"),
+    ],
+)
+def test_how_a_run_ended_is_what_its_newest_session_said_or_what_its_lock_says(
+    session: dict[str, Any],
+    later: list[Any],
+    age: float,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    log = create_run(local_store(tmp_path), "run", {"rollout": {"stall_timeout": 60}})
     assert outcome(log) == "running", "it has not begun"
-    log.append(Session(id="first", code_version="", steps=1))
+    for body in (Session(**{"id": "a", "code_version": "", "steps": 2, **session}), BASE, *later):
+        log.append(body)
+    last_at = log.state.last_at
+    monkeypatch.setattr(time, "time", lambda: last_at + age)
+    assert outcome(open_run(log.store, "run")) == expected
+
+
+def test_a_run_that_is_trained_or_has_its_steps_has_not_ended_too_early(tmp_path: Path):
+    log = create_run(local_store(tmp_path), "run", {})
+    for body in (Session(id="a", code_version="", steps=1, host=_HERE), BASE, a_shard("s", [a_summary(0)])):
+        log.append(body)
     with trainer_lock(log):
         assert outcome(log) == "running"
-    assert outcome(log) == "crashed"
-    assert outcome(a_log()) == "running", "the lock of this machine tells nothing of another's session"
-    for ended in ("stopped", "failed", "finished"):
-        log.append(Session(id=f"which {ended}", code_version="", steps=1))
-        log.append(End(session_id="first", outcome="finished"))  # from a process that came too late
-        assert log.state.ended is None
-        log.append(End(session_id=f"which {ended}", outcome=ended, reason="so"))
-        log.append(End(session_id=f"which {ended}", outcome="failed"))
-        assert (outcome(log), log.state.ended.reason) == (ended, "so")
-    log.append(Session(id="older", code_version="", steps=1))
-    for body in (BASE, a_shard("s0", [a_summary(0)])):
-        log.append(body)
-    log.append(a_step(log.state, trained=["0.task0"]))
+    assert outcome(log) == "vanished"
+    log.append(a_step(log.state))
     assert outcome(log) == "finished", "sessions of older versions do not say so"

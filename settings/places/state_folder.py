@@ -1,0 +1,36 @@
+"""Where state lives: the state folder, and the store of a command that names none.
+
+In: the environment and a folder. Out: paths. `$MILLRACE_HOME` comes first; else the nearest `.millrace` in the folder
+and those above it; else one to be made in the folder. For a run file the folder is its own, for other commands the
+current one. What was found so is in `$MILLRACE_HOME` for child processes, and in `$MILLRACE_HOME_FOUND`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+HOME, HOME_FOUND, STORE = "MILLRACE_HOME", "MILLRACE_HOME_FOUND", "MILLRACE_STORE"
+_NAME = ".millrace"
+
+
+def find_home(folder: Path | None = None) -> Path:
+    """The state folder for a run file in `folder`, or for a command that is called there; it may not exist yet."""
+    chosen = os.environ.get(HOME)
+    if chosen and chosen != os.environ.get(HOME_FOUND):
+        return Path(chosen).resolve()
+    folder = (folder or Path.cwd()).resolve()
+    return next((p / _NAME for p in (folder, *folder.parents) if (p / _NAME).is_dir()), folder / _NAME)
+
+
+def home() -> Path:
+    """The state folder of this process: runs, databases and logs, unless the run file names other places."""
+    return Path(os.environ[HOME]).resolve() if os.environ.get(HOME) else find_home()
+
+
+def store_uri(store: str = "", *, within: Path | None = None) -> str:
+    """`store`, else `$MILLRACE_STORE`, else a folder in the state folder (`within`, or this process's); absolute."""
+    store = store or os.environ.get(STORE, "")
+    if "://" in store:
+        return store
+    return (Path(store).expanduser().resolve() if store else (within or home()) / "store").as_uri()
