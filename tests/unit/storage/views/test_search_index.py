@@ -301,9 +301,7 @@ def test_an_index_of_another_schema_is_refused_and_without_one_nothing_is_lost(t
     newer = pa.schema([("id", pa.string())], metadata={"millrace_index": "99"})
     lancedb.connect(str(tmp_path / "index")).create_table("trajectories", schema=newer, mode="overwrite")
     for use in (index.update, lambda: _find(index, "word")):
-        with pytest.raises(
-            BadIndex, match=r"this Millrace uses 1; `millrace index run --rebuild --store .*`"
-        ):
+        with pytest.raises(BadIndex, match=r"this Millrace uses 1; `millrace index run --rebuild --store .*`"):
             use()
     assert index.update(rebuild=True).trajectories == 1
     shutil.rmtree(tmp_path / "index")
