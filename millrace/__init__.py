@@ -43,20 +43,21 @@ _HOME = {name.name: node.module for node in _IMPORTS if isinstance(node, ast.Imp
 __all__ = sorted(_HOME)
 
 _FOLDER = Path(__file__).resolve().parents[1]
-_PACKAGES = ("cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
+_PACKAGES = ("cli", "infra", "rollouts", "settings", "storage", "tasks", "trainers", "flows")
+"""Those before the last are empty; `flows` imports others, to turn telemetry off."""
 
 
 def _load_own_packages() -> None:
-    """Import our top-level packages, all of them empty. Raises `ImportError` if a user's module has one's name."""
+    """Import our top-level packages. Raises `ImportError` if a user's module has one's name."""
     sys.path.insert(0, str(_FOLDER))
     try:
-        packages = {name: importlib.import_module(name) for name in _PACKAGES}
+        for name in _PACKAGES:
+            package = importlib.import_module(name)
+            place = Path(package.__file__ or list(package.__path__)[0]).resolve()
+            if place != _FOLDER / name / "__init__.py":
+                raise ImportError(f"{place} is imported as {name!r}, a package of Millrace has that name: rename it")
     finally:
         sys.path.remove(str(_FOLDER))
-    for name, package in packages.items():
-        place = Path(package.__file__ or list(package.__path__)[0]).resolve()
-        if place != _FOLDER / name / "__init__.py":
-            raise ImportError(f"{place} is imported as {name!r}, a package of Millrace has that name: rename it")
 
 
 _load_own_packages()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-OWN_PACKAGES = ("millrace", "cli", "flows", "infra", "rollouts", "settings", "storage", "tasks", "trainers")
+OWN_PACKAGES = ("millrace", "cli", "infra", "rollouts", "settings", "storage", "tasks", "trainers", "flows")
 """Packages that are ours in every process, whatever else has their name: `millrace/__init__.py` imports them first."""
 _FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt")
 
