@@ -17,7 +17,7 @@ with warnings.catch_warnings():  # pydantic's metaclass has a `register`, which 
 
         uri: str = ""
         """MLflow tracking URI. Empty: `$MILLRACE_TRACKING`, or a SQLite database in `.millrace`."""
-        register: Literal["all", "evaluated"] | PositiveInt = "evaluated"  # type: ignore[assignment]
+        register: Literal["all", "evaluated"] | PositiveInt = "evaluated"
         """Which policies are versions of the registered model: `evaluated`, those with a held-out score and the
         champion; a number N, every N-th too; `all` of them. `rollout` is an alias there while its policy is one."""
 

@@ -98,5 +98,5 @@ async def cancellable() -> AsyncIterator[None]:
                 state = await flow_run.cancelled()
             elif state is None or state.type != StateType.SCHEDULED:
                 raise
-            abort.state = state  # type: ignore[attr-defined]  # Prefect reads it
+            abort.state = state  # Prefect reads it
         raise abort from error
