@@ -81,6 +81,8 @@ def _check_prefect_answers() -> None:
 async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
     # Prefect attaches a console handler of its own at import; ours is enough.
     logging.getLogger("millrace").propagate = False
+    for runs in ("prefect.flow_runs", "prefect.task_runs"):  # the command says an error, and Prefect its page
+        logging.getLogger(runs).propagate = False
     task = asyncio.ensure_future(flow)
 
     def stop() -> None:
