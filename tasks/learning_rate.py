@@ -49,8 +49,8 @@ def usual_learning_rates(parameters: int, *, is_lora: bool) -> tuple[float, floa
 def nothing_moves(steps: Sequence[Step], config: RunConfig) -> str:
     """Why the first steps have moved nothing, and what to do; "" if they have, or if that is usual for the model.
 
-    No gradient in any of them; or a reward that is the same in their two halves, within two standard errors, at a
-    learning rate far below the usual.
+    No gradient in any of them; or a mean reward that has not risen from their first half to their second, by more than
+    two standard errors of the difference, at a learning rate far below the usual.
     """
     metrics = [step.metrics for step in steps[:FIRST_STEPS]]
     if not any(each.get("grad_norm", 0.0) for each in metrics):
@@ -64,12 +64,12 @@ def nothing_moves(steps: Sequence[Step], config: RunConfig) -> str:
     low, high = usual_learning_rates(parameters, is_lora=config.train.lora is not None)
     early, late = rewards[: len(rewards) // 2], rewards[len(rewards) // 2 :]
     noise = math.sqrt(statistics.variance(early) / len(early) + statistics.variance(late) / len(late))
-    has_moved = abs(statistics.mean(late) - statistics.mean(early)) > 2 * noise
-    if has_moved or config.learning_rate * _FAR > low:
+    begin, end = statistics.mean(early), statistics.mean(late)
+    if end - begin > 2 * noise or config.learning_rate * _FAR > low:
         return ""
     return (
-        f"nothing has moved in {len(metrics)} steps: the reward is {statistics.mean(early):.3g} as at the beginning. "
-        f"learning_rate = {config.learning_rate:g}; usual for this model is {low:g} to {high:g}"
+        f"nothing has moved in {len(metrics)} steps: the reward was {begin:.3f} in their first half and {end:.3f} in "
+        f"the second. learning_rate = {config.learning_rate:g}; usual for this model is {low:g} to {high:g}"
     )
 
 

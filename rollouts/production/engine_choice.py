@@ -50,9 +50,12 @@ def num_positions(model: Path) -> int | None:
 
 
 def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
-    """The run's settings with `engine.max_model_len` at most the model's positions."""
+    """The run's settings with `engine.max_model_len` at most the model's positions, and for a model in float32 with
+    `engine.vllm.dtype` "float32" if it is not set: vLLM would round its weights, and each reload again otherwise."""
     longest = min(config.engine.max_model_len, num_positions(model) or config.engine.max_model_len)
-    engine = config.engine.model_copy(update={"max_model_len": longest})
+    about = model_config(model)
+    own = {"dtype": "float32"} if (about.get("dtype") or about.get("torch_dtype")) == "float32" else {}
+    engine = config.engine.model_copy(update={"max_model_len": longest, "vllm": {**own, **config.engine.vllm}})
     return config.model_copy(update={"engine": engine})
 
 
