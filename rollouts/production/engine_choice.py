@@ -103,9 +103,10 @@ def _literal(name: str, source: Sequence[ast.stmt]) -> Any:
             module = (statement.module or "").removeprefix("vllm.").replace(".", "/")
             defined = vllm_source(f"{module}.py") if module.startswith("config/") else []
             for line in defined:
-                targets = line.targets if isinstance(line, ast.Assign) else []
-                if name in [target.id for target in targets if isinstance(target, ast.Name)]:
-                    return _type_of(line.value, defined) if isinstance(line.value, ast.Subscript) else Any
+                if not isinstance(line, ast.Assign) or not isinstance(line.value, ast.Subscript):
+                    continue
+                if name in [target.id for target in line.targets if isinstance(target, ast.Name)]:
+                    return _type_of(line.value, defined)
     return Any
 
 
