@@ -26,10 +26,10 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from infra.placement import Placement, bundle, gpu_share, node_resources, reserve
+from infra.placement import Placement, bundle, gpu_share, node_resources, num_slots, reserve
 from infra.scratch import scratch_folder, worker_environment
 from infra.worker_process import Host, run_function
-from settings.errors import UserError, failure_text_of_output
+from settings.errors import UserError, failure_text_of_output, in_one_line
 from settings.redaction import without_secrets
 
 logger = logging.getLogger("millrace.cluster")
@@ -42,6 +42,10 @@ _CALLERS_FRAME = re.compile(rf'^((?: *\|)?) +File "(?:{_BETWEEN}).*\n(?:\1 {{4}}
 
 class WorkerDied(UserError):
     """A hosted worker's process is gone; the message names it and its log file."""
+
+
+class StartFailed(UserError):
+    """A hosted object could not be opened; the message has its error and its log file."""
 
 
 class RaisedInWorker(Exception):
@@ -61,9 +65,16 @@ class Hosted:
         """Await `method(*arguments, **keywords)` over there.
 
         Raises what it raised, as its own type, with a note that has the traceback from over there; `RaisedInWorker`
-        if that type cannot come here; `WorkerDied` when the process is gone.
+        if that type cannot come here; `StartFailed` if it is no `UserError` and `open` raised it; `WorkerDied` when the
+        process is gone.
         """
-        return await self._answer(self._actor.call.remote(method, arguments, keywords), method)
+        try:
+            return await self._answer(self._actor.call.remote(method, arguments, keywords), method)
+        except Exception as error:
+            if method != "open" or isinstance(error, UserError):
+                raise
+            cause = in_one_line(failure_text_of_output(error.__notes__[-1]), whole=True)
+            raise StartFailed(f"{self.name} could not start: {cause}; its log is {self.log_file}") from error
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address of the process's node and a port that is free there."""
@@ -147,7 +158,8 @@ class HostedGroup:
         if not errors:
             return calls[0].result()
         deaths = [rank for rank, error in errors.items() if isinstance(error, WorkerDied)]
-        followed = [rank for error in errors.values() if (rank := getattr(error, "rank", None)) in errors]
+        raised = [error.__cause__ if isinstance(error, StartFailed) else error for error in errors.values()]
+        followed = [rank for error in raised if (rank := getattr(error, "rank", None)) in errors]
         # If all fail alike it is rank 0's error, else the earliest.
         earliest = [rank for rank in errors if calls[rank] in done] if len(errors) < len(calls) else [0]
         culprit = [*deaths, *followed, *earliest][0]
@@ -211,7 +223,7 @@ class Cluster:
             options |= {
                 "_temp_dir": str(scratch),
                 "include_dashboard": False,
-                "num_cpus": max(64, os.cpu_count() or 1),  # slots, not cores: workers mostly wait for each other
+                "num_cpus": num_slots(),
                 "object_store_memory": 128 * 2**20,
                 "_system_config": {"enable_worker_prestart": False, "prestart_worker_first_driver": False},
             }

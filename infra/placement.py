@@ -12,15 +12,47 @@ import asyncio
 import itertools
 import logging
 import math
+import os
+import socket
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, path_errors
 
 logger = logging.getLogger("millrace.placement")
 
+SECONDS_TO_ANSWER = 5.0
 _LOOK_SECONDS = 5.0
 _LOOKS_PER_WARNING = 12
+
+
+def num_slots() -> int:
+    """What a Ray of our own takes for this machine's CPUs: slots, not cores, because workers mostly wait for each
+    other."""
+    return max(64, os.cpu_count() or 1)
+
+
+def nodes_to_use() -> list[dict[str, float]]:
+    """Resources of each node of the cluster at `RAY_ADDRESS`, or without it of this machine, which Ray is not asked
+    for. Raises `InvalidInput` if the cluster does not answer."""
+    if not (address := os.environ.get("RAY_ADDRESS")):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+        if gpus and visible is not None:
+            gpus = len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+        return [{"CPU": float(num_slots()), **({"GPU": float(gpus)} if gpus else {})}]
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if port.isdigit():  # Ray itself would ask again for minutes
+        with path_errors(f"RAY_ADDRESS = {address!r}: no Ray cluster answers"):
+            socket.create_connection((host, int(port)), timeout=SECONDS_TO_ANSWER).close()
+    import ray
+
+    ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+    try:
+        return node_resources()
+    finally:
+        ray.shutdown()
 
 
 def node_resources() -> list[dict[str, float]]:

@@ -14,6 +14,7 @@ import logging
 import os
 import pkgutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -102,6 +103,21 @@ def _die_with_parent() -> None:
     watcher = subprocess.Popen(["/bin/sh", "-c", watch], stdin=subprocess.PIPE, start_new_session=True)
     _WATCHERS.append(watcher)  # kept: without a reference the pipe would close
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def num_written() -> int:
+    """Bytes in the log file of this process so far; 0 if it writes to none."""
+    status = os.fstat(2)
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def written_since(num_bytes: int) -> str:
+    """What this process and its children have written to its log file since `num_written` was `num_bytes`."""
+    if not num_written():
+        return ""
+    with open("/proc/self/fd/2", "rb") as log:
+        log.seek(num_bytes)
+        return log.read().decode(errors="replace")
 
 
 def _redirect_output(log_file: str) -> None:

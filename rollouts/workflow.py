@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 from rollouts.chat.chat import Chat
 from settings.errors import UserError
@@ -18,7 +19,7 @@ from storage.records import Message, RolloutGroup, Task, Trajectory
 
 
 class WrongWorkflow(UserError):
-    """The workflow returned neither a `Score` nor a number."""
+    """The workflow returned neither a `Score` of numbers nor a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,12 @@ def as_score(returned: object, run: Callable[..., object]) -> Score:
     Raises `ValueError` for NaN and infinity, and `WrongWorkflow`, which names the line of `run`, for anything else.
     """
     if isinstance(returned, Score):
+        rewards = {"reward": returned.reward, **returned.parts}
+        if wrong := [name for name, value in rewards.items() if not isinstance(value, Real | None)]:
+            what = f"{run.__qualname__} returned a Score whose {wrong[0]} is {rewards[wrong[0]]!r}, and not a number"
+            raise WrongWorkflow(f"{what}. It is at {place_of(run)}")
         return returned
-    if not isinstance(returned, int | float):
+    if not isinstance(returned, Real):
         raise WrongWorkflow(
             f"{run.__qualname__} returned {type(returned).__name__}; one call plays one attempt and returns one Score "
             f"or a number, its reward. Grouping is `n_samples` in the run file. It is at {place_of(run)}"

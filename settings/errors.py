@@ -93,9 +93,16 @@ def failure_kind(text: str) -> str:
     return f"{first.partition(':')[0]} at {place}" if place else first
 
 
-def in_one_line(text: str) -> str:
-    """The first line of such a text, and the innermost place: `KeyError: 'answr' at my/env.py:31`."""
-    first, place = text.partition("\n")[0], place_of(text)
+def has_users_frames(error: BaseException) -> bool:
+    """Whether the error, or what caused it, came through code of the user's."""
+    return bool(_frames(error, users_only=True))
+
+
+def in_one_line(text: str, *, whole: bool = False) -> str:
+    """The first line of such a text, or the `whole` error, and the innermost place:
+    `KeyError: 'answr' at my/env.py:31`."""
+    error = re.split(r"\n(?=  at )", text)[0]
+    first, place = " ".join(error.split()) if whole else error.partition("\n")[0], place_of(text)
     first = first if len(first) <= _LONGEST_LINE else f"{first[: _LONGEST_LINE - 1]}…"
     return f"{first} at {place}" if place else first
 

@@ -5,75 +5,206 @@ In: a run's configuration. Out: the workflow, or an error that names the thing a
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import json
+import logging
+import math
+import os
+import socket
+from collections.abc import Sequence
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
 
+import httpx
+import psutil
+
+from infra.environment import tracking_uri
+from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_tool_parser
-from rollouts.production.engine_choice import check_engine_arguments, local_folder, num_positions
+from rollouts.production.engine_choice import check_engine_arguments, local_folder, model_config
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, path_errors
 from settings.loss import CustomLoss
-from settings.places.state_folder import store_uri
+from settings.places.state_folder import home, store_uri
+from settings.redaction import without_secrets
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
+from storage.objects.hub import check_on_hub
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
-from tasks.trial import check_tasks, play_tasks, tasks_by_split
+from storage.records import Task
+from tasks.trial import check_tasks, errors_of_users, play_tasks
 
+logger = logging.getLogger("millrace.preflight")
+
+SECONDS_TO_ANSWER = 5.0
+_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_RANK_GIB, _ENGINE_GIB = 0.4, 1.0
+"""Memory that a trainer's rank, or a process of an engine, takes on a CPU with the smallest model."""
 CHECKED: ContextVar[bool] = ContextVar("checked", default=False)
 """True if a command has checked the run: the flow that it starts does not do so again."""
 
 
 def check_run(config: RunConfig) -> Workflow:
-    """Load the workflow and its data, look for the models, try a loss of the user's, write to the store.
+    """Load the workflow and its data, look for models, servers and devices, try a loss of the user's, write to the
+    store, and play tasks.
 
-    Raises `InvalidInput` or `StoreError` for the first thing that will not work, and what the workflow itself raises.
+    Raises `InvalidInput`, `NotFound` or `StoreError` for the first thing that will not work; an error of the user's
+    code is an `InvalidInput` with its file and line.
     """
-    workflow_class = load_object(config.workflow)
-    if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
-        raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of millrace.Workflow")
-    loaded = workflow_class(config.dataset or None)
-    for name in ("tasks", "run"):
-        if getattr(workflow_class, name) is getattr(Workflow, name):
-            raise InvalidInput(f"{config.workflow} has no {name}(); write it")
-    if not inspect.iscoroutinefunction(inspect.unwrap(loaded.run)):
-        raise InvalidInput(f"{config.workflow}.run is no coroutine: write `async def run`, at {place_of(loaded.run)}")
-    tasks = tasks_by_split(loaded, config)
-    for split, members in tasks.items():
-        if not members:
-            raise InvalidInput(
-                f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
-            )
-        check_tasks(members, split, where=place_of(loaded.tasks))
+    loaded = load_workflow(config)
+    tasks = load_tasks(loaded, config)
     check_tool_parser(config.engine.tool_parser)
     if config.model:
         check_model(config.model)
-    elif workflow_class.demonstrations is Workflow.demonstrations:
+    elif type(loaded).demonstrations is Workflow.demonstrations:
         raise InvalidInput(f"{config.workflow} has no demonstrations(); write it, or set `model` in the run file")
     else:
-        loaded.demonstrations(1, seed=0)
+        with errors_of_users(f"{config.workflow}.demonstrations(1, seed=0)", loaded.demonstrations):
+            loaded.demonstrations(1, seed=0)
     check_lengths(config)
     check_engine_arguments(config.engine.vllm)
+    check_devices(config)
     if config.train.reference.model:
         check_model(config.train.reference.model)
     if isinstance(loss := config.train.loss, CustomLoss):
         from trainers.objective.custom_loss import check_loss
 
-        check_loss(loss.path, loss.arguments, with_reference=config.train.reference.kind != "none")
-    if not probe(open_store(store_uri(config.store))):
+        with errors_of_users(f"train.loss.path = {loss.path!r}"):
+            check_loss(loss.path, loss.arguments, with_reference=config.train.reference.kind != "none")
+    if not probe(store := open_store(store_uri(config.store))):
         raise StoreError(
             f"store {store_uri(config.store)} lets a second writer replace what the first one wrote; trainer, rollout "
             "worker and driver all write the run's log, so use a folder, or S3 with conditional writes (If-None-Match)"
         )
+    is_new = not store.exists(f"runs/{config.run}/run.json")
+    check_batch(config, len(tasks["train"]), is_new=is_new)
+    try:
+        check_tracking(tracking_uri(config.tracking.uri))
+    except InvalidInput as error:
+        if is_new:
+            raise
+        logger.warning("%s; run %s goes on, and its log keeps everything for later", error, config.run)
     play_tasks(loaded, tasks, config)
-    if config.dataset and workflow_class.__init__ is Workflow.__init__ and not loaded.dataset_was_read:
+    if config.dataset and type(loaded).__init__ is Workflow.__init__ and not loaded.dataset_was_read:
         raise InvalidInput(
             f"dataset = {config.dataset!r}: {config.workflow} never reads it; use self.dataset in tasks(), or leave "
             "the key out"
         )
     return loaded
+
+
+def load_workflow(config: RunConfig) -> Workflow:
+    """The run's workflow, with its data. Raises `InvalidInput` unless it can be made and has its methods."""
+    with errors_of_users(f"workflow = {config.workflow!r}"):
+        workflow_class = load_object(config.workflow)
+    if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
+        raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of millrace.Workflow")
+    with errors_of_users(f"{config.workflow}({config.dataset or None!r})", workflow_class.__init__):
+        loaded = workflow_class(config.dataset or None)
+    for name in ("tasks", "run"):
+        if getattr(workflow_class, name) is getattr(Workflow, name):
+            raise InvalidInput(f"{config.workflow} has no {name}(); write it")
+    for name in ("run", "run_agent", "score", "score_group", "close"):
+        method = getattr(loaded, name, None)
+        if method is not None and not inspect.iscoroutinefunction(inspect.unwrap(method)):
+            raise InvalidInput(
+                f"{config.workflow}.{name} is no coroutine: write `async def {name}`, at {place_of(method)}"
+            )
+    for name in getattr(loaded, "preload", ()):
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise InvalidInput(f"{config.workflow}.preload names {name!r}, and there is no such module; install it")
+    return loaded
+
+
+def load_tasks(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[Task]]:
+    """The run's tasks by split. Raises `InvalidInput` for a split that has none, or wrong ones."""
+    tasks = {}
+    for split in dict.fromkeys(["train", config.evaluation.split]):
+        with errors_of_users(f"{config.workflow} has no split {split!r}, or cannot make its tasks", workflow.tasks):
+            members = workflow.tasks(split)
+        where = place_of(workflow.tasks)
+        if not hasattr(members, "__len__") or not hasattr(members, "__getitem__") or isinstance(members, str | dict):
+            what = f"{config.workflow}.tasks({split!r}) returned {type(members).__name__}"
+            raise InvalidInput(f"{what}; return a list of Task, at {where}")
+        if not members:
+            raise InvalidInput(
+                f"{config.workflow} has no tasks in split {split!r}; check `dataset` and `evaluation.split`"
+            )
+        check_tasks(members, split, where=where)
+        tasks[split] = members
+    return tasks
+
+
+def check_batch(config: RunConfig, num_tasks: int, *, is_new: bool) -> None:
+    """Raise `InvalidInput` for a `batch_size` above the number of tasks; only warn if it is the default or recorded."""
+    if config.batch_size <= num_tasks:
+        return
+    times = math.ceil(config.batch_size / num_tasks)
+    problem = (
+        f"batch_size = {config.batch_size} prompts, but split 'train' has {num_tasks} tasks, so each step would ask "
+        f"the same prompt up to {times} times: set batch_size to at most {num_tasks}, and n_samples for the attempts "
+        "at each"
+    )
+    if is_new and "batch_size" in config.model_fields_set:
+        raise InvalidInput(problem)
+    logger.warning(problem)
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raise `InvalidInput` for ranks and engines that the devices of this machine, or of the cluster, cannot hold."""
+    nodes, train, parts = nodes_to_use(), config.train, config.engine.num_gpus
+    num_gpus, num_engines = gpus_of(nodes), config.rollout.num_workers + config.evaluation.own_engine
+    if train.device == "cuda" and not num_gpus:
+        raise InvalidInput("train.device = 'cuda', and there is no GPU; use 'auto' or 'cpu'")
+    num_heads = about_model(config).get("num_attention_heads")
+    tensor_parallel = int(config.engine.vllm.get("tensor_parallel_size", 1))
+    if num_heads and num_heads % tensor_parallel:
+        raise InvalidInput(
+            f"engine.vllm.tensor_parallel_size = {tensor_parallel} does not divide the model's {num_heads} attention "
+            "heads; lower it to a divisor"
+        )
+    gpu_ranks = train.num_ranks if train.device != "cpu" else 0
+    shares = max(1, num_engines * parts + gpu_ranks)
+    check_shares(nodes, num_workers=shares, gpus_per_engine=parts if num_engines else 1, num_ranks=gpu_ranks)
+    what = f"train.num_ranks = {train.num_ranks} and {num_engines} engines of {parts} processes"
+    gib = train.num_ranks * _RANK_GIB + num_engines * parts * _ENGINE_GIB
+    here = psutil.virtual_memory().total / 2**30
+    if not os.environ.get("RAY_ADDRESS") and gib > here:
+        fix = "lower train.num_ranks, rollout.num_workers or tensor_parallel_size"
+        raise InvalidInput(f"{what} take at least {gib:.0f} GiB of memory, and this machine has {here:.0f}; {fix}")
+    if (wanted := train.num_ranks + num_engines * parts) > (slots := sum(node.get("CPU", 0.0) for node in nodes)):
+        raise InvalidInput(f"{what} need {wanted} CPUs of the cluster, which has {slots:g}; lower one of them")
+
+
+def check_tracking(uri: str) -> None:
+    """Raise `InvalidInput` if MLflow's server does not answer, or if its database cannot be there."""
+    parsed, shown = urlparse(uri), f"tracking = {without_secrets(uri)!r}"
+    start = "start it (`millrace up` starts one on this machine), or leave `tracking` out for a file"
+    if parsed.scheme in ("http", "https"):
+        try:
+            httpx.get(uri, timeout=SECONDS_TO_ANSWER)
+        except httpx.HTTPError as error:
+            raise InvalidInput(f"{shown}: no server answers ({without_secrets(str(error))}); {start}") from error
+    elif parsed.scheme.partition("+")[0] in _PORTS:
+        with path_errors(f"{shown}: no database answers"):
+            address = (parsed.hostname or "localhost", parsed.port or _PORTS[parsed.scheme.partition("+")[0]])
+            socket.create_connection(address, timeout=SECONDS_TO_ANSWER).close()
+    elif parsed.scheme in ("", "file", "sqlite"):
+        path = Path(parsed.path[1:] if parsed.scheme == "sqlite" else parsed.path).expanduser().resolve()
+        folder = path.parent if parsed.scheme == "sqlite" else path
+        if not folder.exists() and not folder.is_relative_to(home()) and parsed.scheme == "sqlite":
+            raise InvalidInput(f"{shown}: there is no folder {folder}; make it, or name another")
+        while not folder.exists():
+            folder = folder.parent
+        if not os.access(folder, os.W_OK) or not folder.is_dir():
+            raise InvalidInput(f"{shown}: {folder} cannot be written; name another place")
+    elif not parsed.scheme.startswith(("databricks", "uc")):
+        raise InvalidInput(f"{shown}: MLflow knows no {parsed.scheme}://; use http(s)://…, sqlite:///… or a folder")
 
 
 def check_lengths(config: RunConfig) -> None:
@@ -96,24 +227,52 @@ def check_lengths(config: RunConfig) -> None:
             )
 
 
+def about_model(config: RunConfig) -> dict[str, Any]:
+    """The `config.json` of the run's model, or what is known of the tiny one; empty if the model is not here."""
+    if not config.model:
+        return {"max_position_embeddings": TINY_POSITIONS, "num_attention_heads": config.warmup.hidden_size // 32}
+    folder = local_folder(config.model)
+    return {} if folder is None else model_config(folder)
+
+
 def model_positions(config: RunConfig) -> int | None:
     """Longest sequence of the run's model, in tokens; None if the model is not here or does not say."""
-    if not config.model:
-        return TINY_POSITIONS
-    folder = local_folder(config.model)
-    return None if folder is None else num_positions(folder)
+    about = about_model(config)
+    return about.get("max_position_embeddings") or about.get("n_positions")
 
 
 def check_model(model: str) -> None:
-    """Raise `InvalidInput` unless `model` is a model folder or looks like a hub id."""
+    """Raise `InvalidInput` or `NotFound` unless `model` is a whole model folder, or the hub, or its cache, has it."""
     folder = Path(model).expanduser()
     with path_errors(f"model = {model!r}"):
         is_folder = folder.is_dir()
         missing = [name for name in ("config.json", "tokenizer_config.json") if not (folder / name).is_file()]
-        missing += [] if missing or any(folder.glob("*.safetensors")) else ["safetensors weights"]
+        weights = sorted(folder.glob("*.safetensors"))
+        missing += [] if missing or weights else ["safetensors weights"]
     if is_folder and missing:
         raise InvalidInput(f"model = {model!r}: the folder lacks {', '.join(missing)}")
-    if not is_folder and (model.startswith((".", "/", "~")) or model.count("/") != 1):
+    if is_folder:
+        for file in (*folder.glob("*.json"), *weights):
+            try:
+                read_header(file)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise InvalidInput(f"model = {model!r}: {file.name} is damaged ({what}); copy it again") from error
+        return
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
         raise InvalidInput(
             f"model = {model!r}: no such folder, and not a Hugging Face id like Qwen/Qwen2.5-0.5B-Instruct"
         )
+    if local_folder(model) is None:
+        check_on_hub(model, "model")
+
+
+def read_header(file: Path) -> None:
+    """Read a JSON file, or the header of a safetensors file, which says how long the file must be."""
+    if file.suffix == ".json":
+        json.loads(file.read_text(encoding="utf-8"))
+        return
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy"):
+        pass

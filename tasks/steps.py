@@ -22,6 +22,7 @@ from settings.errors import UserError
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
+from tasks.learning_rate import FIRST_STEPS, nothing_moves
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
 from trainers.health import NonFinite
@@ -137,4 +138,6 @@ async def train_step(session: RunSession, *, claim: Claim, config: RunConfig) ->
     else:
         session.progress.took(step)
         session.clock.next_round()
+        if claim.step == FIRST_STEPS and (problem := nothing_moves(session.log.state.steps, config)):
+            logger.warning(problem)
     return step

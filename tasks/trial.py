@@ -10,10 +10,13 @@ In: a workflow and the run's configuration. Out: nothing, or the error with the 
 from __future__ import annotations
 
 import asyncio
+import builtins
+import contextlib
 import logging
 import sys
+import traceback
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +29,8 @@ from rollouts.engines.scripted_engine import ScriptedEngine
 from rollouts.production.engine_choice import local_folder
 from rollouts.production.evaluation import CORRECT
 from rollouts.rewards.scoring import RewardFailed, RewardPool, RewardTimeout, set_reward_pool
-from rollouts.workflow import CONTEXT, Workflow, WorkflowContext, WrongWorkflow, as_score
-from settings.errors import InvalidInput, failure_text
+from rollouts.workflow import CONTEXT, Workflow, WorkflowContext, WrongWorkflow, as_score, place_of
+from settings.errors import InvalidInput, UserError, failure_text, has_users_frames, in_one_line
 from settings.run_file import RunConfig
 from storage.records import Message, Sampling, Task
 
@@ -61,6 +64,26 @@ def tasks_by_split(workflow: Workflow, config: RunConfig) -> dict[str, Sequence[
     return {split: workflow.tasks(split) for split in dict.fromkeys(["train", config.evaluation.split])}
 
 
+@contextlib.contextmanager
+def errors_of_users(what: str, function: Callable[..., object] | None = None) -> Iterator[None]:
+    """Raise `InvalidInput`, beginning with `what`, for an error of code that the user wrote, with its file and line.
+
+    Without a frame of the user's, as for wrong arguments, the place is that of `function`.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        text = failure_text(error)
+        innermost = traceback.extract_tb(error.__traceback__)[-1].name
+        if isinstance(error, NotImplementedError) and not has_users_frames(error):
+            text = f"there is no {innermost}(); write it"
+        elif function is not None and not has_users_frames(error):
+            text = f"{in_one_line(text).rpartition(' at ')[0]}; it is at {place_of(function)}"
+        raise InvalidInput(f"{what}: {text}") from error
+
+
 def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
     """Raise `InvalidInput` for the first task of a split whose fields are not text, or whose id another one has.
 
@@ -84,8 +107,9 @@ def check_tasks(tasks: Sequence[Task], split: str, *, where: str) -> None:
 def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: RunConfig) -> None:
     """Play the first tasks of each split with replies that the workflow knows, or plain text.
 
-    Raises what `run` raises, `WrongWorkflow` if it returns no score. With plain text only errors that no reply can
-    cause are raised, the others are warnings: the policy may say anything, and such attempts are `env_error`.
+    Raises `InvalidInput` for what `run` raises, `WrongWorkflow` if it returns no score. With plain text only errors
+    that no reply can cause are raised, the others are warnings: the policy may say anything, and such attempts are
+    `env_error`.
     """
     first = _first(tasks, _PLAYED)
     played = _attempts(workflow, first, config, _known_replies(workflow), seconds=_SECONDS, loads_vllm=False)
@@ -95,8 +119,9 @@ def play_tasks(workflow: Workflow, tasks: Mapping[str, Sequence[Task]], config: 
             continue
         is_bug = outcome.is_known and not _is_of_a_server(error)
         if isinstance(error, WrongWorkflow) or _is_certain(error) or is_bug:
-            error.add_note(f"This was task {task.id!r} of split {split!r}, played before anything was started.")
-            raise error
+            what = f"task {task.id!r} of split {split!r}, played before anything was started"
+            with errors_of_users(what, _users_method(workflow)):
+                raise error
         logger.warning("task %r of split %r, tried with a made-up reply: %s", task.id, split, failure_text(error))
 
 
@@ -142,29 +167,48 @@ def _known_replies(workflow: Workflow) -> _Replies:
     """The reference where there is one, else the reply of the demonstration that asks the same."""
     demonstrated: dict[str, str] = {}
     if type(workflow).demonstrations is not Workflow.demonstrations:
-        for chat in workflow.demonstrations(200, seed=0):
-            asked = [message.content for message in chat if message.role == "user"]
-            replies = [message.content for message in chat if message.role == "assistant"]
-            if asked and replies:
-                demonstrated.setdefault(asked[0], replies[0])
+        with errors_of_users("demonstrations(200, seed=0), which returns lists of Message", workflow.demonstrations):
+            for chat in workflow.demonstrations(200, seed=0):
+                asked = [message.content for message in chat if message.role == "user"]
+                replies = [message.content for message in chat if message.role == "assistant"]
+                if asked and replies:
+                    demonstrated.setdefault(asked[0], replies[0])
 
     def reply(task: Task, messages: Sequence[Message]) -> str | None:
         reference = workflow.reference_reply(task, messages)
+        if not isinstance(reference, str | None):
+            what = f"reference_reply returned {type(reference).__name__}, not text"
+            raise WrongWorkflow(f"{what}, at {place_of(workflow.reference_reply)}")
         return demonstrated.get(messages[-1].content) if reference is None else reference
 
     return reply
 
 
+def _users_method(workflow: Workflow) -> Callable[..., object]:
+    """The method that plays: `run`, or what a workflow of ours leaves to the user."""
+    own = [getattr(workflow, name, None) for name in ("run_agent", "command", "run")]
+    is_users = [method for method in own if method and not method.__module__.startswith("rollouts.")]
+    return is_users[0] if is_users else workflow.run
+
+
 def _is_certain(error: Exception) -> bool:
     """True if no other reply could have avoided it: a name that is nowhere, a field that our objects do not have."""
     ours = isinstance(error, AttributeError) and type(error.obj).__module__.partition(".")[0] in ("rollouts", "storage")
-    return ours or isinstance(error, NameError | ImportError)
+    return ours or issubclass(_kind(error), NameError | ImportError)
+
+
+def _kind(error: Exception) -> type[BaseException]:
+    """The class of an error, or if a reward process only has its name, of the builtin one of that name."""
+    if not isinstance(error, RewardFailed):
+        return type(error)
+    name = str(error).partition(": ")[2].partition("\n")[0].partition(":")[0]
+    return kind if isinstance(kind := getattr(builtins, name, None), type) else OSError
 
 
 def _is_of_a_server(error: Exception) -> bool:
     """True for what may be different when the run is under way: networks, servers, time."""
     of_a_network = type(error).__module__.partition(".")[0] in ("aiohttp", "httpx", "openai", "requests")
-    return of_a_network or isinstance(error, OSError | RewardFailed | RewardTimeout | ToolUnavailable)
+    return of_a_network or isinstance(error, RewardTimeout | ToolUnavailable) or issubclass(_kind(error), OSError)
 
 
 def _in_own_loop(attempts: Coroutine[Any, Any, list[_Outcome]]) -> list[_Outcome]:

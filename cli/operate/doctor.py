@@ -83,7 +83,10 @@ def checks(config: RunConfig | None) -> list[tuple[str, Callable[[], Finding]]]:
         ("store", lambda: check_store(store)),
         ("MLflow", lambda: check_mlflow(tracking)),
         ("Prefect", check_prefect),
+        ("hub", lambda: check_hub(config)),
         ("tokenizer", lambda: check_tokenizer(config)),
+        ("device", lambda: check_device(config)),
+        ("dataset", lambda: check_dataset(config)),
         ("references", lambda: check_won(config)),
         ("vLLM", check_vllm),
     ]
@@ -200,16 +203,51 @@ def check_prefect() -> Finding:
     return Finding(f"{url} answers, version {ours} as here")
 
 
+def check_hub(config: RunConfig | None) -> Finding:
+    """The run file's models: folders, in the hub's cache, or on the hub."""
+    from rollouts.production.engine_choice import local_folder
+    from tasks.preflight import check_model
+
+    models = [model for model in (config.model, config.train.reference.model) if model] if config else []
+    for model in models:
+        check_model(model)
+    here = [f"{model} is {'on this machine' if local_folder(model) else 'on the hub'}" for model in models]
+    return Finding("; ".join(here) or "no model is named: nothing to fetch")
+
+
+def check_device(config: RunConfig | None) -> Finding:
+    """GPUs of this machine, or of the Ray cluster, and whether they hold the run file's ranks and engines."""
+    from infra.placement import gpus_of, nodes_to_use
+    from tasks.preflight import check_devices
+
+    if config is not None:
+        check_devices(config)
+    nodes = nodes_to_use()
+    where = f"{len(nodes)} nodes of the Ray cluster" if os.environ.get("RAY_ADDRESS") else "this machine"
+    return Finding(f"{where}: {gpus_of(nodes):g} GPUs" + (", which hold the run" if config else ""))
+
+
+def check_dataset(config: RunConfig | None) -> Finding:
+    """The run file's workflow has tasks in both splits, from its dataset if it has one."""
+    if config is None:
+        return Finding("no run file given: nothing to read")
+    from tasks.preflight import load_tasks, load_workflow
+
+    tasks = load_tasks(load_workflow(config), config)
+    counts = ", ".join(f"{len(members):,} tasks in {split!r}" for split, members in tasks.items())
+    return Finding(f"{config.dataset or 'no dataset'}: {counts}")
+
+
 def check_tokenizer(config: RunConfig | None) -> Finding:
     """The run file's model: its chat template renders a message."""
     if config is None or not config.model:
         return Finding("no `model` given: a character tokenizer is made with the base model")
-    folder = Path(config.model).expanduser()
-    if not folder.is_dir():
-        return Finding(f"{config.model} will be fetched from the hub")
     from rollouts.chat.chat_tokens import ChatTokens
+    from rollouts.production.engine_choice import local_folder
     from storage.records import Message
 
+    if (folder := local_folder(config.model)) is None:
+        return Finding(f"{config.model} will be fetched from the hub")
     ids = ChatTokens.load(folder).prompt([Message(role="user", content="hello")])
     return Finding(f"{folder}: a greeting is {len(ids)} tokens", "" if ids else "add a chat template")
 
@@ -218,10 +256,10 @@ def check_won(config: RunConfig | None) -> Finding:
     """The run file's workflow: its reference wins the tasks."""
     if config is None:
         return Finding("no run file given: nothing to play")
-    from infra.user_code import load_object
+    from tasks.preflight import load_workflow
     from tasks.trial import check_references
 
-    count = check_references(load_object(config.workflow)(config.dataset or None), config)
+    count = check_references(load_workflow(config), config)
     return Finding(f"reference_reply wins {count} of the first tasks of each split")
 
 

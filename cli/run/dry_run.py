@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +25,7 @@ from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values
 from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
+from tasks.learning_rate import SOURCES, num_parameters, usual_learning_rates
 from tasks.preflight import check_run, model_positions
 from tasks.trial import check_references
 
@@ -65,9 +65,19 @@ def derived_values(config: RunConfig) -> dict[str, Any]:
         "train_tasks": len(workflow.tasks("train")),
         "references_won": check_references(workflow, config),
         "evaluation_tasks": min(len(workflow.tasks(config.evaluation.split)), config.evaluation.num_tasks),
+        "learning_rate": config.learning_rate,
+        "usual_learning_rate": _usual(config),
         **_batches(config),
         **_memory(config),
     }
+
+
+def _usual(config: RunConfig) -> list[float] | None:
+    """Lowest and highest usual learning rate; None for a model that is not on this machine."""
+    parameters = num_parameters(config)
+    if parameters is None:
+        return None
+    return list(usual_learning_rates(parameters, is_lora=config.train.lora is not None))
 
 
 def _batches(config: RunConfig) -> dict[str, Any]:
@@ -88,25 +98,17 @@ def _batches(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _count_parameters(file: Path) -> int:
-    from safetensors import safe_open
-
-    with safe_open(file, framework="numpy") as tensors:
-        return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-
-
 def _memory(config: RunConfig) -> dict[str, float | None]:
     """Bytes: of one trainer rank by part, and of an engine's weights. None for a model that is not on this machine."""
-    train = config.train
+    train, parameters = config.train, num_parameters(config)
     if not config.model:
         hidden_size, num_layers = config.warmup.hidden_size, config.warmup.num_layers
-        parameters = num_layers * 16 * hidden_size**2
     elif folder := local_folder(config.model):
         about = json.loads((folder / "config.json").read_text())
         hidden_size, num_layers = about["hidden_size"], about["num_hidden_layers"]
-        parameters = sum(map(_count_parameters, folder.glob("*.safetensors")))
     else:
         return dict.fromkeys(_MEMORY)
+    assert parameters is not None
     copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
     weights = 4.0 * parameters * copies
     moments = 12 * (_ADAPTER_SHARE * parameters if train.lora is not None else parameters)
@@ -134,6 +136,12 @@ def print_values(values: dict[str, Any], console: Console) -> None:
         name = key.removesuffix("_bytes").replace("_", " ")
         table.add_row(f"[dim]{name}[/]", escape(_shown(key, value)))
     console.print(table)
+    if (usual := values["usual_learning_rate"]) and not usual[0] <= values["learning_rate"] <= usual[1]:
+        side = "below" if values["learning_rate"] < usual[0] else "above"
+        console.print(
+            f"learning_rate = {values['learning_rate']:g} is {side} what is usual for this size and kind, "
+            f"{usual[0]:g} to {usual[1]:g} ({SOURCES})"
+        )
     console.print(
         "[dim]memory is estimated from sizes; beside its weights an engine takes what it is given for keys and values "
         "(VLLM_CPU_KVCACHE_SPACE, or engine.vllm.gpu_memory_utilization)[/]"
@@ -144,6 +152,8 @@ def print_values(values: dict[str, Any], console: Console) -> None:
 def _shown(key: str, value: Any) -> str:
     if value is None:
         return "new run" if key == "steps_done" else "not known before the model is here"
+    if key == "usual_learning_rate":
+        return f"{value[0]:g} to {value[1]:g}"
     if key.endswith("_bytes"):
         return f"about {size(int(value))}"
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

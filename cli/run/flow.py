@@ -92,6 +92,8 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Resul
 
     # Prefect attaches a console handler of its own at import; ours is enough.
     logging.getLogger("millrace").propagate = False
+    for runs in ("prefect.flow_runs", "prefect.task_runs"):  # the command says an error, and Prefect its page
+        logging.getLogger(runs).propagate = False
     task = asyncio.ensure_future(flow)
 
     def stop() -> None:

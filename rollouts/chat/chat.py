@@ -100,6 +100,9 @@ class Chat:
 
         Raises what `complete` raises, and `ToolUnavailable` when a tool's infrastructure failed.
         """
+        if not isinstance(text, str):
+            what = f"chat.ask() takes the user's text, not a {type(text).__name__}"
+            raise TypeError(f"{what}; chat.complete() takes a list of Message")
         messages = [*self.messages, Message(role="user", content=text)]
         while True:
             reply = await self.complete(messages, tools=tools)

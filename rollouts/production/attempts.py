@@ -101,7 +101,8 @@ class Player:
         changed: dict[int, Trajectory] = {}
         try:
             async with asyncio.timeout(self.config.rollout.attempt_timeout):
-                scores = await self.workflow.score_group(task, usable)
+                returned = await self.workflow.score_group(task, usable)
+                scores = None if returned is None else [as_score(s, self.workflow.score_group) for s in returned]
         except Exception as exception:  # noqa: BLE001 - user code may raise anything; none of these has a reward now
             self._stop_if_told(exception, task)
             status: Status = "timeout" if isinstance(exception, (TimeoutError, RewardTimeout)) else "reward_error"
@@ -111,7 +112,7 @@ class Player:
         else:
             if scores is None:
                 return trajectories
-            if len(scores) != len(usable) or not all(isinstance(score, Score) for score in scores):
+            if len(scores) != len(usable):
                 raise WrongWorkflow(
                     f"{type(self.workflow).__name__}.score_group returned {len(scores)} scores for {len(usable)} "
                     "attempts; return one Score each"

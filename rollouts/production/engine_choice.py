@@ -6,11 +6,14 @@ In: the settings of the run. Out: an `Engine`, not started yet.
 from __future__ import annotations
 
 import ast
+import builtins
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.chat.tool_parsing import vllm_source
@@ -26,42 +29,85 @@ def local_folder(model: str) -> Path | None:
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(model, local_files_only=True))
-    except LocalEntryNotFoundError:
+    except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def model_config(model: Path) -> dict[str, Any]:
+    """The `config.json` of a model folder, of its language part if it sees images too."""
+    about: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return about.get("text_config") or about
 
 
 def num_positions(model: Path) -> int | None:
     """Longest sequence that a model folder's config allows, in tokens; None if it does not say."""
-    about = json.loads((model / "config.json").read_text())
-    about = about.get("text_config") or about  # models that see images too
+    about = model_config(model)
     return about.get("max_position_embeddings") or about.get("n_positions")
 
 
 def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
-    """The run's settings with `engine.max_model_len` at most the model's positions."""
+    """The run's settings with `engine.max_model_len` at most the model's positions, and for a model in float32 with
+    `engine.vllm.dtype` "float32" if it is not set: vLLM would round its weights, and each reload again otherwise."""
     longest = min(config.engine.max_model_len, num_positions(model) or config.engine.max_model_len)
-    engine = config.engine.model_copy(update={"max_model_len": longest})
+    about = model_config(model)
+    own = {"dtype": "float32"} if (about.get("dtype") or about.get("torch_dtype")) == "float32" else {}
+    engine = config.engine.model_copy(update={"max_model_len": longest, "vllm": {**own, **config.engine.vllm}})
     return config.model_copy(update={"engine": engine})
 
 
 def check_engine_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` for a key of `engine.vllm` that the installed vLLM does not take."""
-    fields = [
-        field.target.id
-        for statement in (vllm_source("engine/arg_utils.py") if arguments else [])
+    """Raise `InvalidInput` for a key of `engine.vllm` that the installed vLLM does not take, or a wrong value.
+
+    Types are read from vLLM's source, which takes seconds to import; one that the source does not spell out passes.
+    """
+    source = vllm_source("engine/arg_utils.py") if arguments else []
+    types = {
+        field.target.id: field.annotation
+        for statement in source
         if isinstance(statement, ast.ClassDef) and statement.name in ("EngineArgs", "AsyncEngineArgs")
         for field in statement.body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    ]
-    for key in arguments:
-        if fields and key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
+    }
+    for key, value in arguments.items() if types else ():
+        if key not in types:
+            close = difflib.get_close_matches(key, types, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise InvalidInput(f"engine.vllm.{key}: vLLM's engine has no such argument{hint}")
+        try:
+            TypeAdapter(_type_of(types[key], source)).validate_python(value, strict=True)
+        except ValidationError as error:
+            wrong = " or ".join(dict.fromkeys(problem["msg"] for problem in error.errors()))
+            raise InvalidInput(f"engine.vllm.{key} = {value!r}: vLLM says {wrong}") from None
+
+
+def _type_of(annotation: ast.expr, source: Sequence[ast.stmt]) -> Any:
+    """The type that an annotation names, of builtins and the literals that vLLM's configuration defines; else `Any`."""
+    names: dict[str, Any] = {"Any": Any, "Literal": Literal}
+    for name in {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} - names.keys():
+        if not hasattr(builtins, name):
+            names[name] = _literal(name, source)
+    try:
+        return eval(compile(ast.Expression(annotation), "vllm", "eval"), {}, names)
+    except Exception:  # noqa: BLE001 - what is no plain type is not checked
+        return Any
+
+
+def _literal(name: str, source: Sequence[ast.stmt]) -> Any:
+    """A name that `source` imports from vLLM's configuration, if it is a `Literal` there; else `Any`."""
+    for statement in source:
+        if isinstance(statement, ast.ImportFrom) and name in [alias.name for alias in statement.names]:
+            module = (statement.module or "").removeprefix("vllm.").replace(".", "/")
+            defined = vllm_source(f"{module}.py") if module.startswith("config/") else []
+            for line in defined:
+                if not isinstance(line, ast.Assign) or not isinstance(line.value, ast.Subscript):
+                    continue
+                if name in [target.id for target in line.targets if isinstance(target, ast.Name)]:
+                    return _type_of(line.value, defined)
+    return Any
 
 
 def make_engine(

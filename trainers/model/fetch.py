@@ -10,6 +10,7 @@ from pathlib import Path
 
 from settings.errors import InvalidInput
 from storage.objects.digests import seal_folder
+from storage.objects.hub import fetch_from_hub
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -17,14 +18,11 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 def fetch_model(model: str, folder: Path) -> Path:
     """Copy or download `model` into `folder`.
 
-    Raises `ValueError` where there are no safetensors weights, and what huggingface_hub raises when the hub has no
-    such model or cannot be reached.
+    Raises `InvalidInput` if there are no safetensors weights, and as `fetch_from_hub`.
     """
     source = Path(model).expanduser()
     if not source.is_dir():
-        from huggingface_hub import snapshot_download
-
-        source = Path(snapshot_download(model, allow_patterns=_WANTED))
+        source = fetch_from_hub(model, "model", patterns=_WANTED)
     folder.mkdir(parents=True)
     for pattern in _WANTED:
         for file in source.glob(pattern):

@@ -53,7 +53,10 @@ def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_p
     preflight.check_run(run())  # the defaults fit every model
     model = tiny_model(tmp_path / "model")
     longest = num_positions(model)
-    assert longest is not None and fitted_to_model(run(), model).engine.max_model_len == longest < 2048
+    fitted = fitted_to_model(run(), model).engine
+    assert longest is not None and fitted.max_model_len == longest < 2048
+    assert fitted.vllm == {"dtype": "float32"}, "as its weights: vLLM would round them, and its checksum would differ"
+    assert fitted_to_model(run(engine={"vllm": {"dtype": "half"}}), model).engine.vllm == {"dtype": "half"}
     for wrong, most in (({"engine": {"max_model_len": 257}}, 256), ({"sampling": {"max_tokens": 256}}, 255)):
         with pytest.raises(InvalidInput, match=f"the tiny model has 256 positions .* use at most {most}"):
             preflight.check_run(run(**wrong))

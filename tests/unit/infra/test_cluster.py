@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from infra import placement
-from infra.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, WorkerDied, close
+from infra.cluster import Cluster, Hosted, HostedGroup, RaisedInWorker, StartFailed, WorkerDied, close
 from settings.errors import InvalidInput
 from tests.unit.infra.counting import USERS_CODE
 
@@ -114,8 +114,10 @@ async def test_an_object_that_cannot_be_opened_says_why_and_an_engine_of_one_par
 ) -> None:
     before = _places()
     hosted = await cluster.host("unbuildable", _COUNTING)
-    with pytest.raises(TypeError, match="begin"):
+    reason = f"TypeError: .* unexpected keyword argument 'begin'.*; its log is {hosted.log_file}"
+    with pytest.raises(StartFailed, match=f"^unbuildable could not start: {reason}$") as caught:
         await hosted.call("open", begin=10)
+    assert isinstance(caught.value.__cause__, TypeError)
     assert _places().keys() == before.keys()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +14,16 @@ from typing import Any
 import pytest
 
 from settings.errors import InvalidInput
+from storage.log.runs import create_run
+from storage.objects.object_store import LocalStore
 from tasks.preflight import check_run
 from tests.builders import a_config
 
 _WORKFLOW = """
-from millrace import Message, Score, Task, Workflow
+from millrace import Message, Score, Task, Workflow, score
+
+def broken(reply):
+    return {}[reply]
 
 class Mine(Workflow):
     def tasks(self, split):
@@ -30,23 +38,54 @@ class Mine(Workflow):
 def _check(folder: Path, methods: str, **settings: Any) -> None:
     file = folder / "mine.py"
     file.write_text(_WORKFLOW + "\n".join(f"    {line}" for line in methods.strip().splitlines()))
-    check_run(a_config(workflow=f"{file}:Mine", store=str(folder / "store"), **settings))
-
-
-def _last_line(error: BaseException) -> tuple[str, str]:
-    """File and text of the last line of a traceback."""
-    import traceback
-
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return Path(frame.filename).name, str(frame.line)
+    check_run(a_config(**{"workflow": f"{file}:Mine", "store": str(folder / "store"), "batch_size": 3, **settings}))
 
 
 @pytest.mark.parametrize(
     "methods, kind, sentence",
     [
         ("x = 1", InvalidInput, r"has no run\(\); write it"),
-        ("def run(self, task, chat):\n    return 1", InvalidInput, r"write `async def run`, at .*mine\.py:11"),
-        ("async def run(self, task, chat):\n    return (1, 2)", Exception, r"Mine.run returned tuple.*mine\.py:11"),
+        ("def run(self, task, chat):\n    return 1", InvalidInput, r"write `async def run`, at .*mine\.py:14"),
+        ("async def run(self, task, chat):\n    return (1, 2)", Exception, r"Mine.run returned tuple.*mine\.py:14"),
+        ("async def run(self, task):\n    return 1", InvalidInput, r"takes 2 positional arguments but 3 .*mine\.py:14"),
+        (
+            "async def run(self, task, chat):\n    return Score(reward='1')",
+            Exception,
+            r"a Score whose reward is '1', and not a number. It is at .*mine\.py:14",
+        ),
+        (
+            "def tasks(self, split):\n    return {'train': []}[split]\nasync def run(self, task, chat):\n    return 1",
+            InvalidInput,
+            r"has no tasks in split 'train'",
+        ),
+        (
+            "def tasks(self, split):\n    if split == 'train':\n        return [Task(id='a', prompt='p')]\n"
+            "    raise KeyError(split)\nasync def run(self, task, chat):\n    return 1",
+            InvalidInput,
+            r"has no split 'test', or cannot make its tasks: KeyError: 'test'\n  at .*mine\.py:17 in tasks",
+        ),
+        (
+            "def tasks(self, split):\n    yield 1\nasync def run(self, task, chat):\n    return 1",
+            InvalidInput,
+            r"tasks\('train'\) returned generator; return a list of Task, at .*mine\.py:14",
+        ),
+        (
+            "def reference_reply(self, task, messages):\n    return 7\n"
+            "async def run(self, task, chat):\n    return float(await chat.ask('7?'))",
+            Exception,
+            r"reference_reply returned int, not text, at .*mine\.py:14",
+        ),
+        (
+            "preload = ['no_such_module']\nasync def run(self, task, chat):\n    return 1",
+            InvalidInput,
+            "preload names 'no_such_module', and there is no such module",
+        ),
+        (
+            "def __init__(self):\n    pass\nasync def run(self, task, chat):\n    return 1",
+            InvalidInput,
+            r"takes 1 positi",
+        ),
+        ("raise OSError('no disk')", InvalidInput, r"workflow = .*: OSError: no disk\n  at .*mine\.py:14"),
         ("async def run(self, task, chat):\n    return None", Exception, r"Mine.run returned NoneType"),
         (
             "async def run(self, task, chat):\n    return float('nan')",
@@ -57,13 +96,13 @@ def _last_line(error: BaseException) -> tuple[str, str]:
             "def tasks(self, split):\n    return [Task(id='a', prompt='p'), Task(id='a', prompt='q')]\n"
             "async def run(self, task, chat):\n    return 1",
             InvalidInput,
-            r"1 task ids of split 'train' occur more than once, for example 'a'.*mine\.py:11",
+            r"1 task ids of split 'train' occur more than once, for example 'a'.*mine\.py:14",
         ),
         (
             "def tasks(self, split):\n    return [Task(id=3, prompt='p')]\n"
             "async def run(self, task, chat):\n    return 1",
             InvalidInput,
-            r"task 3 of split 'train': id is a int, not text: use str\(id\), at .*mine\.py:11",
+            r"task 3 of split 'train': id is a int, not text: use str\(id\), at .*mine\.py:14",
         ),
         (
             "def tasks(self, split):\n    return [Task(id='a', prompt=[{'role': 'user'}])]\n"
@@ -92,22 +131,31 @@ def test_a_mistake_is_a_sentence_with_its_place(
 
 
 @pytest.mark.parametrize(
-    "body, kind, line",
+    "body, error, line",
     [
-        ("return task.answr", AttributeError, "return task.answr"),
-        ("import my_missing_module", ModuleNotFoundError, "import my_missing_module"),
-        ("return undefined_name", NameError, "return undefined_name"),
+        ("return task.answr", "AttributeError: 'Task' object has no attribute 'answr'", "return task.answr"),
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'", "import nowhere"),
+        ("return undefined_name", "NameError: name 'undefined_name' is not defined", "return undefined_name"),
         # The demonstration's reply is one that the workflow knows: what fails at it fails for every policy.
-        ("reply = await chat.ask(task.prompt)\n    return {'8': 1.0}[reply]", KeyError, "return {'8': 1.0}[reply]"),
+        (
+            "reply = await chat.ask(task.prompt)\n    return {'8': 1.0}[reply]",
+            "KeyError: '7'",
+            "return {'8': 1.0}[reply]",
+        ),
+        ("return await score(broken, '7')", "RewardFailed: .*: KeyError: '7'", "return {}[reply]"),
+        (
+            "return await chat.ask([])",
+            r"TypeError: chat.ask\(\) takes the user's text, not a list",
+            "return await chat.ask",
+        ),
     ],
 )
-def test_what_run_raises_is_raised_with_the_users_line(
-    tmp_path: Path, body: str, kind: type[Exception], line: str
-) -> None:
-    with pytest.raises(kind) as caught:
+def test_what_run_raises_is_a_sentence_with_the_users_line(tmp_path: Path, body: str, error: str, line: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
         _check(tmp_path, f"async def run(self, task, chat):\n    {body}")
-    assert _last_line(caught.value) == ("mine.py", line)
-    assert "task 'train-0' of split 'train'" in "".join(caught.value.__notes__)
+    first, where, *_ = str(caught.value).split("\n")
+    assert re.match(f"task 'train-0' of split 'train', played before anything was started: {error}", first), first
+    assert re.match(r"  at \S*mine.py:\d+ in (run|broken): ", where) and line in where, where
 
 
 @pytest.mark.parametrize("body", ["return 1", "return True", "return await score(exact, '7', task.answer)"])
@@ -135,11 +183,41 @@ def test_an_error_that_another_reply_might_not_cause_is_a_warning(
             {"vllm": {"tensor_paralel_size": 2}},
             r"engine.vllm.tensor_paralel_size: .*did you mean 'tensor_parallel_size'",
         ),
+        ({"vllm": {"max_num_seqs": "many"}}, "engine.vllm.max_num_seqs = 'many': .* a valid integer"),
+        ({"vllm": {"dtype": "float99"}}, "engine.vllm.dtype = 'float99': .* 'bfloat16', 'float' or 'float32'"),
+        ({"vllm": {"tensor_parallel_size": 3}}, "does not divide the model's 4 attention heads"),
+        ({"num_ranks": 10_000}, "train.num_ranks = 10000 and 1 engines of 1 processes take at least 4001 GiB"),
+        ({"batch_size": 7}, "batch_size = 7 prompts, but split 'train' has 3 tasks, .* up to 3 times: .* at most 3"),
+        ({"tracking": "http://127.0.0.1:9"}, "tracking = 'http://127.0.0.1:9': no server answers"),
+        ({"tracking": "nonsense://x"}, "tracking = 'nonsense://x': MLflow knows no nonsense://"),
+        ({"tracking": "sqlite:////no/where.db"}, "there is no folder /no"),
     ],
 )
 def test_a_setting_that_nothing_takes_is_refused(tmp_path: Path, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidInput, match=sentence):
         _check(tmp_path, "async def run(self, task, chat):\n    return 1", **settings)
+
+
+def test_of_a_run_that_exists_the_same_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    create_run(LocalStore(tmp_path / "store"), "mine", {"seed": 0})
+    late = {"batch_size": 7, "tracking": "http://127.0.0.1:9", "run": "mine"}
+    with caplog.at_level(logging.WARNING, "millrace.preflight"):
+        _check(tmp_path, "async def run(self, task, chat):\n    return 1", **late)
+    assert "up to 3 times" in caplog.text and "run mine goes on, and its log keeps everything for later" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("harm", "sentence"),
+    [
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json is damaged"),
+        (lambda folder: os.truncate(folder / "model.safetensors", 100), "model.safetensors is damaged"),
+    ],
+)
+def test_a_broken_model_folder_is_refused(tmp_path: Path, base_model: Path, harm: Any, sentence: str) -> None:
+    shutil.copytree(base_model, tmp_path / "model")
+    harm(tmp_path / "model")
+    with pytest.raises(InvalidInput, match=sentence):
+        _check(tmp_path, "async def run(self, task, chat):\n    return 1", model=str(tmp_path / "model"))
 
 
 def test_a_start_does_not_load_vllm_for_a_reply_that_calls_tools() -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import ANY
+from unittest.mock import ANY, patch
 
 import httpx
 import psutil
@@ -90,8 +90,10 @@ def test_a_healthy_home_passes_every_check(home: Path, vllm: dict[str, Any]) -> 
     if psutil.virtual_memory().available < 7 * 2**30:
         pytest.skip("this machine has too little memory free to be healthy")
     found = _doctor(status=0)
-    names = ["Python", "sandbox", "lock", "disk", "memory", "ports", "store", "MLflow", "Prefect", "tokenizer"]
-    assert list(found) == [*names, "references", "vLLM"] and all(text.startswith("ok ") for text in found.values())
+    names = ["Python", "sandbox", "lock", "disk", "memory", "ports", "store", "MLflow", "Prefect", "hub", "tokenizer"]
+    assert list(found) == [*names, "device", "dataset", "references", "vLLM"] and all(
+        text.startswith("ok ") for text in found.values()
+    )
     assert f"{(home / 'store').as_uri()} can be written; put-if-absent holds" in found["store"]
     assert f"sqlite:///{home / 'mlflow.db'} answers" in found["MLflow"] and (home / "mlflow.db").exists()
     assert "a temporary one is started with each run" in found["Prefect"] and found["vLLM"] == "ok 1.2.3 CPU"
@@ -181,3 +183,21 @@ def test_a_run_file_s_places_are_checked_too(home: Path, base_model: Path) -> No
     assert (home / "elsewhere").as_uri() in dict(doctor.checks(config))["store"]().text
     hub = make_config({**document, "model": "somebody/something"}, source="test")
     assert "will be fetched from the hub" in check_tokenizer(hub).text
+
+
+def test_hub_device_and_dataset_of_a_run_file_are_looked_at(home: Path, base_model: Path) -> None:
+    def found(**values: Any) -> dict[str, str]:
+        document = {"workflow": "examples.arithmetic:Arithmetic", "run": "run", **values}
+        shown, names = io.StringIO(), ("hub", "device", "dataset")
+        chosen = [check for check in doctor.checks(make_config(document, source="test")) if check[0] in names]
+        with patch.object(doctor, "checks", lambda config: chosen):
+            diagnose(None, Console(file=shown, width=1000))
+        return {line.split()[1]: line for line in shown.getvalue().splitlines() if line.startswith(("ok ", "FAIL"))}
+
+    fine = found(model=str(base_model))
+    assert f"{base_model} is on this machine" in fine["hub"] and "which hold the run" in fine["device"]
+    assert "no dataset: 9,800 tasks in 'train', 200 tasks in 'test'" in fine["dataset"]
+    wrong = found(model="no/where/at/all", train={"device": "cuda"}, evaluation={"split": "nosuch"})
+    assert all(line.startswith("FAIL") for line in wrong.values())
+    assert "not a Hugging Face id" in wrong["hub"] and "there is no GPU" in wrong["device"]
+    assert "has no split 'nosuch', or cannot make its tasks: KeyError: 'nosuch'" in wrong["dataset"]

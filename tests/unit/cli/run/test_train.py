@@ -75,9 +75,23 @@ def test_parameters_are_counted_in_the_model_folder(home: Path) -> None:
 
 
 def test_a_model_of_the_hub_that_is_not_here_has_no_sizes_yet(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    monkeypatch.setattr("tasks.preflight.check_on_hub", lambda name, kind: None)
     values = _values("model=nobody/nothing")
-    assert values["parameters"] is None and values["attempts_per_step"] == 512
+    assert values["parameters"] is values["usual_learning_rate"] is None and values["attempts_per_step"] == 512
+
+
+@pytest.mark.parametrize(
+    ("overrides", "usual", "side"),
+    [
+        ("", [1e-4, 1e-3], ""),
+        ("learning_rate=1e-6", [1e-4, 1e-3], "below"),
+        ("train.lora.rank=4", [1e-3, 1e-2], "below"),
+    ],
+)
+def test_what_learning_rate_is_usual_for_the_size_is_said(overrides: str, usual: list[float], side: str) -> None:
+    assert _values(overrides)["usual_learning_rate"] == pytest.approx(usual)
+    said = f"is {side} what is usual for this size and kind, {usual[0]:g} to {usual[1]:g}"
+    assert (said in " ".join(printed(f"{DRY_RUN} {overrides}").split())) == bool(side)
 
 
 def test_a_run_that_exists_is_compared_and_its_steps_are_said(store: LocalStore) -> None:

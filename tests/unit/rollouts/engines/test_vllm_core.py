@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,3 +58,20 @@ def test_a_core_of_one_part_on_cpus_has_imported_everything_and_every_core_keeps
 
 def _look() -> tuple[bool, int]:
     return has_imported("tabnanny"), num_new_pages()
+
+
+def test_the_cause_that_the_core_has_written_to_the_log_is_raised(tmp_path: Path) -> None:
+    code = """
+import os, sys
+from infra.worker_process import _redirect_output
+from rollouts.engines.vllm_core import CoreFailed, _root_cause
+_redirect_output(sys.argv[1])
+try:
+    with _root_cause():
+        os.system(f"{sys.executable} -c 'raise ValueError(7)'")
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+except CoreFailed as error:
+    os._exit(3 if str(error).startswith("ValueError: 7") else 4)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "worker.log")])
+    assert done.returncode == 3, (tmp_path / "worker.log").read_text()
