@@ -94,6 +94,11 @@ def failure_kind(text: str) -> str:
     return f"{first.partition(':')[0]} at {place}" if place else first
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 shard`, `2,000 shards`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def in_one_line(text: str) -> str:
     """The first line of such a text, and the innermost place: `KeyError: 'answr' at my/env.py:31`."""
     first, place = text.partition("\n")[0], place_of(text)

@@ -245,6 +245,33 @@ def default_values() -> dict[str, Any]:
     return RunConfig(workflow="").model_dump(mode="json")
 
 
+def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What a recorded configuration sets other than its default, by dotted key; of a table with a `kind`, other than
+    that kind's defaults. Without `run`, `workflow`, `model`, `steps`, `store` and `tracking`."""
+    try:
+        defaults = make_config({"workflow": "", **_kinds(config)}, source="defaults").model_dump(mode="json")
+    except ConfigError:  # a kind with something that must be set
+        defaults = default_values()
+    own = {"run", "workflow", "model", "steps", "store", "tracking"}
+    before, now = ({k: v for name in each for k, v in _leaves(name, each[name])} for each in (defaults, config))
+    return {key: value for key, value in now.items() if key not in own and value != before.get(key)}
+
+
+def _kinds(table: dict[str, Any]) -> dict[str, Any]:
+    """The kinds alone, and the preset: what the other defaults depend on."""
+    below = {key: _kinds(value) for key, value in table.items() if isinstance(value, dict)}
+    chosen = {key: table[key] for key in ("kind", "preset") if isinstance(table.get(key), str)}
+    return chosen | {key: kinds for key, kinds in below.items() if kinds}
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
 def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
     """A run's configuration with other settings of the trainer, by dotted key as in `train.loss.clip_high`.
 

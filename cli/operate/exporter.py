@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from cli.terminal.arguments import StoreOption, open_named_store
+from cli.terminal.console import open_console
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def exporter(
         ) from error
     address = f"http://{host}:{server.server_port}/metrics"
     try:
-        Console(highlight=False, soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
+        open_console(soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
         thread.join()
     except KeyboardInterrupt:
         server.shutdown()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 import typer
-from rich.console import Console
 
+from cli.terminal.console import open_console
 from infra.environment import home
 from settings.errors import path_errors
 
@@ -23,7 +23,7 @@ def up() -> None:
     from infra.services import NOTIFY, start_services
     from tasks.prefect.flow_runs import crash_lost_flow_runs
 
-    console = Console(highlight=False)
+    console = open_console()
     if destination := os.environ.get(NOTIFY):
         from tasks.prefect.notifications import check_destination
 

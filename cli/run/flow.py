@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -30,8 +30,11 @@ SECONDS_TO_STOP = 10.0
 SECONDS_TO_ANSWER = 10.0
 
 
-def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
-    """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on.
+def run_flow(
+    flow: Coroutine[Any, Any, Result], console: Console, *, on_interrupt: Callable[[], None] = lambda: None
+) -> Result:
+    """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on. The first
+    Ctrl-C calls `on_interrupt`, which may have a spinner to take away.
 
     Raises `ServiceFailed` if Prefect's server is away, `InvalidInput` for a state folder that cannot be made.
     """
@@ -49,10 +52,15 @@ def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
     if logs_are_json():
         log_driver(dict, sys.stderr)  # until the session is there, which knows more
     else:
-        handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, log_time_format="%X")
+        handler: logging.Handler = logging.StreamHandler(console.file)  # which folds nothing
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%X"))
+        if console.is_terminal:
+            handler = RichHandler(
+                console=console, show_path=False, show_level=False, markup=False, log_time_format="%X"
+            )
         handler.setLevel(logging.INFO)
         ours.addHandler(handler)
-    return asyncio.run(_awaited(flow, console))
+    return asyncio.run(_awaited(flow, console, on_interrupt))
 
 
 def use_running_services() -> None:
@@ -78,13 +86,14 @@ def _check_prefect_answers() -> None:
         ) from error
 
 
-async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
+async def _awaited(flow: Coroutine[Any, Any, Result], console: Console, on_interrupt: Callable[[], None]) -> Result:
     # Prefect attaches a console handler of its own at import; ours is enough.
     logging.getLogger("millrace").propagate = False
     task = asyncio.ensure_future(flow)
 
     def stop() -> None:
         """First Ctrl-C: cancel, with a deadline; the in-process API got the signal too and may never answer again."""
+        on_interrupt()
         console.print("stopping; the same command continues from the run's log")
         logging.getLogger("prefect").setLevel(logging.CRITICAL)
         loop.remove_signal_handler(signal.SIGINT)

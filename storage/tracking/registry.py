@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput, UserError
+from settings.errors import InvalidInput, UserError, counted
 from settings.redaction import without_secrets
 from settings.tracking import TraceSettings
 from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
@@ -256,7 +256,7 @@ class Registry:
             counts = ", ".join(f"{count} {name}" for name, count in outcomes.items())
             description = (
                 f"Policy {policy.version} of run {self._log.run_id}: made by step {step.claim.step} from policy "
-                f"{policy.parent}. Prompt groups: {counts}, from {len(shards)} shards; they are the input "
+                f"{policy.parent}. Prompt groups: {counts}, from {counted(len(shards), 'shard')}; they are the input "
                 f"`step-{step.claim.step}` of the MLflow run. All of it: "
                 f"`millrace lineage {self._log.run_id} --policy {policy.version}`."
             )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cli.terminal.formatting import counted, held_out, number, one_line, ranges, shortened, size, versions_of
+from cli.terminal.formatting import held_out, number, one_line, ranges, shortened, size, versions_of
+from settings.errors import counted
 from tests.unit.cli.builders import an_evaluation
 
 
