@@ -194,6 +194,8 @@ def _read(path: Path) -> dict[str, Any]:
         with path_errors(f"run file {path}"):
             if not path.exists():
                 raise ConfigError(f"no run file {path}; see examples/ for some")
+            if path.is_dir():
+                raise ConfigError(f"run file {path} is a folder; name a file in it, such as {path / 'my.toml'}")
             return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
@@ -248,13 +250,15 @@ def default_values() -> dict[str, Any]:
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """What a recorded configuration sets other than its default, by dotted key; of a table with a `kind`, other than
     that kind's defaults. Without `run`, `workflow`, `model`, `steps`, `store` and `tracking`."""
+    plain = default_values()
     try:
-        defaults = make_config({"workflow": "", **_kinds(config)}, source="defaults").model_dump(mode="json")
+        under_kinds = make_config({"workflow": "", **_kinds(config)}, source="defaults").model_dump(mode="json")
     except ConfigError:  # a kind with something that must be set
-        defaults = default_values()
+        under_kinds = plain
+    plain, defaults, now = (dict(_leaves("", each)) for each in (plain, under_kinds, config))
+    defaults |= {key: plain.get(key) for key in defaults if key.rpartition(".")[2] in ("kind", "preset")}
     own = {"run", "workflow", "model", "steps", "store", "tracking"}
-    before, now = ({k: v for name in each for k, v in _leaves(name, each[name])} for each in (defaults, config))
-    return {key: value for key, value in now.items() if key not in own and value != before.get(key)}
+    return {key: value for key, value in now.items() if key not in own and value != defaults.get(key)}
 
 
 def _kinds(table: dict[str, Any]) -> dict[str, Any]:
@@ -267,7 +271,7 @@ def _kinds(table: dict[str, Any]) -> dict[str, Any]:
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}", inner)
+            yield from _leaves(f"{key}.{name}".lstrip("."), inner)
     else:
         yield key, value
 

@@ -41,7 +41,7 @@ def rounds_table(steps: Iterable[Step], scores: Sequence[Evaluation], *, wanted:
 
 def _cells(step: Step, *, wanted: int, score: float | None) -> list[str]:
     metrics = step.metrics
-    reward, staleness = "-", step.claim.fallback.replace("_", " ")  # a step with nothing to train has neither
+    reward, staleness = "-", step.claim.fallback.replace("_", " ") or "-"  # a step with nothing to train has neither
     if "reward" in metrics:
         reward = f"{metrics['reward']:.3f}"
     if "staleness_mean" in metrics:

@@ -49,10 +49,11 @@ def train(
     from cli.run.dry_run import derived_values, print_values
     from settings.run_file import as_toml, load_run_file
 
+    if write is not None:
+        check_target(write, "--write", suffix=".toml")
     config = load_run_file(files, changes)
     values = derived_values(config)
     if write is not None:
-        check_target(write, "--write")
         write.write_text(as_toml(config), encoding="utf-8")
     if as_json:
         print_json(values)

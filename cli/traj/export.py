@@ -38,9 +38,7 @@ def export(
         raise InvalidInput(f"--format {kind!r}: write sft or dpo")
     if kind == "sft" and margin:
         raise InvalidInput("--margin is about pairs: use it with --format dpo")
-    check_target(file, "OUT.parquet")
-    if file.is_dir():
-        raise InvalidInput(f"{file} is a folder; name a file in it")
+    check_target(file, "OUT.parquet", suffix=".parquet")
     with reading(log, f"traj export {kind}"):
         log.refresh()  # what retention has taken since is known from here on, and it takes nothing more
         queries = open_queries(log, verify=True)
