@@ -5,9 +5,7 @@ In: a run's configuration. Out: the workflow, or an error that names the thing a
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_tool_parser
 from rollouts.production.engine_choice import check_engine_arguments, local_folder, num_positions
 from rollouts.workflow import Workflow, place_of
-from settings.errors import InvalidInput, UserError, failure_text, path_errors
+from settings.errors import InvalidInput, failure_text, path_errors
 from settings.loss import CustomLoss
 from settings.run_file import RunConfig
 from settings.warmup import TINY_POSITIONS
@@ -28,34 +26,21 @@ CHECKED: ContextVar[bool] = ContextVar("checked", default=False)
 """True if a command has checked the run: the flow that it starts does not do so again."""
 
 
-@contextlib.contextmanager
-def _raised_by(method: str) -> Iterator[None]:
-    """An error of the user's code as one that names the method, and the user's file and line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise InvalidInput(f"{method} raised {failure_text(error)}") from error
-
-
 def check_run(config: RunConfig) -> Workflow:
     """Load the workflow and its data, look for the models, try a loss of the user's, write to the store.
 
-    Raises `InvalidInput` or `StoreError` for the first thing that will not work.
+    Raises `InvalidInput` or `StoreError` for the first thing that will not work, and what the workflow itself raises.
     """
     workflow_class = load_object(config.workflow)
     if not (isinstance(workflow_class, type) and issubclass(workflow_class, Workflow)):
         raise InvalidInput(f"workflow = {config.workflow!r} is not a subclass of millrace.Workflow")
-    with _raised_by(f"{config.workflow}(dataset)"):
-        loaded = workflow_class(config.dataset or None)
+    loaded = workflow_class(config.dataset or None)
     for name in ("tasks", "run"):
         if getattr(workflow_class, name) is getattr(Workflow, name):
             raise InvalidInput(f"{config.workflow} has no {name}(); write it")
     if not inspect.iscoroutinefunction(inspect.unwrap(loaded.run)):
         raise InvalidInput(f"{config.workflow}.run is no coroutine: write `async def run`, at {place_of(loaded.run)}")
-    with _raised_by(f"{config.workflow}.tasks"):
-        tasks = tasks_by_split(loaded, config)
+    tasks = tasks_by_split(loaded, config)
     for split, members in tasks.items():
         if not members:
             raise InvalidInput(
@@ -68,8 +53,10 @@ def check_run(config: RunConfig) -> Workflow:
     elif workflow_class.demonstrations is Workflow.demonstrations:
         raise InvalidInput(f"{config.workflow} has no demonstrations(); write it, or set `model` in the run file")
     else:
-        with _raised_by(f"{config.workflow}.demonstrations"):
+        try:
             loaded.demonstrations(1, seed=0)
+        except OSError as error:  # a file of theirs
+            raise InvalidInput(f"{config.workflow}.demonstrations raised {failure_text(error)}") from error
     check_lengths(config)
     check_engine_arguments(config.engine.vllm)
     if config.train.reference.model:

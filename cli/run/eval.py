@@ -50,8 +50,9 @@ def evaluate_run(
     changes = {key: value for key, value in changes.items() if value is not None}
     plan_evaluation(run=run, store=store, version=version, wanted=changes)
     console = console or open_console()
-    with console.status(f"evaluating {run}"):
-        return run_flow(evaluate(run=run, store=store, version=version, **changes), console)
+    with console.status(f"evaluating {run}") as spinner:
+        flow = evaluate(run=run, store=store, version=version, **changes)
+        return run_flow(flow, console, on_interrupt=spinner.stop)
 
 
 def print_evaluation(evaluation: dict[str, Any], console: Console) -> None:

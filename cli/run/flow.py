@@ -89,10 +89,11 @@ def _check_prefect_answers() -> None:
 async def _awaited(flow: Coroutine[Any, Any, Result], console: Console, on_interrupt: Callable[[], None]) -> Result:
     # Prefect attaches a console handler of its own at import; ours is enough.
     logging.getLogger("millrace").propagate = False
-    task = asyncio.ensure_future(flow)
+    task, interrupted = asyncio.ensure_future(flow), threading.Event()
 
     def stop() -> None:
         """First Ctrl-C: cancel, with a deadline; the in-process API got the signal too and may never answer again."""
+        interrupted.set()
         on_interrupt()
         console.print("stopping; the same command continues from the run's log")
         logging.getLogger("prefect").setLevel(logging.CRITICAL)
@@ -105,8 +106,11 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console, on_inter
         loop.add_signal_handler(signal.SIGINT, stop)
     try:
         result = await task
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    except BaseException as error:
+        # Children get the signal too: what fails from then on, such as a server that was starting, follows from it.
+        if interrupted.is_set() or isinstance(error, asyncio.CancelledError):
+            raise KeyboardInterrupt from None
+        raise
     await drain_history()
     return result
 

@@ -83,8 +83,8 @@ def replay_run(
     with_training_changes(make_config(saved, source=f"run {run}"), changes or {})
     console = console or open_console()
     flow = replay(run=run, store=store, first=first, last=last, changes=changes, rewards=rewards, save=save)
-    with console.status(f"replaying {run}"):
-        return run_flow(flow, console)
+    with console.status(f"replaying {run}") as spinner:
+        return run_flow(flow, console, on_interrupt=spinner.stop)
 
 
 def span_of(*, step: int | None, first: int | None, last: int | None) -> tuple[int, int | None]:

@@ -60,14 +60,14 @@ def check_target(path: Path, option: str, *, make_folder: bool = False, suffix: 
         if not folder.is_dir():
             raise InvalidInput(f"there is no folder {folder}; make it first")
         path.exists()  # raises for a name that is too long
+        with tempfile.TemporaryFile(dir=folder):
+            pass
         if suffix and path.is_dir():
             raise InvalidInput(f"{option} {path} is a folder; name a file in it, such as {path / f'out{suffix}'}")
         if suffix and path.suffix.lower() != suffix:
             raise InvalidInput(f"{option} {path}: only {suffix} is written; name it {path.with_suffix(suffix)}")
         if not suffix and path.suffix.lower() in _FILE_TYPES:
             raise InvalidInput(f"{option} {path} would be a folder with this name; name it {path.with_suffix('')}")
-        with tempfile.TemporaryFile(dir=folder):
-            pass
 
 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def test_turns_and_tools_are_shown_where_there_are_any(log: RunLog):
     commit(log, "s2", a_group(2, trajectories=[a_trajectory(0.5, turns=turns)]))
     shown = printed("traj show run 0.task2/0")
     assert "turn 1  8 -1.00@0" in shown and "stop, 1 token in 0.25 s" in shown
-    assert "turn 2  7 -1.00@1" in shown and "length, 1 tokens" in shown
+    assert "turn 2  7 -1.00@1" in shown and "length, 1 token" in shown
     assert 'add({"a": 3}) → 7  0.5 s' in shown
     assert "add({) failed no JSON·[2J" in shown and "\x1b[2J" not in shown
     assert "sequence  1 of the same attempt" in shown
