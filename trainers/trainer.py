@@ -107,8 +107,10 @@ class Trainer:
         )
         looked = self._look(samples)
         credit = assign_credit(samples, settings, looked, reward_weights=self._config.reward.weights)
-        versions = {"base_version": base_version, "kept_version": self.kept.version}
-        batch = step_batch(samples, settings, credit, looked, in_time_T=in_time_T, **versions)
+        kept = self.kept.version
+        batch = step_batch(
+            samples, settings, credit, looked, in_time_T=in_time_T, base_version=base_version, kept_version=kept
+        )
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
