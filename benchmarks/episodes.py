@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 
+from cli.terminal.console import open_console
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.scripted_engine import ScriptedEngine
@@ -135,7 +135,7 @@ def main() -> None:
         f"{figures.first_round_mib:.0f}",
         f"{figures.last_round_mib:.0f}",
     )
-    Console().print(table)
+    open_console().print(table)
     if len(sys.argv) > 1:
         setting = {"turns": TURNS, "n_samples": N_SAMPLES, "reply_tokens": REPLY_TOKENS, "rounds": ROUNDS}
         Path(sys.argv[1]).write_text(json.dumps({**asdict(figures), **setting}, indent=1) + "\n")

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.run_log import write_run
 from benchmarks.trajectories import provenance_of
+from cli.terminal.console import open_console
 from storage.log.entries import Claim, ClaimedGroup, Policy, Registration, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
@@ -177,7 +177,7 @@ def main(
             f"{seconds['with_opening_seconds']:.2f} s",
             f"{seconds['command_seconds']:.2f} s",
         )
-    Console().print(table)
+    open_console().print(table)
     if output:
         numbers = {"trajectories": trajectories, "steps": steps, "entries": entries, "questions": answers}
         output.write_text(json.dumps(numbers, indent=1) + "\n")

@@ -35,6 +35,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cli.terminal.console import open_console
 from storage.log.entries import LogEntry, Step
 from storage.log.run_log import RunLog
 from storage.objects.object_store import LocalStore
@@ -251,7 +252,7 @@ def main(
     """Measure, print, and save when asked."""
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         numbers = measure(rounds, Path(scratch), every=min(EVERY, max(1, rounds // 5)))
-    show(numbers, Console())
+    show(numbers, open_console())
     if json_file:
         json_file.write_text(json.dumps(numbers, indent=1) + "\n")
     if False in numbers["met"].values():

@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.orchestration import make_model
+from cli.terminal.console import open_console
 from examples.arithmetic import Arithmetic
 from rollouts.chat.chat import Chat
 from rollouts.workflow import Score
@@ -195,7 +196,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="where to save the numbers")] = None,
 ) -> None:
     """Measure, print, and save when asked."""
-    console = Console()
+    console = open_console()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended
     with tempfile.TemporaryDirectory(prefix="millrace-") as scratch:
         windows = measure(Path(scratch), seconds=seconds, console=console)

@@ -26,10 +26,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
+from cli.terminal.console import open_console
 from storage.log.entries import Policy, Session
 from storage.log.runs import create_run
 from storage.objects.digests import seal_folder, verify_folder
@@ -178,7 +178,7 @@ def main(
             f"{whole['save_seconds']:.2f} : {delta['save_seconds']:.2f}",
             f"{whole['fetch_seconds']:.2f} : {delta['fetch_seconds']:.2f}",
         )
-    Console().print(table)
+    open_console().print(table)
     if json_file is not None:
         settings = {"num_values": num_values, "dtype": "bfloat16", "learning_rate": learning_rate, "policies": policies}
         json_file.write_text(json.dumps({"settings": settings, "stores": results}, indent=1) + "\n")

@@ -34,9 +34,9 @@ import httpx
 import numpy as np
 import psutil
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from cli.terminal.console import open_console
 from examples.search_agent.embedding import HashingEmbedding, unit_vectors, words_of
 from examples.search_agent.index import DEPTH, Mode, build_index
 from examples.search_agent.passages import Passage, read_passages
@@ -341,9 +341,9 @@ def _show(numbers: dict[str, Any], rate: float, connections: int) -> None:
             f"{made['memory_gb']:.2f} GB",
             f"{made['start_seconds']:.1f} s",
         )
-    Console(width=150).print(table)
+    open_console().print(table)
     if rates := numbers.get("lancedb_queries_per_second"):
-        Console(width=150).print(
+        open_console().print(
             f"LanceDB's own search, in this process: text {rates['text']:.0f}/s, exact vectors {rates['vector']:.0f}/s"
         )
 

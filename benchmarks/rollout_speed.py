@@ -34,6 +34,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from cli.terminal.console import open_console
 from rollouts.chat.chat import Chat
 from rollouts.chat.chat_tokens import ChatTokens
 from rollouts.engines.engine import UpdateMode, WeightUpdate
@@ -326,7 +327,7 @@ def main(
     numbers = asyncio.run(
         measure(groups=groups, repetitions=repetitions, rounds=rounds, hidden_size=hidden_size, num_layers=num_layers)
     )
-    show(numbers, Console())
+    show(numbers, open_console())
     if json_file:
         json_file.write_text(json.dumps(numbers, indent=1) + "\n")
 

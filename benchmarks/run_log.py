@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from cli.terminal.console import open_console
 from storage.log.entries import (
     Alias,
     Claim,
@@ -180,7 +180,7 @@ def main(
         f"{write_us:.0f}, {read_us:.0f} µs",
         f"{numbers['segment_megabytes']:.0f} MB",
     )
-    Console().print(table)
+    open_console().print(table)
     if output:
         output.write_text(json.dumps(numbers, indent=1) + "\n")
 

@@ -38,6 +38,7 @@ from rich.table import Table
 
 from benchmarks.run_log import delete_run
 from benchmarks.trajectories import ATTEMPTS, make_groups, moved, plain_rows, provenance_of
+from cli.terminal.console import open_console
 from storage.log.entries import ClaimedGroup
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run
@@ -350,7 +351,7 @@ def main(
     if rows % ATTEMPTS:
         raise typer.BadParameter(f"--rows {rows}: groups have {ATTEMPTS} attempts; give a multiple of {ATTEMPTS}")
     numbers = measure(rows, store or [])
-    show(numbers, Console())
+    show(numbers, open_console())
     if json_file:
         json_file.write_text(json.dumps(numbers, indent=1) + "\n")
 

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trainer_workloads import config_of, model_folder, random_groups, samples_of, shard_tables
+from cli.terminal.console import open_console
 from storage.records import RolloutGroup
 from trainers.data.samples import gather_samples
 from trainers.trainer import Trainer
@@ -144,7 +145,7 @@ def main(
 ) -> None:
     """Measure, print, and save when asked."""
     numbers = measure(rounds=rounds, threads=threads)
-    show(numbers, Console())
+    show(numbers, open_console())
     if json_file:
         json_file.write_text(json.dumps(numbers, indent=1) + "\n")
 

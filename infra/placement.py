@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from settings.errors import InvalidInput, path_errors
+from settings.errors import InvalidInput, counted, path_errors
 
 logger = logging.getLogger("millrace.placement")
 
@@ -96,8 +96,8 @@ def check_shares(
         places = sum(int(node.get(device, 0.0) // gpus_per_engine) for node in nodes)
         if places < num_engines:
             raise InvalidInput(
-                f"{engine} × pipeline_parallel_size), all of one node: the nodes have places for {places} of the "
-                f"{num_engines} engines; lower rollout.num_workers to {places}, or one of the two sizes"
+                f"{engine} × pipeline_parallel_size), all of one node: the nodes have places for {places} of "
+                f"{counted(num_engines, 'engine')}; lower rollout.num_workers to {places}, or one of the two sizes"
             )
     if num_ranks > 1 and shared:
         raise InvalidInput(

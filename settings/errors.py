@@ -98,6 +98,11 @@ def has_users_frames(error: BaseException) -> bool:
     return bool(_frames(error, users_only=True))
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 shard`, `2,000 shards`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def in_one_line(text: str, *, whole: bool = False) -> str:
     """The first line of such a text, or the `whole` error, and the innermost place:
     `KeyError: 'answr' at my/env.py:31`."""

@@ -197,6 +197,8 @@ def _read(path: Path) -> dict[str, Any]:
         with path_errors(f"run file {path}"):
             if not path.exists():
                 raise ConfigError(f"no run file {path}; see examples/ for some")
+            if path.is_dir():
+                raise ConfigError(f"run file {path} is a folder; name a file in it, such as {path / 'my.toml'}")
             return absolute_paths(tomllib.loads(path.read_text(encoding="utf-8")), path.absolute().parent)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
@@ -246,6 +248,35 @@ def make_config(document: dict[str, Any], *, source: str) -> RunConfig:
 def default_values() -> dict[str, Any]:
     """The default of every key. What a run does not say, because it is from before the key existed, was this."""
     return RunConfig(workflow="").model_dump(mode="json")
+
+
+def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
+    """What a recorded configuration sets other than its default, by dotted key; of a table with a `kind`, other than
+    that kind's defaults. Without `run`, `workflow`, `model`, `steps`, `store` and `tracking`."""
+    plain = default_values()
+    try:
+        under_kinds = make_config({"workflow": "", **_kinds(config)}, source="defaults").model_dump(mode="json")
+    except ConfigError:  # a kind with something that must be set
+        under_kinds = plain
+    plain, defaults, now = (dict(_leaves("", each)) for each in (plain, under_kinds, config))
+    defaults |= {key: plain.get(key) for key in defaults if key.rpartition(".")[2] in ("kind", "preset")}
+    own = {"run", "workflow", "model", "steps", "store", "tracking"}
+    return {key: value for key, value in now.items() if key not in own and value != defaults.get(key)}
+
+
+def _kinds(table: dict[str, Any]) -> dict[str, Any]:
+    """The kinds alone, and the preset: what the other defaults depend on."""
+    below = {key: _kinds(value) for key, value in table.items() if isinstance(value, dict)}
+    chosen = {key: table[key] for key in ("kind", "preset") if isinstance(table.get(key), str)}
+    return chosen | {key: kinds for key, kinds in below.items() if kinds}
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}".lstrip("."), inner)
+    else:
+        yield key, value
 
 
 def with_training_changes(config: RunConfig, changes: dict[str, Any]) -> RunConfig:

@@ -23,7 +23,7 @@ from infra.placement import gpus_of
 from infra.weight_broadcast import Broadcast
 from rollouts.engines.engine import WeightUpdate
 from rollouts.production.failures import Failures
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, counted
 from settings.evaluation import EvaluationSettings
 from settings.places.hints import command
 from settings.run_file import RunConfig
@@ -196,7 +196,7 @@ class Fleet:
         if set(serving) != {expected or serving[0]}:
             logger.warning("an engine's checksum of policy %d differs from another's", live.version)
         self.log.append(Alias(name=ROLLOUT_ALIAS, version=live.version, checksum=serving[0]))
-        logger.info("%d engine(s) serve policy %d", len(serving), live.version)
+        logger.info("policy %d is served by %s", live.version, counted(len(serving), "engine"))
 
     async def publish(self, policy: Policy, trainer: TrainerHandle) -> None:
         """Swap the weights of every engine and move the alias `rollout`, by which engines elsewhere go."""
@@ -266,9 +266,8 @@ class Fleet:
         """Workers, queue, versions, oldest episode, and what each task of each worker is waiting for."""
         state = self.log.state
         live = state.live.version if state.live else "none"
-        queue = (
-            f"step {state.step}, live policy {live}, {state.pending_accepted} groups ready, {len(state.leased)} leased"
-        )
+        ready = f"{counted(state.pending_accepted, 'group')} ready, {len(state.leased)} leased"
+        queue = f"step {state.step}, live policy {live}, {ready}"
         if elsewhere := [join.holder for join in state.producers.values() if join.outside]:
             queue += f", producers elsewhere: {', '.join(elsewhere)}"
         elif not self.workers:

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from infra.user_code import source_sha256
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, counted
 from storage.log.entries import Shard
 from storage.log.producers import check_name
 from storage.log.run_state import RunState
@@ -93,9 +93,9 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
             waiting = f"nothing new in the log of run {session.log.run_id} for {silence:.0f} s{problem}"
             logger.warning("%s; waiting for its driver, at most %.0f s in all", waiting, patience)
         if _is_over(state):
-            return f"the run has its {state.step} steps"
+            return f"the run has its {counted(state.step, 'step')}"
         if 0 < shards <= made:
-            return f"{made} shards committed"
+            return f"{counted(made, 'shard')} committed"
         loaded = await _load_newest(session, loaded)
         await asyncio.sleep(LOOK_SECONDS)
 

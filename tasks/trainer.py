@@ -21,8 +21,8 @@ from trainers.refusals import RefusedShards
 
 logger = logging.getLogger("millrace.train")
 
-SUSPICIOUS_GAP = 0.1
-"""Nats per token; bfloat16 rounding stays an order of magnitude below."""
+SUSPICIOUS_GAP = 0.05
+"""Nats per token; bfloat16 rounding stays well below."""
 REFUSALS = 3
 """Claims in a row that may be refused for their shards, without a step in between, before a run gives up."""
 
@@ -78,10 +78,11 @@ class TrainerHandle:
             return None
         self._refusals = 0
         self._log.refresh()
-        gap = step.metrics.get("engine_gap", 0.0)  # absent if no token was sampled by the policy that was trained
+        gap = step.metrics.get("engine_gap", 0.0)  # absent if no token could be compared
         if gap > SUSPICIOUS_GAP and not self._warned_of_gap:
             self._warned_of_gap = True
-            disagree = f"engine and trainer differ by {gap:.2f} nats per token on the same policy"
+            tokens = f" of {step.metrics['engine_gap_tokens']:.0f}" if "engine_gap_tokens" in step.metrics else ""
+            disagree = f"engine and trainer differ by {gap:.2f} nats per token{tokens} on the same policy"
             logger.warning("step %d: %s; the engine may hold other weights", claim.step, disagree)
         return step
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, counted
 from storage.objects.digests import DIGEST_FILE, WEIGHTS_FILE, seal_folder, verify_folder
 from storage.policies.adapters import ADAPTER_WEIGHTS, has_adapter
 from trainers.model.distributed import copy_into, full, num_ranks
@@ -123,10 +123,10 @@ def load_state(trainer: Trainer, folder: Path) -> int:
     step, saved_by = int(about["step"]), about.get("world_size", 1)
     if saved_by != num_ranks():
         logger.warning(
-            "the state of step %d was saved by %d rank(s) and %d go on: they add in another order, so weights agree to "
-            "about 1e-6 with those of the old number, not bit for bit",
+            "the state of step %d was saved by %s, and the number is now %d: they add in another order, so weights "
+            "agree to about 1e-6 with those of the old number, not bit for bit",
             step,
-            saved_by,
+            counted(saved_by, "rank"),
             num_ranks(),
         )
     return step

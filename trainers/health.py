@@ -79,7 +79,7 @@ class NonFinite(UserError):
 class Gap:
     """Δ = log π_trainer − log π_engine of the same token under the same policy, over the tokens counted."""
 
-    num_tokens: int  # tokens the policy being trained has sampled itself; the others differ for a good reason
+    num_tokens: int  # tokens compared under the very policy that sampled them; others differ for a good reason
     mean: float  # of |Δ| over these tokens, in nats
     p99: float  # 99 % of |Δ| are no larger; the upper edge of its bin
     k3: float  # mean of ρ − 1 − ln ρ with ρ = exp Δ, an estimate of KL(engine ‖ trainer) that is never negative
@@ -90,7 +90,8 @@ class Gap:
         """Empty if there was nothing to compare."""
         if not self.num_tokens:
             return {}
-        return {"engine_gap": self.mean, "engine_gap_p99": self.p99, "engine_gap_k3": self.k3}
+        gap = {"engine_gap": self.mean, "engine_gap_p99": self.p99, "engine_gap_k3": self.k3}
+        return {**gap, "engine_gap_tokens": float(self.num_tokens)}
 
     def check(self, shard_ids: Sequence[str], *, max_gap: float) -> None:
         """Raise `GapTooLarge` naming the shards whose mean is above `max_gap`, `NonFinite` for NaN and infinity: the
@@ -103,16 +104,23 @@ class Gap:
             raise GapTooLarge({shard_ids[shard]: float(self.mean_S[shard]) for shard in wrong}, max_gap)
 
 
-def gap_weights(versions_T: np.ndarray, mask_T: np.ndarray, shards_T: np.ndarray, *, base_version: int) -> np.ndarray:
-    """What of a token's |Δ| counts against `max_gap`; float32 [T], 0 where nothing was sampled.
+def gap_weights(
+    versions_T: np.ndarray, mask_T: np.ndarray, shards_T: np.ndarray, *, base_version: int, kept_version: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """What of a token's |Δ| counts against `max_gap`; two float32 [T], 0 where nothing was sampled: under the policy
+    being trained, and under the earlier one whose weights are kept.
 
-    All of it, where the policy being trained has sampled the token. Of shards without such a token, 1 / (1 + n) where
-    the policy of n versions before has: what n steps change is no gap, but an engine with other weights shows.
+    All of it, where that policy has sampled the token; the earlier one is asked about shards without a token of the
+    policy being trained. Shards with neither count 1 / (1 + n) under it, where the policy of n versions before has
+    sampled: what n steps change is no gap, but an engine with other weights shows.
     """
     fresh_T = mask_T & (versions_T == base_version)
     has_fresh_S = np.bincount(shards_T, weights=fresh_T) > 0
+    kept_T = mask_T & (versions_T == kept_version) & ~has_fresh_S[shards_T]
+    has_kept_S = np.bincount(shards_T, weights=kept_T) > 0
     behind_T = np.maximum(0, base_version - versions_T)
-    return np.where(has_fresh_S[shards_T], fresh_T, mask_T / (1 + behind_T)).astype(np.float32)
+    own_T = np.where((has_fresh_S | has_kept_S)[shards_T], fresh_T, mask_T / (1 + behind_T))
+    return own_T.astype(np.float32), kept_T.astype(np.float32)
 
 
 class GapMeter:
@@ -160,13 +168,17 @@ class GapMeter:
         )
 
 
-def rows_to_probe(shards_B: np.ndarray, counted_B: np.ndarray, measured_B: np.ndarray) -> np.ndarray:
-    """A row of each shard of which the first mini-batch has none. `counted_B` is true for rows with a token that
-    `gap_weights` counts, `measured_B` for those of the first mini-batch."""
+def rows_to_probe(
+    shards_B: np.ndarray, counted_B: np.ndarray, measured_B: np.ndarray, *, per_shard: int = 1
+) -> np.ndarray:
+    """The first rows of each shard that has no measured one. `counted_B` is true for rows with a token that counts,
+    `measured_B` for those that are measured anyway."""
     seen = np.unique(shards_B[measured_B & counted_B])
     waiting = np.flatnonzero(counted_B & ~np.isin(shards_B, seen))
-    _, first = np.unique(shards_B[waiting], return_index=True)
-    return waiting[first]
+    order = np.argsort(shards_B[waiting], kind="stable")
+    shards = shards_B[waiting][order]
+    place = np.arange(len(shards)) - np.searchsorted(shards, shards)  # of each among its shard's rows
+    return np.sort(waiting[order[place < per_shard]])
 
 
 class FiniteCheck:

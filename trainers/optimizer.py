@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainers.health import NonFinite
-from trainers.model.distributed import copy_into, full
+from trainers.model.distributed import copy_into, full, local
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -111,8 +111,8 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are now."""
-        average = [_local(tensor) for tensor in self._average.values()]
-        weights = [_local(parameter).float() for parameter in self._parameters.values()]
+        average = [local(tensor) for tensor in self._average.values()]
+        weights = [local(parameter).float() for parameter in self._parameters.values()]
         torch._foreach_lerp_(average, weights, 1 - self._decay)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
@@ -129,9 +129,5 @@ class Ema:
 def _own_square(gradient: torch.Tensor) -> torch.Tensor:
     """This rank's share of the squared norm, so that the shares of all ranks add up to it."""
     is_sharded = isinstance(gradient, DTensor) and any(placement.is_shard() for placement in gradient.placements)
-    square = torch.linalg.vector_norm(_local(gradient).detach(), dtype=torch.float64).square()
+    square = torch.linalg.vector_norm(local(gradient).detach(), dtype=torch.float64).square()
     return square if is_sharded else square / (dist.get_world_size() if dist.is_initialized() else 1)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -176,6 +176,7 @@ class RunTrainer:
             step.claim.step,
         )
         on_every_rank(lambda: load_weights(self.trainer.model, self.policies.fetch(step.policy)))
+        self.trainer.kept.forget()  # it is of the steps that came out differently
         return False
 
     def is_base(self, policy: Policy) -> bool:

@@ -69,18 +69,24 @@ def step_batch(
     *,
     in_time_T: np.ndarray,
     base_version: int,
+    kept_version: int | None = None,
 ) -> StepBatch:
-    """Put together what the loss of these settings needs; `in_time_T` is False at tokens over the staleness bound."""
+    """Put together what the loss of these settings needs; `in_time_T` is False at tokens over the staleness bound.
+    `kept_version` is the earlier policy whose weights are kept, if there is one."""
     sampled_T = samples.mask_T
     token_row = np.repeat(np.arange(samples.num_rows), np.diff(samples.offsets))
     if settings.loss.kind == "sft":
         sampled_T = sampled_T & (samples.rewards_B >= settings.loss.min_reward)[token_row]
     trained_T = in_time_T & sampled_T & (credit.known_T | (settings.loss.kind == "sft"))
     shards_T = np.zeros_like(token_row) if not len(samples.shards_B) else samples.shards_B[token_row]
+    own_T, kept_T = gap_weights(
+        samples.versions_T, samples.mask_T, shards_T, base_version=base_version, kept_version=kept_version
+    )
     values: dict[str, np.ndarray] = {
         "sampled_logprobs": samples.logprobs_T,
         "advantages": credit.advantages_T,
-        "gap_weights": gap_weights(samples.versions_T, samples.mask_T, shards_T, base_version=base_version),
+        "gap_weights": own_T,
+        "kept_gap_weights": kept_T,
         "shards": shards_T,
     }
     if settings.decoupled is not None:

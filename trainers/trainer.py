@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from trainers.critic import Critic
 from trainers.data.samples import Samples
 from trainers.data.staleness import lag_of_tokens, staleness_metrics, tokens_to_train
 from trainers.health import FiniteCheck, GapMeter, NonFinite, rows_to_probe
+from trainers.kept_policy import KeptPolicy
 from trainers.model.batches import Pack, packs_of
 from trainers.model.distributed import choose_device, keep_freed_memory, shard, start_process_group, sum_over_ranks
 from trainers.model.lora import without_adapters
@@ -45,7 +47,8 @@ from trainers.optimizer import Ema, clip_gradient, learning_rate, make_optimizer
 from trainers.refusals import refuse_options
 from trainers.step_batch import StepBatch, minibatches, step_batch
 
-_GAP = ("sampled_logprobs", "gap_weights", "shards")
+_KEPT_ROWS = 4
+"""Rows of a shard that are compared under the kept policy: a few are enough to see an engine with other weights."""
 
 
 class Trainer:
@@ -69,6 +72,9 @@ class Trainer:
             fused=True,
         )
         self.ema = Ema(self.model.named_parameters(), decay=settings.ema) if settings.ema else None
+        self.kept = KeptPolicy(self.model.parameters())
+        self.gap_seconds = 0.0
+        """What the last step spent on the gap beside its own forward passes: probes, and copies of weights."""
         self._reference = None
         if reference is not None:
             frozen = settings.model_copy(update={"lora": None, "activation_checkpointing": False})
@@ -101,7 +107,10 @@ class Trainer:
         )
         looked = self._look(samples)
         credit = assign_credit(samples, settings, looked, reward_weights=self._config.reward.weights)
-        batch = step_batch(samples, settings, credit, looked, in_time_T=in_time_T, base_version=base_version)
+        kept = self.kept.version
+        batch = step_batch(
+            samples, settings, credit, looked, in_time_T=in_time_T, base_version=base_version, kept_version=kept
+        )
         totals: dict[str, float] = {}
         norms: list[dict[str, float]] = []
         start: dict[str, float] = {}
@@ -193,7 +202,7 @@ class Trainer:
             if moves_policy:
                 output.loss.backward()
             if number == 0 and not pack.is_idle:
-                meter.add(logprobs, *(pack.values[name] for name in _GAP))
+                meter.add(logprobs, *_gap_values(pack))
             finite.add(
                 pack.tokens,
                 mask_T=pack.mask,
@@ -213,10 +222,7 @@ class Trainer:
             raise NonFinite("the loss or a log-probability", samples.names(bad), number)
         gap: dict[str, float] = {}
         if number == 0:
-            self._probe(batch, rows, meter)
-            measured = meter.result(self._sum)
-            measured.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
-            gap = measured.metrics()
+            gap = self._gap(batch, rows, meter, max_gap=max_gap)
         norms = self._apply(samples.names(rows), number=number, trains_policy=trains_policy)
         keys = sorted(totals)
         of_all_ranks = self._sum(np.array([totals[key] for key in keys])).tolist()
@@ -270,18 +276,36 @@ class Trainer:
         return Looked(**{f"{name}_T": np.where(samples.mask_T, self._sum(a), 0) for name, a in arrays.items()})
 
     @torch.no_grad()
-    def _probe(self, batch: StepBatch, measured: np.ndarray, meter: GapMeter) -> None:
-        """Measure the gap of the shards that the first mini-batch has no row of, one row each."""
+    def _gap(self, batch: StepBatch, measured: np.ndarray, meter: GapMeter, *, max_gap: float) -> dict[str, float]:
+        """The gap to the engine, before the first update; `meter` has the first mini-batch, whose rows are `measured`.
+
+        A shard that it has no row of gets one here; one of which only an earlier policy's tokens can be compared, a few
+        under that policy, if it is the kept one. In their place the base policy is kept when such a shard is met."""
+        started, samples = time.perf_counter(), batch.samples
+        if len(samples.shards_B):
+            self._probe(batch, np.isin(np.arange(samples.num_rows), measured), meter, weights="gap_weights")
+            if batch.values["kept_gap_weights"].any():
+                nothing_B, kept = np.zeros(samples.num_rows, bool), "kept_gap_weights"
+                with self.kept.in_place():
+                    self._probe(batch, nothing_B, meter, weights=kept, per_shard=_KEPT_ROWS)
+        gap = meter.result(self._sum)
+        gap.check(samples.shard_ids or ["these samples"], max_gap=max_gap)
+        if self.kept.is_due(samples.versions_T[samples.mask_T], base_version=batch.base_version):
+            self.kept.keep(batch.base_version)
+        self.gap_seconds = time.perf_counter() - started
+        return gap.metrics()
+
+    def _probe(
+        self, batch: StepBatch, measured_B: np.ndarray, meter: GapMeter, *, weights: str, per_shard: int = 1
+    ) -> None:
+        """Measure the gap of shards without a measured row, on their first rows with a token of `weights`."""
         samples = batch.samples
-        if not len(samples.shards_B):
-            return
-        counted_B = np.maximum.reduceat(batch.values["gap_weights"], samples.offsets[:-1]) > 0
-        measured_B = np.isin(np.arange(samples.num_rows), measured)
-        rows = rows_to_probe(samples.shards_B, counted_B, measured_B)
+        counted_B = np.maximum.reduceat(batch.values[weights], samples.offsets[:-1]) > 0
+        rows = rows_to_probe(samples.shards_B, counted_B, measured_B, per_shard=per_shard)
         for pack in self._packs(samples, rows, mask_T=batch.trained_T, values=batch.values) if len(rows) else ():
             logprobs, _ = self._forward(self.model, pack)
             if not pack.is_idle:
-                meter.add(logprobs, *(pack.values[name] for name in _GAP))
+                meter.add(logprobs, *_gap_values(pack, weights))
 
     def _forward(
         self, model: PolicyModel, pack: Pack, *, entropy_grad: bool = False
@@ -321,3 +345,8 @@ class Trainer:
             world_size=dist.get_world_size(),
             device=self.device,
         )
+
+
+def _gap_values(pack: Pack, weights: str = "gap_weights") -> list[torch.Tensor]:
+    """What `GapMeter.add` wants of a pack beside the trainer's log-probabilities."""
+    return [pack.values[name] for name in ("sampled_logprobs", weights, "shards")]

@@ -158,10 +158,12 @@ class TrainerWorker:
         if claim.fallback != "skip_step":
             self._policy_path = None
         try:
-            return self._trainer.train(claim, samples, judge=True), load_seconds
+            metrics = self._trainer.train(claim, samples, judge=True)
         except RefusedShards:
             self._policy_path = before  # no weight has changed
             raise
+        cost = {} if samples is None else {"engine_gap_seconds": self._trainer.trainer.gap_seconds}
+        return {**metrics, **cost}, load_seconds
 
     def _commit(
         self,

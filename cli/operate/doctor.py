@@ -19,8 +19,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from cli.terminal.console import open_console
 from infra.environment import tracking_uri
-from settings.errors import UserError, failure_text, in_one_line
+from settings.errors import UserError, counted, failure_text, in_one_line
 from settings.places.hints import command
 from settings.places.state_folder import home, store_uri
 from settings.redaction import without_secrets
@@ -48,7 +49,7 @@ def doctor(run_file: Annotated[Path | None, typer.Argument(help="Check this run 
     if run_file:
         prepare_environment(run_file.absolute().parent)
     config = load_run_file(run_file) if run_file else None
-    if not diagnose(config, Console(highlight=False, soft_wrap=True)):
+    if not diagnose(config, open_console(soft_wrap=True)):
         raise typer.Exit(1)
 
 
@@ -249,7 +250,7 @@ def check_tokenizer(config: RunConfig | None) -> Finding:
     if (folder := local_folder(config.model)) is None:
         return Finding(f"{config.model} will be fetched from the hub")
     ids = ChatTokens.load(folder).prompt([Message(role="user", content="hello")])
-    return Finding(f"{folder}: a greeting is {len(ids)} tokens", "" if ids else "add a chat template")
+    return Finding(f"{folder}: a greeting is {counted(len(ids), 'token')}", "" if ids else "add a chat template")
 
 
 def check_won(config: RunConfig | None) -> Finding:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import JsonOption, StoreOption, check_target, open_named, print_json
+from cli.terminal.console import open_console
 from infra.environment import cache_folder
 from settings.errors import InvalidInput
 
@@ -84,7 +85,7 @@ def export(
     if as_json:
         print_json(exported)
     else:
-        _print(exported, Console(highlight=False, soft_wrap=True))
+        _print(exported, open_console(soft_wrap=True))
 
 
 def _saved_step(log: RunLog, version: int | None) -> Step:

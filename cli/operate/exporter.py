@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from cli.terminal.arguments import StoreOption, open_named_store
+from cli.terminal.console import open_console
 from settings.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -36,11 +36,18 @@ _GAUGES = {
     "phase_seconds": "Wall-clock of the last round by phase; all but `round` and `rollout` add up to it.",
     "step_metric": "Metrics of the last step, docs/metrics.md.",
     "score": "Newest held-out score by split.",
+    "score_tasks": "Tasks that it is the mean over.",
     "champion_version": "Policy with the alias champion.",
     "last_entry_timestamp_seconds": "When the log grew last.",
     "last_step_timestamp_seconds": "When the last step was committed.",
 }
-_LABELS = {"groups": ["outcome"], "phase_seconds": ["phase"], "step_metric": ["metric"], "score": ["split"]}
+_LABELS = {
+    "groups": ["outcome"],
+    "phase_seconds": ["phase"],
+    "step_metric": ["metric"],
+    "score": ["split"],
+    "score_tasks": ["split"],
+}
 
 
 def exporter(
@@ -61,7 +68,7 @@ def exporter(
         ) from error
     address = f"http://{host}:{server.server_port}/metrics"
     try:
-        Console(highlight=False, soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
+        open_console(soft_wrap=True).print(f"{address} has the runs of {opened.uri}; Ctrl-C ends it")
         thread.join()
     except KeyboardInterrupt:
         server.shutdown()
@@ -128,6 +135,7 @@ def _values(log: RunLog) -> Iterator[tuple[Any, ...]]:
         yield "groups", count, outcome
     for evaluation in {e.split: e for e in sorted(state.evaluations, key=lambda e: e.version) if not e.failed}.values():
         yield "score", evaluation.score, evaluation.split
+        yield "score_tasks", evaluation.num_tasks, evaluation.split
     if CHAMPION in state.aliases:
         yield "champion_version", state.aliases[CHAMPION].version
     for name, value in (state.steps[-1].metrics if state.steps else {}).items():

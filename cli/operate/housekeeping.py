@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import StoreOption, open_named, open_named_store, print_json
-from cli.terminal.formatting import counted, plain_table, ranges, size
-from settings.errors import InvalidInput
+from cli.terminal.console import open_console
+from cli.terminal.formatting import plain_table, ranges, size
+from settings.errors import InvalidInput, counted
 
 if TYPE_CHECKING:
     from storage.retention.retention import RunReport
@@ -37,7 +38,7 @@ def rm(
     from storage.log.run_log import LogDamaged, RunLog
     from storage.log.runs import remove_run, trainer_lock
 
-    console = Console(highlight=False)
+    console = open_console()
     try:
         log = open_named(run, store)
     except LogDamaged:  # as a removal leaves it that was cut off
@@ -73,7 +74,7 @@ def gc(
     rules = make_rules(keep_last=keep_last, keep_every=keep_every, older_than=older_than, max_size=max_size)
     if as_json and not (dry_run or sure):
         raise InvalidInput("--json cannot ask; add --dry-run to look, or --yes to remove")
-    opened, console = open_named_store(store), Console(highlight=False)
+    opened, console = open_named_store(store), open_console()
     collect = functools.partial(collect_garbage, opened, runs or [], rules, ignore_readers=ignore_readers)
     reports = collect(dry_run=dry_run or not as_json)
     if as_json:

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open_named, print_json
-from cli.terminal.formatting import counted, held_out, number, plain_table, ranges, versions_of
+from cli.terminal.console import open_console
+from cli.terminal.formatting import held_out, number, plain_table, ranges, versions_of
 from infra.environment import tracking_uri
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, counted
 from settings.places.hints import command
 from settings.places.state_folder import home
 
@@ -52,7 +53,7 @@ def lineage(
         raise InvalidInput(f"{target!r}: write MODEL@VERSION or MODEL@ALIAS, for example {run}@rollout")
     if verify and (trajectory or prompt):
         raise InvalidInput("--verify checks the files behind a policy; leave it out with --trajectory and --prompt")
-    log, console = open_named(run, store), Console(highlight=False, soft_wrap=True)
+    log, console = open_named(run, store), open_console(soft_wrap=True)
     if trajectory or prompt:
         groups = [trajectory_lineage(log, trajectory)] if trajectory else prompt_lineage(log, prompt)
         if as_json:
@@ -126,7 +127,7 @@ def _print_policy(made: PolicyLineage, console: Console, *, show_all: bool, mlfl
     scores = [escape(f"{e.split}: {' '.join(held_out(e))}") for e in made.evaluations]
     facts["evaluations"] = "\n".join(scores) or "none"
     if made.verified:
-        good = f"[green]verified[/]: {len(made.shards)} shards and the policy's files are as recorded"
+        good = f"[green]verified[/]: {counted(len(made.shards), 'shard')} and the policy's files are as recorded"
         facts["digests"] = "\n".join(f"[red]{escape(problem)}[/]" for problem in made.problems) or good
     _print_facts(facts, console)
     for shard in made.shards:
@@ -184,15 +185,15 @@ def _print_facts(facts: dict[str, str], console: Console) -> None:
 
 def _shard(shard: ShardUse) -> str:
     problem = f"\n[red]{escape(shard.problem)}[/]" if shard.problem else ""
-    groups = f", {shard.groups} groups trained here" if shard.groups else ""
-    return f"{escape(shard.uri)}\nsha256 {shard.sha256}, {shard.rows} rows{groups}{problem}"
+    groups = f", {counted(shard.groups, 'group')} trained here" if shard.groups else ""
+    return f"{escape(shard.uri)}\nsha256 {shard.sha256}, {counted(shard.rows, 'row')}{groups}{problem}"
 
 
 def _attempt(facts: AttemptFacts) -> str:
     parts = ", ".join(f"{escape(name)} {number(value)}" for name, value in facts.reward_parts.items())
     return (
         f"{facts.attempt}: reward {number(facts.reward)}" + (f" ({parts})" if parts else "") + f", {facts.status}, "
-        f"{facts.sampled_tokens} tokens sampled by {_policies(facts.versions)}"
+        f"{counted(facts.sampled_tokens, 'token')} sampled by {_policies(facts.versions)}"
     )
 
 

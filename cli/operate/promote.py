@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import JsonOption, StoreOption, TrackingOption, open_named, print_json
+from cli.terminal.console import open_console
 from infra.environment import tracking_uri
 from settings.redaction import without_secrets
 
@@ -53,7 +53,7 @@ def _announce(log: RunLog, alias: Alias, again: str, *, as_json: bool, tracking:
     """Print the champion and set the alias in MLflow, also if an earlier call could not."""
     from storage.log.entries import to_json
 
-    console = Console(highlight=False, stderr=as_json, soft_wrap=True)
+    console = open_console(stderr=as_json, soft_wrap=True)
     console.print(escape(f"policy {alias.version} of run {log.run_id} is the champion{again}"))
     console.print(f"[dim]MLflow: {escape(_bring_to_mlflow(log, tracking))}[/]")
     if as_json:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 import typer
-from rich.console import Console
 
+from cli.terminal.console import open_console
 from settings.errors import path_errors
 from settings.places.hints import command, program
 from settings.places.state_folder import home
@@ -24,7 +24,7 @@ def up() -> None:
     from infra.services import NOTIFY, TRAINING_VIEW, start_services
     from tasks.prefect.flow_runs import crash_lost_flow_runs
 
-    console = Console(highlight=False)
+    console = open_console()
     if destination := os.environ.get(NOTIFY):
         from tasks.prefect.notifications import check_destination
 

@@ -8,18 +8,20 @@ drawn again every second; elsewhere a status after every change.
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import JsonOption, StoreOption, open_named, open_named_store, print_json
-from cli.terminal.formatting import ago, number, one_line, plain_table
-from settings.errors import InvalidInput, in_one_line
+from cli.terminal.console import open_console
+from cli.terminal.formatting import ago, lasted, number, one_line, plain_table
+from settings.errors import InvalidInput, counted, in_one_line
 from settings.places.hints import command
 from settings.redaction import without_secrets
 
@@ -30,8 +32,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LOOKS = 1.0
 MOST_ROUNDS = 5
-PHASES_HEADER = f"{'round':>6} {'gen':>4} {'rew':>4} {'com':>4} {'tra':>4} {'pub':>4} {'idle':>4}"
-LEGEND = "time in % of the round: waited for generate, reward, commit; load, train and save; publish; idle: the rest"
+MOST_STEPS_OF_TREND = 10
 
 
 def status(
@@ -43,7 +44,7 @@ def status(
     """A run in numbers, read from its log alone."""
     if follow and as_json:
         raise InvalidInput("--json prints the status once: leave out --follow, or --json")
-    log, console = open_named(run, store), Console(highlight=False)
+    log, console = open_named(run, store), open_console()
     if follow:
         follow_run(log, console)
     elif as_json:
@@ -52,36 +53,56 @@ def status(
         console.print(status_table(run_status(log)))
 
 
-def run_status(log: RunLog) -> dict[str, Any]:
-    """The run in numbers; None for what it does not have yet. Accuracies are held-out scores, 0 to 1."""
+def run_status(log: RunLog, config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The run in numbers; None for what it does not have yet. Accuracies are held-out scores, 0 to 1; times are in
+    seconds since 1970. `config` is the run's configuration, read if it is not given."""
+    from settings.run_file import changed_settings
+    from storage.log.promotion import CHAMPION
     from storage.log.runs import own_scores, run_config
 
     state, live = log.state, log.state.live
-    evaluations = own_scores(log, run_config(log))
+    config = run_config(log) if config is None else config
+    evaluations = own_scores(log, config)
     last = evaluations[-1] if evaluations else None
     registration = state.registrations.get(live.version) if live else None
+    champion = state.aliases.get(CHAMPION)
+    wanted = state.sessions[-1].steps if state.sessions else 0
     return {
         "run": log.run_id,
         "ended": end_sentence(log),
         "store": log.store.uri,
+        "workflow": config.get("workflow"),
+        "model": config.get("model") or None,
         "step": state.step,
+        "target_steps": wanted or config.get("steps"),
+        "begun_at": state.started_at or None,
+        "ended_at": state.worked_until if 0 < wanted <= state.step else None,
+        "last_entry_at": state.last_at or None,
+        "wall_seconds": round(state.worked_seconds, 1),
+        "sessions": len(state.sessions),
         "weight_version": live.version if live else None,
         "weights_sha256": live.weights_sha256 if live else None,
         "policy": f"{log.store.uri}/{live.path}" if live else None,
+        "champion": champion.version if champion is not None else None,
+        **reward_trend(state),
         "accuracy_before": evaluations[0].score if evaluations else None,
         "accuracy_after": last.score if last else None,
+        "accuracy_versions": [evaluations[0].version, evaluations[-1].version] if evaluations else None,
+        "accuracy_split": last.split if last else None,
+        "accuracy_tasks": last.num_tasks if last else None,
+        "accuracy_attempts_per_task": (last.n_samples or None) if last else None,
         "accuracy_standard_error": last.standard_error if last else None,
         "pass_at": last.pass_at if last else None,
+        "evaluations": len(state.evaluations),
         "failed_evaluations": sum(evaluation.failed for evaluation in state.evaluations),
-        "wall_seconds": round(state.worked_seconds, 1),
         "peak_memory_bytes": int(max((step.metrics["peak_memory_bytes"] for step in state.steps), default=0)),
         "mlflow_model": registration.model_name if registration else None,
         "mlflow_version": registration.registry_version if registration else None,
         "paused": state.paused or None,
-        "sessions": len(state.sessions),
         "shards": len(state.shards),
         "trajectories": state.num_trajectories,
         **state.counters(),
+        "settings": changed_settings(config),
     }
 
 
@@ -99,31 +120,130 @@ def end_sentence(log: RunLog) -> str | None:
     return f"stopped at {when}" if how == "stopped" else f"crashed at {when}: {in_one_line(state.ended.reason)}"
 
 
-def status_table(status: dict[str, Any]) -> Group:
-    """The status as a table."""
+def reward_trend(state: RunState) -> dict[str, Any]:
+    """Mean reward of the first and of the last steps, a fifth of those with a reward but at most ten; from two on."""
+    steps = [step for step in state.steps if "reward" in step.metrics]
+    count = min(MOST_STEPS_OF_TREND, max(1, len(steps) // 5)) if len(steps) > 1 else 0
+    first, last = (
+        sum(step.metrics["reward"] for step in part) / count if count else None
+        for part in (steps[:count], steps[len(steps) - count :])
+    )
+    return {"reward_before": first, "reward_after": last, "reward_steps": count or None}
+
+
+def parted(status: dict[str, Any]) -> str:
+    """A sentence if reward and held-out score went opposite ways; else nothing."""
+    before, after, error = (status[f"accuracy_{name}"] for name in ("before", "after", "standard_error"))
+    if status["reward_steps"] is None or before is None:
+        return ""
+    reward, score = status["reward_after"] - status["reward_before"], after - before
+    if reward * score >= 0:
+        return ""
+    is_noise = error is not None and abs(score) <= 2 * error
+    first, second = ("rose", "fell") if reward > 0 else ("fell", "rose")
+    doubt = "; that is within two standard errors, so more tasks would tell" if is_noise else ""
+    return (
+        f"reward and held-out score part: the reward {first} ({reward_text(status)}), the score {second} "
+        f"({before:.3f} → {after:.3f} on {counted(status['accuracy_tasks'], 'task')}){doubt}"
+    )
+
+
+def reward_text(status: dict[str, Any]) -> str:
+    """`0.438 → 0.562, mean of the first and last 8 of 40 steps`."""
+    count, of = status["reward_steps"], counted(status["step"], "step")
+    which = "first and last" if count == 1 else f"first and last {count}"
+    return f"{status['reward_before']:.3f} → {status['reward_after']:.3f}, mean of the {which} of {of}"
+
+
+def status_table(status: dict[str, Any], *, one_line_each: bool = False) -> Table:
+    """The status as a table; with `one_line_each` what is too long for the terminal ends in `…`."""
     table = plain_table()
-    for key, value in status.items():
-        if key == "ended" and not value:
-            continue
-        if key == "peak_memory_bytes":
-            key, value = "peak memory", f"{value / 2**30:.2f} GiB"
-        elif key == "pass_at":
-            key, value = "pass@k", ", ".join(f"{k}: {chance:.3f}" for k, chance in (value or {}).items()) or None
-        elif isinstance(value, float):
-            value = f"{value:.3f}" if "accuracy" in key else f"{value:.1f}"
-        table.add_row(f"[dim]{key.replace('_', ' ')}[/]", Text("-" if value is None else one_line(str(value))))
-    groups = "submitted = trained + filtered + stale + failed + cancelled + pending"
-    return Group(table, Text(f"prompt groups: {groups}", style="dim"))
+    table.add_column(style="dim", no_wrap=True, min_width=8)
+    table.add_column(no_wrap=one_line_each, overflow="ellipsis" if one_line_each else "fold")
+    for name, text in _facts(status).items():
+        if text:
+            table.add_row(name, Text(one_line(text)))
+    return table
+
+
+def _facts(status: dict[str, Any]) -> dict[str, str]:
+    """What there is to say, by name; empty for what does not deserve a line."""
+    known = {key: value for key, value in status.items() if value is not None}
+    steps = counted(status["step"], "step")
+    of = f"{status['step']} of {known['target_steps']}" if "target_steps" in known else str(status["step"])
+    version = "none yet"
+    if "weight_version" in known:
+        version = f"{status['weight_version']}, weights {status['weights_sha256'][:12]}"
+    begun = "not yet"
+    if "begun_at" in known:
+        ended = f", ended {_at(status['ended_at'])}" if "ended_at" in known else ", not at its last step"
+        worked = f"worked {lasted(status['wall_seconds'])} in {counted(status['sessions'], 'session')}"
+        begun = f"{_at(status['begun_at'])}{ended}; {worked}"
+    parts = ("trained", "filtered", "stale", "failed", "cancelled", "pending")
+    groups = " + ".join(f"{status[part]} {part}" for part in parts if status[part])
+    return {
+        "run": status["run"],
+        "ended": known.get("ended", ""),
+        "workflow": known.get("workflow", ""),
+        "model": known.get("model", "made from the workflow's demonstrations" if "workflow" in known else ""),
+        "steps": of + (f", paused: {status['paused']}" if "paused" in known else ""),
+        "time": begun,
+        "reward": reward_text(status) if "reward_steps" in known else "",
+        "held-out": _held_out(status),
+        "policy": version + (f"; champion {status['champion']}" if "champion" in known else "; no champion"),
+        "MLflow": f"{status['mlflow_model']} version {status['mlflow_version']}" if "mlflow_model" in known else "",
+        "groups": f"{status['submitted']} submitted" + (f" = {groups}" if groups else ""),
+        "shards": f"{status['shards']} with {counted(status['trajectories'], 'training attempt')}, "
+        f"{status['quarantined']} quarantined",
+        "memory": f"at most {status['peak_memory_bytes'] / 2**30:.2f} GiB in {steps}" if status["step"] else "",
+        "weights": known.get("policy", ""),
+        "settings": ", ".join(f"{key} = {_value(value)}" for key, value in status["settings"].items())
+        or "all at their defaults",
+    }
+
+
+def _held_out(status: dict[str, Any]) -> str:
+    if status["accuracy_after"] is None:
+        scored = "no score yet"
+    else:
+        first, last = status["accuracy_versions"]
+        error = status["accuracy_standard_error"]
+        attempts = status["accuracy_attempts_per_task"]
+        before = f"{status['accuracy_before']:.3f} → " if first != last else ""
+        scored = f"{before}{status['accuracy_after']:.3f}"
+        scored += "" if error is None else f" ± {error:.3f}"
+        scored += f" on {counted(status['accuracy_tasks'], 'task')} of {status['accuracy_split']}"
+        scored += f" × {counted(attempts, 'attempt')}" if attempts else ""
+        scored += f", policies {first} and {last}" if first != last else f", policy {last}"
+        several = [f"pass@{k} {chance:.3f}" for k, chance in (status["pass_at"] or {}).items() if (attempts or 0) > 1]
+        scored += "".join(f", {text}" for text in several)
+    if not status["evaluations"]:
+        return scored
+    failed = f", {status['failed_evaluations']} failed" if status["failed_evaluations"] else ""
+    return f"{scored}; {counted(status['evaluations'], 'evaluation')}{failed}"
+
+
+def _at(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class RunView:
     """A run as it was at the last look. Another thread may draw it at any time."""
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: RunLog, *, is_drawn: bool = False) -> None:
+        """With `is_drawn` it fits on a terminal of 24 lines."""
+        from storage.log.runs import run_config
+
         self._log = log
+        self._config = run_config(log)
         self._entries = -1
         self._is_training = False
         self._failure = ""
+        self._is_drawn = is_drawn
         self._numbers = Group()
         """Rounds and status, made when an entry is new."""
 
@@ -147,7 +267,9 @@ class RunView:
             self._failure = one_line(without_secrets(f"{type(error).__name__}: {error}"))
         if before[:2] != (self._log.state.entries, self._is_training):
             self._entries = self._log.state.entries
-            self._numbers = Group(_rounds(self._log.state), status_table(run_status(self._log)))
+            numbers = run_status(self._log, self._config)
+            facts = status_table(numbers, one_line_each=self._is_drawn)
+            self._numbers = Group(*_rounds(self._log, self._config), facts)
         return before != (self._entries, self._is_training, bool(self._failure))
 
     def __rich__(self) -> Group:
@@ -155,9 +277,10 @@ class RunView:
         who = "this machine trains it" if self._is_training else "this machine does not train it"
         last_at = self._log.state.last_at
         last = f"last entry {ago(time.time() - last_at)}" if last_at else "no entry yet"
-        lines = [Text(f"run {self._log.run_id}: {last}, {who}", style="bold")]
+        ends: Any = {"no_wrap": True, "overflow": "ellipsis"} if self._is_drawn else {}
+        lines = [Text(f"run {self._log.run_id}: {last}, {who}", style="bold", **ends)]
         if self._failure:
-            lines.append(Text(f"the store could not be read, trying again: {self._failure}", style="yellow"))
+            lines.append(Text(f"the store could not be read, trying again: {self._failure}", style="yellow", **ends))
         return Group(*lines, self._numbers)
 
 
@@ -165,8 +288,8 @@ def follow_run(log: RunLog, console: Console, *, seconds: float = SECONDS_BETWEE
     """Show the run until it has its steps, or until Ctrl-C. Raises `LogDamaged` for a log that contradicts itself."""
     from rich.live import Live
 
-    view = RunView(log)
     draws = console.is_terminal and not console.is_dumb_terminal
+    view = RunView(log, is_drawn=draws)
     with contextlib.suppress(KeyboardInterrupt):
         changed = view.look()
         with Live(view, console=console, refresh_per_second=1) if draws else contextlib.nullcontext():
@@ -179,32 +302,24 @@ def follow_run(log: RunLog, console: Console, *, seconds: float = SECONDS_BETWEE
                 changed = view.look()
 
 
-def _rounds(state: RunState) -> Text:
-    """A line for each of the last steps, as `millrace train` prints it."""
+def _rounds(log: RunLog, config: dict[str, Any]) -> list[RenderableType]:
+    """The last steps, as `millrace train` prints them."""
+    from cli.operate.rounds import LEGEND, rounds_table
+    from storage.log.runs import own_scores
+
+    state = log.state
     if not state.steps:
-        return Text()
+        return []
     wanted = state.sessions[-1].steps if state.sessions else 0
-    rounds = Text().append(f"{LEGEND}\n", style="dim")
-    rounds.append(f"{'step':>8} {'reward':>6} {PHASES_HEADER}", style="bold")
-    for step in state.steps[-MOST_ROUNDS:]:
-        place = f"{step.claim.step}/{wanted}" if wanted else str(step.claim.step)
-        reward = f"{step.metrics['reward']:.3f}" if "reward" in step.metrics else "-"  # nothing was trained
-        rounds.append(f"\n{place:>8} {reward:>6} {phases(step.metrics)}")
-    return rounds
-
-
-def phases(metrics: dict[str, float]) -> str:
-    """A round's seconds, and where they went in per cent, under `PHASES_HEADER`; the columns add up to 100."""
-    columns = (("generate",), ("reward",), ("commit",), ("load", "train", "save"), ("publish",), ("wait", "idle"))
-    # A step of before `wait` and `load` were measured has neither.
-    seconds = [sum(metrics.get(f"{phase}_seconds", 0.0) for phase in column) for column in columns]
-    shares = (f"{100 * value / max(metrics['round_seconds'], 1e-9):>3.0f}%" for value in seconds)
-    return f"{metrics['round_seconds']:>5.1f}s {' '.join(shares)}"
+    return [
+        Text(LEGEND, style="dim"),
+        rounds_table(state.steps[-MOST_ROUNDS:], own_scores(log, config), wanted=wanted),
+    ]
 
 
 def runs(store: StoreOption = "", as_json: JsonOption = False) -> None:
     """Every run in the store: steps, scores, champion, and whether it is being trained here."""
-    opened, console = open_named_store(store), Console(highlight=False)
+    opened, console = open_named_store(store), open_console()
     listed = list_runs(opened)
     if as_json:
         print_json(listed)
@@ -243,6 +358,8 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
         "trajectories": state.num_trajectories,
         "accuracy_before": scores[0].score if scores else None,
         "accuracy_after": scores[-1].score if scores else None,
+        "accuracy_tasks": scores[-1].num_tasks if scores else None,
+        "evaluations": len(scores),
         "champion": champion.version if champion is not None else None,
         "wall_seconds": round(state.worked_seconds, 1),
         "last_entry_at": log.entries[-1].written_at if log.entries else None,
@@ -250,10 +367,10 @@ def _run_facts(log: RunLog) -> dict[str, Any]:
 
 
 def _runs_table(runs: list[dict[str, Any]]) -> Table:
-    names = ("run", "workflow", "", "steps", "attempts", "held-out", "champion", "last entry")
-    table = plain_table(*names, right=("steps", "attempts", "champion"))
+    names = ("run", "workflow", "", "steps", "attempts", "held-out", "tasks", "champion", "last entry")
+    table = plain_table(*names, right=("steps", "attempts", "tasks", "champion"))
     for run in runs:
-        scores = [run["accuracy_before"], run["accuracy_after"]]
+        scores = [run["accuracy_before"], run["accuracy_after"]][-run["evaluations"] :]
         table.add_row(
             run["run"],
             one_line(run["workflow"] or "-"),
@@ -261,6 +378,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
             str(run["step"]),
             f"{run['trajectories']:,}",
             "-" if scores[0] is None else " → ".join(number(score, digits=3) for score in scores),
+            "-" if run["accuracy_tasks"] is None else str(run["accuracy_tasks"]),
             "-" if run["champion"] is None else str(run["champion"]),
             "-" if run["last_entry_at"] is None else ago(time.time() - run["last_entry_at"]),
         )

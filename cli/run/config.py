@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cli.terminal.arguments import JsonOption, print_json
+from cli.terminal.console import open_console
 from settings.places.hints import command
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ def config(
     as_json: JsonOption = False,
 ) -> None:
     """List the keys of a run file with their types, ranges, defaults and help."""
-    from rich.console import Console
     from rich.markup import escape
 
     from cli.terminal.formatting import plain_table
@@ -33,7 +33,7 @@ def config(
     if as_json:
         print_json([dataclasses.asdict(row) for row in rows])
         return
-    console = Console(highlight=False)
+    console = open_console()
     for title, members in by_table(rows).items():
         table = plain_table(padding=(0, 2, 0, 0))
         for row in members:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import JsonOption, StoreOption, print_json
+from cli.terminal.console import open_console
 from cli.terminal.formatting import held_out
 
 
@@ -26,7 +27,7 @@ def evaluate(
     store: StoreOption = "",
 ) -> None:
     """Score one policy version on held-out tasks, on an engine of its own: avg@n, pass@k, failures."""
-    console = Console(highlight=False, stderr=as_json)
+    console = open_console(stderr=as_json)
     changes = {"split": split or None, "num_tasks": num_tasks, "n_samples": n_samples, "temperature": temperature}
     evaluation = evaluate_run(run, version=version, store=store, console=console, **changes)
     if as_json:
@@ -48,9 +49,10 @@ def evaluate_run(
 
     changes = {key: value for key, value in changes.items() if value is not None}
     plan_evaluation(run=run, store=store, version=version, wanted=changes)
-    console = console or Console(highlight=False)
-    with console.status(f"evaluating {run}"):
-        return run_flow(evaluate(run=run, store=store, version=version, **changes), console)
+    console = console or open_console()
+    with console.status(f"evaluating {run}") as spinner:
+        flow = evaluate(run=run, store=store, version=version, **changes)
+        return run_flow(flow, console, on_interrupt=spinner.stop)
 
 
 def print_evaluation(evaluation: dict[str, Any], console: Console) -> None:

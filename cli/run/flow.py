@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -31,8 +31,11 @@ SECONDS_TO_STOP = 10.0
 SECONDS_TO_ANSWER = 10.0
 
 
-def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
-    """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on.
+def run_flow(
+    flow: Coroutine[Any, Any, Result], console: Console, *, on_interrupt: Callable[[], None] = lambda: None
+) -> Result:
+    """Await a Prefect flow in this process: our messages on the console, Prefect's own only from warnings on. The first
+    Ctrl-C calls `on_interrupt`, which may have a spinner to take away.
 
     Raises `ServiceFailed` if Prefect's server is away, `InvalidInput` for a state folder that cannot be made.
     """
@@ -52,14 +55,19 @@ def run_flow(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
     if logs_are_json():
         log_driver(dict, sys.stderr)  # until the session is there, which knows more
     else:
-        handler = RichHandler(console=console, show_path=False, show_level=False, markup=False, log_time_format="%X")
+        handler: logging.Handler = logging.StreamHandler(console.file)  # which folds nothing
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%X"))
+        if console.is_terminal:
+            handler = RichHandler(
+                console=console, show_path=False, show_level=False, markup=False, log_time_format="%X"
+            )
         handler.setLevel(logging.INFO)
         handler.addFilter(lambda record: record.name != progress.name)
         ours.addHandler(handler)
     from prefect.exceptions import TerminationSignal
 
     try:
-        return asyncio.run(_awaited(flow, console))
+        return asyncio.run(_awaited(flow, console, on_interrupt))
     except TerminationSignal:  # SIGTERM; the flow has ended as with Ctrl-C
         raise SystemExit(128 + signal.SIGTERM) from None
 
@@ -87,17 +95,19 @@ def _check_prefect_answers() -> None:
         ) from error
 
 
-async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Result:
+async def _awaited(flow: Coroutine[Any, Any, Result], console: Console, on_interrupt: Callable[[], None]) -> Result:
     from prefect.exceptions import Abort
 
     # Prefect attaches a console handler of its own at import; ours is enough.
     logging.getLogger("millrace").propagate = False
     for runs in ("prefect.flow_runs", "prefect.task_runs"):  # the command says an error, and Prefect its page
         logging.getLogger(runs).propagate = False
-    task = asyncio.ensure_future(flow)
+    task, interrupted = asyncio.ensure_future(flow), threading.Event()
 
     def stop() -> None:
         """First Ctrl-C: cancel, with a deadline; the in-process API got the signal too and may never answer again."""
+        interrupted.set()
+        on_interrupt()
         console.print("stopping; the same command continues from the run's log")
         logging.getLogger("prefect").setLevel(logging.CRITICAL)
         loop.remove_signal_handler(signal.SIGINT)
@@ -109,8 +119,12 @@ async def _awaited(flow: Coroutine[Any, Any, Result], console: Console) -> Resul
         loop.add_signal_handler(signal.SIGINT, stop)
     try:
         result = await task
-    except (asyncio.CancelledError, Abort):  # by Ctrl-C, or by Cancel in Prefect
-        raise KeyboardInterrupt from None
+    except BaseException as error:
+        # Children get the signal too: what fails from then on, such as a server that was starting, follows from it.
+        # Abort is Cancel in Prefect.
+        if interrupted.is_set() or isinstance(error, asyncio.CancelledError | Abort):
+            raise KeyboardInterrupt from None
+        raise
     await drain_history()
     return result
 

@@ -12,14 +12,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from cli.operate.status import LEGEND, PHASES_HEADER, phases
+from cli.operate.rounds import LEGEND, rounds_table
 from cli.terminal.formatting import held_out
+from settings.errors import counted
 from settings.places.state_folder import home
 from storage.log.entries import Evaluation, LogEntry, Policy, Session, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import own_scores, run_config
-
-HEADER = f"{'step':>8} {'reward':>6} {'held-out':>8} {'staleness':>10} {'tokens/s':>8} {PHASES_HEADER}"
 
 
 class Follower:
@@ -34,17 +33,19 @@ class Follower:
         self._warmup_log = home() / "logs" / log.run_id / "warmup.log"
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
-        self._score: float | None = None
+        self._config = run_config(log)
         self._header_shown = False
 
     def __enter__(self) -> Follower:
         if self._shown:
             self._console.print(f"continuing run [bold]{self._log.run_id}[/] at step {self._log.state.step}")
-            scores = own_scores(self._log, run_config(self._log))
-            self._score = scores[-1].score if scores else None
         self._status.start()
         self._thread.start()
         return self
+
+    def stop_spinner(self) -> None:
+        """Take its line away and show the cursor again, also when the process is about to end without `__exit__`."""
+        self._status.stop()
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
@@ -69,7 +70,7 @@ class Follower:
             return _last_stage(self._warmup_log) or "preparing the base model"
         if state.step >= self._steps:
             return "finishing: last evaluation, MLflow, Prefect history"
-        return f"step {state.step + 1} of {self._steps}: {state.pending_accepted} groups ready"
+        return f"step {state.step + 1} of {self._steps}: {counted(state.pending_accepted, 'group')} ready"
 
     def _show(self, entry: LogEntry) -> None:
         match entry.body:
@@ -81,30 +82,20 @@ class Follower:
                 self._console.print(f"[dim]base policy {policy.weights_sha256[:12]} at {policy.path}[/]")
             case Evaluation() as evaluation:
                 score, facts = held_out(evaluation)
-                if not evaluation.failed:
-                    self._score = evaluation.score
                 colour = "red" if evaluation.failed else "cyan"
                 self._console.print(f"[bold {colour}]policy {evaluation.version}: {score}[/] [dim]{facts}[/]")
             case Step() as step:
-                if not self._header_shown:
-                    self._console.print(f"[dim]{LEGEND}[/]")
-                    self._console.print(f"[bold]{HEADER}[/]", soft_wrap=True)
-                    self._header_shown = True
-                self._console.print(self._row(step), soft_wrap=True)
+                is_first, self._header_shown = not self._header_shown, True
+                if is_first:
+                    self._console.print(f"[dim]{self._over_how_many()}\n{LEGEND}[/]")
+                scores = own_scores(self._log, self._config)
+                self._console.print(rounds_table([step], scores, wanted=self._steps, header=is_first))
             case _:
                 pass
 
-    def _row(self, step: Step) -> str:
-        metrics = step.metrics
-        score = "-" if self._score is None else f"{self._score:.3f}"
-        reward, staleness = "-", step.claim.fallback  # a step with nothing to train has neither
-        if not step.claim.fallback:
-            reward = f"{metrics['reward']:.3f}"
-            staleness = f"{metrics['staleness_mean']:.1f} max {metrics['staleness_max']:.0f}"
-        return (
-            f"{f'{step.claim.step}/{self._steps}':>8} {reward:>6} {score:>8} {staleness:>10} "
-            f"{metrics['tokens_per_second']:>8.0f} {phases(metrics)}"
-        )
+    def _over_how_many(self) -> str:
+        prompts, attempts = self._config.get("batch_size"), self._config.get("n_samples")
+        return f"reward: mean of a step's {prompts} × {attempts} attempts; held-out: the newest score by then"
 
 
 def _last_stage(file: Path) -> str:

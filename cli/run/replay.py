@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from cli.terminal.arguments import JsonOption, StoreOption, check_target, parse_overrides, print_json
+from cli.terminal.console import open_console
 from cli.terminal.formatting import number, plain_table
 from settings.errors import InvalidInput
 
@@ -44,7 +45,7 @@ def replay(
     flags = {"learning_rate": lr, "train.advantage": advantage, "train.loss": loss}
     changes = parse_overrides(overrides) | {key: value for key, value in flags.items() if value is not None}
     start, end = span_of(step=step, first=first, last=last)
-    console = Console(highlight=False, stderr=as_json)
+    console = open_console(stderr=as_json)
     result = replay_run(
         run, first=start, last=end, changes=changes, rewards=rewards, save=save, store=store, console=console
     )
@@ -80,10 +81,10 @@ def replay_run(
         check_target(Path(save), "--save", make_folder=True)
     _, saved = check_replay(store=store, run=run, first=first, last=last, rewards=rewards, save=save)
     with_training_changes(make_config(saved, source=f"run {run}"), changes or {})
-    console = console or Console(highlight=False)
+    console = console or open_console()
     flow = replay(run=run, store=store, first=first, last=last, changes=changes, rewards=rewards, save=save)
-    with console.status(f"replaying {run}"):
-        return run_flow(flow, console)
+    with console.status(f"replaying {run}") as spinner:
+        return run_flow(flow, console, on_interrupt=spinner.stop)
 
 
 def span_of(*, step: int | None, first: int | None, last: int | None) -> tuple[int, int | None]:

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named, print_json
+from cli.terminal.console import open_console
 from cli.terminal.formatting import plain_table
+from settings.errors import counted
 from settings.places.hints import command
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ def rescore(
     from storage.log.runs import local_config
     from storage.retention.retention import reading
 
-    log, console = open_named(run, store), Console(highlight=False, stderr=as_json)
+    log, console = open_named(run, store), open_console(stderr=as_json)
     config = make_config(local_config(log), source=f"run {run}")
     function, rewards = load_reward(absolute_path(reward), name=name)
     rescoring = Rescoring(
@@ -79,7 +81,7 @@ def _print(log: RunLog, result: Rescored, console: Console) -> None:
     name = result.rewards.name
     already = f", {result.known_shards} had them" if result.known_shards else ""
     console.print(
-        f"rewards [bold]{escape(name)}[/]: {result.new_shards} shards scored{already}; "
+        f"rewards [bold]{escape(name)}[/]: {counted(result.new_shards, 'shard')} scored{already}; "
         f"{log.store.uri}/{log.key(f'rewards/{name}')}",
         soft_wrap=True,
     )

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import StoreOption, open_named
+from cli.terminal.console import open_console
 from cli.terminal.formatting import number, printable
+from settings.errors import counted
 
 if TYPE_CHECKING:
     from storage.log.run_log import RunLog
@@ -33,7 +35,7 @@ def produce(
 
     options: dict[str, Any] = {"run": run, "store": store, "name": name, "shards": shards, "patience": patience}
     plan_rollouts(**options)  # refuses what cannot work before anything heavy starts
-    console = Console(highlight=False)
+    console = open_console()
     ended = run_flow(rollout(**options), console)["ended"]
     console.print(f"no more rollouts for run {run} from here: {escape(ended)}")
 
@@ -46,7 +48,7 @@ def once(
     """Attempt a run's first prompts once with its live policy and show everything; nothing is committed."""
     import asyncio
 
-    console = Console(highlight=False)
+    console = open_console()
     log = open_named(run, store)
     with console.status("starting the inference engine"):
         groups = asyncio.run(_attempt(log, num_prompts=n))
@@ -56,7 +58,7 @@ def once(
         for trajectory in group.trajectories:
             _print_attempt(trajectory, console)
     accepted = sum(group.accepted for group in groups)
-    console.print(f"{accepted} of {len(groups)} groups accepted; nothing was committed")
+    console.print(f"{accepted} of {counted(len(groups), 'group')} accepted; nothing was committed")
 
 
 async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:

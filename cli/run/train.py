@@ -16,7 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import check_target, open_named, parse_overrides, print_json
-from settings.errors import InvalidInput
+from cli.terminal.console import open_console
+from cli.terminal.formatting import lasted
+from settings.errors import InvalidInput, counted
 from settings.places.hints import command
 
 if TYPE_CHECKING:
@@ -53,15 +55,16 @@ def train(
     from cli.run.dry_run import derived_values, print_values
     from settings.run_file import as_toml, load_run_file
 
+    if write is not None:
+        check_target(write, "--write", suffix=".toml")
     config = load_run_file(files, changes)
     values = derived_values(config)
     if write is not None:
-        check_target(write, "--write")
         write.write_text(as_toml(config), encoding="utf-8")
     if as_json:
         print_json(values)
     else:
-        print_values(values, Console(highlight=False))
+        print_values(values, open_console())
 
 
 def _typed(value: Any) -> str:
@@ -96,14 +99,14 @@ def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any]
     from storage.objects.opening import open_store
     from tasks.preflight import check_run
 
-    config, console = load_run_file(run, overrides), Console(highlight=False)
+    config, console = load_run_file(run, overrides), open_console()
     check_run(config)
     store, document = open_store(store_uri(config.store)), config.model_dump(mode="json")
     log = create_run(store, config.run, document, folder=folder_of(run), defaults=default_values())
     with trainer_lock(log):
         pass  # another trainer is an error before anything heavy starts
-    with Follower(log, steps=config.steps, console=console):
-        run_flow(_train(config), console)
+    with Follower(log, steps=config.steps, console=console) as follower:
+        run_flow(_train(config), console, on_interrupt=follower.stop_spinner)
     status = run_status(log)
     files = [] if isinstance(run, dict) else [run] if isinstance(run, Path) else run
     words = [*map(str, files), *(f"{key}={_typed(value)}" for key, value in (overrides or {}).items())]
@@ -133,19 +136,32 @@ async def _train(config: RunConfig) -> None:
 
 
 def _print_ending(status: dict[str, Any], config: RunConfig, console: Console, *, train: list[str]) -> None:
-    """Accuracy before and after, where everything is, and what to try next."""
+    """Score before and after, where everything is, and what to try next."""
+    from cli.operate.status import parted, reward_text
+
     before, after = (
         "-" if status[key] is None else f"{status[key]:.3f}" for key in ("accuracy_before", "accuracy_after")
     )
+    tasks = "" if status["accuracy_tasks"] is None else f" on {counted(status['accuracy_tasks'], 'task')}"
     run_folder = f"{status['store']}/runs/{config.run}"
-    console.rule(f"run {config.run}", align="left")
+    console.print(f"\n[bold]run {config.run}[/]")
     console.print(
-        f"held-out accuracy [bold]{before} → {after}[/] after {status['step']} steps, {status['wall_seconds']:.0f} s, "
-        f"at most {status['peak_memory_bytes'] / 2**30:.1f} GiB\n"
+        f"held-out score [bold]{before} → {after}[/]{tasks} after {counted(status['step'], 'step')}, "
+        f"{lasted(status['wall_seconds'])}, at most {status['peak_memory_bytes'] / 2**30:.1f} GiB"
+    )
+    if status["reward_steps"] is not None:
+        console.print(f"reward {reward_text(status)}")
+    if sentence := parted(status):
+        console.print(f"[yellow]{sentence}[/]")
+    mlflow = f"{status['mlflow_model']} version {status['mlflow_version']}"
+    if status["mlflow_model"] is None:
+        mlflow = "does not have this policy (yet, or by tracking.register)"
+    console.print(
         f"run      {run_folder}\n"
-        f"shards   {run_folder}/shards: {status['shards']} files, {status['trajectories']} training trajectories\n"
+        f"shards   {run_folder}/shards: {counted(status['shards'], 'file')}, "
+        f"{counted(status['trajectories'], 'training attempt')}\n"
         f"model    {status['policy']}\n"
-        f"MLflow   {status['mlflow_model']} version {status['mlflow_version']}\n",
+        f"MLflow   {mlflow}\n",
         soft_wrap=True,
     )
     in_store = {"store": status["store"]}

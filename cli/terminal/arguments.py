@@ -41,8 +41,13 @@ def open_named(run: str, store: str) -> RunLog:
         return open_run(opened, run)
 
 
-def check_target(path: Path, option: str, *, make_folder: bool = False) -> None:
-    """Refuse a path that nothing can be written to, before the work whose result would be written there.
+_FILE_TYPES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".zip", ".tar", ".gz"}
+"""Endings of what is no folder, of names such as `qwen-2.5`."""
+
+
+def check_target(path: Path, option: str, *, make_folder: bool = False, suffix: str = "") -> None:
+    """Refuse a path that nothing can be written to, before the work whose result would be written there. With `suffix`
+    the result is a file that ends in it, without it a folder.
 
     Raises `InvalidInput`.
     """
@@ -57,6 +62,12 @@ def check_target(path: Path, option: str, *, make_folder: bool = False) -> None:
         path.exists()  # raises for a name that is too long
         with tempfile.TemporaryFile(dir=folder):
             pass
+        if suffix and path.is_dir():
+            raise InvalidInput(f"{option} {path} is a folder; name a file in it, such as {path / f'out{suffix}'}")
+        if suffix and path.suffix.lower() != suffix:
+            raise InvalidInput(f"{option} {path}: only {suffix} is written; name it {path.with_suffix(suffix)}")
+        if not suffix and path.suffix.lower() in _FILE_TYPES:
+            raise InvalidInput(f"{option} {path} would be a folder with this name; name it {path.with_suffix('')}")
 
 
 def parse_overrides(pairs: list[str] | None) -> dict[str, Any]:

@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Iterator
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from cli.terminal.console import open_console
 from settings.errors import UserError
 from settings.redaction import without_secrets
 
@@ -39,6 +39,6 @@ def explained() -> Iterator[None]:
         if not is_mendable or os.environ.get(TRACEBACK):
             sys.stderr.write(without_secrets("".join(traceback.format_exception(error))))
         if is_mendable:
-            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            console = open_console(stderr=True, soft_wrap=True)
             console.print(f"[bold red]error:[/] {escape(without_secrets(str(first)))}")
         raise typer.Exit(2 if is_mendable else 1) from None

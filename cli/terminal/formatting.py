@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from settings.errors import counted
+
 if TYPE_CHECKING:
     from storage.log.entries import Evaluation
 
@@ -46,9 +48,12 @@ def size(num_bytes: int) -> str:
     return f"{value:.1f} TB"
 
 
-def counted(count: int, noun: str) -> str:
-    """`1 shard`, `2,000 shards`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+def lasted(seconds: float) -> str:
+    """`42 s`, `5 min 11 s`, `2 h 3 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [f"{hours} h"] * (hours > 0) + [f"{minutes} min"] * (minutes > 0) + [f"{rest} s"] * (hours == 0)
+    return " ".join(parts)
 
 
 def ago(seconds: float) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from cli.terminal.formatting import number
-from settings.errors import InvalidInput, path_errors
+from settings.errors import InvalidInput, counted, path_errors
 from storage.log.run_log import RunLog
 from storage.log.runs import find_policy, run_config
 from storage.policies.adapters import ADAPTER_CONFIG, has_adapter
@@ -96,7 +96,7 @@ class Colorist:
         )
         advantage = float(advantages_B[attempts.index(row["attempt"])])
         mean = f"{float(rewards_B.nanmean()):.3g}"
-        why = f"reward {number(row['reward'])}, mean {mean} over {len(attempts)} attempts"
+        why = f"reward {number(row['reward'])}, mean {mean} over {counted(len(attempts), 'attempt')}"
         if row["outcome"] != "trained":
             return by_advantage(row, advantage, f"{why}; never trained: {row['outcome']}")
         oldest = 0
@@ -177,7 +177,9 @@ def by_version(row: Mapping[str, Any]) -> Coloring:
         name="version",
         styles=[style_of.get(version, "") for version in row["weight_versions"]],
         values=[f"@{version}" for version in row["weight_versions"]] if len(counts) > 1 else [],
-        legend=_legend((style_of[version], f"{version} ({count} tokens)") for version, count in counts.items()),
+        legend=_legend(
+            (style_of[version], f"{version} ({counted(count, 'token')})") for version, count in counts.items()
+        ),
     )
 
 
@@ -188,7 +190,7 @@ def by_advantage(row: Mapping[str, Any], advantage: float, why: str, *, oldest: 
     masked = sum(1 for version in row["weight_versions"] if 0 <= version < oldest)
     legend = Text().append(f"{advantage:+.3f}", style=style).append(f"  {why}")
     if masked:
-        legend.append(f"; {masked} tokens were masked as stale (dim)")
+        legend.append(f"; {counted(masked, 'stale token')} masked (dim)")
     return Coloring(
         name="advantage",
         styles=[style if version >= oldest else "dim" for version in row["weight_versions"]],

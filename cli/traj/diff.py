@@ -15,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import StoreOption, open_named
+from cli.terminal.console import open_console
 from cli.terminal.formatting import number, one_line, plain_table, printable, versions_of
 from cli.traj.finding import decode, find_trajectories, load_tokenizer, outcome_of, tool_call
+from settings.errors import counted
 
 MOST_ROWS = 24
 """Tokens whose logprobs are listed; of more, the ones that differ most."""
@@ -39,7 +41,7 @@ def diff(
         title = f"{log.run_id}: {name}" if run_b else name
         sides.append(Side(name=title, row=row, pieces=decode(tokenizer, row["input_ids"])))
     left, right = sides
-    _print(left, right, Console(highlight=False), by_text=tokenizers[0].to_str() != tokenizers[1].to_str())
+    _print(left, right, open_console(), by_text=tokenizers[0].to_str() != tokenizers[1].to_str())
 
 
 class Side(NamedTuple):
@@ -115,7 +117,7 @@ def _facts(side: Side, parts: Sequence[str]) -> dict[str, str]:
         "outcome": outcome_of(row),
         "turns": str(len(row["turns"])),
         "tokens": f"{len(sampled)} sampled after {row['prompt_len']}",
-        "logprob": f"{sum(sampled) / max(1, len(sampled)):.3f} mean",
+        "logprob": f"{sum(sampled) / max(1, len(sampled)):.3f} mean over these",
     }
 
 
@@ -183,7 +185,8 @@ def _logprobs(a: Side, b: Side, parting: Parting) -> Table:
     mean = sum(map(abs, changes.values())) / len(changes)
     names = ("at", "token", "policy", "A", "policy", "B", "B − A")
     table = plain_table(*names, right=set(names) - {"token"}, title=title, title_justify="left", title_style="dim")
-    table.caption, table.caption_justify = f"mean |difference| {mean:.2g}", "left"
+    over = counted(len(changes), "token")
+    table.caption, table.caption_justify = f"mean |difference| {mean:.2g} over {over}", "left"
     for index in shown:
         style = "green" if changes[index] > 0.1 else "red" if changes[index] < -0.1 else "dim"
         pairs = [(str(side["weight_versions"][index]), f"{side['logprobs'][index]:.3f}") for side in (a.row, b.row)]

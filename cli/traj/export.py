@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, check_target, open_named
-from cli.terminal.formatting import counted, size
+from cli.terminal.console import open_console
+from cli.terminal.formatting import size
 from cli.traj.finding import note_left_out
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, counted
 
 
 def export(
@@ -33,14 +33,12 @@ def export(
     from storage.views.exports import export_rows
     from storage.views.queries import open_queries
 
-    log, console = open_named(run, store), Console(highlight=False, soft_wrap=True)
+    log, console = open_named(run, store), open_console(soft_wrap=True)
     if kind not in ("sft", "dpo"):
         raise InvalidInput(f"--format {kind!r}: write sft or dpo")
     if kind == "sft" and margin:
         raise InvalidInput("--margin is about pairs: use it with --format dpo")
-    check_target(file, "OUT.parquet")
-    if file.is_dir():
-        raise InvalidInput(f"{file} is a folder; name a file in it")
+    check_target(file, "OUT.parquet", suffix=".parquet")
     with reading(log, f"traj export {kind}"):
         log.refresh()  # what retention has taken since is known from here on, and it takes nothing more
         queries = open_queries(log, verify=True)

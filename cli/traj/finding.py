@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from cli.terminal.formatting import counted, one_line
-from settings.errors import InvalidInput
+from cli.terminal.console import open_console
+from cli.terminal.formatting import one_line
+from settings.errors import InvalidInput, counted
 from settings.places.hints import command
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def condition(where: str, include_eval: bool) -> str:
 
 def note_left_out(left_out: Mapping[str, str]) -> None:
     """Print which shards are not in the result, and why."""
-    console = Console(highlight=False, stderr=True)
+    console = open_console(stderr=True)
     for shard_id, reason in list(left_out.items())[:3]:
         console.print(f"[yellow]left out:[/] shard {escape(shard_id)}: {escape(reason)}", soft_wrap=True)
     if len(left_out) > 3:

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.cells import cell_len
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
+from cli.terminal.console import open_console
 from cli.terminal.formatting import number, one_line, versions_of
 from cli.traj.finding import NEWEST, condition, newest_shards, note_left_out, outcome_of, why_missing
 from settings.errors import InvalidInput, in_one_line
@@ -33,7 +33,7 @@ def ls(
     from storage.shards.failed_attempts import newest_failures
     from storage.views.queries import open_queries
 
-    log, console = open_named(run, store), Console(highlight=False)
+    log, console = open_named(run, store), open_console()
     if failed:
         if where:
             raise InvalidInput("--where is about trajectories, and attempts that failed left none")

@@ -17,10 +17,11 @@ from rich.markup import escape
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, open_named
-from cli.terminal.formatting import counted, number, one_line, plain_table, versions_of
+from cli.terminal.console import open_console
+from cli.terminal.formatting import number, one_line, plain_table, versions_of
 from cli.traj.finding import check_step
 from infra.environment import cache_folder
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, counted
 from settings.places.hints import command
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def index(
     from infra.user_code import absolute_path, load_object
     from storage.retention.retention import reading
 
-    log, console = open_named(run, store), Console(highlight=False)
+    log, console = open_named(run, store), open_console()
     embedding = absolute_path(embedding)
     if embedding:
         load_object(embedding)
@@ -59,7 +60,8 @@ def index(
         news += f", {counted(report.shards_removed, 'shard')} removed"
     again = escape(command("index", run, store=log.store.uri))
     console.print(
-        f"run {run}: {news} in {time.perf_counter() - started:.1f} s; {report.trajectories} trajectories to search, "
+        f"run {run}: {news} in {time.perf_counter() - started:.1f} s; "
+        f"{counted(report.trajectories, 'row')} to search, "
         f"{f'vectors by {report.embedding}' if report.embedding else 'without vectors'}\n"
         f"index    {index.folder}  [dim](safe to delete: `{again}` makes it again)[/]",
         soft_wrap=True,
@@ -84,7 +86,7 @@ def search(
     """Find trajectories by their text and tool calls, best match first."""
     from storage.views.search_query import SearchQuery
 
-    log, query, notes = open_named(run, store), SearchQuery(text), Console(highlight=False, stderr=True)
+    log, query, notes = open_named(run, store), SearchQuery(text), open_console(stderr=True)
     others = {"status": status, "step": step, "outcome": outcome, "include_eval": include_eval}
     filters = parse_filters(log.state, reward=reward, version=version, **others)
     index = _open_index(log)
@@ -96,7 +98,7 @@ def search(
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(match) for match in matches], indent=2, ensure_ascii=False))
     else:
-        _print(matches, query, Console(highlight=False))
+        _print(matches, query, open_console())
 
 
 def _open_index(log: RunLog) -> SearchIndex:

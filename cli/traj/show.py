@@ -17,8 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, StoreOption, WhereOption, open_named
+from cli.terminal.console import open_console
 from cli.terminal.formatting import facts_table, number, printable, versions_of
 from cli.traj.finding import decode, find_failure, find_trajectories, load_tokenizer, outcome_of, tool_call
+from settings.errors import counted
 
 if TYPE_CHECKING:
     from cli.traj.coloring import Coloring
@@ -48,10 +50,11 @@ def show(
     from cli.traj.coloring import Colorist
     from infra.environment import cache_folder
 
-    log, console = open_named(run, store), Console(highlight=False)
+    log, console = open_named(run, store), open_console()
     if trajectory and (failure := find_failure(log, trajectory)):
         error = Text(printable(failure.error), style="red")
-        console.print(Panel(error, title=escape(f"{failure.id}  {failure.status}, no reward"), title_align="left"))
+        title = escape(f"{failure.id}  {failure.status}, no reward")
+        console.print(Panel(error, title=title, title_align="left", expand=console.is_terminal))
         return
     colorist, tokenizer = Colorist(log, color, cache=cache_folder()), load_tokenizer(log)
     rows = find_trajectories(
@@ -90,7 +93,8 @@ def _print(row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring, co
     if not row["accepted"]:
         footer += f": {escape(row['reject_reason'])}"
     footer += f"  shard {escape(row['shard_id'])}"
-    console.print(Panel(lines, title=title, subtitle=footer, title_align="left", subtitle_align="left"))
+    aligned: Any = {"title_align": "left", "subtitle_align": "left", "expand": console.is_terminal}
+    console.print(Panel(lines, title=title, subtitle=footer, **aligned))
 
 
 def _add_turns(lines: Table, row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring) -> None:
@@ -109,7 +113,9 @@ def _add_turns(lines: Table, row: Mapping[str, Any], pieces: Sequence[str], colo
                 text.append(f" {coloring.values[token]}  ", style="dim")
         lines.add_row("tokens" if is_plain else f"turn {index + 1}", text)
         if not is_plain:
-            ended = f"{turn['finish_reason']}, {turn['sampled_len']} tokens in {turn['generate_seconds']:.2g} s"
+            ended = (
+                f"{turn['finish_reason']}, {counted(turn['sampled_len'], 'token')} in {turn['generate_seconds']:.2g} s"
+            )
             lines.add_row("", Text(ended, style="dim"))
         for call in turn["tool_calls"]:
             lines.add_row("tool", tool_call(call).append(f"  {call['seconds']:.2g} s", style="dim"))

@@ -20,6 +20,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from cli.terminal.arguments import JsonOption, StoreOption, open_named
+from cli.terminal.console import open_console
 from cli.terminal.formatting import facts_table, one_line, plain_table, shortened
 from cli.traj.finding import note_left_out
 from settings.errors import InvalidInput
@@ -48,7 +49,7 @@ def sql(
     """Ask a run anything in SQL: trajectories, groups, turns, tokens, steps, evaluations. It only reads."""
     from storage.views.queries import open_queries
 
-    log, console = open_named(run, store), Console(highlight=False)
+    log, console = open_named(run, store), open_console()
     if not query:
         _print_views(log, console)
         return
@@ -128,7 +129,8 @@ def _print(reader: pa.RecordBatchReader, console: Console) -> None:
     is_narrow = len(reader.schema) * _NARROWEST > console.width
     most = MOST_RECORDS if is_narrow else MOST_ROWS
     rows = list(itertools.islice(_rows(reader), most + 1))
-    cells = [list(map(_cell, row)) for row in rows[:most]]
+    longest = _MOST_CHARACTERS if console.is_terminal else sys.maxsize
+    cells = [[_cell(value, longest=longest) for value in row] for row in rows[:most]]
     if is_narrow:
         for index, row in enumerate(cells):
             record = facts_table()
@@ -150,13 +152,13 @@ def _print(reader: pa.RecordBatchReader, console: Console) -> None:
         console.print("[dim]no rows[/]")
 
 
-def _cell(value: Any) -> Text:
+def _cell(value: Any, *, longest: int) -> Text:
     if value is None:
         return Text("null", style="dim")
     if isinstance(value, float):
         return Text(f"{value:.6g}" if abs(value) < 1e6 else f"{value:.12g}")
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return Text(shortened(one_line(text), _MOST_CHARACTERS))
+    return Text(shortened(one_line(text), longest))
 
 
 def _short(kind: str) -> str:

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cli.terminal.arguments import EvalOption, JsonOption, StoreOption, WhereOption, open_named
+from cli.terminal.console import open_console
 from cli.terminal.formatting import facts_table, number, one_line, plain_table
 from cli.traj.finding import condition, note_left_out
-from settings.errors import InvalidInput
+from settings.errors import InvalidInput, counted
 
 if TYPE_CHECKING:
     from storage.views.queries import Queries
@@ -55,7 +56,7 @@ _SPREADS = ", ".join(
     for name, column in _MEASURES.items()
 )
 _NUMBERS = f"""
-    count(*) AS attempts,
+    count(*) AS attempts, count(reward) AS rewarded,
     avg(reward) AS reward_mean, stddev_samp(reward) AS reward_std,
     min(reward) AS reward_min, quantile_cont(reward, 0.1) AS reward_p10, median(reward) AS reward_p50,
     quantile_cont(reward, 0.9) AS reward_p90, max(reward) AS reward_max,
@@ -82,7 +83,7 @@ def stats(
     if as_json:
         typer.echo(json.dumps(numbers, indent=2, ensure_ascii=False))
     else:
-        _print(numbers, Console(highlight=False), by=by)
+        _print(numbers, open_console(), by=by)
     note_left_out(queries.left_out)
 
 
@@ -137,8 +138,13 @@ def trajectory_stats(
 
 def _print(stats: dict[str, Any], console: Console, *, by: str) -> None:
     prompts, lines = stats["prompts"], facts_table()
-    lines.add_row("attempts", f"{stats['attempts']} in {stats['groups']} groups at {prompts['number']} prompts")
-    lines.add_row("reward", _spread(stats, "reward", ("p10", "p50", "p90")) + f"  std {number(stats['reward_std'])}")
+    lines.add_row(
+        "attempts",
+        f"{stats['attempts']} in {counted(stats['groups'], 'group')} at {counted(prompts['number'], 'prompt')}",
+    )
+    over = "" if stats["rewarded"] == stats["attempts"] else f"  over {stats['rewarded']}, the others have none"
+    spread = _spread(stats, "reward", ("p10", "p50", "p90"))
+    lines.add_row("reward", f"{spread}  std {number(stats['reward_std'])}{over}")
     for label, count in stats["histogram"]:
         share = count / stats["attempts"]
         bar = "█" * round(_BAR * count / max(1, max(n for _, n in stats["histogram"])))

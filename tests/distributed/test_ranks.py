@@ -274,7 +274,7 @@ def test_a_state_saved_at_many_ranks_resumes_at_one_and_says_how_exactly(
         _resume(folder, tmp_path, folder / f"{num_ranks}-ranks" / "0" / "state")
     _assert_same_step(folder / "one" / "resumed", tmp_path / "resumed")
     _assert_same_average(folder / "one" / "resumed", tmp_path / "resumed")
-    assert f"saved by {num_ranks} rank(s) and 1 go on" in caplog.text and "not bit for bit" in caplog.text
+    assert f"saved by {num_ranks} ranks, and the number is now 1" in caplog.text and "not bit for bit" in caplog.text
 
 
 if __name__ == "__main__":

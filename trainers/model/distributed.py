@@ -112,6 +112,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return whole.detach().cpu()
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's own part of a possibly sharded tensor, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a whole tensor into a possibly sharded one, each rank its own part of it: there is no collective."""
     with torch.no_grad():

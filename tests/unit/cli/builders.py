@@ -22,10 +22,11 @@ from storage.shards.shards import commit_shard
 from tests.builders import BASE, SAMPLING, a_shard, a_step, a_summary, provenance
 
 
-def typed(line: str, *more: str, status: int = 0, columns: int = 300, answer: str = "") -> Result:
-    """`millrace LINE MORE …` on a terminal of `columns`; it must leave with `status`, and without a traceback."""
+def typed(line: str, *more: str, status: int = 0, columns: int | None = 300, answer: str = "") -> Result:
+    """`millrace LINE MORE …` with lines of `columns`, of any length with None; it must leave with `status`, and
+    without a traceback."""
     words = [*shlex.split(line), *more]
-    result = CliRunner().invoke(app, words, input=answer, env={"COLUMNS": str(columns)})
+    result = CliRunner().invoke(app, words, input=answer, env={"COLUMNS": str(columns) if columns else None})
     assert result.exit_code == status and "Traceback" not in result.output, result.output
     return result
 

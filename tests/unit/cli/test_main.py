@@ -56,7 +56,11 @@ _A_FOLDER, _TOO_LONG, _UNDER_A_FILE = "Is a directory", "File name too long", "N
 
 @pytest.mark.parametrize("command", ["train {}", "train {} --dry-run", "doctor {}"])
 def test_a_run_file(places: dict[str, str], command: str) -> None:
-    sentences = {"ABSENT": f"no run file {places['ABSENT']}", "FOLDER": _A_FOLDER, "UNDER": "no run file"}
+    sentences = {
+        "ABSENT": f"no run file {places['ABSENT']}",
+        "FOLDER": "is a folder; name a file in it",
+        "UNDER": "no run file",
+    }
     for place, sentence in {**sentences, "LONG": _TOO_LONG, "BYTES": "is not valid TOML"}.items():
         shown = _refused(places, command.format(f"{{{place}}}"))
         assert sentence in shown and places[place] in shown
@@ -104,6 +108,18 @@ def test_a_place_to_write_to(places: dict[str, str], command: str, for_a_folder:
         shown = _refused(places, f"{command} {{{place}}}")
         assert any(part in shown for part in sentence.split("|")), shown
         assert not (Path(places["ABSENT"])).exists(), "nothing was made"
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("traj export run out.csv", "only .parquet is written; name it out.parquet"),
+        ("train examples/arithmetic.toml --dry-run --write out.json", "only .toml is written; name it out.toml"),
+        ("export run --to out.safetensors", "would be a folder with this name; name it out"),
+    ],
+)
+def test_a_type_of_file_that_is_not_written_is_refused(places: dict[str, str], line: str, sentence: str) -> None:
+    assert sentence in _refused(places, line)
 
 
 @pytest.mark.parametrize("command", ["rescore run --reward ", "index run --embedding ", f"{DRY} workflow="])

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from cli.operate.exporter import _GAUGES
+from tasks.trainer import SUSPICIOUS_GAP
 from tests.conftest import PROJECT
 
 FOLDER = PROJECT / "infra" / "monitoring"
@@ -41,3 +42,10 @@ def test_prometheus_asks_where_the_exporter_listens_by_default() -> None:
     config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
     assert config["rule_files"] == ["alerts.yaml"]
     assert config["scrape_configs"][0]["static_configs"][0]["targets"] == ["127.0.0.1:9464"]
+
+
+def test_alerts_are_about_runs_that_are_being_trained() -> None:
+    """The exporter serves finished runs too. A gap of 0.1 nats per token fires."""
+    expressions = {rule["alert"]: " ".join(rule["expr"].split()) for rule in _rules()}
+    assert all("millrace_training == 1" in expression for expression in expressions.values())
+    assert f"> {SUSPICIOUS_GAP} and on (run)" in expressions["MillraceEngineGap"] and SUSPICIOUS_GAP < 0.1

@@ -78,7 +78,7 @@ def test_it_loads_what_has_the_alias_and_ends_with_the_runs_last_step(monkeypatc
     run.log.append(_alias(0))
     run.log.append(a_shard("s0", [a_summary(0)]))
     step = a_step(run.log.state, trained=["0.task0"])
-    assert run.follow(None, _until(2), step, _alias(1), _until(1)) == "the run has its 1 steps"
+    assert run.follow(None, _until(2), step, _alias(1), _until(1)) == "the run has its 1 step"
     loads = [asked for asked in run.worker.asked if asked[0] == "publish"]
     assert loads == [("publish", 0), ("publish", 1)]
     assert run.worker.asked.count(("refresh",)) >= 3, "what others write may leave room"
@@ -98,7 +98,7 @@ def test_it_waits_for_a_driver_or_a_store_that_is_gone_and_says_so_and_then_ends
     assert "waiting for its driver" in caplog.text
     away = OSError("no route to host")
     assert _Run(monkeypatch).follow(*[away] * 100_000, patience=0.05).endswith(": no route to host")
-    assert _Run(monkeypatch).follow(away, away, _ours(0), shards=1) == "1 shards committed"
+    assert _Run(monkeypatch).follow(away, away, _ours(0), shards=1) == "1 shard committed"
 
 
 def test_a_policy_that_is_gone_because_the_next_one_has_come_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +109,7 @@ def test_a_policy_that_is_gone_because_the_next_one_has_come_is_passed_over(monk
     run.log.append(a_shard("s0", [a_summary(0)]))
     run.log.append(a_step(run.log.state, trained=["0.task0"]))
     # Its second look, after the failure, finds the next policy; the third one that the run is over.
-    assert run.follow(_alias(0), _alias(1), None, _until(1)) == "the run has its 1 steps"
+    assert run.follow(_alias(0), _alias(1), None, _until(1)) == "the run has its 1 step"
     assert ("publish", 1) in run.worker.asked
 
 

@@ -74,7 +74,8 @@ def test_only_the_shard_that_is_too_far_off_is_named() -> None:
     np.testing.assert_allclose(gap.mean_S, [log2, 1.55, 0])
     assert gap.num_tokens == 6 and gap.mean == pytest.approx((2 * log2 + 3.1) / 6) and 1.6 <= gap.p99 <= 1.06 * 1.6
     assert gap.tokens_S.tolist() == [2, 2, 2]
-    assert gap.metrics() == {"engine_gap": gap.mean, "engine_gap_p99": gap.p99, "engine_gap_k3": gap.k3}
+    means = {"engine_gap": gap.mean, "engine_gap_p99": gap.p99, "engine_gap_k3": gap.k3}
+    assert gap.metrics() == {**means, "engine_gap_tokens": 6.0}
     gap.check(["a", "b", "c"], max_gap=1.6)
     with pytest.raises(GapTooLarge, match=r"shard b: .* 1.55 nats per token, above train.max_gap = 1") as caught:
         gap.check(["a", "b", "c"], max_gap=1.0)
@@ -94,8 +95,11 @@ def test_a_gap_that_is_no_number_does_not_pass_and_a_shard_without_a_counted_tok
 def test_older_tokens_count_where_a_shard_has_no_others_and_less_with_each_step_in_between() -> None:
     versions_T = np.array([3, 2, -1, 2, 0, 2])
     mask_T = np.array([True, True, False, True, True, False])
-    weights_T = gap_weights(versions_T, mask_T, np.array([0, 0, 0, 1, 1, 1]), base_version=3)
-    assert weights_T.tolist() == [1, 0, 0, 0.5, 0.25, 0]
+    shards_T = np.array([0, 0, 0, 1, 1, 1])
+    weights_T, kept_T = gap_weights(versions_T, mask_T, shards_T, base_version=3, kept_version=None)
+    assert weights_T.tolist() == [1, 0, 0, 0.5, 0.25, 0] and not kept_T.any()
+    own_T, kept_T = gap_weights(versions_T, mask_T, shards_T, base_version=3, kept_version=2)
+    assert own_T.tolist() == [1, 0, 0, 0, 0, 0] and kept_T.tolist() == [0, 0, 0, 1, 0, 0], "under the kept policy alone"
     gap = _measure(np.full(6, -3.0), np.full(6, -1.0), weights_T, np.array([0, 0, 0, 1, 1, 1]))
     assert gap.num_tokens == 1 and gap.mean == 2.0, "metrics are of the policy's own tokens"
     np.testing.assert_allclose(gap.mean_S, [2.0, (1.0 + 0.5) / 2, np.nan])
@@ -109,6 +113,12 @@ def test_one_counted_row_stands_for_each_shard_that_the_first_mini_batch_lacks()
     measured_B = np.array([False, True, True, False, False, False, False])
     assert rows_to_probe(shards_B, counted_B, measured_B).tolist() == [3, 6]
     assert rows_to_probe(shards_B, counted_B, np.ones(7, bool)).tolist() == []
+    assert rows_to_probe(np.array([1, 0, 1, 1, 0]), np.ones(5, bool), np.zeros(5, bool), per_shard=2).tolist() == [
+        0,
+        1,
+        2,
+        4,
+    ]
 
 
 _NAN, _INF = float("nan"), float("inf")

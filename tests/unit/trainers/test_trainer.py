@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from tasks.trainer import SUSPICIOUS_GAP
 from tests.unit.trainers.builders import (
     Row,
     config_of,
     gradients,
     largest_difference,
+    named_samples_of,
     random_rows,
     samples_of,
     take_step,
@@ -22,6 +24,7 @@ from tests.unit.trainers.builders import (
     weights,
 )
 from tests.unit.trainers.naive import (
+    everything,
     fixed_logprobs,
     num_tokens,
     policy_of,
@@ -246,3 +249,41 @@ def test_what_is_off_policy_is_measured_before_the_first_update(
     assert metrics["off_policy_kl"] == pytest.approx((ratio - 1 - log_ratio).mean(), rel=1e-4)
     size = ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())
     assert metrics["effective_sample_size"] == pytest.approx(size, rel=1e-4) and size < 1
+
+
+@pytest.mark.parametrize(("settings", "wrong_by"), [({}, 0.0), ({}, 0.1), ({"num_minibatches": 2, "ema": 0.9}, 0.1)])
+def test_one_step_behind_the_gap_is_measured_under_the_policy_that_sampled_and_the_alarm_fires(
+    tiny_folder: Path, rows: list[Row], settings: dict[str, Any], wrong_by: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled_by(trainer: Trainer, version: int) -> Samples:
+        """All rows, as an engine with the trainer's present weights samples them; its log-probabilities are off."""
+        policy = policy_of(tiny_folder, trainer)
+        replies = [fixed_logprobs(policy, row).tolist() for row in rows]
+        return named_samples_of(
+            [
+                dataclasses.replace(row, logprobs=[p + wrong_by for p in reply], versions=[version] * len(reply))
+                for row, reply in zip(rows, replies, strict=True)
+            ],
+            shards=2,
+        )
+
+    def run() -> tuple[Trainer, list[dict[str, float]]]:
+        """What is trained was always sampled one policy before; the first claim has no other."""
+        trainer = trainer_of(tiny_folder, learning_rate=1e-2, **settings)
+        samples, metrics = sampled_by(trainer, 0), []
+        for step in range(1, 5):
+            coming = sampled_by(trainer, step - 1)
+            metrics.append(take_step(trainer, samples, step=step, max_staleness=1))
+            samples = coming
+        return trainer, metrics
+
+    trainer, metrics = run()
+    assert ["engine_gap" in each for each in metrics] == [True, False, True, True]
+    measured = [each for each in metrics if "engine_gap" in each]
+    assert [each["engine_gap"] for each in measured] == pytest.approx([wrong_by] * 3, abs=1e-5)
+    assert (measured[-1]["engine_gap"] > SUSPICIOUS_GAP) == bool(wrong_by)
+    expected = sum(len(row.reply) for shard in (0, 1) for row in [r for r in rows if r.group % 2 == shard][:4])
+    assert measured[-1]["engine_gap_tokens"] == expected
+    monkeypatch.setattr("trainers.kept_policy.KeptPolicy.is_due", lambda *_, **__: False)
+    unwatched, _ = run()
+    assert all(torch.equal(tensor, everything(unwatched)[name]) for name, tensor in everything(trainer).items())

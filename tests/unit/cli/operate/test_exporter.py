@@ -77,7 +77,8 @@ def test_each_scrape_reads_what_is_new_and_leaves_a_damaged_log_out(
     log.append(Alias(name="champion", version=1, checksum="sum"))
     with trainer_lock(log):
         values = scrape()
-    assert values["score", "run", "test"] == 0.75 and values["champion_version", "run"] == 1
+    assert values["score", "run", "test"] == 0.75 and values["score_tasks", "run", "test"] == 4
+    assert values["champion_version", "run"] == 1
     assert values["training", "run"] == 1 and values["training", "other"] == 0 and values["steps", "other"] == 0
     assert ("steps", "damaged") not in values
 

@@ -94,7 +94,7 @@ def test_a_run_without_steps_has_nulls_and_an_unknown_one_lists_the_others(store
     numbers = json.loads(printed("status run --json"))
     assert (numbers["step"], numbers["weight_version"], numbers["accuracy_before"]) == (0, 0, None)
     log.append(Pause(reason="[/] me [red]"))
-    assert "[/] me [red]" in printed("status run", columns=120), "no markup"
+    assert "paused: [/] me [red]" in printed("status run", columns=120), "no markup"
     assert "runs there: run" in printed("status unknown", status=2)
     assert "--json prints the status once" in printed("status run --follow --json", status=2)
     view = _look(create_run(store, "empty", {}))
@@ -110,7 +110,9 @@ def test_accuracies_are_those_of_the_first_and_last_version_that_has_a_score(log
     assert (numbers["accuracy_before"], numbers["accuracy_after"], numbers["failed_evaluations"]) == (0.4, 0.9, 1)
     assert numbers["accuracy_standard_error"] == 0.1 and numbers["pass_at"] == {"1": 0.5, "2": 0.5}
     shown = _shown(status_table(numbers))
-    assert "failed evaluations       1" in shown and "pass@k                   1: 0.500, 2: 0.500" in shown
+    shown = " ".join(shown.split())
+    assert "0.400 → 0.900 ± 0.100 on 2 tasks of test × 2 attempts, policies 0 and 5" in shown
+    assert "pass@1 0.500, pass@2 0.500; 4 evaluations, 1 failed" in shown
 
 
 def test_wall_seconds_leave_out_the_time_between_sessions_and_what_others_append(store: LocalStore) -> None:
@@ -149,13 +151,14 @@ def test_the_last_rounds_say_where_the_time_went_above_the_status() -> None:
     shown = _shown(_look(log))
     table = _shown(status_table(run_status(log)))
     assert "6.00 GiB" in table and table in shown
-    lines = shown.splitlines()
+    lines = [line.rstrip() for line in shown.splitlines()]
     at = next(number for number, line in enumerate(lines) if line.split()[:1] == ["step"])
-    assert lines[at].split() == ["step", "reward", "round", "gen", "rew", "com", "tra", "pub", "idle"]
+    phases = ["round", "gen", "rew", "com", "tra", "pub", "idle"]
+    assert lines[at].split() == ["step", "reward", "held-out", "staleness", "tokens/s", *phases]
     rounds = [line.split() for line in lines[at + 1 : at + 6]]
     assert [line[0] for line in rounds] == ["3/40", "4/40", "5/40", "6/40", "7/40"]
-    assert rounds[0] == ["3/40", "0.750", "2.0s", "50%", "0%", "0%", "25%", "0%", "25%"]
-    assert rounds[-1][:3] == ["7/40", "-", "2.0s"], "nothing was trained"
+    assert rounds[0] == ["3/40", "0.750", "-", "-", "-", "2.0s", "50", "0", "0", "25", "0", "25"]
+    assert rounds[-1][:3] == ["7/40", "-", "-"] and "skip step" in lines[at + 5], "nothing was trained"
     header, row = ([match.end() for match in re.finditer(r"\S+", line)] for line in lines[at : at + 2])
     assert header == row, "columns stand under their names"
 
@@ -183,7 +186,7 @@ def test_a_store_that_fails_for_a_moment_is_said_and_outlived(failure: Exception
     assert view.look() and not view.look()
     shown = _shown(view)
     assert f"the store could not be read, trying again: {type(failure).__name__}" in shown
-    assert "weight version" in shown, "what was read before is still there"
+    assert "weights 00000000" in shown, "what was read before is still there"
     assert "secret" not in shown and "\x1b[2J" not in shown
     store.failure = None
     _train(log)
@@ -216,8 +219,8 @@ def test_elsewhere_than_on_a_terminal_each_change_is_one_status_without_control_
     for options in ({}, dumb):
         log = a_log()
         shown = _follow(log, *events, **options)
-        assert shown.count("prompt groups: submitted") == 3, "at first, after the step, after the pause"
-        assert "paused                   me" in shown and "\x1b[?25l" not in shown
+        assert shown.count("submitted") == 3, "at first, after the step, after the pause"
+        assert "paused: me" in shown and "\x1b[?25l" not in shown
         assert options or not set(shown) & {"\x1b", "\r"}
 
 
@@ -228,7 +231,7 @@ def test_a_terminal_shows_one_view_in_place() -> None:
     assert "0.750" in drawn[drawn.rindex("run run") :], "what is left standing is the newest"
     drawn = _follow(log, _ctrl_c, terminal=True, height=12)
     first, last = drawn.split("run run")[1], drawn.split("run run")[-1]
-    assert "0.750" in first and "submitted =" not in first and "submitted =" in last, "few lines show the newest"
+    assert "0.750" in first and "settings" not in first and "settings" in last, "few lines show the newest"
 
 
 def test_ctrl_c_leaves_with_status_0(log: RunLog) -> None:
@@ -289,3 +292,69 @@ def test_a_run_that_crashed_says_when_and_why_in_status_and_runs(log: RunLog) ->
     with trainer_lock(log):
         log.append(Session(id="t", code_version="", steps=5))
         assert run_status(log)["ended"] is None and "crashed" not in printed("runs"), "it is at work again"
+
+
+def test_the_view_fits_a_terminal_of_24_lines_and_80_columns_and_reads_the_settings_once(store: LocalStore) -> None:
+    reads: list[str] = []
+    config = {"workflow": "my.environments:" + "Long" * 30, "model": "m" * 200, "steps": 40, "n_samples": 3}
+    log = create_run(store, "run", config)
+    log.append(BASE)
+    log.append(Session(id="s", code_version="", steps=40))
+    for _ in range(6):
+        _train(log, staleness_mean=1.0, staleness_max=2.0, tokens_per_second=123456.0)
+    log.append(an_evaluation(6))
+    log.append(Pause(reason="why " * 50))
+    with pytest.MonkeyPatch.context() as patched:
+        get = LocalStore.get
+        patched.setattr(LocalStore, "get", lambda self, key: reads.append(key) or get(self, key))
+        view = RunView(open_run(store, "run"), is_drawn=True)
+        for _ in range(2):
+            view.look()
+            _train(log)
+    assert len([key for key in reads if key.endswith("run.json")]) == 1
+    console = Console(width=80, height=24, file=io.StringIO(), record=True)
+    console.print(view)
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 23 and max(map(len, lines)) <= 80
+    assert "settings  n_samples = 3" in lines[-1] or "n_samples = 3" in "".join(lines)
+    elsewhere = printed("status run", columns=None)
+    assert "m" * 200 in elsewhere and "Long" * 30 in elsewhere, "outside of a terminal nothing is folded"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scores", "sentence"),
+    [
+        (
+            [0.2, 0.8],
+            [0.5, 0.25],
+            "the reward rose (0.200 → 0.800, mean of the first and last of 2 steps), the score fell",
+        ),
+        ([0.8, 0.2], [0.25, 0.5], "the reward fell"),
+        ([0.2, 0.8], [0.25, 0.5], ""),
+        ([0.2], [0.5, 0.25], ""),
+    ],
+)
+def test_reward_and_score_that_part_are_named(
+    log: RunLog, rewards: list[float], scores: list[float], sentence: str
+) -> None:
+    for reward in rewards:
+        _train(log, reward=reward)
+    for version, score in enumerate(scores):
+        log.append(an_evaluation(version, score, standard_error=0.2))
+    said = status.parted(run_status(log))
+    assert said == "" if not sentence else sentence in said and "within two standard errors" in said
+
+
+def test_status_and_json_say_model_workflow_steps_champion_times_and_settings(store: LocalStore) -> None:
+    config = {"workflow": "a:B", "model": "org/model", "train": {"loss": {"kind": "gspo", "clip_low": 0.5}}, "seed": 0}
+    log = create_run(store, "run", config)
+    log.append(BASE)
+    log.append(Session(id="s", code_version="", steps=1))
+    _train(log)
+    log.append(Alias(name="champion", version=1, checksum=""))
+    numbers = json.loads(printed("status run --json"))
+    assert (numbers["model"], numbers["workflow"], numbers["target_steps"]) == ("org/model", "a:B", 1)
+    assert numbers["champion"] == 1 and numbers["begun_at"] <= numbers["ended_at"] <= numbers["last_entry_at"]
+    assert numbers["settings"] == {"train.loss.kind": "gspo", "train.loss.clip_low": 0.5}
+    shown = printed("status run")
+    assert "champion 1" in shown and "1 of 1" in shown and "train.loss.kind = gspo, train.loss.clip_low = 0.5" in shown

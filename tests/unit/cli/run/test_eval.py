@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {"workflow": "examples.arithmetic:Arithmetic", "evaluat
 @pytest.fixture
 def log(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> RunLog:
     """A run with policies 0 and 1, the first of them retired."""
-    monkeypatch.setattr("cli.run.flow.run_flow", lambda *_: pytest.fail("the flow was started"))
+    monkeypatch.setattr("cli.run.flow.run_flow", lambda *_, **__: pytest.fail("the flow was started"))
     log = a_run_of_one_step(store, make_config(CONFIG, source="test").model_dump(mode="json"))
     log.append(Retire(shard_ids=[], policy_versions=[0], state_paths=[], reason="test"))
     return log

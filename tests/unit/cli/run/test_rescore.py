@@ -49,7 +49,7 @@ def test_the_report_compares_old_and_new(log: RunLog, file: Path) -> None:
     row = next(line.split() for line in text.splitlines() if line.startswith("train"))
     # Of the three attempts with both, 0 → 0.5, 1 → 0.5, 1 → 1; the fourth is null.
     assert row == ["train", "4", "1", "0.6667", "→", "0.6667", "3", "(75.0", "%)", "0.5000"]
-    assert "1 shards scored" in text and "1 raised" in text and "not this one" in text
+    assert "1 shard scored" in text and "1 raised" in text and "not this one" in text
     assert list(log.refresh().rescored) == ["half"]
     file.write_text(REWARDS + "# edited\n")
     assert "--name half-2" in printed(f"rescore run --reward {file}:half", status=2)

@@ -161,6 +161,6 @@ def test_the_flow_of_a_command_does_not_check_again_what_the_command_has_checked
         checks.append(preflight.CHECKED.get())
 
     monkeypatch.setattr(flow_module, "train_grpo", train_grpo)
-    monkeypatch.setattr("cli.run.flow.run_flow", lambda flow, console: asyncio.run(flow))
+    monkeypatch.setattr("cli.run.flow.run_flow", lambda flow, console, **_: asyncio.run(flow))
     printed(f"train {RUN_FILE}")
     assert checks == [True] and not preflight.CHECKED.get(), "a deployed flow checks for itself"

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import re
 from dataclasses import replace
 
-from cli.terminal.formatting import counted, held_out, number, one_line, ranges, shortened, size, versions_of
+import pytest
+from rich.console import Console
+
+from cli.operate.rounds import LEGEND, rounds_table
+from cli.terminal.console import open_console
+from cli.terminal.formatting import held_out, number, one_line, plain_table, ranges, shortened, size, versions_of
+from settings.errors import counted
+from tests.builders import a_log, a_step
 from tests.unit.cli.builders import an_evaluation
 
 
@@ -36,3 +45,50 @@ def test_an_evaluation_is_a_score_with_its_error_and_what_failed() -> None:
     assert held_out(older) == ("held-out 0.490", "on 200 tasks, 2 failed, 4.8 s")
     failed = replace(several, num_tasks=2, n_samples=2, num_failed=4, failures={"env_error": 4})
     assert held_out(failed) == ("evaluation failed:", "all 4 attempts did (env_error 4)")
+
+
+def test_outside_of_a_terminal_nothing_is_folded_cut_or_padded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table = plain_table("name", "value")
+    table.add_row("n" * 300, "short")
+    table.add_row("x", "v" * 300)
+    console = open_console()
+    console.print(table)
+    console.print("word " * 60 + "end")
+    header, first, second, text = capsys.readouterr().out.splitlines()
+    assert header == "name" + " " * 298 + "value" and first == "n" * 300 + "  short"
+    assert second.endswith("v" * 300) and text == "word " * 60 + "end"
+
+
+def test_a_round_is_a_row_of_at_most_80_columns_under_its_name() -> None:
+    metrics = {"reward": 0.5, "staleness_mean": 1.0, "staleness_max": 2.0, "tokens_per_second": 123456.0}
+    metrics |= {"round_seconds": 1000.0, "generate_seconds": 1000.0}
+    log = a_log()
+    step = a_step(log.state)
+    step = replace(step, claim=replace(step.claim, step=2000, base_version=1999), metrics=metrics)
+    for width in (80, 200):
+        console = Console(width=width, file=io.StringIO(), record=True)
+        console.print(rounds_table([step], [an_evaluation(5, 0.25), an_evaluation(9, 0.75)], wanted=2000))
+        console.print(rounds_table([step], [], wanted=2000, header=False))
+        header, row, later = console.export_text().splitlines()
+        assert row.split() == [
+            "2000/2000",
+            "0.500",
+            "0.750",
+            "1.0",
+            "max",
+            "2",
+            "123456",
+            "1000.0s",
+            "100",
+            "0",
+            "0",
+            "0",
+            "0",
+            "0",
+        ]
+        assert len(header.rstrip()) <= 80 and len(LEGEND) <= 80
+        ends = [[m.end() for m in re.finditer(r"\S+( max \d)?", line)] for line in (header, row, later)]
+        assert ends[0] == ends[1] == ends[2], "each number ends under its name"

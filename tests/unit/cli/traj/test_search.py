@@ -66,7 +66,7 @@ def test_json_has_everything_about_a_result(log: RunLog) -> None:
 def test_index_says_what_it_did_and_search_can_take_it_as_it_is(log: RunLog, home: Path) -> None:
     assert "`millrace index run` makes it" in typed("traj search run off --no-update", status=2).stderr
     output = typed("index run").stdout
-    assert "run run: 1 shard added" in output and "2 trajectories to search, without vectors" in output
+    assert "run run: 1 shard added" in output and "2 rows to search, without vectors" in output
     assert str(home / "store/runs/run/index") in output
     assert "nothing new" in typed("index run").stdout
     assert "1 shard added" in typed("index run --rebuild").stdout

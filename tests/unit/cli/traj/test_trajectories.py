@@ -172,8 +172,8 @@ def test_turns_and_tools_are_shown_where_there_are_any(log: RunLog):
     ]
     commit(log, "s2", a_group(2, trajectories=[a_trajectory(0.5, turns=turns)]))
     shown = printed("traj show run 0.task2/0")
-    assert "turn 1  8 -1.00@0" in shown and "stop, 1 tokens in 0.25 s" in shown
-    assert "turn 2  7 -1.00@1" in shown and "length, 1 tokens" in shown
+    assert "turn 1  8 -1.00@0" in shown and "stop, 1 token in 0.25 s" in shown
+    assert "turn 2  7 -1.00@1" in shown and "length, 1 token" in shown
     assert 'add({"a": 3}) → 7  0.5 s' in shown
     assert "add({) failed no JSON·[2J" in shown and "\x1b[2J" not in shown
     assert "sequence  1 of the same attempt" in shown
@@ -197,7 +197,7 @@ def test_colours_tell_surprise_and_policies_apart(log: RunLog):
     coloring = by_version(_row(log, "0.task1/0"))
     first, second, third = coloring.styles[4:]
     assert first != second == third
-    assert coloring.legend.plain.split() == ["■", "0", "(1", "tokens)", "■", "1", "(2", "tokens)"]
+    assert coloring.legend.plain.split() == ["■", "0", "(1", "token)", "■", "1", "(2", "tokens)"]
     assert "9 @0  9 @1" in printed("traj show run 0.task1/0 --color version")
 
 
@@ -212,7 +212,7 @@ def test_the_advantage_is_the_run_s_own_and_masked_tokens_have_none(log: RunLog,
     assert legend(scaled, row).startswith(f"+{2 / 3 / math.sqrt(1 / 3):.3f}"[:5])
     assert "never trained: pending" in legend(log, _row(log, "0.task1/0"))
     masked = by_advantage({"weight_versions": [-1, 0, 2]}, -2.0, "why", oldest=1)
-    assert list(masked.styles) == ["dim", "dim", "bold red"] and "1 tokens were masked" in masked.legend.plain
+    assert list(masked.styles) == ["dim", "dim", "bold red"] and "1 stale token masked" in masked.legend.plain
 
 
 def test_the_gap_is_between_trainer_and_engine(log: RunLog, tmp_path: Path, base_model: Path):
