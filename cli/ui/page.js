@@ -208,12 +208,16 @@ function connect(graph, edges) {
   const frame = graph.getBoundingClientRect(), columns = [...graph.querySelectorAll(".column")].map(column => [...column.querySelectorAll(".node")]);
   edges.setAttribute("width", graph.scrollWidth);
   edges.setAttribute("height", graph.scrollHeight);
-  const side = (node, right) => { const box = node.getBoundingClientRect(); return [(right ? box.right : box.left) - frame.left, box.top + box.height / 2 - frame.top]; };
+  const isTall = getComputedStyle(graph).flexDirection === "column";   // on a narrow screen, columns are below each other
+  const side = (node, after) => {
+    const box = node.getBoundingClientRect();
+    return isTall ? [box.left + Math.min(40, box.width / 2) - frame.left, (after ? box.bottom : box.top) - frame.top] : [(after ? box.right : box.left) - frame.left, box.top + box.height / 2 - frame.top];
+  };
   const paths = columns.slice(1).flatMap((column, i) => column.flatMap(node => columns[i].filter(before =>
     node.dataset.of === undefined || node.dataset.of.split(" ").some(version => before.textContent === `policy ${version}`)).filter(before => i !== 1 || node.classList.contains("step") || !before.classList.contains("shard")).map(before => {
-    const [x, y] = side(before, true), [u, v] = side(node, false), middle = (x + u) / 2;
+    const [x, y] = side(before, true), [u, v] = side(node, false);
     const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
-    path.setAttribute("d", `M${x},${y} C${middle},${y} ${middle},${v} ${u},${v}`);
+    path.setAttribute("d", isTall ? `M${x},${y} C${x},${(y + v) / 2} ${u},${(y + v) / 2} ${u},${v}` : `M${x},${y} C${(x + u) / 2},${y} ${(x + u) / 2},${v} ${u},${v}`);
     return path;
   })));
   edges.replaceChildren(...paths);
@@ -240,7 +244,7 @@ async function showComparison(names) {
     return Object.assign(run, { overview, scores: overview.scores, settings: Object.fromEntries(settings.settings) });
   }));
   title("Millrace", "Comparison", h("p", { class: "legend" }, runs.map(run => h("span", {}, h("i", { style: { background: run.shade } }), h("a", { href: to({ run: run.name }) }, visible(run.name))))));
-  const keys = [...new Set(runs.flatMap(run => Object.keys(run.settings)))].filter(key => new Set(runs.map(run => run.settings[key])).size > 1);
+  const keys = [...new Set(runs.flatMap(run => Object.keys(run.settings)))].filter(key => key !== "run" && new Set(runs.map(run => run.settings[key])).size > 1);
   const results = ["steps", "held-out score", "trajectories", "trained tokens", "worked"];
   const facts = [run => count(run.overview.step), run => scoresOf(run.overview), run => count(run.overview.trajectories), run => amount(run.overview.trained_tokens), run => duration(run.overview.worked_seconds)];
   const heads = runs.map(run => [h("i", { class: "swatch", style: { background: run.shade } }), visible(run.name)]);
