@@ -117,8 +117,12 @@ class Curves:
         """Mean reward of the trained groups of each environment, over steps.
 
         An environment is what stands before the first `/` or `:` of a task's id. Without it, or with more than
-        `MOST_ENVIRONMENTS`, a run has one, which its reward shows.
+        `MOST_ENVIRONMENTS`, a run has one, which its reward shows. A group's id is `<epoch>.<task id>`, so that only of
+        runs with several the shards' entries are read.
         """
+        names = {environment_of(group_id.partition(".")[2]) for group_id in log.state.step_of}
+        if not 1 < len(names) <= MOST_ENVIRONMENTS:
+            return {}
         for step in log.state.steps[self._num_sorted :]:
             summaries = {
                 group.id: group for shard_id in step.shard_sha256 for group in log.state.shards[shard_id].groups
@@ -127,8 +131,6 @@ class Curves:
                 if (group := summaries.get(claimed.group_id)) and group.mean_reward is not None:
                     self._environments[environment_of(group.prompt_id)][step.claim.step].append(group.mean_reward)
             self._num_sorted = step.claim.step
-        if not 1 < len(self._environments) <= MOST_ENVIRONMENTS:
-            return {}
         count = self._num_sorted
         width, rewards = width_of(count), {}
         for name, steps in sorted(self._environments.items()):

@@ -46,11 +46,12 @@ function showTip(text, x, y) {
   const top = y + 14 + box.height > innerHeight ? Math.max(4, y - 14 - box.height) : y + 14;
   tip.style.transform = `translate(${left}px, ${top}px)`;
 }
-document.addEventListener("pointerover", event => {
-  const owner = event.target.closest?.("[data-tip]");
-  if (owner) showTip(owner.dataset.tip, event.clientX, event.clientY);
+for (const name of ["pointerover", "focusin"]) document.addEventListener(name, event => {
+  const owner = event.target.closest?.("[data-tip]"), box = owner?.getBoundingClientRect();
+  if (owner) showTip(owner.dataset.tip, event.clientX ?? box.right, event.clientY ?? box.bottom);
   else tip.hidden = true;
 });
+document.addEventListener("keydown", event => { if (event.key === "Escape") tip.hidden = true; });
 
 // ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 const isNumber = value => value !== null && value !== undefined && Number.isFinite(value);

@@ -129,10 +129,10 @@ async function showRun(run) {
   const parts = [
     section("overview", "Overview", async () => [numbers, progressPicture(lines)]),
     section("curves", "Curves", async box => {
-      const environments = await get(["runs", run, "environments"]);
       const spans = steps.width > 1 ? ` Each point is the mean of ${steps.width} steps, the band their lowest and highest.` : "";
       box.append(dim(`Drag over a picture to zoom, double-click to go back.${spans}`));
       refill = curvesOf(lines, descriptions, box);
+      const environments = await get(["runs", run, "environments"]);
       return Object.keys(environments).length ? environmentsPicture(environments) : null;
     }),
     section("time", "Time", async () => {
@@ -145,9 +145,10 @@ async function showRun(run) {
       return [asOf(found), dim(`Lag of a token: the version of the policy being trained minus the version that sampled it. The run's bound is ${lag.bound}, kept by “${lag.policy}”.${sentence}`),
         h("div", { class: "split even" }, lagPicture(found), stalenessPicture(steps)), shardsPicture(found)];
     }, { late: true }),
-    section("trajectories", "Trajectories", async () => {
+    section("trajectories", "Trajectories", async box => {
+      box.append(...[inlined ? dim("A report holds the groups below; ", code(`millrace ui ${run}`), " shows every attempt, with filters and search.") : attemptsOf(run)].flat());
       const found = await contents();
-      return [lossesOf(found), h("div", { class: "grid" }, lengthPictures(found)), levelsPicture(found), inlined ? dim("A report holds the groups below; ", code(`millrace ui ${run}`), " shows every attempt, with filters and search.") : attemptsOf(run)];
+      return [lossesOf(found), h("div", { class: "grid" }, lengthPictures(found)), levelsPicture(found)];
     }, { late: true }),
     section("groups", "Groups", async () => { const found = await get(["runs", run, "groups"]); return [asOf(found), groupsOf(run, found)]; }, { late: true }),
     section("prompts", "Prompts", async () => { const found = await get(["runs", run, "prompts"]); return [asOf(found), promptsOf(found)]; }, { late: true }),
@@ -303,7 +304,6 @@ function askForToken() {
 }
 
 addEventListener("hashchange", route);
-addEventListener("keydown", event => { if (event.key === "Escape") tip.hidden = true; });
 if (inlined) foot.replaceChildren(`Made ${date(inlined.made_at)} by `, code(`millrace report ${inlined.run}`), " from the run's log and shards.");
 else (async function look() {
   if (!document.hidden) await follow().catch(() => {});   // a server that is away is asked again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
 import re
@@ -36,13 +37,15 @@ def trained(store: LocalStore) -> RunLog:
 
 
 @pytest.fixture
-def app(store: LocalStore) -> FastAPI:
-    return create_app(store)
+def address(store: LocalStore) -> Iterator[str]:
+    """Where the server listens."""
+    with _served(create_app(store)) as address:
+        yield address
 
 
-@pytest.fixture
-def address(app: FastAPI) -> Iterator[str]:
-    """Where the server listens, in a thread."""
+@contextlib.contextmanager
+def _served(app: FastAPI) -> Iterator[str]:
+    """A server in a thread, and its address."""
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
     thread = threading.Thread(target=server.run)
@@ -202,9 +205,20 @@ def test_the_page_of_every_run_opens_runs_and_compares_them(
     assert not console and "<dialog" in document and NASTY.replace("\x00", "␀") in html.unescape(_page(document))
 
 
-def test_the_page_follows_a_run_that_grows(trained: RunLog, app: FastAPI, address: str, tmp_path: Path) -> None:
+def test_the_token_of_the_address_opens_the_page_and_without_it_the_page_asks(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    create_run(store, "run", {})
+    with _served(create_app(store, token="a-long-token")) as address:
+        document, _ = opened(address, tmp_path)
+        assert "wants the token" in _page(document) and "#run=run" not in _page(document)
+        document, _ = opened(f"{address}#token=a-long-token", tmp_path)
+        assert 'href="#run=run"' in _page(document) and "a-long-token" not in document
+
+
+def test_the_page_follows_a_run_that_grows(trained: RunLog, store: LocalStore, tmp_path: Path) -> None:
     """The run takes a step whenever the page looks at it again."""
-    looks = 0
+    looks, app = 0, create_app(store)
 
     @app.middleware("http")
     async def grow(request: Request, answer: Callable[[Request], Any]) -> Any:
@@ -216,7 +230,8 @@ def test_the_page_follows_a_run_that_grows(trained: RunLog, app: FastAPI, addres
                 train(trained, f"0.new{looks}", loss=4.0)
         return await answer(request)
 
-    document, console = opened(f"{address}#run=run", tmp_path)
+    with _served(app) as address:
+        document, console = opened(f"{address}#run=run", tmp_path)
     _assert_drawn(document, console)
     steps = re.search(r"optimizer steps</span><b>(\d+)</b>", document)
     assert steps is not None and 2 < int(steps[1]) <= trained.refresh().step
