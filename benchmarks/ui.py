@@ -38,7 +38,7 @@ from benchmarks.trajectories import provenance_of
 from cli.ui.metrics import described
 from storage.log.entries import Evaluation, Policy, Session, Shard, Step
 from storage.log.run_log import RunLog
-from storage.log.runs import create_run
+from storage.log.runs import create_run, trainer_lock
 from storage.objects.digests import sha256_of
 from storage.objects.object_store import LocalStore
 from storage.objects.tables import ipc_bytes
@@ -224,8 +224,10 @@ def measure(store: LocalStore, *, steps: int, attempts: int, seconds: float) -> 
         "drawn_seconds": None,
         "browser_core_share": None,
     }
-    with serving(store) as (_, address):
+    with serving(store) as (server, address):
+        before = cpu_seconds(server)
         numbers["first_seconds"] = open_seconds(address)
+        numbers["open_cpu_seconds"] = cpu_seconds(server) - before
     numbers["open_seconds"] = sum(numbers["first_seconds"][part] for part in ("page", *FIRST_PARTS))
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     with serving(store) as (server, address), tempfile.TemporaryDirectory() as scratch:
@@ -236,7 +238,8 @@ def measure(store: LocalStore, *, steps: int, attempts: int, seconds: float) -> 
                 numbers["drawn_seconds"] = browser.open(f"{address}#run={RUN}")
                 watched["browser"] = browser.process
                 time.sleep(2)
-            shares = follow(writer, watched, seconds)
+            with trainer_lock(writer.log):
+                shares = follow(writer, watched, seconds)
         finally:
             if browser:
                 browser.close()
@@ -253,15 +256,16 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         numbers = measure(LocalStore(Path(scratch)), steps=steps, attempts=attempts, seconds=seconds)
     table = Table(title=f"the page of a run of {steps:,} steps and {numbers['trajectories']:,} trajectories")
-    for column in ("data of the page", "drawn in Chromium", "newest trajectories", "following: server", "browser"):
+    for column in ("data of the page", "CPU for it", "drawn", "newest trajectories", "following: server", "browser"):
         table.add_column(column, justify="right")
     drawn, browser = numbers["drawn_seconds"], numbers["browser_core_share"]
     table.add_row(
         f"{numbers['open_seconds']:.2f} s",
+        f"{numbers['open_cpu_seconds']:.2f} s",
         "–" if drawn is None else f"{drawn:.2f} s",
         f"{numbers['first_seconds']['newest trajectories']:.2f} s",
-        f"{100 * numbers['server_core_share']:.2f} % of a core",
-        "–" if browser is None else f"{100 * browser:.1f} % of a core",
+        f"{100 * numbers['server_core_share']:.2f} %",
+        "–" if browser is None else f"{100 * browser:.1f} %",
     )
     Console().print(table)
     if output:

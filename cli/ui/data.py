@@ -10,11 +10,12 @@ The parts from the log read only what is new. The others are made when they are 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,22 @@ class _Watched:
         self.config = run_config(log)
         self.curves = Curves()
         self.made: dict[str, tuple[int, Any]] = {}
-        """Parts from the shards, with the number of steps they are as of."""
+        """Parts from the shards, with the number of log entries that they were made of."""
+        self._second: RunLog | None = None
+        self._in_use = threading.Lock()
+
+    @contextlib.contextmanager
+    def second_log(self) -> Iterator[RunLog]:
+        """The run in a log that stays as it is: what takes seconds must not stop the one that is followed."""
+        if not self._in_use.acquire(blocking=False):
+            yield open_run(self.log.store, self.log.run_id)
+            return
+        try:
+            self._second = self._second or RunLog(self.log.store, self.log.run_id)
+            self._second.refresh()
+            yield self._second
+        finally:
+            self._in_use.release()
 
 
 class Pages:
@@ -72,7 +88,7 @@ class Pages:
         self._logs = RunLogs(store)
         self._watched: dict[str, _Watched] = {}
         self._folding = threading.RLock()
-        self._reading_shards = threading.Semaphore(2)
+        self._reading_shards = threading.Semaphore(4)
 
     def runs(self) -> dict[str, Any]:
         """Every run in a line, the one that was worked on last first; of a damaged one, the reason."""
@@ -92,13 +108,11 @@ class Pages:
                 watched.curves.update(watched.log)
                 return light(watched, **asked)
         assert heavy is not None
-        with self._reading_shards:
-            # On a log of its own: these take seconds, and the one that is followed must not wait.
-            log = open_run(self.store, run)
+        with self._reading_shards, watched.second_log() as log:
             if asked or part not in REPORTED:
                 return heavy(log, **asked)
-            step, made = watched.made.get(part, (-1, None))
-            if step != log.state.entries:
+            entries, made = watched.made.get(part, (-1, None))
+            if entries != log.state.entries:
                 made = {"as_of_step": log.state.step, **heavy(log)}
                 watched.made[part] = (log.state.entries, made)
             return made
@@ -353,7 +367,7 @@ def _trajectory(log: RunLog, id: str = "", color: str = COLORS[0]) -> dict[str, 
 def _trajectories(log: RunLog, held_out: str = "", **asked: str) -> dict[str, Any]:
     if unknown := asked.keys() - {"words", "step", "reward", "status", "length", "environment", "after"}:
         raise InvalidInput(f"there is no filter {', '.join(sorted(unknown))}")
-    return search.find(log, held_out=bool(held_out), **asked)  # type: ignore[arg-type]
+    return search.find(log, held_out=bool(held_out), **asked)
 
 
 _HEAVY: dict[str, Part] = {

@@ -63,11 +63,11 @@ async function showRuns() {
     box.replaceChildren(rows.length ? h("table", { class: "runs" }, h("thead", {}, h("tr", {}, heads.map((name, i) => h("th", { class: i > 3 && i < 9 ? "right" : null }, name)))), h("tbody", {}, rows))
       : none(found.runs.length ? "No run has such a name." : `No run in ${found.store} yet; \`millrace train examples/arithmetic.toml\` makes one.`));
   }
-  let before;
+  let before, looks = 0;
   follow = async () => {
     found = await get(["runs"]);
     const now = JSON.stringify(found);
-    if (now !== before || !document.hidden) fill();
+    if (now !== before || looks++ % 10 === 0) fill();   // `3 min ago` grows old, too
     before = now;
     title("Millrace", "Runs", dim(h("span", { class: "path" }, found.store)));
   };
@@ -115,7 +115,7 @@ async function showRun(run) {
   const steps = new Steps(run), descriptions = await get(["metrics"]);
   let refill = () => {};
   let overview = await get(["runs", run, "overview"]), lanes, budget = h("div", { class: "side" });
-  const lines = [{ name: run, steps, shade: css("--accent"), second: css("--second"), get scores() { return overview.scores; } }];
+  const lines = [{ name: run, steps, get shade() { return css("--accent"); }, get second() { return css("--second"); }, get scores() { return overview.scores; } }];
   const numbers = h("div", { class: "stack" });
   const facts = () => {
     const stale = inlined ? [] : [` · ${ago(Math.max(0, Date.now() / 1000 - overview.last_at))}`];
@@ -155,16 +155,19 @@ async function showRun(run) {
     section("lineage", "Lineage", async box => lineageOf(run, box), { late: true }),
     section("configuration", "Configuration", async () => settingsOf(await get(["runs", run, "settings"])), { late: true }),
   ];
-  let names = Object.keys(steps.metrics).length;
+  let names = Object.keys(steps.metrics).length, drawn = steps.spans.length;
   show(parts);
   follow = async () => {
-    const now = await get(["runs", run, "overview"]);
-    if (now === overview) return;
+    const now = await get(["runs", run, "overview"]), before = overview;
+    if (now === before) return;
     overview = now;
     await steps.update();
     if (lanes) Object.assign(lanes, await get(["runs", run, "lanes"]));
     facts();
     if (Object.keys(steps.metrics).length !== names) { names = Object.keys(steps.metrics).length; refill(); }
+    // Of a long run, a new point is a fraction of a pixel: the pictures wait until it can be seen.
+    if (steps.spans.length - drawn < drawn / 400 && now.scores.length === before.scores.length && now.training) return;
+    drawn = steps.spans.length;
     redraw();
   };
 }
@@ -240,15 +243,15 @@ function promotion(run, found, again) {
 async function showComparison(names) {
   const descriptions = await get(["metrics"]);
   const runs = await Promise.all(names.map(async (name, i) => {
-    const run = { name, steps: new Steps(name), shade: color(i), second: color(i) };
+    const run = { name, steps: new Steps(name), swatch: `var(--s${i % 8})`, get shade() { return color(i); }, get second() { return color(i); } };
     const [overview, settings] = await Promise.all([get(["runs", name, "overview"]), get(["runs", name, "settings"]), run.steps.update()]);
     return Object.assign(run, { overview, scores: overview.scores, settings: Object.fromEntries(settings.settings) });
   }));
-  title("Millrace", "Comparison", h("p", { class: "legend" }, runs.map(run => h("span", {}, h("i", { style: { background: run.shade } }), h("a", { href: to({ run: run.name }) }, visible(run.name))))));
+  title("Millrace", "Comparison", h("p", { class: "legend" }, runs.map(run => h("span", {}, h("i", { style: { background: run.swatch } }), h("a", { href: to({ run: run.name }) }, visible(run.name))))));
   const keys = [...new Set(runs.flatMap(run => Object.keys(run.settings)))].filter(key => key !== "run" && new Set(runs.map(run => run.settings[key])).size > 1);
   const results = ["steps", "held-out score", "trajectories", "trained tokens", "worked"];
   const facts = [run => count(run.overview.step), run => scoresOf(run.overview), run => count(run.overview.trajectories), run => amount(run.overview.trained_tokens), run => duration(run.overview.worked_seconds)];
-  const heads = runs.map(run => [h("i", { class: "swatch", style: { background: run.shade } }), visible(run.name)]);
+  const heads = runs.map(run => [h("i", { class: "swatch", style: { background: run.swatch } }), visible(run.name)]);
   show([
     section("settings", "What differs", async () => h("div", { class: "card scroll" }, table(["", ...heads], [...results.map((name, i) => [name, ...runs.map(facts[i])]), ...keys.map(key => [code(key), ...runs.map(run => code(visible(run.settings[key] ?? "–")))])], { style: "compared" }),
       keys.length ? null : none("Their settings are the same."))),

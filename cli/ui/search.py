@@ -61,8 +61,8 @@ def find(
     state = log.state
     if status == FAILED:
         failures = newest_failures(log, MOST_ROWS, include_eval=held_out)
-        rows = [{"id": one.id, "status": one.status, "reply": one.error, "failed": True} for one in failures]
-        return {"rows": rows, "next": None, "left_out": {}}
+        lost = [{"id": one.id, "status": one.status, "reply": one.error, "failed": True} for one in failures]
+        return {"rows": lost, "next": None, "left_out": {}}
     filters = parse_filters(state, reward=reward, version="", status=status, include_eval=held_out)
     conditions, parameters = [filters.sql()], list[Any]()
     first, last = _steps(step, state.step)
