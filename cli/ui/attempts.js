@@ -89,10 +89,13 @@ function attemptsOf(run) {
       more.value = found.next ?? "";
       const left = Object.entries(found.left_out).map(([shard, why]) => `shard ${shard} is left out: ${why}`);
       state.textContent = [counted(rows.childElementCount, "attempt"), found.next ? `${count(found.looked)} of ${count(found.shards)} shards are looked through` : "", ...left.slice(0, 3)].filter(Boolean).join("; ");
-      index.hidden = true;
+      const { behind } = asked.words ? await get(["runs", run, "index"]) : { behind: 0 };
+      index.hidden = !behind;
+      index.textContent = `Add ${counted(behind, "shard")} to the index`;
     } catch (error) {
       state.textContent = error.message;
       index.hidden = !(asked.words && error.status === 404);
+      index.textContent = "Make the search index";
     }
   }
 

@@ -122,13 +122,25 @@ function environmentsPicture(environments) {
   } });
 }
 
+const MOST_BARS = 240;
+
+/* Means of neighbours, so that there are at most `MOST_BARS` values. */
+function merged(values) {
+  const width = Math.ceil(values.length / MOST_BARS) || 1;
+  return Array.from({ length: Math.ceil(values.length / width) }, (_, i) => {
+    const there = values.slice(i * width, (i + 1) * width).filter(isNumber);
+    return there.length ? there.reduce((sum, value) => sum + value, 0) / there.length : null;
+  });
+}
+
 function timePicture(steps, phases) {
   return picture("Where a round's time went", { unit: "seconds per round; dashed: wall-clock of the round", height: 290, make() {
+    const xs = merged(steps.places);
     const traces = phases.filter(name => steps.metrics[`${name}_seconds`]?.mean.some(value => value > 0)).map(name => ({
-      type: "bar", x: steps.places, y: steps.metrics[`${name}_seconds`].mean, name, marker: { color: css(`--${name}`), line: { width: 0 } }, hovertemplate: "%{y:.3~f} s" }));
+      type: "bar", x: xs, y: merged(steps.metrics[`${name}_seconds`].mean), name, marker: { color: css(`--${name}`), line: { width: 0 } }, hovertemplate: "%{y:.3~f} s" }));
     if (!traces.length) return "No timed round yet.";
-    if (steps.metrics.round_seconds) traces.push({ type: "scatter", mode: "lines", x: steps.places, y: steps.metrics.round_seconds.mean, name: "round", line: { color: css("--ink"), width: 1.2, dash: "dash" }, hovertemplate: "%{y:.3~f} s" });
-    return { traces, layout: { barmode: "stack", bargap: steps.spans.length > 80 ? 0 : 0.12, xaxis: { title: { text: AXES.step, standoff: 6 } } } };
+    if (steps.metrics.round_seconds) traces.push({ type: "scatter", mode: "lines", x: xs, y: merged(steps.metrics.round_seconds.mean), name: "round", line: { color: css("--ink"), width: 1.2, dash: "dash" }, hovertemplate: "%{y:.3~f} s" });
+    return { traces, layout: { barmode: "stack", bargap: xs.length > 80 ? 0 : 0.12, xaxis: { title: { text: AXES.step, standoff: 6 } } } };
   } });
 }
 

@@ -125,7 +125,8 @@ async function showRun(run) {
   };
   await steps.update();
   facts();
-  const contents = () => get(["runs", run, "contents"]);
+  let reading;
+  const contents = () => (reading ??= get(["runs", run, "contents"]));   // for two sections
   const parts = [
     section("overview", "Overview", async () => [numbers, progressPicture(lines)]),
     section("curves", "Curves", async box => {

@@ -135,6 +135,7 @@ def test_text_is_searched_once_there_is_an_index(client: TestClient, store: Loca
     log = a_log(store)
     commit(log, "s0", seen("a", 0, text="carry the one"), seen("b", 0, text="carry nothing", rewards=[1.0, 1.0]))
     train(log, "0.a", "0.b")
+    assert get("runs/run/index") == {"behind": None}
     assert "has no search index" in get("runs/run/trajectories", 404, words="carry")
     assert client.post("/api/runs/run/index", headers=HEADER, json={}).json() == {"trajectories": 4}
     assert {row["id"] for row in get("runs/run/trajectories", words="carry", reward="1")["rows"]} == {
@@ -144,6 +145,9 @@ def test_text_is_searched_once_there_is_an_index(client: TestClient, store: Loca
     }
     [row] = get("runs/run/trajectories", words='"the one"', reward="<1")["rows"]
     assert (row["id"], row["prompt"], row["reply"], row["step"]) == ("0.a/1", "carry the one", "7", 1)
+    assert get("runs/run/index") == {"behind": 0}
+    commit(log, "s1", seen("c", 1))
+    assert get("runs/run/index") == {"behind": 1}
 
 
 def test_an_attempt_is_a_conversation_in_the_colours_of_traj_show(store: LocalStore, get: Get) -> None:
