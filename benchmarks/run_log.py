@@ -53,11 +53,11 @@ def write_run(store: ObjectStore, run_id: str, num_entries: int) -> None:
     log.append(Session(id="s", code_version="benchmark"))
     log.append(Policy(version=0, path="models/base", weights_sha256="0" * 64, parent=None))
     for step in range(1, -(-(num_entries - 2) // 4) + 1):
-        for body in _round(step)[: num_entries - log.state.entries]:
+        for body in a_round(step)[: num_entries - log.state.entries]:
             log.append(body)
 
 
-def _round(step: int, num_groups: int = GROUPS) -> list[Entry]:
+def a_round(step: int, num_groups: int = GROUPS) -> list[Entry]:
     shard_id = f"{step:06d}-rollout-0"
     groups = [
         GroupSummary(
@@ -105,7 +105,7 @@ def _round(step: int, num_groups: int = GROUPS) -> list[Entry]:
 
 def json_microseconds() -> tuple[float, float]:
     """Best wall-clock of writing and of reading the JSON of a shard's entry with `LARGE` groups."""
-    shard = _round(1, LARGE)[0]
+    shard = a_round(1, LARGE)[0]
     document = encode_entry(shard, number=0, written_at=1.0)
     write = timeit.repeat(lambda: encode_entry(shard, number=0, written_at=1.0), number=100)
     read = timeit.repeat(lambda: decode_entry(document, number=0), number=100)

@@ -20,7 +20,6 @@ from cli.operate.promote import promote, rollback
 from cli.operate.services import down, up
 from cli.operate.status import runs, status
 from cli.operate.stop import pause, resume, stop
-from cli.report.report import report
 from cli.run.config import config
 from cli.run.eval import evaluate
 from cli.run.replay import replay
@@ -35,6 +34,8 @@ from cli.traj.search import index, search
 from cli.traj.show import show
 from cli.traj.sql import sql
 from cli.traj.stats import stats
+from cli.ui.report import report
+from cli.ui.ui import ui
 from infra.environment import prepare_environment
 
 _NAMES = {"help_option_names": ["-h", "--help"]}
@@ -61,6 +62,7 @@ COMMANDS: dict[str, dict[Callable[..., None], str]] = {
     _LOOK: {
         runs: "runs",
         status: "status arithmetic --follow",
+        ui: "ui arithmetic --port 4300",
         report: "report arithmetic",
         index: "index arithmetic",
         lineage: "lineage arithmetic@rollout",

@@ -182,6 +182,7 @@ COVERED_BY = {
     "millrace produce RUN *": "test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once",
     "millrace train FILE key=value …": "test_overrides_are_toml_values_and_bare_words",
     "millrace rm RUN": "test_a_run_is_removed_for_good_after_a_question_and_not_while_it_is_trained",
+    "millrace ui*": "test_the_command_serves_until_it_is_interrupted",
     "millrace config*": "test_a_table_a_key_and_all_of_them_are_listed",
     "millrace train *": "needs minutes of vLLM; up to its start: test_every_training_passes_its_dry_run",
     "RAY_ADDRESS=auto millrace train *": "needs a Ray cluster; one of two nodes: "

@@ -78,8 +78,9 @@ class RunCollector:
     """Folds what is new in each run's log when it is asked. A log that cannot be read is left out and named."""
 
     def __init__(self, store: ObjectStore) -> None:
-        self._store = store
-        self._logs: dict[str, RunLog] = {}
+        from storage.log.runs import RunLogs
+
+        self._runs = RunLogs(store)
         self._asking = threading.Lock()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
@@ -91,29 +92,13 @@ class RunCollector:
             for name, text in _GAUGES.items()
         }
         with self._asking:
-            for log in self._refreshed():
+            for run_id, log in self._runs.look().items():
+                if isinstance(log, str):
+                    logger.warning("run %s is left out: %s", run_id, log)
+                    continue
                 for name, value, *labels in _values(log):
                     families[name].add_metric([log.run_id, *labels], value)
         yield from families.values()
-
-    def _refreshed(self) -> Iterator[RunLog]:
-        from storage.log.run_log import RunLog
-        from storage.log.run_state import LogDamaged
-        from storage.objects.object_store import StoreError
-
-        for run_id in self._store.names("runs"):
-            log = self._logs.get(run_id)
-            try:
-                if log is None:
-                    if not self._store.exists(f"runs/{run_id}/run.json"):
-                        continue
-                    log = RunLog(self._store, run_id)
-                log.refresh()
-            except (StoreError, LogDamaged, OSError) as error:
-                logger.warning("run %s is left out: %s", run_id, error)
-                continue
-            self._logs[run_id] = log
-            yield log
 
 
 def _values(log: RunLog) -> Iterator[tuple[Any, ...]]:

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from storage.log.entries import Alias
     from storage.log.run_log import RunLog
 
-_LARGEST_GAP = 1.0
-"""For a run from before there was a setting, in nats per token."""
-
 
 def promote(
     run: str,
@@ -32,12 +29,13 @@ def promote(
     tracking: TrackingOption = "",
 ) -> None:
     """Put the alias `champion` on a policy, unless the log speaks against it."""
+    from storage.log.promotion import gap_of
     from storage.log.promotion import promote as promote_policy
     from storage.log.runs import run_config
 
     log = open_named(run, store)
     if max_gap is None:
-        max_gap = run_config(log).get("train", {}).get("max_gap", _LARGEST_GAP)
+        max_gap = gap_of(run_config(log))
     _announce(log, promote_policy(log, version, max_gap=max_gap), "", as_json=as_json, tracking=tracking)
 
 
@@ -55,12 +53,13 @@ def _announce(log: RunLog, alias: Alias, again: str, *, as_json: bool, tracking:
 
     console = open_console(stderr=as_json, soft_wrap=True)
     console.print(escape(f"policy {alias.version} of run {log.run_id} is the champion{again}"))
-    console.print(f"[dim]MLflow: {escape(_bring_to_mlflow(log, tracking))}[/]")
+    console.print(f"[dim]MLflow: {escape(bring_to_mlflow(log, tracking))}[/]")
     if as_json:
         print_json(to_json(alias))
 
 
-def _bring_to_mlflow(log: RunLog, tracking: str) -> str:
+def bring_to_mlflow(log: RunLog, tracking: str = "") -> str:
+    """Set the aliases of a run in MLflow; returns where they are, or why not."""
     from storage.log.runs import is_training, teller_lock
     from storage.tracking.registry import Registry, RegistryUnavailable
 

@@ -165,7 +165,7 @@ def by_logprob(row: Mapping[str, Any]) -> Coloring:
         name="logprob",
         styles=[_heat(-logprob, low=0.2, high=1.5) for logprob in row["logprobs"]],
         values=[f"{logprob:.2f}@{version}" for logprob, version in zip(row["logprobs"], versions, strict=True)],
-        legend=_heat_legend("> −0.2", "> −1.5", "below").append("   beside it @ the policy version", style="dim"),
+        legend=_heat_legend("> −0.2", "> −1.5", "below"),
     )
 
 

@@ -86,7 +86,8 @@ def _print(row: Mapping[str, Any], pieces: Sequence[str], coloring: Coloring, co
         parts = ""
     lines.add_row()
     _add_turns(lines, row, pieces, coloring)
-    lines.add_row(coloring.name, coloring.legend)
+    beside = "   beside it @ the policy version" if coloring.name == "logprob" else ""
+    lines.add_row(coloring.name, coloring.legend.copy().append(beside, style="dim"))
     title = f"reward [bold]{number(row['reward'])}[/]" + (f" ({parts})" if parts else "")
     title += f"  policy {versions_of(row)}  {row['status']}"
     footer = f"{escape(row['id'])}  {outcome_of(row)}"

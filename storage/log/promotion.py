@@ -5,6 +5,8 @@ In: a run's log and a policy version, or an evaluation of it. Out: sentences aga
 
 from __future__ import annotations
 
+from typing import Any
+
 from settings.errors import InvalidInput
 from settings.places.hints import command
 from storage.log.entries import Alias, Evaluation
@@ -16,6 +18,15 @@ CHAMPION = "champion"
 """Alias of the newest promoted policy."""
 GAP = "trainer–engine gap:"
 """Start of a quarantine's reason if engine and trainer disagreed about the policy that sampled the shard."""
+
+
+_LARGEST_GAP = 1.0
+"""For a run from before there was a setting, in nats per token."""
+
+
+def gap_of(config: dict[str, Any]) -> float:
+    """The largest trainer–engine gap that a run's configuration lets pass."""
+    return float(config.get("train", {}).get("max_gap", _LARGEST_GAP))
 
 
 class NotPromoted(InvalidInput):

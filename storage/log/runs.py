@@ -132,6 +132,44 @@ def open_run(store: ObjectStore, run_id: str) -> RunLog:
     return log
 
 
+class RunLogs:
+    """The runs of a store, kept open: each look folds in what is new. Threads may share one."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.store = store
+        self._opened: dict[str, tuple[list[bytes | None], RunLog]] = {}
+
+    def look(self) -> dict[str, RunLog | str]:
+        """Every run by name, as it is now; of one that cannot be read, the reason."""
+        runs: dict[str, RunLog | str] = {}
+        for name in self.store.names("runs"):
+            try:
+                runs[name] = self.open(name)
+            except NotFound:
+                continue  # a folder without a run, or a run that is being removed
+            except (UserError, OSError) as error:
+                runs[name] = str(error)
+        return runs
+
+    def open(self, name: str) -> RunLog:
+        """One run, as it is now. Raises `NotFound`, `LogDamaged`, `StoreError`, `OSError`."""
+        folder = f"runs/{name}"
+        document, first = self.store.get_many([f"{folder}/run.json", f"{folder}/log/{0:020d}.json"])
+        if document is None:
+            self._opened.pop(name, None)
+            raise NotFound(f"no run {name!r} in {self.store.uri}; it may have been removed")
+        begun, log = self._opened.get(name) or ([], RunLog(self.store, name))
+        if begun not in ([], [document, None], [document, first]):  # removed, and begun anew under its name
+            log = RunLog(self.store, name)
+        try:
+            log.refresh()
+        except UserError:
+            self._opened.pop(name, None)  # once it is mended, it is read from the beginning
+            raise
+        self._opened[name] = ([document, first], log)
+        return log
+
+
 def find_policy(log: RunLog, version: int | None) -> Policy:
     """A policy that has its weights, by default the newest. Raises `InvalidInput` for a version without weights."""
     state = log.state

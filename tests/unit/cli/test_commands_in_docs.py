@@ -43,6 +43,7 @@ SMALLEST = {
     "python -m benchmarks.logprobs_memory": "--tokens 256 --vocabulary 1000 --hidden 64 --plain-tokens 64",
     "python -m benchmarks.publish --s3": "--millions 1 --policies 2",
     "python -m benchmarks.trainer_growth": "--rounds 1",
+    "python -m benchmarks.ui": "--steps 12 --attempts 8 --seconds 1",
     "python -m benchmarks.retrieval --rate 510 --connections 64": "--passages 1000 --seconds 1 --judged 5",
 }
 """What makes a benchmark of the documents a matter of seconds. The others have no such form: `COVERED_BY`."""

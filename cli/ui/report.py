@@ -1,6 +1,7 @@
-"""`millrace report`: a run as one web page that opens from disk, without a server and with nothing from the network.
+"""`millrace report`: the page of one run in one file, which opens from disk, without a server and without a network.
 
-In: a run. Out: one HTML file.
+In: a run. Out: an HTML file. It holds the parts of `data.REPORTED`: every curve, at most `MOST_STEPS` points
+each; of the trajectories only the groups worth reading, and of the prompts those whose reward changed most.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     Raises `InvalidInput` for an `out` that is a folder. A page that is there already is replaced, whole.
     """
     import tempfile
+    import time
 
-    from cli.report.report_page import gather, render
+    from cli.ui.data import reported
+    from cli.ui.page import render
     from storage.retention.retention import reading
 
     target = (out or home() / "reports" / f"{log.run_id}.html").expanduser().resolve()
@@ -43,9 +46,9 @@ def write_report(log: RunLog, out: Path | None) -> Path:
     if target.is_dir():
         raise InvalidInput(f"--out {target} is a folder; name a file in it, for example {target / log.run_id}.html")
     with reading(log, "report", quiet=True):
-        page = render(gather(log))
+        page = render({"run": log.run_id, "made_at": time.time(), **reported(log.store, log.run_id)})
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         partial = Path(scratch, "page.html")
-        partial.write_bytes(page.encode("utf-8", "replace"))  # a lone surrogate in a log has no UTF-8 form
+        partial.write_text(page, encoding="utf-8")
         os.replace(partial, target)
     return target

@@ -1,4 +1,4 @@
-"""What a report says of prompts: how each fared every time it was seen.
+"""What the page says of prompts: how each fared every time it was seen.
 
 In: a run opened for SQL. Out: one row per prompt seen more than once, bounded, and what became of all of them.
 """
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from cli.terminal.formatting import ranges
+from cli.ui.conversations import SNIPPET_CHARACTERS, snippet
 from storage.views.queries import Queries
 
 MOST_PROMPTS = 1000
 """Rows of a history; the prompts whose reward changed most are kept."""
 MOST_COLUMNS = 40
 """Columns of a history; more epochs or versions than this are averaged."""
-SNIPPET_CHARACTERS = 100
 FAILED = "x"
 """A cell whose attempts all failed; None is a prompt not seen."""
 
@@ -87,13 +87,6 @@ def prompt_history(queries: Queries, name: str, rewards: tuple[float, float]) ->
             for row in chosen
         ],
     }
-
-
-def snippet(text: str) -> str:
-    """The beginning of a text, in one line."""
-    line = " ".join(text[: 4 * SNIPPET_CHARACTERS].split())
-    whole = len(line) <= SNIPPET_CHARACTERS and len(text) <= 4 * SNIPPET_CHARACTERS
-    return line if whole else f"{line[:SNIPPET_CHARACTERS]}…"
 
 
 def _cells(queries: Queries, prompts: list[str]) -> tuple[list[str], dict[str, list[Any]]]:

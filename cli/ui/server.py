@@ -1,0 +1,162 @@
+"""The page's server: who may ask, and what is answered.
+
+    GET  /                                the page, without data          GET /plotly.js
+    GET  /api/runs, /api/metrics          every run; what metrics mean
+    GET  /api/runs/RUN/PART?…             a part of `data`; with an ETag those that follow a run
+    POST /api/runs/RUN/promote            {"version": 3}: the gate, then the alias `champion`
+    POST /api/runs/RUN/index              brings the search index up to date
+    POST /api/login                       {"token": "…"}: a cookie for this browser
+
+Every request names a host that is this server's, so that no other site's name can be pointed at it (DNS rebinding).
+With a token, /api wants it, as a bearer or in the cookie. What changes something wants a header that a form of another
+site cannot send, and this server's own origin.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from cli.operate.promote import bring_to_mlflow
+from cli.ui import search
+from cli.ui.data import Pages, as_json
+from cli.ui.metrics import described
+from cli.ui.page import PLOTLY, plotly_js, render
+from settings.errors import NotFound, UserError
+from settings.redaction import without_secrets
+from storage.log.promotion import NotPromoted, gap_of, promote
+from storage.log.runs import open_run, run_config
+from storage.objects.object_store import ObjectStore
+
+COOKIE = "millrace_ui"
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class _Promotion(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: int = Field(ge=0)
+
+
+class _Login(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token: str = Field(max_length=1000)
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def create_app(store: ObjectStore, *, host: str = "127.0.0.1", token: str = "") -> FastAPI:
+    """The server of a store's runs, listening on `host`. Without a token, everybody who reaches it may ask."""
+    pages = Pages(store)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        response = _refused(request, host=host, token=token) or await answer(request)
+        for name, value in _HEADERS.items():
+            response.headers.setdefault(name, value)
+        return response
+
+    @app.exception_handler(UserError)
+    @app.exception_handler(OSError)
+    async def failed(_: Request, error: Exception) -> Response:
+        status = 404 if isinstance(error, NotFound) else 409 if isinstance(error, NotPromoted) else 400
+        return _json({"error": without_secrets(str(error)).removeprefix("--")}, status)
+
+    @app.get("/")
+    def page() -> Response:
+        return Response(render(), media_type="text/html; charset=utf-8")
+
+    @app.get(PLOTLY)
+    def plotly() -> Response:
+        return Response(plotly_js(), media_type="text/javascript", headers={"Cache-Control": "max-age=3600"})
+
+    @app.post("/api/login")
+    def login(body: _Login) -> Response:
+        if not hmac.compare_digest(body.token.encode(), token.encode()):
+            return _json({"error": "that is not this server's token"}, 401)
+        response = _json({})
+        response.set_cookie(COOKIE, token, httponly=True, samesite="strict", max_age=30 * 86400)
+        return response
+
+    @app.get("/api/metrics")
+    def metrics() -> Response:
+        return _json(described())
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        return _json(pages.runs())
+
+    @app.get("/api/runs/{run}/{part}")
+    def part(run: str, part: str, request: Request) -> Response:
+        tag = f'W/"{pages.version(run)}"'
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers={"ETag": tag})
+        return _json(pages.get(run, part, **dict(request.query_params)), headers={"ETag": tag})
+
+    @app.post("/api/runs/{run}/promote")
+    def promote_policy(run: str, body: _Promotion) -> Response:
+        log = open_run(store, run)
+        alias = promote(log, body.version, max_gap=gap_of(run_config(log)))
+        return _json({"champion": alias.version, "mlflow": bring_to_mlflow(log)})
+
+    @app.post("/api/runs/{run}/index")
+    def index(run: str) -> Response:
+        return _json({"trajectories": search.update_index(open_run(store, run))})
+
+    return app
+
+
+def _refused(request: Request, *, host: str, token: str) -> Response | None:
+    """The answer to a request that is not let through."""
+    named = request.headers.get("host", "")
+    if not _is_ours(urlsplit(f"//{named}").hostname or "", host):
+        return _json({"error": f"this server is not {named!r}; open it by its address, or as localhost"}, 421)
+    if request.method not in ("GET", "HEAD"):
+        origin = request.headers.get("origin")
+        if (origin and urlsplit(origin).netloc != named) or request.headers.get("x-millrace") != "ui":
+            return _json({"error": "this request comes from another site"}, 403)
+    path = request.url.path
+    if token and path.startswith("/api/") and path != "/api/login":
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = (bearer, request.cookies.get(COOKIE, ""))
+        if not any([hmac.compare_digest(each.encode(), token.encode()) for each in given]):
+            return _json({"error": "this server wants its token"}, 401)
+    return None
+
+
+def _is_ours(named: str, host: str) -> bool:
+    """True for a name under which this server is reached: another site's name that leads here is none."""
+    if is_loopback(named) or named == host:
+        return True
+    if is_loopback(host):
+        return False
+    try:
+        ipaddress.ip_address(named)
+        return True  # nobody can point an address elsewhere
+    except ValueError:
+        return named in (socket.gethostname(), socket.getfqdn())
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(as_json(value), status_code=status, headers=headers, media_type="application/json")

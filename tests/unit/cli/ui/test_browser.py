@@ -1,0 +1,237 @@
+"""The page in a real browser: it draws, follows, compares, and shows what policies wrote as text."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+
+from cli.ui.report import write_report
+from cli.ui.server import create_app
+from infra.ports import free_port
+from storage.log.entries import Quarantine
+from storage.log.run_log import RunLog
+from storage.log.runs import create_run
+from storage.objects.object_store import LocalStore
+from storage.records import ToolCall
+from tests.builders import a_group, a_log, a_trajectory, a_turn
+from tests.unit.cli.builders import commit
+from tests.unit.cli.ui.builders import NASTY, a_trained_run, in_a_browser, opened, seen, train, train_nothing
+
+pytestmark = in_a_browser
+SECTIONS = ["overview", "curves", "time", "staleness", "trajectories", "groups", "prompts", "lineage", "configuration"]
+
+
+@pytest.fixture
+def trained(store: LocalStore) -> RunLog:
+    return a_trained_run(store)
+
+
+@pytest.fixture
+def address(store: LocalStore) -> Iterator[str]:
+    """Where the server listens."""
+    with _served(create_app(store)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def _served(app: FastAPI) -> Iterator[str]:
+    """A server in a thread, and its address."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", access_log=False))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    yield f"http://127.0.0.1:{port}/"
+    server.should_exit = True
+    thread.join()
+
+
+def _figures(document: str) -> list[str]:
+    return re.findall(r"<figure.*?</figure>", document, re.DOTALL)
+
+
+def _page(document: str) -> str:
+    """What is shown, without the scripts and data that are in the file."""
+    return re.sub(r"<script.*?</script>", "", document, flags=re.DOTALL)
+
+
+def _assert_drawn(document: str, console: list[str]) -> None:
+    assert not console
+    page = _page(document)
+    assert [name for name in SECTIONS if f'<section id="{name}"' not in page] == [] and "could not be drawn" not in page
+    assert all("main-svg" in figure or "none" in figure or "constant" in figure for figure in _figures(page))
+
+
+def test_the_browser_is_listened_to(tmp_path: Path) -> None:
+    """A page that breaks is seen to break; without this the tests below could not fail."""
+    page = tmp_path / "broken.html"
+    page.write_text(
+        "<meta http-equiv=Content-Security-Policy content=\"img-src 'none'\"><img src=x.png><script>oops()</script>"
+    )
+    console = opened(page.as_uri(), tmp_path)[1]
+    assert any("oops is not defined" in line for line in console)
+    assert any("Content Security Policy" in line for line in console)
+
+
+@pytest.mark.parametrize("width", [1400, 500])
+def test_every_picture_of_a_report_is_drawn_without_a_word_on_the_console(
+    trained: RunLog, tmp_path: Path, width: int
+) -> None:
+    document, console = opened(write_report(trained, None).as_uri(), tmp_path, width=width)
+    _assert_drawn(document, console)
+    assert len(_figures(_page(document))) > 15 and "3 of 3 shown" in document
+    assert ">Peak memory of all processes<" in document and "largest proportional set size" in document
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_with_nothing_to_draw_says_so(store: LocalStore, tmp_path: Path, steps: int) -> None:
+    log = a_log(store)
+    if steps:
+        train_nothing(log)
+    _assert_drawn(*opened(write_report(log, None).as_uri(), tmp_path))
+
+
+def test_prompts_are_searched_sorted_and_chosen_and_curves_are_smoothed(trained: RunLog, tmp_path: Path) -> None:
+    seen = _driven(
+        write_report(trained, None),
+        tmp_path,
+        """
+        const card = document.querySelector('[data-history="held-out"]'), seen = {};
+        const ids = () => [...card.querySelectorAll("td.prompt code")].map(code => code.textContent);
+        const search = card.querySelector("input"), kind = card.querySelector("select");
+        seen.first = ids();
+        card.querySelector("th button").click(); card.querySelector("th button").click(); seen.down = ids();
+        kind.value = "rose"; kind.dispatchEvent(new Event("change")); seen.rose = ids();
+        kind.value = ""; search.value = "Q2"; search.dispatchEvent(new Event("input")); seen.search = ids();
+        search.value = "nowhere"; search.dispatchEvent(new Event("input")); seen.none = ids();
+        const slider = document.querySelector("input[type=range]");
+        const plot = document.querySelector("#curves .heading:nth-child(2) .plot");
+        const loss = () => plot.data.at(-1).y.map(y => Number(y.toFixed(4)));
+        seen.loss = loss(); slider.value = 0.5; slider.dispatchEvent(new Event("input")); seen.smooth = loss();
+        const filter = document.querySelector("#curves input[type=search]");
+        filter.value = "peak mem"; filter.dispatchEvent(new Event("input"));
+        seen.filtered = document.querySelectorAll("#curves figure").length;
+        """,
+    )
+    assert seen == {
+        "first": ["q0", "q1", "q2"], "down": ["q2", "q1", "q0"], "rose": ["q1"], "search": ["q2"], "none": [],
+        "loss": [1, 3], "smooth": [1, 2.3333], "filtered": 1,
+    }  # fmt: skip
+
+
+def _driven(report: Path, scratch: Path, script: str) -> Any:
+    """What a script that runs in the page, once it is drawn, leaves in `seen`."""
+    driver = f"setTimeout(() => {{ {script} document.body.dataset.seen = JSON.stringify(seen); }}, 3000);"
+    page = report.read_text()
+    digest = re.search(r"script-src ('sha256-[^']+')", page)
+    assert digest is not None
+    file = scratch / "driven.html"
+    page = page.replace(digest[1], f"{digest[1]} {_digest(driver)}", 1)
+    file.write_text(page.replace("</body>", f"<script>{driver}</script></body>"))
+    document, console = opened(file.as_uri(), scratch)
+    assert not console
+    return json.loads(html.unescape(re.findall(r'data-seen="(.*?)"', document)[0]))
+
+
+def _digest(script: str) -> str:
+    from cli.ui.page import _digest
+
+    return _digest(script)
+
+
+ATTACKS = [NASTY, '"><svg onload=alert(1)>', "<b>bold</b><a href='javascript:alert(1)'>x</a>", "]]>-->'`${alert(1)}"]
+
+
+def test_an_attack_on_the_page_is_text_on_it(store: LocalStore, address: str, tmp_path: Path) -> None:
+    """In prompts, replies, ids, reward parts, tools, errors, reasons, environments, settings and metric names."""
+    log = create_run(store, "run", {"model": ATTACKS[1], "tags": ATTACKS})
+    for entry in list(a_log(store, run_id="other").entries)[:2]:
+        log.append(entry.body)
+    call = ToolCall(name=ATTACKS[1], arguments=ATTACKS[0], result=ATTACKS[2], failed=True, seconds=0.1)
+    evil = a_trajectory(1.0, turns=[a_turn(tool_calls=[call])], reward_parts={ATTACKS[2]: 1.0})
+    failed = a_trajectory(None, attempt=1, status="env_error", error=f"ValueError: {ATTACKS[3]}{ATTACKS[0]}")
+    commit(log, "s0", a_group(0, group_id=f"0.{ATTACKS[2]}", trajectories=[evil, failed]))
+    commit(log, "s1", seen(f"{ATTACKS[2]}/1", 1, text=ATTACKS[0]), seen(f"{ATTACKS[1]}:2", 1, text=ATTACKS[3]))
+    train(
+        log,
+        f"0.{ATTACKS[2]}",
+        f"1.{ATTACKS[2]}/1",
+        f"1.{ATTACKS[1]}:2",
+        **{f"reward/{ATTACKS[2]}": 0.5, ATTACKS[0]: 1.0},
+    )
+    commit(log, "s2", seen("b", 2))
+    log.append(Quarantine(shard_id="s2", reason=ATTACKS[1]))
+    report = write_report(log, None)
+    for place in (report.as_uri(), f"{address}#run=run", f"{address}#compare=run,other", address):
+        document, console = opened(place, tmp_path)
+        assert not console
+        page = _page(document)
+        assert not re.search(r"<(img|b>bold|svg onload|a href=.javascript)", page), place
+        if "compare" not in place and place != address:
+            shown = html.unescape(page)
+            assert "<img src=x onerror=alert(2)> {{ DATA }}" in shown and ATTACKS[1] in shown and ATTACKS[3] in shown
+
+
+def test_the_page_of_every_run_opens_runs_and_compares_them(
+    trained: RunLog, store: LocalStore, address: str, tmp_path: Path
+) -> None:
+    other = create_run(store, "other", {"seed": 1, "train": {"loss": {"kind": "cispo"}}})
+    train_nothing_at_all = [entry.body for entry in list(trained.entries)[:2]]
+    for body in train_nothing_at_all:
+        other.append(body)
+    create_run(store, "broken", {})
+    store.put(f"runs/broken/log/{0:020d}.json", b"{")
+    document, console = opened(address, tmp_path)
+    page = _page(document)
+    assert not console and 'href="#run=run"' in page and "0.333 → 0.667" in page
+    assert "damaged" in page and f"runs/broken/log/{0:020d}.json cannot be read" in page
+    document, console = opened(f"{address}#run=run", tmp_path)
+    _assert_drawn(document, console)
+    assert 'href="#run=run&amp;attempt=1.a%2F0"' in document and "Promote to champion" in document
+    document, console = opened(f"{address}#compare=run,other", tmp_path)
+    page = _page(document)
+    assert not console and "<code>train.loss.kind</code>" in page and '<code>"cispo"</code>' in page
+    assert re.search(r"<code>seed</code></td><td><code>0</code></td><td><code>1</code>", page)
+    document, console = opened(f"{address}#run=run&attempt=0.a%2F0", tmp_path)
+    assert not console and "<dialog" in document and NASTY.replace("\x00", "␀") in html.unescape(_page(document))
+
+
+def test_the_token_of_the_address_opens_the_page_and_without_it_the_page_asks(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    create_run(store, "run", {})
+    with _served(create_app(store, token="a-long-token")) as address:
+        document, _ = opened(address, tmp_path)
+        assert "wants the token" in _page(document) and "#run=run" not in _page(document)
+        document, _ = opened(f"{address}#token=a-long-token", tmp_path)
+        assert 'href="#run=run"' in _page(document) and "a-long-token" not in document
+
+
+def test_the_page_follows_a_run_that_grows(trained: RunLog, store: LocalStore, tmp_path: Path) -> None:
+    """The run takes a step whenever the page looks at it again."""
+    looks, app = 0, create_app(store)
+
+    @app.middleware("http")
+    async def grow(request: Request, answer: Callable[[Request], Any]) -> Any:
+        nonlocal looks
+        if request.url.path.endswith("/overview"):
+            looks += 1
+            if 1 < looks <= 4:
+                commit(trained, f"s{looks}", seen(f"new{looks}", 0))
+                train(trained, f"0.new{looks}", loss=4.0)
+        return await answer(request)
+
+    with _served(app) as address:
+        document, console = opened(f"{address}#run=run", tmp_path)
+    _assert_drawn(document, console)
+    steps = re.search(r"optimizer steps</span><b>(\d+)</b>", document)
+    assert steps is not None and 2 < int(steps[1]) <= trained.refresh().step
