@@ -12,7 +12,7 @@ from prefect import flow
 
 from settings.run_file import make_config, training_changes, with_training_changes
 from tasks.base_model import provide_reference
-from tasks.preflight import check_model
+from tasks.checks.preflight import check_model
 from tasks.replay import check_replay, describe_replay, lead_up, retrain, save_policy, start_replay
 from tasks.session import reading_session
 

@@ -26,11 +26,11 @@ from settings.places.run_paths import absolute_paths
 from settings.run_file import RunConfig, Settings, make_config
 from settings.tracking import TrackingSettings
 from tasks.base_model import provide_base_model, provide_reference
+from tasks.checks.preflight import CHECKED, check_run
 from tasks.control import listening, resumed
 from tasks.evaluation import try_gate
 from tasks.mirror import track
 from tasks.prefect.run_page import announce
-from tasks.preflight import CHECKED, check_run
 from tasks.rollout import evaluate_policy, produce, publish_policy, start_rollout_worker
 from tasks.session import RunSession, training_session
 from tasks.steps import forget_results, next_batch, start_trainer, train_step, unsearched, watched

@@ -22,7 +22,7 @@ from settings.errors import UserError
 from settings.run_file import RunConfig
 from storage.log.claims import next_claim
 from storage.log.entries import Claim, Step
-from tasks.learning_rate import FIRST_STEPS, nothing_moves
+from tasks.checks.learning_rate import FIRST_STEPS, nothing_moves
 from tasks.session import RunSession
 from tasks.trainer import EveryClaimRefused
 from trainers.health import NonFinite

@@ -207,7 +207,7 @@ def check_prefect() -> Finding:
 def check_hub(config: RunConfig | None) -> Finding:
     """The run file's models: folders, in the hub's cache, or on the hub."""
     from rollouts.production.engine_choice import local_folder
-    from tasks.preflight import check_model
+    from tasks.checks.preflight import check_model
 
     models = [model for model in (config.model, config.train.reference.model) if model] if config else []
     for model in models:
@@ -219,7 +219,7 @@ def check_hub(config: RunConfig | None) -> Finding:
 def check_device(config: RunConfig | None) -> Finding:
     """GPUs of this machine, or of the Ray cluster, and whether they hold the run file's ranks and engines."""
     from infra.placement import gpus_of, nodes_to_use
-    from tasks.preflight import check_devices
+    from tasks.checks.preflight import check_devices
 
     if config is not None:
         check_devices(config)
@@ -232,7 +232,7 @@ def check_dataset(config: RunConfig | None) -> Finding:
     """The run file's workflow has tasks in both splits, from its dataset if it has one."""
     if config is None:
         return Finding("no run file given: nothing to read")
-    from tasks.preflight import load_tasks, load_workflow
+    from tasks.checks.preflight import load_tasks, load_workflow
 
     tasks = load_tasks(load_workflow(config), config)
     counts = ", ".join(f"{len(members):,} tasks in {split!r}" for split, members in tasks.items())
@@ -257,8 +257,8 @@ def check_won(config: RunConfig | None) -> Finding:
     """The run file's workflow: its reference wins the tasks."""
     if config is None:
         return Finding("no run file given: nothing to play")
-    from tasks.preflight import load_workflow
-    from tasks.trial import check_references
+    from tasks.checks.preflight import load_workflow
+    from tasks.checks.trial import check_references
 
     count = check_references(load_workflow(config), config)
     return Finding(f"reference_reply wins {count} of the first tasks of each split")

@@ -25,9 +25,9 @@ from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values
 from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
-from tasks.learning_rate import SOURCES, num_parameters, usual_learning_rates
-from tasks.preflight import check_run, model_positions
-from tasks.trial import check_references
+from tasks.checks.learning_rate import SOURCES, num_parameters, usual_learning_rates
+from tasks.checks.preflight import check_run, model_positions
+from tasks.checks.trial import check_references
 
 _KEPT_BYTES = 34
 _CHECKPOINTED_BYTES = 2

@@ -97,7 +97,7 @@ def train_run(run: Path | dict[str, Any] | list[Path], overrides: dict[str, Any]
     from settings.run_file import default_values, load_run_file
     from storage.log.runs import create_run, trainer_lock
     from storage.objects.opening import open_store
-    from tasks.preflight import check_run
+    from tasks.checks.preflight import check_run
 
     config, console = load_run_file(run, overrides), open_console()
     check_run(config)
@@ -119,7 +119,7 @@ async def _train(config: RunConfig) -> None:
 
     from flows.train_grpo import train_grpo
     from settings.run_file import RunConfig, Settings
-    from tasks.preflight import CHECKED
+    from tasks.checks.preflight import CHECKED
 
     CHECKED.set(True)
     knobs = {name: getattr(config, name) for name in RunConfig.model_fields if name not in Settings.model_fields}

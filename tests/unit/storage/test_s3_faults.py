@@ -21,7 +21,7 @@ from storage.objects.opening import open_store, probe
 from storage.objects.s3_store import S3Store
 from storage.objects.tables import ipc_bytes
 from storage.shards.shards import DamagedShard, commit_shard, read_shard
-from tasks.preflight import check_run
+from tasks.checks.preflight import check_run
 from tests.builders import SAMPLING, a_config, a_group, a_log, a_policy_folder, a_shard, a_summary, provenance
 from tests.faulty_s3 import ALWAYS, Fault, FaultyS3
 

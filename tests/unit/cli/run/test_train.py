@@ -24,7 +24,7 @@ from infra.services import ServiceFailed
 from settings.run_file import default_values, load_run_file, make_config
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from tasks import preflight
+from tasks.checks import preflight
 from tests.builders import BASE, a_log, a_shard, a_step, a_summary
 from tests.unit.cli.builders import printed, typed
 from tests.unit.trainers.builders import tiny_model
@@ -75,7 +75,7 @@ def test_parameters_are_counted_in_the_model_folder(home: Path) -> None:
 
 
 def test_a_model_of_the_hub_that_is_not_here_has_no_sizes_yet(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.preflight.check_on_hub", lambda name, kind: None)
+    monkeypatch.setattr("tasks.checks.preflight.check_on_hub", lambda name, kind: None)
     values = _values("model=nobody/nothing")
     assert values["parameters"] is values["usual_learning_rate"] is None and values["attempts_per_step"] == 512
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from storage.log.entries import Step
-from tasks.learning_rate import nothing_moves, usual_learning_rates
+from tasks.checks.learning_rate import nothing_moves, usual_learning_rates
 from tests.builders import a_config, a_log, a_step
 
 _FLAT = [0.25, 0.167, 0.208, 0.25, 0.25, 0.125, 0.083, 0.292, 0.125, 0.083]

@@ -16,7 +16,7 @@ import pytest
 from settings.errors import InvalidInput
 from storage.log.runs import create_run
 from storage.objects.object_store import LocalStore
-from tasks.preflight import check_run
+from tasks.checks.preflight import check_run
 from tests.builders import a_config
 
 _WORKFLOW = """
@@ -224,7 +224,7 @@ def test_a_start_does_not_load_vllm_for_a_reply_that_calls_tools() -> None:
     code = """
 import sys
 from examples.calculator_agent import CalculatorAgent
-from tasks.trial import play_tasks, tasks_by_split
+from tasks.checks.trial import play_tasks, tasks_by_split
 from tests.builders import a_config
 play_tasks(workflow := CalculatorAgent(), tasks_by_split(workflow, a_config()), a_config())
 print("vllm" in sys.modules)

@@ -1,6 +1,6 @@
 """Everything that can be found wrong in seconds, before anything heavy starts.
 
-In: a run's configuration. Out: the workflow, or an error that names the thing and the fix. `tasks.trial` plays tasks.
+In: a run's configuration. Out: the workflow, or an error that names the thing and the fix. `tasks.checks.trial` plays.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from storage.objects.hub import check_on_hub
 from storage.objects.object_store import StoreError
 from storage.objects.opening import open_store, probe
 from storage.records import Task
-from tasks.trial import check_tasks, errors_of_users, play_tasks
+from tasks.checks.trial import check_tasks, errors_of_users, play_tasks
 
 logger = logging.getLogger("millrace.preflight")
 
