@@ -14,7 +14,7 @@ from settings.errors import InvalidInput
 from settings.run_file import RunConfig, load_run_file
 from storage.objects.object_store import LocalStore, StoreError
 from storage.records import Task
-from tasks import preflight, trial
+from tasks.checks import preflight, trial
 from tests.builders import a_config
 from tests.unit.trainers.builders import tiny_model
 
