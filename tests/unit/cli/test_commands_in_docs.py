@@ -67,8 +67,10 @@ def test_every_training_passes_its_dry_run(tmp_path: Path, base_model: Path, mon
     sums.mkdir()
     for file in ("train.jsonl", "test.jsonl"):
         (sums / file).write_text('{"question": "Three boxes of 6?", "answer": "3*6 = 18\\n#### 18"}\n' * 64)
-    who = [Problem(id=str(number), question="Who?", answer="Ada") for number in range(64)]
-    questions = {"train": who, "test": who}
+    questions = {
+        split: [Problem(id=f"{split}{number}", question="Who?", answer="Ada") for number in range(64)]
+        for split in ("train", "test")
+    }
     write_dataset(Path("data/hotpotqa"), [Passage(id="1", title="", text="Ada.")], questions)
     (notes,) = [shlex.split(line) for line in of_the_corpus() if ".world data/notes " in line]
     world.main(notes[3:])
