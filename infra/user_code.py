@@ -185,6 +185,7 @@ def _execute(name: str, path: Path, *, is_package: bool = False) -> None:
 def _siblings(folder: Path) -> Iterator[None]:
     """What is imported meanwhile is what lies in `folder`, although files of the same names elsewhere are loaded."""
     beside = {entry.stem for entry in folder.iterdir() if entry.suffix == ".py" or (entry / "__init__.py").exists()}
+    beside -= set(OWN_PACKAGES)  # ours stay, and theirs is refused
     others = {}
     for name, module in list(sys.modules.items()):
         file = Path(str(getattr(module, "__file__", None) or "/")).resolve()

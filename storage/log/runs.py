@@ -264,8 +264,10 @@ def outcome(log: RunLog) -> Outcome | Literal["running", "vanished"]:
         return "finished"
     host = state.sessions[-1].host
     is_here = host == platform.node() or (not host and isinstance(log.store, LocalStore))
+    if is_here:
+        return "vanished"
     stall = float(run_config(log).get("rollout", {}).get("stall_timeout", _LONGEST_STALL))
-    return "vanished" if is_here or time.time() - state.last_at > 2 * stall else "running"
+    return "vanished" if time.time() - state.last_at > 2 * stall else "running"
 
 
 @contextlib.contextmanager

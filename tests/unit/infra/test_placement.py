@@ -40,7 +40,7 @@ _TOO_LARGE = "× pipeline_parallel_size.*, all of one node, and no node has more
         # A run that starts no engine needs none of that.
         ([2], 2, 8, 2, ""),
         # The nodes have places for all engines.
-        ([3, 3], 6, 2, 0, "on 2 GPUs .* the nodes have places for 2 of the 3 engines; lower rollout.num_workers to 2"),
+        ([3, 3], 6, 2, 0, "on 2 GPUs .* the nodes have places for 2 of 3 engines; lower rollout.num_workers to 2"),
         ([3, 5], 7, 2, 1, ""),
         ([4, 2], 6, 2, 0, ""),
         ([7], 7, 2, 1, ""),

@@ -290,6 +290,6 @@ def test_rewards_may_compare_a_group_and_one_that_cannot_be_scored_is_lost(
 
 
 def test_one_score_per_attempt_or_the_workflow_is_wrong(tokens: ChatTokens):
-    for returned in ([Score(reward=1.0)], [1.0, 2.0, 3.0], []):
+    for returned in ([Score(reward=1.0)], [1.0, 2.0], []):
         with pytest.raises(WrongWorkflow, match="for 3 attempts; return one Score each"):
             _group(tokens, _Ranked(lambda _, returned=returned: returned), n_samples=4)
