@@ -31,12 +31,12 @@ from cli.ui.metrics import described
 from cli.ui.prompts import VISITS, prompt_history
 from infra.environment import cache_folder
 from rollouts.production.evaluation import failure_of
-from settings.errors import InvalidInput, NotFound
+from settings.errors import InvalidInput, NotFound, in_one_line
 from settings.redaction import without_secrets
 from storage.log.entries import OUTCOMES, to_json
 from storage.log.promotion import CHAMPION, gap_of, why_not_promote
 from storage.log.run_log import RunLog
-from storage.log.runs import RunLogs, is_training, open_run, own_scores, run_config
+from storage.log.runs import RunLogs, is_training, open_run, outcome, own_scores, run_config
 from storage.objects.object_store import ObjectStore
 from storage.shards.failed_attempts import kinds_of, newest_failures
 from storage.views.lineage import policy_lineage
@@ -149,6 +149,8 @@ def _facts(watched: _Watched) -> dict[str, Any]:
         "workflow": config.get("workflow"),
         "model": config.get("model"),
         "training": is_training(log),
+        "outcome": outcome(log),
+        "reason": in_one_line(without_secrets(state.ended.reason)) if state.ended else "",
         "paused": state.paused,
         "step": state.step,
         "target": state.sessions[-1].steps if state.sessions else 0,

@@ -35,7 +35,9 @@ function show(list) {
 }
 
 // ── every run ────────────────────────────────────────────────────────────────────────────────────────────────────────
-const stateOf = run => (run.damaged ? "damaged" : run.training ? "training" : run.paused ? "paused" : run.target && run.step >= run.target ? "finished" : "stopped");
+const ENDS = { running: "training", failed: "crashed", vanished: "ended without a word" };
+const stateOf = run => (run.damaged ? "damaged" : run.training ? "training" : run.paused ? "paused" : ENDS[run.outcome] ?? run.outcome);
+const stateMark = run => h("span", { class: `state ${stateOf(run).split(" ")[0]}`, title: visible(run.reason ?? "") || null }, stateOf(run) + (stateOf(run) === "crashed" ? `: ${visible(run.reason)}` : ""));
 const scoresOf = run => (run.before ? (run.before.version === run.after.version ? withError(run.after) : `${fixed(run.before.score)} → ${withError(run.after)}`) : "–");
 
 async function showRuns() {
@@ -55,7 +57,7 @@ async function showRuns() {
     const rows = found.runs.filter(run => `${run.run} ${run.workflow ?? ""} ${run.model ?? ""}`.toLowerCase().includes(wanted)).map(run => {
       if (run.damaged) return h("tr", {}, h("td"), h("td", {}, h("b", {}, visible(run.run))), h("td", {}, h("span", { class: "state damaged" }, "damaged")), h("td", { colspan: 8, class: "why-damaged" }, visible(run.damaged)));
       const cells = [h("input", { type: "checkbox", checked: chosen.has(run.run), "aria-label": `Choose ${run.run}`, onchange: event => choose(run.run, event.target.checked) }),
-        h("a", { href: to({ run: run.run }) }, visible(run.run)), h("span", { class: `state ${stateOf(run)}` }, stateOf(run)), visible(run.workflow ?? "–"),
+        h("a", { href: to({ run: run.run }) }, visible(run.run)), stateMark(run), visible(run.workflow ?? "–"),
         run.target ? `${count(run.step)} / ${count(run.target)}` : count(run.step), scoresOf(run), run.champion ?? "–", count(run.trajectories), duration(run.worked_seconds), run.last_at ? ago(Date.now() / 1000 - run.last_at) : "–"];
       return h("tr", {}, cells.map((cell, i) => h("td", { class: i > 3 && i < 9 ? "right" : null }, cell)));
     });
@@ -119,7 +121,7 @@ async function showRun(run) {
   const numbers = h("div", { class: "stack" });
   const facts = () => {
     const stale = inlined ? [] : [` · ${ago(Math.max(0, Date.now() / 1000 - overview.last_at))}`];
-    title("Millrace run", run, dim(inlined ? null : [h("span", { class: `state ${stateOf(overview)}` }, stateOf(overview)), stale, " · "], `${date(overview.started_at)} · code ${visible(overview.code_version)} · `, h("span", { class: "path" }, visible(overview.place))));
+    title("Millrace run", run, dim(inlined ? null : [stateMark(overview), stale, " · "], `${date(overview.started_at)} · code ${visible(overview.code_version)} · `, h("span", { class: "path" }, visible(overview.place))));
     numbers.replaceChildren(tiles(overview), ...overview.notes.map(note), ...(overview.paused ? [note(`Paused: ${overview.paused}`)] : []), law(overview));
     budget.replaceChildren(...timeTable(overview).filter(Boolean));
   };

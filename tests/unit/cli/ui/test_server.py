@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 
 from cli.traj.coloring import by_logprob
 from cli.ui.server import COOKIE, create_app
-from storage.log.entries import Alias, Quarantine
+from storage.log.entries import Alias, End, Quarantine, Session
 from storage.log.run_log import RunLog
 from storage.log.runs import create_run, remove_run, trainer_lock
 from storage.objects.object_store import LocalStore
@@ -50,9 +50,13 @@ def test_every_run_is_a_line_and_a_damaged_one_says_why(store: LocalStore, get: 
     store.put(f"runs/damaged/log/{0:020d}.json", b"{")
     create_run(store, "no-json", {})
     store.put("runs/no-json/run.json", b"{")
+    failed = create_run(store, "failed", {})
+    for body in (Session(id="s", code_version="", steps=5), End(session_id="s", outcome="failed", reason="no")):
+        failed.append(body)
     with trainer_lock(trained):
         runs = {run["run"]: run for run in get("runs")["runs"]}
     assert list(runs)[0] == "run" and runs["run"]["training"] and runs["run"]["step"] == 2
+    assert (runs["failed"]["outcome"], runs["failed"]["reason"]) == ("failed", "no")
     assert runs["run"]["before"]["score"] == pytest.approx(1 / 3) and runs["run"]["champion"] == 1
     assert runs["run"]["after"]["text"] == "held-out 0.667 on 3 tasks, 1.0 s" and runs["run"]["trajectories"] == 6
     assert f"runs/damaged/log/{0:020d}.json cannot be read" in runs["damaged"]["damaged"]
