@@ -44,15 +44,15 @@ def get(client: TestClient) -> Get:
 
 
 def test_every_run_is_a_line_and_a_damaged_one_says_why(store: LocalStore, get: Get) -> None:
+    failed = create_run(store, "failed", {})
+    for body in (Session(id="s", code_version="", steps=5), End(session_id="s", outcome="failed", reason="no")):
+        failed.append(body)
     trained = a_trained_run(store)
     trained.append(Alias(name="champion", version=1, checksum="sum"))
     create_run(store, "damaged", {}).append(BASE)
     store.put(f"runs/damaged/log/{0:020d}.json", b"{")
     create_run(store, "no-json", {})
     store.put("runs/no-json/run.json", b"{")
-    failed = create_run(store, "failed", {})
-    for body in (Session(id="s", code_version="", steps=5), End(session_id="s", outcome="failed", reason="no")):
-        failed.append(body)
     with trainer_lock(trained):
         runs = {run["run"]: run for run in get("runs")["runs"]}
     assert list(runs)[0] == "run" and runs["run"]["training"] and runs["run"]["step"] == 2
