@@ -30,11 +30,11 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.run_log import ATTEMPTS, a_round
 from benchmarks.trajectories import provenance_of
+from cli.terminal.console import open_console
 from cli.ui.metrics import described
 from storage.log.entries import Evaluation, Policy, Session, Shard, Step
 from storage.log.run_log import RunLog
@@ -267,7 +267,7 @@ def main(
         f"{100 * numbers['server_core_share']:.2f} %",
         "–" if browser is None else f"{100 * browser:.1f} %",
     )
-    Console().print(table)
+    open_console().print(table)
     if output:
         output.write_text(json.dumps(numbers, indent=1) + "\n")
 

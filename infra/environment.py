@@ -71,9 +71,14 @@ def _hub_folder() -> Path:
     return Path(cache) / "huggingface"
 
 
+def nearest_existing(place: Path) -> Path:
+    """The place, or what is there of those above it."""
+    return next(each for each in (place, *place.parents) if each.exists())
+
+
 def _is_writable(folder: Path) -> bool:
     """True if files can be made in a folder, which may not exist yet."""
-    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    nearest = nearest_existing(folder)
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
 

@@ -258,7 +258,7 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
         under_kinds = make_config({"workflow": "", **_kinds(config)}, source="defaults").model_dump(mode="json")
     except ConfigError:  # a kind with something that must be set
         under_kinds = plain
-    plain, defaults, now = (dict(_leaves("", each)) for each in (plain, under_kinds, config))
+    plain, defaults, now = (dict(leaves(each)) for each in (plain, under_kinds, config))
     defaults |= {key: plain.get(key) for key in defaults if key.rpartition(".")[2] in ("kind", "preset")}
     own = {"run", "workflow", "model", "steps", "store", "tracking"}
     return {key: value for key, value in now.items() if key not in own and value != defaults.get(key)}
@@ -271,10 +271,11 @@ def _kinds(table: dict[str, Any]) -> dict[str, Any]:
     return chosen | {key: kinds for key, kinds in below.items() if kinds}
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested configuration; an empty table is a value."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _leaves(f"{key}.{name}".lstrip("."), inner)
+            yield from leaves(inner, f"{key}.{name}" if key else name)
     else:
         yield key, value
 

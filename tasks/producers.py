@@ -84,7 +84,7 @@ async def follow(session: RunSession, *, shards: int, patience: float) -> str:
             for _ in ours:
                 made += 1
                 if made == 1 or not made % SHARDS_PER_LINE:
-                    logger.info("%d shards committed, at step %d of the run", made, state.step)
+                    logger.info("%s committed, at step %d of the run", counted(made, "shard"), state.step)
             if len(new) > len(ours):
                 await session.fleet.refresh()
         elif silence > patience:

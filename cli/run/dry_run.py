@@ -10,7 +10,6 @@ https://arxiv.org/abs/2205.05198, equation 2 without the attention term), twice 
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -19,14 +18,13 @@ from rich.markup import escape
 
 from cli.terminal.formatting import plain_table, size
 from infra.environment import tracking_uri
-from rollouts.production.engine_choice import local_folder
 from settings.places.state_folder import store_uri
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig, default_values
 from storage.log.runs import continues, open_run
 from storage.objects.opening import open_store
 from tasks.checks.learning_rate import SOURCES, num_parameters, usual_learning_rates
-from tasks.checks.preflight import check_run, model_positions
+from tasks.checks.preflight import about_model, check_run, model_positions
 from tasks.checks.trial import check_references
 
 _KEPT_BYTES = 34
@@ -47,7 +45,7 @@ def derived_values(config: RunConfig) -> dict[str, Any]:
 
     Raises what `millrace train` would.
     """
-    workflow = check_run(config)
+    workflow, parameters = check_run(config), num_parameters(config)
     store = open_store(store_uri(config.store))
     done = None
     if store.exists(f"runs/{config.run}/run.json"):
@@ -66,15 +64,14 @@ def derived_values(config: RunConfig) -> dict[str, Any]:
         "references_won": check_references(workflow, config),
         "evaluation_tasks": min(len(workflow.tasks(config.evaluation.split)), config.evaluation.num_tasks),
         "learning_rate": config.learning_rate,
-        "usual_learning_rate": _usual(config),
+        "usual_learning_rate": _usual(config, parameters),
         **_batches(config),
-        **_memory(config),
+        **_memory(config, parameters),
     }
 
 
-def _usual(config: RunConfig) -> list[float] | None:
+def _usual(config: RunConfig, parameters: int | None) -> list[float] | None:
     """Lowest and highest usual learning rate; None for a model that is not on this machine."""
-    parameters = num_parameters(config)
     if parameters is None:
         return None
     return list(usual_learning_rates(parameters, is_lora=config.train.lora is not None))
@@ -98,17 +95,16 @@ def _batches(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _memory(config: RunConfig) -> dict[str, float | None]:
+def _memory(config: RunConfig, parameters: int | None) -> dict[str, float | None]:
     """Bytes: of one trainer rank by part, and of an engine's weights. None for a model that is not on this machine."""
-    train, parameters = config.train, num_parameters(config)
+    train = config.train
+    if parameters is None:
+        return dict.fromkeys(_MEMORY)
     if not config.model:
         hidden_size, num_layers = config.warmup.hidden_size, config.warmup.num_layers
-    elif folder := local_folder(config.model):
-        about = json.loads((folder / "config.json").read_text())
-        hidden_size, num_layers = about["hidden_size"], about["num_hidden_layers"]
     else:
-        return dict.fromkeys(_MEMORY)
-    assert parameters is not None
+        about = about_model(config)
+        hidden_size, num_layers = about["hidden_size"], about["num_hidden_layers"]
     copies = 1 + (train.reference.kind in ("base", "model")) + (train.ema is not None)
     weights = 4.0 * parameters * copies
     moments = 12 * (_ADAPTER_SHARE * parameters if train.lora is not None else parameters)

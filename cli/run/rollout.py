@@ -83,7 +83,7 @@ async def _attempt(log: RunLog, *, num_prompts: int) -> list[RolloutGroup]:
             await worker.call("open", config, name="debug", **facts)
             groups: list[RolloutGroup] = await worker.call("rollout_batch", num_prompts)
         except Exception:
-            Console(stderr=True, highlight=False).print(f"its log is {worker.log_file}", soft_wrap=True)
+            open_console(stderr=True).print(f"its log is {worker.log_file}", soft_wrap=True)
             raise
     return groups
 

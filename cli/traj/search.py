@@ -52,7 +52,7 @@ def index(
     embedding = absolute_path(embedding)
     if embedding:
         load_object(embedding)
-    index, started = _open_index(log), time.perf_counter()
+    index, started = open_index(log), time.perf_counter()
     with reading(log, "index", quiet=True):
         report = _update_index(index, console, embedding=embedding, rebuild=rebuild)
     news = f"{counted(report.shards_added, 'shard')} added" if report.shards_added else "nothing new"
@@ -89,7 +89,7 @@ def search(
     log, query, notes = open_named(run, store), SearchQuery(text), open_console(stderr=True)
     others = {"status": status, "step": step, "outcome": outcome, "include_eval": include_eval}
     filters = parse_filters(log.state, reward=reward, version=version, **others)
-    index = _open_index(log)
+    index = open_index(log)
     if update:
         _update_index(index, notes)
     elif behind := index.behind():
@@ -101,7 +101,7 @@ def search(
         _print(matches, query, open_console())
 
 
-def _open_index(log: RunLog) -> SearchIndex:
+def open_index(log: RunLog) -> SearchIndex:
     """The index of a run on this machine."""
     from infra.user_code import load_object
     from storage.views.search_index import SearchIndex, index_folder

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from cli.terminal.formatting import counted, held_out
+from cli.terminal.formatting import held_out
 from cli.traj.coloring import COLORS, Colorist
 from cli.traj.finding import find_failure, find_trajectories
 from cli.ui import contents, search
@@ -31,8 +31,9 @@ from cli.ui.metrics import described
 from cli.ui.prompts import VISITS, prompt_history
 from infra.environment import cache_folder
 from rollouts.production.evaluation import failure_of
-from settings.errors import InvalidInput, NotFound, in_one_line
+from settings.errors import InvalidInput, NotFound, counted, in_one_line
 from settings.redaction import without_secrets
+from settings.run_file import leaves
 from storage.log.entries import OUTCOMES, to_json
 from storage.log.promotion import CHAMPION, gap_of, why_not_promote
 from storage.log.run_log import RunLog
@@ -228,18 +229,15 @@ def _notes(log: RunLog) -> list[str]:
 def _settings(watched: _Watched) -> dict[str, Any]:
     state = watched.log.state
     return {
-        "settings": flat(watched.config),
+        "settings": [(key, _shown(value)) for key, value in leaves(watched.config)],
         "sessions": [to_json(session) for session in state.sessions[-MOST_SESSIONS:]],
         "num_sessions": len(state.sessions),
     }
 
 
-def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Dotted keys and JSON values of a nested configuration."""
-    if isinstance(value, dict) and value:
-        return [pair for key in value for pair in flat(value[key], f"{prefix}.{key}" if prefix else key)]
+def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return [(prefix, text if len(text) <= 500 else f"{text[:500]}… ({len(text):,} characters)")]
+    return text if len(text) <= 500 else f"{text[:500]}… ({len(text):,} characters)"
 
 
 def _lineage(watched: _Watched, version: str = "") -> dict[str, Any]:

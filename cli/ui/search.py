@@ -13,15 +13,13 @@ import re
 import time
 from typing import Any
 
-from cli.traj.search import parse_filters
+from cli.traj.search import open_index, parse_filters
 from cli.ui.conversations import SNIPPET_CHARACTERS, snippet
-from infra.environment import cache_folder
 from settings.errors import InvalidInput
 from storage.log.entries import claimed_groups
 from storage.log.run_log import RunLog
 from storage.shards.failed_attempts import newest_failures
 from storage.views.queries import open_queries
-from storage.views.search_index import SearchIndex, index_folder
 from storage.views.search_query import SearchQuery
 
 MOST_ROWS = 50
@@ -75,7 +73,7 @@ def find(
         conditions.append("(starts_with(prompt_id, $4 || '/') OR starts_with(prompt_id, $4 || ':'))")
     matches: dict[str, str] = {}
     if words:
-        found = _index(log).find(SearchQuery(words), filters, count=_MOST_MATCHES)
+        found = open_index(log).find(SearchQuery(words), filters, count=_MOST_MATCHES)
         matches = {match.id: match.shard_id for match in found}
         parameters.append(list(matches))
         conditions.append(f"id IN (SELECT unnest(${3 + len(parameters)}::VARCHAR[]))")
@@ -113,19 +111,13 @@ def find(
 
 def update_index(log: RunLog) -> int:
     """Bring the run's search index up to date; returns the attempts in it."""
-    return _index(log).update().trajectories
+    return open_index(log).update().trajectories
 
 
 def shards_to_index(log: RunLog) -> int | None:
     """Shards that the index lacks; None without an index."""
-    index = _index(log)
-    return index.behind() if (index.folder / "trajectories.lance").exists() else None
-
-
-def _index(log: RunLog) -> SearchIndex:
-    from infra.user_code import load_object
-
-    return SearchIndex(log, index_folder(log, cache_folder()), load_embedding=load_object)
+    index = open_index(log)
+    return index.behind() if index.exists else None
 
 
 def _steps(text: str, newest: int) -> tuple[int, int]:

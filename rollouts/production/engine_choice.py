@@ -43,17 +43,16 @@ def model_config(model: Path) -> dict[str, Any]:
     return about.get("text_config") or about
 
 
-def num_positions(model: Path) -> int | None:
-    """Longest sequence that a model folder's config allows, in tokens; None if it does not say."""
-    about = model_config(model)
+def num_positions(about: Mapping[str, Any]) -> int | None:
+    """Longest sequence that a model's config allows, in tokens; None if it does not say."""
     return about.get("max_position_embeddings") or about.get("n_positions")
 
 
 def fitted_to_model(config: RunConfig, model: Path) -> RunConfig:
     """The run's settings with `engine.max_model_len` at most the model's positions, and for a model in float32 with
     `engine.vllm.dtype` "float32" if it is not set: vLLM would round its weights, and each reload again otherwise."""
-    longest = min(config.engine.max_model_len, num_positions(model) or config.engine.max_model_len)
     about = model_config(model)
+    longest = min(config.engine.max_model_len, num_positions(about) or config.engine.max_model_len)
     own = {"dtype": "float32"} if (about.get("dtype") or about.get("torch_dtype")) == "float32" else {}
     engine = config.engine.model_copy(update={"max_model_len": longest, "vllm": {**own, **config.engine.vllm}})
     return config.model_copy(update={"engine": engine})

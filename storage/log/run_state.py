@@ -121,6 +121,13 @@ class RunState:
         """The newest policy; None before the base model is committed."""
         return self.policies[self.newest_version] if self.policies else None
 
+    def session_of(self, version: int) -> records.Session | None:
+        """The session that made a policy; None if the log does not say."""
+        if not version:
+            return self.sessions[0] if self.sessions else None
+        made_by = self.steps[version - 1].session_id
+        return next((session for session in self.sessions if session.id == made_by), None)
+
     @property
     def worked_seconds(self) -> float:
         """Time from each session's start to the last entry of its training, summed over sessions.

@@ -17,6 +17,7 @@ from typing import Any
 
 from settings.errors import InvalidInput
 from settings.redaction import without_secrets
+from settings.run_file import leaves
 from settings.tracking import TraceSettings
 from storage.log.entries import Alias, Evaluation, LogEntry, Policy, Registration, Retire, Session, Step, to_json
 from storage.log.run_log import RunLog
@@ -34,6 +35,7 @@ _CURSOR = "millrace.synced_entries"
 _NOTE = "mlflow.note.content"
 _VERSIONS_AT_ONCE = 1000
 _MOST_METRICS = 1000  # MLflow takes no more in one call
+_LONGEST_PARAMETER = 6000  # characters
 ROLLOUT = "rollout"
 """Alias of the policy that the engines serve."""
 _STATUS = {"running": "RUNNING", "finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED", "vanished": "FAILED"}
@@ -108,7 +110,9 @@ class Registry:
         if cursor == 0:  # logging the same again changes nothing
             from mlflow.entities import Param
 
-            parameters = [Param(key, value) for key, value in _flatten(self._config).items()]
+            parameters = [
+                Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in leaves(self._config) if value != {}
+            ]
             self._log_batch({"millrace.config_sha256": sha256_of_json(self._config)}, params=parameters)
         for block in _blocks(self._log.entries[cursor:]):
             self._send(block)
@@ -223,15 +227,6 @@ class Registry:
             token = page.token or ""
         return versions
 
-    def _session_of(self, version: int) -> Session | None:
-        """The session that made a policy; None if the log does not say."""
-        sessions = {session.id: session for session in self._log.state.sessions}
-        return (
-            sessions.get(self._log.state.steps[version - 1].session_id)
-            if version
-            else next(iter(sessions.values()), None)
-        )
-
     def _register_for(self, name: str, version: int) -> None:
         """A policy that a user gave a name is registered; those that the engines serve come and go."""
         if name != ROLLOUT:
@@ -285,7 +280,7 @@ class Registry:
 
     def _register_if_due(self, version: int) -> None:
         """Register a new policy if `tracking.register` says so of every one; others are when they are evaluated."""
-        session = self._session_of(version)
+        session = self._log.state.session_of(version)
         rule = "all" if session is None else session.register
         if rule == "all" or (rule.isdecimal() and version % int(rule) == 0):
             self._register(version)
@@ -300,7 +295,7 @@ class Registry:
         if version:
             step = state.steps[version - 1]
             tags |= {"millrace.step": str(step.claim.step), "millrace.dataset_digest": dataset_digest(step)}
-        session, config_sha256 = self._session_of(version), sha256_of_json(self._config)
+        session, config_sha256 = state.session_of(version), sha256_of_json(self._config)
         created = self._client.create_model_version(
             name=self.model_name,
             source=self._source_of(policy),
@@ -378,9 +373,3 @@ def _code_tags(session: Session | None) -> dict[str, str]:
         "millrace.code_version": session.code_version if session else "",
         "millrace.reward_sha256": session.reward_sha256 if session else "",
     }
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {k: v for key, inner in value.items() for k, v in _flatten(inner, f"{prefix}{key}.").items()}
-    return {prefix[:-1]: str(value)[:6000]}

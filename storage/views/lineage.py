@@ -165,9 +165,7 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
         sampled_by = sorted({*sampled_by, *seen})
         problems = [f"shard {shard.id}: {shard.problem}" for shard in shards if shard.problem]
         problems += _weights_problems(log, policy)
-    session_id = step.session_id if step else (state.sessions[0].id if state.sessions else "")
-    session = next((session for session in state.sessions if session.id == session_id), None)
-    registration = state.registrations.get(version)
+    session, registration = state.session_of(version), state.registrations.get(version)
     return PolicyLineage(
         run=log.run_id,
         store=log.store.uri,
@@ -181,7 +179,7 @@ def policy_lineage(log: RunLog, version: int, *, verify: bool = False) -> Policy
         weights_sha256=policy.weights_sha256,
         parents=list(range(version))[::-1][:_PARENTS_SHOWN],
         step=step.claim.step if step else None,
-        session_id=session_id,
+        session_id=session.id if session else step.session_id if step else "",
         code_version=session.code_version if session else "",
         reward_sha256=session.reward_sha256 if session else "",
         config=f"{log.store.uri}/{log.key('run.json')}",

@@ -127,7 +127,7 @@ class SearchIndex:
         made by another Millrace or with another embedding, `InvalidInput` if the embedding does not return vectors.
         """
         with self._lock():
-            table = self._create(embedding) if rebuild or not self._exists() else self._open()
+            table = self._create(embedding) if rebuild or not self.exists else self._open()
             recorded = _embedding_of(table)
             if embedding and embedding != recorded:
                 raise BadIndex(
@@ -205,7 +205,8 @@ class SearchIndex:
                 f"delete: {self._again()} makes it again"
             ) from error
 
-    def _exists(self) -> bool:
+    @property
+    def exists(self) -> bool:
         """True if a version of the table is committed."""
         return any((self._path / "_versions").glob("*.manifest"))
 
@@ -233,7 +234,7 @@ class SearchIndex:
     def _open(self) -> Any:
         import lancedb
 
-        if not self._exists():
+        if not self.exists:
             index = command("index", self.log.run_id, store=self.log.store.uri)
             raise NotFound(f"run {self.log.run_id!r} has no search index; `{index}` makes it")
         with self._damage_named():

@@ -21,14 +21,15 @@ from urllib.parse import urlparse
 import httpx
 import psutil
 
-from infra.environment import tracking_uri
+from infra.environment import nearest_existing, tracking_uri
 from infra.placement import check_shares, gpus_of, nodes_to_use
 from infra.user_code import load_object
 from rollouts.chat.tool_parsing import check_tool_parser
-from rollouts.production.engine_choice import check_engine_arguments, local_folder, model_config
+from rollouts.production.engine_choice import check_engine_arguments, local_folder, model_config, num_positions
 from rollouts.workflow import Workflow, place_of
 from settings.errors import InvalidInput, path_errors
 from settings.loss import CustomLoss
+from settings.places.hints import command
 from settings.places.state_folder import home, store_uri
 from settings.redaction import without_secrets
 from settings.run_file import RunConfig
@@ -184,7 +185,7 @@ def check_devices(config: RunConfig) -> None:
 def check_tracking(uri: str) -> None:
     """Raise `InvalidInput` if MLflow's server does not answer, or if its database cannot be there."""
     parsed, shown = urlparse(uri), f"tracking = {without_secrets(uri)!r}"
-    start = "start it (`millrace up` starts one on this machine), or leave `tracking` out for a file"
+    start = f"start it (`{command('up')}` starts one on this machine), or leave `tracking` out for a file"
     if parsed.scheme in ("http", "https"):
         try:
             httpx.get(uri, timeout=SECONDS_TO_ANSWER)
@@ -199,8 +200,7 @@ def check_tracking(uri: str) -> None:
         folder = path.parent if parsed.scheme == "sqlite" else path
         if not folder.exists() and not folder.is_relative_to(home()) and parsed.scheme == "sqlite":
             raise InvalidInput(f"{shown}: there is no folder {folder}; make it, or name another")
-        while not folder.exists():
-            folder = folder.parent
+        folder = nearest_existing(folder)
         if not os.access(folder, os.W_OK) or not folder.is_dir():
             raise InvalidInput(f"{shown}: {folder} cannot be written; name another place")
     elif not parsed.scheme.startswith(("databricks", "uc")):
@@ -237,8 +237,7 @@ def about_model(config: RunConfig) -> dict[str, Any]:
 
 def model_positions(config: RunConfig) -> int | None:
     """Longest sequence of the run's model, in tokens; None if the model is not here or does not say."""
-    about = about_model(config)
-    return about.get("max_position_embeddings") or about.get("n_positions")
+    return num_positions(about_model(config))
 
 
 def check_model(model: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollouts.chat.chat import Chat
-from rollouts.production.engine_choice import fitted_to_model, num_positions
+from rollouts.production.engine_choice import fitted_to_model, model_config, num_positions
 from rollouts.workflow import Score, Workflow
 from settings.errors import InvalidInput
 from settings.run_file import RunConfig, load_run_file
@@ -52,7 +52,7 @@ def test_lengths_that_were_set_must_fit_the_model_and_others_are_cut_to_it(tmp_p
 
     preflight.check_run(run())  # the defaults fit every model
     model = tiny_model(tmp_path / "model")
-    longest = num_positions(model)
+    longest = num_positions(model_config(model))
     fitted = fitted_to_model(run(), model).engine
     assert longest is not None and fitted.max_model_len == longest < 2048
     assert fitted.vllm == {"dtype": "float32"}, "as its weights: vLLM would round them, and its checksum would differ"
