@@ -37,13 +37,11 @@ NAMES = {
 
 
 def test_the_form_has_flat_knobs_one_block_and_a_help_text_for_each(prefect_api: str) -> None:
-    deployments = {d["entrypoint"]: d for d in ask("POST", f"{prefect_api}/deployments/filter", {})}
+    listed = ask("POST", f"{prefect_api}/deployments/filter", {})
+    deployments = {d["entrypoint"]: d for d in listed}
     training = deployments["flows.train_grpo.train_grpo"]
     assert len(deployments) == 5
-    names = {
-        f"{d['entrypoint'].split('.')[1]}/{d['name']}" for d in ask("POST", f"{prefect_api}/deployments/filter", {})
-    }
-    assert names == set(NAMES), "as the commands that do the same"
+    assert {(d["entrypoint"], d["name"]) for d in listed} == NAMES, "as the commands that do the same"
     for entrypoint in deployments:
         knobs = deployments[entrypoint]["parameter_openapi_schema"]["properties"]
         assert knobs and all(field.get("description") for field in knobs.values()), entrypoint
