@@ -101,7 +101,11 @@ ifneq ($(DEVICE),$(MADE_FOR))
 $(INSTALLED): FORCE
 endif
 
-$(INSTALLED): requirements/$(DEVICE).lock pyproject.toml
+# The state folder of every run file below, wherever one stands.
+.millrace:
+	@mkdir -p .millrace
+
+$(INSTALLED): requirements/$(DEVICE).lock pyproject.toml | .millrace
 	@fail() { printf '%s\n' "$$@" >&2; exit 1; }
 	pip_failed() {
 	    grep -E '^ *(ERROR|error|[A-Za-z]+Error):' $(LOG) >&2 || tail -n 5 $(LOG) >&2
@@ -150,5 +154,4 @@ $(INSTALLED): requirements/$(DEVICE).lock pyproject.toml
 	echo "[3/3] installing $$(grep -c == requirements/$(DEVICE).lock) packages ($(FIRST_INSTALL); tail -f $(LOG) shows them)"
 	$(PIP_INSTALL) -r requirements/$(DEVICE).lock >>$(LOG) 2>&1 || pip_failed
 	$(PIP_INSTALL) --no-build-isolation -e . >>$(LOG) 2>&1 || pip_failed
-	mkdir -p .millrace # of every run file below, wherever one stands
 	touch $@
