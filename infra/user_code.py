@@ -137,9 +137,10 @@ def _load_file(path: Path) -> Any:
     while (root / "__init__.py").exists() and root != root.parent:
         root, names = root.parent, [root.name, *names]
     for folder in dict.fromkeys([path.parent, root]):
-        _FOLDERS.add(str(folder))
+        if not PRODUCT.is_relative_to(folder):  # every process finds what is in ours
+            _FOLDERS.add(str(folder))
         if str(folder) not in sys.path:
-            sys.path.insert(0, str(folder))
+            _put_into_path(folder)
     name = ".".join(names)
     if _is_taken(names, root):
         name = ".".join([f"millrace_file_{names[0]}_{abs(hash(str(root)))}", *names[1:]])
@@ -153,6 +154,13 @@ def _load_file(path: Path) -> Any:
                 _execute(name, path)
         _refuse_shadowed(path.parent)
     return sys.modules[name]
+
+
+def _put_into_path(folder: Path) -> None:
+    """Before installed packages and other folders of files, and behind Python's own modules: a `json.py` beside a file
+    must not be the `json` of the processes that are given this path."""
+    own = {sysconfig.get_path("stdlib"), sysconfig.get_config_var("DESTSHARED")}
+    sys.path.insert(max((place + 1 for place, entry in enumerate(sys.path) if entry in own), default=0), str(folder))
 
 
 def _is_taken(names: list[str], root: Path) -> bool:
@@ -194,7 +202,7 @@ def _siblings(folder: Path) -> Iterator[None]:
             others[name] = sys.modules.pop(name)
     path = sys.path.copy()
     if others:
-        sys.path.insert(0, str(folder))
+        _put_into_path(folder)
     try:
         yield
     finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,7 @@ def test_a_module_a_file_and_a_nested_name_load_each_file_once(file: Path, tmp_p
 
 def test_another_process_finds_the_same_object_by_its_path(file: Path, monkeypatch: pytest.MonkeyPatch):
     reward = load_object(f"{file}:reward")
+    load_object(f"{Path(__file__).parents[3]}/examples/arithmetic.py:Arithmetic")  # which lies in our own folder
     assert path_of(reward) == f"{file}:reward"
     assert path_of(exact) == "rollouts.rewards.answers:exact"
     code = f"from infra.user_code import load_object; print(load_object({path_of(reward)!r})('x'))"
@@ -177,6 +180,8 @@ def test_files_of_two_folders_have_their_own_siblings_and_a_taken_name_is_no_obs
     for place in ("a", "b", "a", "c/tasks", "d/json"):
         values.append(load_object(f"{tmp_path}/{place}/places.py:Place").name)
     assert values == ["a", "b", "a", "c/tasks", "d/json"]
+    found = PathFinder.find_spec("json", sys.path)
+    assert found is not None and found.origin == json.__file__, "child processes are given this path"
 
 
 WORKFLOW = """
