@@ -6,7 +6,9 @@ What they wait for is a file in the state folder, or a step in the run's log. No
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import sys
 from collections.abc import Callable
 
 from rollouts.chat.chat import Chat
@@ -65,10 +67,18 @@ class Paused(Guesses):
 
 
 class Held(Guesses):
-    """Attempts wait for as long as nobody lets those of their own state folder go on."""
+    """Attempts wait until somebody lets those of their own state folder go on: as many as the file says, or all."""
+
+    let_go = 0
+
+    def _may_go(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return self.let_go < int((home() / GO).read_text() or sys.maxsize)
+        return False
 
     async def run(self, task: Task, chat: Chat) -> Score:
-        await _until((home() / GO).exists)
+        await _until(self._may_go)
+        self.let_go += 1
         return await super().run(task, chat)
 
 

@@ -21,6 +21,7 @@ from tests.flows.meetings import GO
 
 STEPS = 8
 BATCH = 4
+SAMPLES = 4
 PATIENCE = 300.0
 """Seconds without which a wait has failed."""
 
@@ -51,11 +52,11 @@ class _Crowd:
         os.killpg(self.running[name].pid, signal.SIGKILL)
         self.running.pop(name).wait()
 
-    def let_go(self, name: str) -> None:
-        (self.homes[name].path / GO).touch()
-
-    def hold(self, name: str) -> None:
-        (self.homes[name].path / GO).unlink()
+    def let_go(self, name: str, attempts: int | None = None) -> None:
+        """Let so many attempts of a producer go on, or all."""
+        folder = self.homes[name].path
+        (folder / "next").write_text("" if attempts is None else str(attempts))
+        (folder / "next").replace(folder / GO)
 
     def log(self) -> RunLog:
         log = RunLog(self.store, "scripted")
@@ -99,11 +100,10 @@ def test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once(c
     half = crowd.homes["b"].process_of("scripted", hung)
     crowd.kill("a")
     half.send_signal(signal.SIGSTOP)
-    crowd.let_go("c")
+    crowd.let_go("c", attempts=BATCH * SAMPLES)  # with more, c might take all prompts of the next step too
     crowd.produce("c")
     # Nobody is left who could take a step's worth of prompts, until c is here and theirs are free again.
     crowd.until(lambda: crowd.log().state.step >= 1)
-    crowd.hold("c")
     released = {e.body.holder: e.body.reason for e in crowd.log().entries if isinstance(e.body, Release)}
     assert released.keys() == {dead, hung} and all(r.startswith("no sign of life") for r in released.values())
     crowd.until(lambda: "c" in crowd.holders())
@@ -111,7 +111,7 @@ def test_producers_come_and_die_and_come_back_and_every_prompt_is_trained_once(c
     crowd.kill("driver")
     crowd.train()
     crowd.until(lambda: len(crowd.log().state.sessions) == 2)
-    now = crowd.log().state  # what had passed `hold` may have been committed meanwhile
+    now = crowd.log().state
     lost = [p for p, holder in leased.items() if now.leased.get(p) != holder and p not in now.positions]
     assert not lost, "a producer's work does not end with the driver's"
     crowd.let_go("b")

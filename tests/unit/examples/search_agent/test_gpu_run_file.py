@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import string
@@ -13,11 +14,14 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
-from tests.unit.examples.search_agent.episodes import FOLDER, write_folder
+from examples.search_agent.dataset import write_dataset
+from tests.unit.examples.search_agent.episodes import FOLDER, PASSAGES, PROBLEM, write_folder
 
 _RUN_FILE = FOLDER / "search_agent_7b.toml"
 _PARAMETERS = 7_615_616_512
 """Of Qwen2.5-7B, counted over what transformers makes of its configuration."""
+_PROMPTS = 32
+"""Of a step, by the run file."""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +43,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Questions, and the names of servers that nobody asks yet."""
+    """Questions for a batch, and the names of servers that nobody asks yet."""
     monkeypatch.setenv("MILLRACE_HOME", str(tmp_path / "home"))
-    return Path(write_folder(tmp_path / "data", services='search = ["http://search-1:8765", "http://search-2:8765"]'))
+    folder = tmp_path / "data"
+    write_folder(folder, services='search = ["http://search-1:8765", "http://search-2:8765"]')
+    train = [dataclasses.replace(PROBLEM, id=str(number)) for number in range(_PROMPTS)]
+    write_dataset(folder, PASSAGES, {"train": train, "test": [PROBLEM]})
+    return folder
 
 
 def _dry_run(*arguments: str, run_file: Path = _RUN_FILE) -> str:
@@ -80,7 +88,8 @@ def test_readme_says_what_the_dry_run_prints(data: Path, model: Path):
 
 
 def test_nothing_is_fetched_if_the_model_is_not_here(data: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tasks.checks.preflight.check_on_hub", lambda name, kind: None)  # no network here
     monkeypatch.setenv("HF_HUB_CACHE", str(data / "hub"))
     values = json.loads(_dry_run("--json", f"dataset={data}"))
     assert values["model"] == "Qwen/Qwen2.5-7B-Instruct" and values["parameters"] is None
-    assert values["train_tasks"] == 1 and not (data / "hub").exists()
+    assert values["train_tasks"] == _PROMPTS and not (data / "hub").exists()
