@@ -283,6 +283,8 @@ class Session:
     """Which policies MLflow registers, see `tracking.register`; logs from before this was recorded have all."""
     host: str = ""
     """The machine of its driver; empty in logs from before this was recorded."""
+    also: tuple[str, ...] = ()
+    """Where metrics go beside MLflow, see `tracking.also`."""
 
 
 @dataclass(frozen=True, kw_only=True)

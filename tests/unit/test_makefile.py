@@ -1,4 +1,4 @@
-"""What `make` installs, and when: its real rules on locks of a few rows, with a `pip` that only writes down its calls."""
+"""What `make` installs, and when: its real rules on locks of a few rows, with a `pip` that only notes its calls."""
 
 from __future__ import annotations
 
