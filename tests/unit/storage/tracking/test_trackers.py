@@ -20,7 +20,7 @@ from settings.run_file import make_config
 from storage.log.entries import End, Evaluation, Step
 from storage.log.run_log import RunLog
 from storage.log.runs import open_run
-from storage.objects.object_store import LocalStore
+from storage.objects.opening import open_store
 from storage.tracking import to_wandb, trackers
 from storage.tracking.follower import FollowerUnavailable
 from storage.tracking.trackers import TITLES, Tracker, check_trackers, tracked_run
@@ -147,8 +147,8 @@ def test_it_has_each_step_and_evaluation_once_also_of_a_run_that_goes_on(kind: s
     assert_same(READ[kind](log, home), wanted(log))
 
 
-def _sync_and_die(store: Path, kind: str) -> None:
-    Tracker(open_run(LocalStore(store), "run"), kind).sync()
+def _sync_and_die(store: str, kind: str) -> None:
+    Tracker(open_run(open_store(store), "run"), kind).sync()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -159,7 +159,7 @@ def test_a_run_whose_process_is_killed_goes_on_there_without_doubled_or_missing_
 ) -> None:
     evaluate(log, 0.25)
     train(log, 1.0)
-    child = multiprocessing.get_context("spawn").Process(target=_sync_and_die, args=(home / "store", kind))
+    child = multiprocessing.get_context("spawn").Process(target=_sync_and_die, args=(log.store.uri, kind))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
