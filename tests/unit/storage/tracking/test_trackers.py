@@ -74,7 +74,7 @@ def in_tensorboard(log: RunLog, home: Path) -> Rows:
 
     run = tracked_run(log)
     (folder,) = (home / "tensorboard").iterdir()
-    assert folder.name == f"run-{run.id}"
+    assert folder.name == f"{run.name}-{run.id}"
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     rows: dict[tuple[int, float], dict[str, float]] = {}
     for tag in events.Tags()["scalars"]:
@@ -90,7 +90,7 @@ def in_trackio(log: RunLog, home: Path) -> Rows:
 
     assert [path.name for path in home.glob("trackio/*.db")] == ["millrace.db"]
     rows = SQLiteStorage.get_logs("millrace", run_id=tracked_run(log).id)
-    assert SQLiteStorage.get_run_config("millrace", "run") is not None
+    assert SQLiteStorage.get_run_config("millrace", log.run_id) is not None
     return [
         (row.pop("step"), datetime.datetime.fromisoformat(row.pop("timestamp")).timestamp(), row)
         for row in (dict(row) for row in rows)
